@@ -1,0 +1,9 @@
+"""Errors that a user can mend, told in one message."""
+
+
+class ConfigError(Exception):
+    """A recipe, flag or input file is wrong. The command line prints the message and exits with code 2."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint is missing, incomplete or does not fit the run."""

@@ -1,0 +1,144 @@
+"""The nouns that travel between the parts of a run.
+
+Shapes (suffix of a name): ``_P`` tokens of a prompt, ``_R`` tokens of a response, ``_T`` tokens of a pack.
+Token ids, log-probabilities and versions of a rollout are numpy arrays: they are sent between processes
+and written to disk, and a list of Python integers costs ten times as much there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+Metrics = dict[str, float | None]
+"""Flat names to values, e.g. ``{"bapo/clip_high": 1.45}``; ``None`` where a value does not exist."""
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem of the dataset, tokenized with the chat template."""
+
+    prompt_id: int
+    """Row number in the dataset file."""
+    token_ids_P: np.ndarray
+    """int32."""
+    ground_truth: str
+    data_source: str
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample. There is no top-p or top-k: the log-probs must be those of the sampled distribution."""
+
+    temperature: float
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    seed: int | None = None
+    """Same seed, prefix and weights give the same tokens; engines that cannot promise that ignore it."""
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """Continue ``input_ids`` (a prompt, or a prompt and the response so far)."""
+
+    request_id: str
+    input_ids: np.ndarray
+    params: SamplingParams
+    prefix_tokens: int = 0
+    """How many of the last input ids are an earlier part of the response (they shift the seeded draws)."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One segment: what an engine returned for one request, finished or not."""
+
+    request_id: str
+    token_ids_R: np.ndarray
+    """int32; includes the stop token that ended it."""
+    log_probs_R: np.ndarray
+    """float32, natural log, of the softmax of logits / temperature."""
+    versions_R: np.ndarray
+    """int32, weight version that sampled each token."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A whole response with what its sampling policy thought of it, and its reward."""
+
+    token_ids_R: np.ndarray
+    log_probs_R: np.ndarray
+    versions_R: np.ndarray
+    finish_reason: FinishReason
+    reward: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ``G`` responses to one prompt (Algorithm 1, line 5)."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one step trains on, and what its sampling measured."""
+
+    groups: tuple[Group, ...]
+    metrics: Metrics
+
+
+class TokenStats(NamedTuple):
+    """What the policy says of each token of a pack, at the rollout temperature, aligned with the labels."""
+
+    log_prob_T: Tensor
+    """log pi(label); differentiable in an update."""
+    entropy_T: Tensor
+    """Entropy of the next-token distribution, nats; never differentiable."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One ``thd`` pack. Every per-token field stands at the position of the token that *predicts* it.
+
+    Documents lie one after the other; document ``d`` takes ``cu_seqlens[d]:cu_seqlens[d + 1]``, padding
+    included. ``mask_T`` is 0 on prompts, padding and dummies, so such tokens count nowhere.
+    """
+
+    token_T: Tensor
+    """int64 input ids."""
+    label_T: Tensor
+    """int64: the id of the token after this one."""
+    position_T: Tensor
+    """int64: position in the document, for RoPE."""
+    mask_T: Tensor
+    """float32: 1 where the label is a response token, else 0."""
+    weight_T: Tensor
+    """float32: the weight of the token in the loss (1 for a mean over tokens), 0 where the mask is 0."""
+    advantage_T: Tensor
+    """float32."""
+    rollout_log_prob_T: Tensor
+    """float32: log pi_rollout(label)."""
+    version_T: Tensor
+    """int32: policy version that sampled the label."""
+    cu_seqlens: Tensor
+    """int32 [documents + 1]."""
+    max_seqlen: int
+    rows: tuple[tuple[int, int, int], ...]
+    """For each real document: index of its sample in the update, offset in the pack, its predicting tokens."""
+
+
+class UpdateResult(NamedTuple):
+    """What an optimizer step reports; equal on every rank."""
+
+    sums: Tensor
+    """float64: the loss function's additive vector summed over the update; element 0 is the loss sum."""
+    grad_norm: float
+    learning_rate: float

@@ -31,6 +31,18 @@ class Policy(Protocol):
     version: int
     """Optimizer steps made since the run began."""
 
+    @property
+    def data_rank(self) -> int:
+        """Which replica of the model this process belongs to."""
+
+    @property
+    def data_size(self) -> int:
+        """Replicas of the model."""
+
+    @property
+    def pack_multiple(self) -> int:
+        """What the length of a pack must be divisible by."""
+
     def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
         """Forward only: ``fn`` summed over the packs of all ranks, float64, equal on every rank."""
 
@@ -46,8 +58,8 @@ class Policy(Protocol):
     def save(self, path: Path) -> None:
         """Write model, optimizer and schedule. Collective."""
 
-    def load(self, path: Path) -> None:
-        """Read what ``save`` wrote, at any layout. Collective."""
+    def load(self, path: Path, version: int) -> None:
+        """Read what ``save`` wrote at ``version``, at any layout. Collective."""
 
 
 class Engine(Protocol):

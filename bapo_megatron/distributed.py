@@ -1,0 +1,89 @@
+"""Processes of a run: joining the group that a launcher made, or starting the group ourselves."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from bapo_megatron.errors import ConfigError
+
+T = TypeVar("T")
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+def launched_world_size() -> int | None:
+    """Number of processes that torchrun or srun has started for this run; None outside a launcher.
+
+    Under srun the variables of torchrun are filled in from Slurm's; MASTER_ADDR must then be set by the
+    job script, since only it knows the first node.
+    """
+    if "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ:
+        os.environ.setdefault("RANK", os.environ["SLURM_PROCID"])
+        os.environ.setdefault("WORLD_SIZE", os.environ["SLURM_NTASKS"])
+        os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+        os.environ.setdefault("MASTER_PORT", "29500")
+    if "RANK" not in os.environ:
+        return None
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(f"RANK is set but {', '.join(missing)} is not: start the run with torchrun or srun")
+    return int(os.environ["WORLD_SIZE"])
+
+
+def run_processes(worker: Callable[..., None], args: tuple[Any, ...], world_size: int) -> None:
+    """Run ``worker(*args)`` in ``world_size`` processes that can find each other; raise if one fails.
+
+    One process is this one. More are forked on a CPU (imports are shared) and spawned with CUDA, whose
+    context does not survive a fork. The first failure ends the others.
+    """
+    environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if world_size == 1:
+        os.environ.update(environment, RANK="0", LOCAL_RANK="0")
+        worker(*args)
+        return
+    method = "spawn" if torch.version.cuda and torch.cuda.is_available() else "fork"
+    mp.start_processes(_entry, (worker, args, environment), world_size, start_method=method)
+
+
+def _entry(rank: int, worker: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str]) -> None:
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
+    worker(*args)
+
+
+@contextmanager
+def process_group(backend: str) -> Iterator[None]:
+    """torch.distributed for the duration of the block, from the launcher's environment variables."""
+    dist.init_process_group(backend, timeout=_TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def is_main() -> bool:
+    """Whether this is rank 0."""
+    return dist.get_rank() == 0
+
+
+def share(value: T | None) -> T:
+    """Rank 0's ``value`` on every rank. Collective."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]  # type: ignore[return-value]
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,94 @@
+"""The device of this process, its communication backend, and what megatron-core needs on a CPU.
+
+With CUDA nothing here changes any library. Without it, megatron-core still names "cuda" devices in a few
+dozen places; ``cpu_mode`` answers those requests with the CPU, for the calling thread and its process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_thread = threading.local()
+
+
+def has_cuda() -> bool:
+    """Whether this process trains on a GPU."""
+    return torch.cuda.is_available()
+
+
+def backend() -> str:
+    """Process-group backend: tensors on GPUs go over NCCL; objects and CPU tensors over gloo."""
+    return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+
+
+def select_device() -> torch.device:
+    """Choose this process's device (by LOCAL_RANK on a GPU node), once, before any tensor is made."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if has_cuda():
+        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    cpu_mode()
+    return _CPU
+
+
+def cpu_mode() -> None:
+    """Make megatron-core run on the CPU. Idempotent; does nothing where CUDA exists."""
+    if has_cuda():
+        return
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    _answer_cuda_queries()
+    if not getattr(_thread, "entered", False):  # function modes belong to a thread
+        _thread.entered = True
+        _CudaMeansCpu().__enter__()
+
+
+def _answer_cuda_queries() -> None:
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *_args, **_kwargs: None
+    torch.cuda.current_stream = lambda *_args, **_kwargs: None  # type: ignore[assignment,return-value]
+
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    # Recompute saves and restores the CUDA generator; there is none, and dropout is zero.
+    megatron_random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.empty(0)
+    megatron_random._set_cuda_rng_state = lambda *_args, **_kwargs: None
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Turns requests for a CUDA device into requests for the CPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The distributed optimizer compares these names with torch.cuda.* to tell dtypes apart.
+            name = func(*args)
+            return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **kwargs)

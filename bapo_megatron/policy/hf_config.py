@@ -1,0 +1,129 @@
+"""What a Hugging Face config.json says of a decoder's shape, for the families that we train."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.errors import ConfigError
+
+FAMILIES = {"qwen2": "Qwen2 / Qwen2.5", "qwen3": "Qwen3 dense", "llama": "Llama 3"}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's frequency scaling (``rope_type: llama3``)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and a gated SiLU MLP."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+
+
+def read_model_shape(folder: Path) -> ModelShape:
+    """The shape of the model in ``folder``. ConfigError if it is not one that we train."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"model.hf_path={folder}: no config.json there; give a Hugging Face model folder"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return model_shape(config, source=str(path))
+
+
+def model_shape(config: dict[str, Any], source: str) -> ModelShape:
+    """The shape that the parsed config.json describes; ``source`` names it in errors."""
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        known = ", ".join(f"{name} ({title})" for name, title in FAMILIES.items())
+        raise ConfigError(f"{source}: model_type={family!r} is not supported; supported are {known}")
+    try:
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        shape = ModelShape(
+            family=family,
+            layers=int(config["num_hidden_layers"]),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            ffn=int(config["intermediate_size"]),
+            vocab=int(config["vocab_size"]),
+            max_positions=int(config["max_position_embeddings"]),
+            norm_eps=float(config["rms_norm_eps"]),
+            rope_theta=_rope_theta(config),
+            rope_scaling=_rope_scaling(config, source),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+        )
+    except KeyError as error:
+        raise ConfigError(f"{source}: field {error.args[0]!r} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{source}: {error}") from None
+    _refuse_variants(config, source)
+    return shape
+
+
+def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """RoPE settings: transformers 5 writes ``rope_parameters``, earlier ones two fields."""
+    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+
+
+def _rope_theta(config: dict[str, Any]) -> float:
+    return float(_rope_parameters(config).get("rope_theta") or config.get("rope_theta") or 10000.0)
+
+
+def _rope_scaling(config: dict[str, Any], source: str) -> RopeScaling | None:
+    rope = _rope_parameters(config)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ConfigError(f"{source}: RoPE scaling {kind!r} is not supported; supported are default, llama3")
+    return RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+    )
+
+
+def _refuse_variants(config: dict[str, Any], source: str) -> None:
+    """Settings that would silently change the model's function."""
+    refused = {
+        "use_sliding_window": bool(config.get("use_sliding_window", False)),
+        "attention_bias": bool(config.get("attention_bias", False)) and config["model_type"] != "qwen2",
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "hidden_act": config.get("hidden_act", "silu") != "silu",
+    }
+    for field, wrong in refused.items():
+        if wrong:
+            raise ConfigError(f"{source}: {field}={config[field]!r} is not supported")

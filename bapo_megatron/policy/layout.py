@@ -1,0 +1,81 @@
+"""How many processes a layout takes, whether a model fits it, and the process groups.
+
+The checks need neither megatron-core nor a process group: they run before either exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bapo_megatron.config import ParallelConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.policy.hf_config import ModelShape
+
+
+def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int:
+    """DP size for ``world_size`` processes; None when no launcher has started any yet."""
+    if world_size is None:
+        return parallel.data or 1
+    size, rest = divmod(world_size, parallel.model_size)
+    if rest or size == 0:
+        raise ConfigError(
+            f"{world_size} processes cannot hold parallel.tensor x pipeline x context = "
+            f"{parallel.tensor} x {parallel.pipeline} x {parallel.context} = {parallel.model_size}: "
+            f"start a multiple of {parallel.model_size}"
+        )
+    if parallel.data is not None and parallel.data != size:
+        raise ConfigError(
+            f"parallel.data={parallel.data} but {world_size} processes make {size}: "
+            f"leave parallel.data out or start {parallel.data * parallel.model_size} processes"
+        )
+    return size
+
+
+def layout_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
+    """What of the model the layout cannot split, each with the fix."""
+    sizes = {
+        "attention heads": shape.heads,
+        "KV heads": shape.kv_heads,
+        "MLP width": shape.ffn,
+        "vocabulary": shape.vocab,
+    }
+    for title, size in sizes.items():
+        if size % parallel.tensor:
+            yield (
+                f"parallel.tensor={parallel.tensor} does not divide the model's {title} ({size}): "
+                f"use one of {_divisors(*sizes.values())}"
+            )
+    chunks = parallel.pipeline * parallel.virtual
+    if shape.layers % chunks:
+        yield (
+            f"parallel.pipeline x virtual = {parallel.pipeline} x {parallel.virtual} does not divide the "
+            f"model's {shape.layers} layers: use one of {_divisors(shape.layers)}"
+        )
+
+
+def _divisors(*numbers: int) -> list[int]:
+    return [d for d in range(1, min(numbers) + 1) if all(n % d == 0 for n in numbers) and d <= 64]
+
+
+def initialize_groups(parallel: ParallelConfig) -> None:
+    """Make megatron's process groups. torch.distributed must be up; ``destroy_groups`` undoes it."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual if parallel.virtual > 1 else None,
+        context_parallel_size=parallel.context,
+        create_gloo_process_groups=False,
+    )
+    # Nothing draws random numbers in the model (no dropout, weights come from a file), so the tracker
+    # that leaves the generator alone serves, on the GPU as well.
+    initialize_rng_tracker(inference_rng_tracker=True)
+
+
+def destroy_groups() -> None:
+    """Take megatron's process groups down."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()

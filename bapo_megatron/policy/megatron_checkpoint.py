@@ -1,0 +1,103 @@
+"""Model and optimizer as a torch_dist checkpoint, readable at any layout.
+
+The optimizer's format is ``fully_reshardable``, the one that survives a change of TP and PP. With torch's
+AdamW (no Transformer Engine, no apex) megatron's loading needs three repairs, made here on the instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+
+_CONTENT = {
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_sharding_type": "fully_reshardable",
+}
+
+
+def save(path: Path, model: Sequence[Any], optimizer: Any) -> None:
+    """Write the checkpoint into ``path``. Collective; returns when this rank's part is written."""
+    if dist.get_rank() == 0:
+        path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(
+        _state(model, optimizer, loading=False),
+        str(path),
+        get_default_save_sharded_strategy("torch_dist", 1),
+        content_metadata=_CONTENT,
+    )
+
+
+def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
+    """Load ``path`` into the model and the optimizer. Collective."""
+    inner = list(_torch_adams(optimizer))
+    for wrapper, adam in inner:
+        _create_adam_state(adam)
+        _supply_step(wrapper, adam)
+    state = dist_checkpointing.load(
+        _state(model, optimizer, loading=True), str(path), get_default_load_sharded_strategy(str(path))
+    )
+    for name, chunk in _named_chunks(model):
+        chunk.load_state_dict(state[name], strict=True)
+    with torch.no_grad():
+        optimizer.load_state_dict(state["optimizer"])
+    for _, adam in inner:
+        _give_each_its_step(adam)
+
+
+def _state(model: Sequence[Any], optimizer: Any, loading: bool) -> dict[str, Any]:
+    metadata = {**_CONTENT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(model)}
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+    return state
+
+
+def _named_chunks(model: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    for number, chunk in enumerate(model):
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        yield ("model" if len(model) == 1 else f"model{number}"), chunk
+
+
+def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
+    for wrapper in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(wrapper.optimizer, torch.optim.AdamW):
+            yield wrapper, wrapper.optimizer
+
+
+def _create_adam_state(adam: torch.optim.Optimizer) -> None:
+    """Repair 1: torch makes the moments at the first step, megatron wants to load into them."""
+    for parameter in (p for group in adam.param_groups for p in group["params"]):
+        state = adam.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter.data)
+            state["exp_avg_sq"] = torch.zeros_like(parameter.data)
+
+
+def _supply_step(wrapper: Any, adam: torch.optim.Optimizer) -> None:
+    """Repair 2: megatron copies every key of the state, but checkpoints carry ``step`` elsewhere."""
+    original = type(wrapper)._set_main_param_and_optimizer_states
+
+    def with_step(model_param: Any, tensors: dict[str, Any]) -> Any:
+        group, order = wrapper.model_param_group_index_map[model_param]
+        state = adam.state[adam.param_groups[group]["params"][order]]
+        return original(wrapper, model_param, {"step": state["step"], **tensors})
+
+    wrapper._set_main_param_and_optimizer_states = with_step
+
+
+def _give_each_its_step(adam: torch.optim.Optimizer) -> None:
+    """Repair 3: megatron gives all parameters one ``step`` tensor, which torch would advance once for each."""
+    for state in adam.state.values():
+        state["step"] = state["step"].clone()

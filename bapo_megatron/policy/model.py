@@ -1,0 +1,116 @@
+"""Builds this rank's model chunks: GPTModel with our layer spec, from the shape of an HF model."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+
+from bapo_megatron.config import BatchConfig, ParallelConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.policy.device import has_cuda
+from bapo_megatron.policy.hf_config import ModelShape, RopeScaling
+from bapo_megatron.policy.layers import layer_spec
+
+# megatron-core takes the factor of Llama 3's RoPE scaling as an argument and fixes the other three.
+_MEGATRON_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+
+
+def transformer_config(
+    shape: ModelShape, parallel: ParallelConfig, batch: BatchConfig, dtype: torch.dtype
+) -> TransformerConfig:
+    """megatron-core's configuration of the model."""
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual if parallel.virtual > 1 else None,
+        context_parallel_size=parallel.context,
+        sequence_parallel=parallel.sequence,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Weights are overwritten by the checkpoint, yet initializing them is what marks parameters as
+        # tensor parallel, which the gradient norm relies on.
+        perform_initialization=True,
+        use_cpu_initialization=not has_cuda(),
+        calculate_per_token_loss=True,
+        # Fused kernels that need apex or JIT; Transformer Engine brings its own.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        # Batched point-to-point calls give wrong results with the interleaved schedule on gloo.
+        batch_p2p_comm=has_cuda(),
+        **_recompute(batch),
+    )
+
+
+def _recompute(batch: BatchConfig) -> dict[str, object]:
+    if batch.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if batch.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    return {}
+
+
+def build_chunks(config: TransformerConfig, shape: ModelShape, max_positions: int) -> list[GPTModel]:
+    """The model chunks of this pipeline stage: one, or one for each virtual stage."""
+    virtual = config.virtual_pipeline_model_parallel_size
+    stages: list[int | None] = [None] if virtual is None else list(range(virtual))
+    return [_chunk(config, shape, max_positions, stage) for stage in stages]
+
+
+def _chunk(config: TransformerConfig, shape: ModelShape, max_positions: int, stage: int | None) -> GPTModel:
+    layer, final_norm = layer_spec(shape.qk_norm)
+    layers = get_num_layers_to_build(config, vp_stage=stage)
+    alone = stage is None
+    return GPTModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=final_norm),
+        vocab_size=shape.vocab,
+        max_sequence_length=max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=alone, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=alone, vp_stage=stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        rope_scaling=shape.rope_scaling is not None,
+        rope_scaling_factor=_scaling_factor(shape.rope_scaling),
+        vp_stage=stage,
+    )
+
+
+def _scaling_factor(scaling: RopeScaling | None) -> float:
+    if scaling is None:
+        return 1.0
+    for field, value in _MEGATRON_ROPE.items():
+        if getattr(scaling, field) != value:
+            raise ConfigError(
+                f"RoPE scaling with {field}={getattr(scaling, field)} is not supported: megatron-core has {value}"
+            )
+    return scaling.factor

@@ -1,0 +1,59 @@
+"""Packaging. Tool settings are in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def version() -> str:
+    """The version that the package states."""
+    for line in (ROOT / "bapo_megatron/__init__.py").read_text().splitlines():
+        if line.startswith("__version__"):
+            return line.split('"')[1]
+    raise RuntimeError("bapo_megatron/__init__.py states no __version__")
+
+
+setup(
+    name="bapo-megatron",
+    version=version(),
+    description="BAPO: off-policy RL of reasoning models on megatron-core and SGLang",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["bapo_megatron*"]),
+    package_data={"bapo_megatron": ["*.html"]},
+    install_requires=[
+        # megatron-core's own requirement of torch is open-ended; the Makefile installs it with --no-deps.
+        "torch>=2.6,<2.14",
+        "numpy>=1.26,<3",
+        "packaging",
+        "psutil>=5",  # without it a checkpoint of megatron-core hangs
+        "einops>=0.8,<1",
+        "safetensors>=0.5,<1",
+        "transformers>=5.0,<6",
+        "tokenizers>=0.22,<1",
+        "datasets>=4,<6",
+        "math-verify>=0.9,<0.10",
+        "jinja2>=3.1,<4",
+        "matplotlib>=3.9,<4",
+        "rich>=13,<16",
+        "tensorboard>=2.18,<3",
+        "tyro>=1.0,<2",
+    ],
+    extras_require={
+        "demo": [],
+        "cluster": ["megatron-core==0.16.1", "transformer-engine[pytorch]>=2.3", "wandb>=0.19"],
+        "dev": [
+            "hypothesis>=6.100,<7",
+            "mypy>=1.15,<3",
+            "pre-commit>=4,<5",
+            "pytest>=8.3,<10",
+            "pytest-xdist>=3.6,<4",
+            "ruff>=0.11,<1",
+        ],
+    },
+    entry_points={"console_scripts": ["bapo = bapo_megatron.cli:main"]},
+)

@@ -212,6 +212,32 @@ class RunConfig:
             raise ConfigError("\n".join(problems))
 
 
+@dataclass(frozen=True)
+class SftConfig:
+    """A supervised warm start: next-token training on solutions, through the same policy."""
+
+    model: ModelConfig
+    data: DataConfig
+    """Problems whose `extra_info.solution` holds a full response."""
+    output: Path
+    """HF folder that is written."""
+    updates: int = 100
+    """Optimizer steps."""
+    samples_per_update: int = 64
+    """Sequences in each."""
+    seed: int = 0
+    """Of the order of the samples."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+
+    def check(self) -> None:
+        """Raise ConfigError with every mistake that the fields show by themselves."""
+        problems = [*_out_of_range(self), *_parallel_problems(self.parallel)]
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+
 def _problems(run: RunConfig) -> Iterator[str]:
     yield from _out_of_range(run)
     yield from _parallel_problems(run.parallel)
@@ -233,6 +259,8 @@ def _problems(run: RunConfig) -> Iterator[str]:
 
 _AT_LEAST: dict[str, float] = {
     "steps": 1,
+    "updates": 1,
+    "samples_per_update": 1,
     "parallel.tensor": 1,
     "parallel.pipeline": 1,
     "parallel.virtual": 1,
@@ -258,7 +286,7 @@ _AT_LEAST: dict[str, float] = {
 _ABOVE_ZERO = ("rollout.temperature", "optimizer.clip_grad", "optimizer.eps")
 
 
-def _out_of_range(run: RunConfig) -> Iterator[str]:
+def _out_of_range(run: RunConfig | SftConfig) -> Iterator[str]:
     for path, value in flat(run).items():
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{path}={value} is not a finite number"

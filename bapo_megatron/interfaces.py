@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,12 +14,10 @@ from bapo_megatron.types import (
     MicroBatch,
     Prompt,
     StepBatch,
+    TokenFn,
     TokenStats,
     UpdateResult,
 )
-
-TokenFn = Callable[[TokenStats, MicroBatch], Tensor]
-"""Turns the policy's view of one pack into a vector that is additive over packs and ranks."""
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 """Weights under their Hugging Face names."""

@@ -7,6 +7,7 @@ and written to disk, and a list of Python integers costs ten times as much there
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -133,6 +134,10 @@ class MicroBatch:
     max_seqlen: int
     rows: tuple[tuple[int, int, int], ...]
     """For each real document: index of its sample in the update, offset in the pack, its predicting tokens."""
+
+
+TokenFn = Callable[[TokenStats, MicroBatch], Tensor]
+"""Turns the policy's view of one pack into a vector that is additive over packs and ranks."""
 
 
 class UpdateResult(NamedTuple):

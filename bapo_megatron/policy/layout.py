@@ -6,9 +6,12 @@ The checks need neither megatron-core nor a process group: they run before eithe
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from bapo_megatron.config import ParallelConfig
+from bapo_megatron.distributed import process_group
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.policy.device import backend, select_device
 from bapo_megatron.policy.hf_config import ModelShape
 
 
@@ -57,8 +60,21 @@ def _divisors(*numbers: int) -> list[int]:
     return [d for d in range(1, min(numbers) + 1) if all(n % d == 0 for n in numbers) and d <= 64]
 
 
-def initialize_groups(parallel: ParallelConfig) -> None:
-    """Make megatron's process groups. torch.distributed must be up; ``destroy_groups`` undoes it."""
+@contextmanager
+def parallel_processes(parallel: ParallelConfig) -> Iterator[None]:
+    """This rank's device, torch.distributed and megatron's process groups, for the duration of the block."""
+    select_device()
+    with process_group(backend()):
+        from megatron.core import parallel_state
+
+        _initialize_groups(parallel)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def _initialize_groups(parallel: ParallelConfig) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
@@ -73,9 +89,3 @@ def initialize_groups(parallel: ParallelConfig) -> None:
     # that leaves the generator alone serves, on the GPU as well.
     initialize_rng_tracker(inference_rng_tracker=True)
 
-
-def destroy_groups() -> None:
-    """Take megatron's process groups down."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()

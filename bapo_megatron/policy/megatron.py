@@ -24,8 +24,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from bapo_megatron.config import RunConfig
-from bapo_megatron.interfaces import NamedTensors, TokenFn
+from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.interfaces import NamedTensors
 from bapo_megatron.policy import megatron_checkpoint
 from bapo_megatron.policy.device import select_device
 from bapo_megatron.policy.hf_config import read_model_shape
@@ -34,7 +34,7 @@ from bapo_megatron.policy.model import build_chunks, transformer_config
 from bapo_megatron.policy.optimizer import build_optimizer, build_schedule
 from bapo_megatron.policy.vocab_parallel import log_prob_and_entropy
 from bapo_megatron.policy.weights import WeightMap
-from bapo_megatron.types import MicroBatch, TokenStats, UpdateResult
+from bapo_megatron.types import MicroBatch, TokenFn, TokenStats, UpdateResult
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -42,24 +42,32 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class MegatronPolicy:
     """Implements ``interfaces.Policy``. Process groups must exist (``layout.initialize_groups``)."""
 
-    def __init__(self, run: RunConfig, temperature: float) -> None:
-        """The model of ``run``, with the weights of its HF folder.
+    def __init__(
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        batch: BatchConfig,
+        optimizer: OptimizerConfig,
+        planned_updates: int,
+        temperature: float = 1.0,
+    ) -> None:
+        """The model of an HF folder, with its weights, ready to train.
 
         ``temperature`` divides the logits: the trained distribution is the sampled one.
         """
         self.version = 0
         self.device = select_device()
         self._temperature = temperature
-        self._chunk_tokens = run.batch.logprob_chunk_tokens
-        shape = read_model_shape(run.model.hf_path)
-        dtype = _DTYPES[run.model.dtype]
-        self._config = transformer_config(shape, run.parallel, run.batch, dtype)
-        chunks = build_chunks(self._config, shape, max(shape.max_positions, run.batch.pack_tokens))
+        self._chunk_tokens = batch.logprob_chunk_tokens
+        shape = read_model_shape(model.hf_path)
+        dtype = _DTYPES[model.dtype]
+        self._config = transformer_config(shape, parallel, batch, dtype)
+        chunks = build_chunks(self._config, shape, max(shape.max_positions, batch.pack_tokens))
         self._weights = WeightMap(shape, chunks)
-        self._weights.load(HfReader(run.model.hf_path), chunks, shape.tied)
+        self._weights.load(HfReader(model.hf_path), chunks, shape.tied)
         self._model = self._wrap([chunk.to(self.device) for chunk in chunks], dtype)
-        self._optimizer = build_optimizer(run.optimizer, self._model, dtype)
-        self._schedule = build_schedule(run.optimizer, self._optimizer, run.planned_updates)
+        self._optimizer = build_optimizer(optimizer, self._model, dtype)
+        self._schedule = build_schedule(optimizer, self._optimizer, planned_updates)
         self._config.finalize_model_grads_func = finalize_model_grads
         self._config.grad_scale_func = self._optimizer.scale_loss
 

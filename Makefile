@@ -1,0 +1,43 @@
+# `make demo` and `make test` set everything up by themselves.
+#
+#   PYTHON=python3.11     interpreter for the virtual environment (3.11 or newer)
+#   TORCH_FLAGS="..."     flags for pip when it installs torch, e.g. an index of CPU builds
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+MEGATRON ?= megatron-core==0.16.1
+TORCH_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_RUN := runs/demo_cpu
+
+.PHONY: setup demo test lint format clean
+
+setup: $(VENV)/.done
+
+$(VENV)/.done: setup.py constraints.txt Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "$(MEGATRON)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: setup
+	$(BIN)/bapo train recipes/demo_cpu.py --run-dir $(DEMO_RUN)
+	$(BIN)/bapo report $(DEMO_RUN)
+	@echo "The plots are in $(DEMO_RUN)/report: open $(DEMO_RUN)/report/index.html"
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,105 @@
+"""RunConfig to objects. The only place that chooses between implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from bapo_megatron.config import RunConfig
+from bapo_megatron.data.prompts import PromptSet, load_prompts
+from bapo_megatron.distributed import is_main, share
+from bapo_megatron.interfaces import Engine, Policy, Reward, Sampler, WeightSync
+from bapo_megatron.policy.device import select_device
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.record import Recorder
+from bapo_megatron.reward.math import MathReward
+from bapo_megatron.rollout.journal import ReplaySampler
+from bapo_megatron.rollout.local import LocalEngine
+from bapo_megatron.rollout.sampler import GroupSampler
+from bapo_megatron.state.checkpoint import CheckpointStore
+from bapo_megatron.state.run_directory import store_config
+from bapo_megatron.sync.in_process import InProcessSync
+
+
+@dataclass
+class Run:
+    """The parts of a run on one rank."""
+
+    config: RunConfig
+    policy: Policy
+    sync: WeightSync
+    checkpoints: CheckpointStore
+    sampler: Sampler | None
+    """Rank 0's; the others are sent its batches."""
+    recorder: Recorder | None
+    """Rank 0's."""
+    first_step: int
+    """1 for a new run, else the step after the checkpoint that it continues."""
+
+
+@contextmanager
+def open_run(config: RunConfig) -> Iterator[Run]:
+    """The run of ``config``, continued from its newest whole checkpoint if it has one."""
+    policy = _policy(config)
+    engine = _engine(config) if is_main() and config.rollout.replay is None else None
+    sampler = _sampler(config, engine) if is_main() else None
+    sync = InProcessSync(engine)
+    store = CheckpointStore(config.directory, config.checkpoint.keep_last)
+    first_step = _continue(policy, sampler, store)
+    recorder = None
+    if is_main():
+        store_config(config)
+        recorder = Recorder(config, first_step)
+    sync.push(policy)
+    try:
+        yield Run(config, policy, sync, store, sampler, recorder, first_step)
+    finally:
+        if recorder:
+            recorder.close()
+        if engine:
+            engine.close()
+
+
+def _continue(policy: Policy, sampler: Sampler | None, store: CheckpointStore) -> int:
+    """Load the newest whole checkpoint; the number of the first step to make."""
+    latest = share(store.latest() if is_main() else None)
+    if latest is None:
+        return 1
+    policy.load(latest.policy, latest.trainer["version"])
+    if sampler:
+        sampler.load_state(latest.trainer["sampler"])
+    return latest.step + 1
+
+
+def _policy(config: RunConfig) -> MegatronPolicy:
+    return MegatronPolicy(
+        config.model,
+        config.parallel,
+        config.batch,
+        config.optimizer,
+        config.planned_updates,
+        config.rollout.temperature,
+    )
+
+
+def _engine(config: RunConfig) -> Engine:
+    return LocalEngine(config.model.hf_path, config.rollout.max_batch, config.model.dtype, str(select_device()))
+
+
+def _sampler(config: RunConfig, engine: Engine | None) -> Sampler:
+    if engine is None:
+        assert config.rollout.replay is not None
+        return ReplaySampler(config.rollout.replay)
+    prompts = prompts_of(config)
+    return GroupSampler(engine, prompts, reward_of(config), config)
+
+
+def prompts_of(config: RunConfig) -> PromptSet:
+    """The training problems, tokenized and checked."""
+    return load_prompts(config.data.path, config.model.hf_path, config.data.max_prompt_tokens)
+
+
+def reward_of(config: RunConfig) -> Reward:
+    """The judge."""
+    return MathReward(config.reward.correct, config.reward.wrong)

@@ -1,0 +1,153 @@
+"""The ``bapo`` command. Imports stay inside the commands: help must answer at once, and processes that
+write checkpoints import this module again."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from bapo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bapo_megatron.config import RunConfig, SftConfig
+
+C = TypeVar("C")
+
+USAGE = """\
+usage: bapo COMMAND ...
+
+  train RECIPE [flags]   run or continue a recipe; flags override its fields (--help lists them)
+  sft RECIPE [flags]     supervised warm start of a model, written as a Hugging Face folder
+  report RUN             plots and one HTML page of a run
+"""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command. The exit code: 0 done, 2 bad input, 130 interrupted; other errors propagate."""
+    commands: dict[str, Callable[[Sequence[str]], None]] = {"train": _train, "sft": _sft, "report": _report}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    try:
+        if arguments[0] not in commands:
+            raise ConfigError(f"unknown command {arguments[0]!r}; there are {', '.join(commands)}")
+        _quiet()
+        commands[arguments[0]](arguments[1:])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; the same command continues from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _train(arguments: Sequence[str]) -> None:
+    from bapo_megatron.config import RunConfig
+    from bapo_megatron.distributed import launched_world_size, run_processes
+    from bapo_megatron.policy.layout import data_parallel_size
+    from bapo_megatron.preflight import check_run
+
+    config = _configured("train", RunConfig, arguments)
+    launched = launched_world_size()
+    first = launched is None or os.environ["RANK"] == "0"
+    data = data_parallel_size(config.parallel, launched)
+    check_run(config, read_dataset=first)
+    if launched is not None:
+        train_process(config)
+    else:
+        run_processes(train_process, (config,), data * config.parallel.model_size)
+
+
+def train_process(config: RunConfig) -> None:
+    """One rank of a training run, from its process group to its end."""
+    from contextlib import nullcontext
+
+    from bapo_megatron.build import open_run
+    from bapo_megatron.distributed import is_main
+    from bapo_megatron.finish import finish
+    from bapo_megatron.policy.layout import parallel_processes
+    from bapo_megatron.state.run_directory import only_writer
+    from bapo_megatron.train import train
+
+    _quiet()
+    with parallel_processes(config.parallel):
+        with only_writer(config.directory) if is_main() else nullcontext(), open_run(config) as run:
+            train(run)
+            finish(run)
+
+
+def _sft(arguments: Sequence[str]) -> None:
+    from bapo_megatron.config import SftConfig
+    from bapo_megatron.distributed import launched_world_size, run_processes
+    from bapo_megatron.policy.layout import data_parallel_size
+    from bapo_megatron.preflight import check_sft
+
+    config = _configured("sft", SftConfig, arguments)
+    launched = launched_world_size()
+    data = data_parallel_size(config.parallel, launched)
+    check_sft(config)
+    if launched is not None:
+        sft_process(config)
+    else:
+        run_processes(sft_process, (config,), data * config.parallel.model_size)
+
+
+def sft_process(config: SftConfig) -> None:
+    """One rank of a warm start."""
+    from bapo_megatron.policy.layout import parallel_processes
+    from bapo_megatron.sft import run_sft
+
+    _quiet()
+    with parallel_processes(config.parallel):
+        run_sft(config)
+
+
+def _report(arguments: Sequence[str]) -> None:
+    from bapo_megatron.report import write_report
+
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise ConfigError("usage: bapo report RUN, with the directory of a run")
+    print(write_report(Path(arguments[0])))
+
+
+def _configured(command: str, kind: type[C], arguments: Sequence[str]) -> C:
+    """The recipe's configuration with the flags laid over it."""
+    import tyro
+
+    from bapo_megatron.recipe import load_recipe
+
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(f"usage: bapo {command} RECIPE [flags]\n\n`bapo {command} RECIPE --help` lists the flags.")
+        sys.exit(0 if arguments else 2)
+    recipe = Path(arguments[0])
+    if arguments[0].startswith("-"):
+        raise ConfigError(f"usage: bapo {command} RECIPE [flags]; the recipe comes first")
+    return tyro.cli(
+        kind,
+        prog=f"bapo {command} {recipe}",
+        description=f"Defaults are those of {recipe}.",
+        default=load_recipe(recipe, kind),
+        args=list(arguments[1:]),
+    )
+
+
+def _quiet() -> None:
+    """Libraries warn about what is missing on a CPU, once for each process; it is known and meant."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for module in ("megatron", "torch", "transformers"):
+        warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The tokenizer of a Hugging Face folder, never looked for anywhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.errors import ConfigError
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in ``folder``. ConfigError if there is none, or it lacks what a rollout needs."""
+    from transformers import AutoTokenizer
+
+    if not folder.is_dir():
+        raise ConfigError(f"model.hf_path={folder} is not a folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises many types for a missing or broken tokenizer
+        raise ConfigError(f"model.hf_path={folder}: its tokenizer cannot be read: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"model.hf_path={folder}: the tokenizer has no eos token, so no response would end")
+    if not tokenizer.chat_template:
+        raise ConfigError(f"model.hf_path={folder}: the tokenizer has no chat template")
+    return tokenizer

@@ -1,0 +1,162 @@
+"""What a running job says of itself: a live display in a terminal, one plain line a step in a log file."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from datetime import timedelta
+from types import TracebackType
+from typing import Protocol, Self, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from bapo_megatron.types import Metrics
+
+_ETA_STEPS = 10
+"""Step times that the remaining time is estimated from: enough to be calm, few enough to follow a change."""
+_SPARK_STEPS = 10
+_SPARKS = "▁▂▃▄▅▆▇█"
+_ABSENT = "-"
+
+
+class Progress:
+    """Tells of each step as it ends. Steps count from 1; ``first_step`` is the first of this process."""
+
+    def __init__(self, total_steps: int, first_step: int, stream: TextIO | None = None) -> None:
+        stream = stream or sys.stdout
+        self._total_steps = total_steps
+        self._times_s: deque[float] = deque(maxlen=_ETA_STEPS)
+        # Asked of the stream, not of rich: rich takes FORCE_COLOR, which CI sets, for a terminal.
+        self._view: _View = (
+            _LiveView(total_steps, first_step, stream) if stream.isatty() else _LineView(total_steps, stream)
+        )
+
+    def update(self, step: int, metrics: Metrics) -> None:
+        """Show that ``step`` has ended."""
+        step_s = metrics.get("time/step_s")
+        if step_s is not None:
+            self._times_s.append(step_s)
+        self._view.show(step, metrics, self.remaining_s(step))
+
+    def remaining_s(self, step: int) -> float | None:
+        """Seconds left after ``step``, from the mean of the last step times; None before the first."""
+        if not self._times_s:
+            return None
+        return (self._total_steps - step) * sum(self._times_s) / len(self._times_s)
+
+    def close(self) -> None:
+        """Leave the last state on the screen and give the terminal back."""
+        self._view.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _View(Protocol):
+    def show(self, step: int, metrics: Metrics, remaining_s: float | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _LineView:
+    """One line a step, for logs: every line stands alone, columns keep their width."""
+
+    def __init__(self, total_steps: int, stream: TextIO) -> None:
+        self._total_steps = total_steps
+        self._stream = stream
+
+    def show(self, step: int, metrics: Metrics, remaining_s: float | None) -> None:
+        print(plain_line(step, self._total_steps, metrics, remaining_s), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class _LiveView:
+    """Two rows that stay at the bottom of a terminal; what else is printed scrolls above them."""
+
+    def __init__(self, total_steps: int, first_step: int, stream: TextIO) -> None:
+        self._total_steps = total_steps
+        self._rewards: deque[float] = deque(maxlen=_SPARK_STEPS)
+        # No refresh thread: the run forks its reward workers, and a fork beside a thread can hang.
+        self._live = Live(console=Console(file=stream), auto_refresh=False)
+        self._live.start()
+        self._draw(Text(f"step {first_step}/{total_steps} is under way", style="dim"), first_step - 1, "")
+
+    def show(self, step: int, metrics: Metrics, remaining_s: float | None) -> None:
+        reward = metrics.get("reward/mean")
+        if reward is not None:
+            self._rewards.append(reward)
+        self._draw(self._values(metrics), step, _pace(metrics, remaining_s))
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _draw(self, values: RenderableType, step: int, pace: str) -> None:
+        top = Table.grid(padding=(0, 2))
+        bar = ProgressBar(self._total_steps, completed=step, width=20, complete_style="green")
+        top.add_row(Text(f"step {step}/{self._total_steps}", style="bold"), bar, Text(pace, style="dim"))
+        self._live.update(Group(top, values), refresh=True)
+
+    def _values(self, metrics: Metrics) -> Text:
+        row = Text(no_wrap=True, overflow="ellipsis")
+        for name, value in shown_values(metrics):
+            row.append(f"{name} ", style="dim").append(value, style="bold")
+            if name == "reward":
+                row.append(f" {sparkline(list(self._rewards))}", style="green")
+            row.append("  ")
+        return row
+
+
+def plain_line(step: int, total_steps: int, metrics: Metrics, remaining_s: float | None) -> str:
+    """E.g. ``step 12/60  reward 0.53  entropy 0.81 ...``; numbers that do not exist are a dash."""
+    count = f"step {step:>{len(str(total_steps))}}/{total_steps}"
+    values = [f"{name} {value}" for name, value in shown_values(metrics)]
+    tokens = f"tokens/s {_number(metrics, 'time/tokens_per_s', '.0f', 6)}"
+    step_s = f"step_s {_number(metrics, 'time/step_s', '.1f', 6)}"
+    return "  ".join([count, *values, tokens, step_s, f"eta {_clock(remaining_s)}"])
+
+
+def shown_values(metrics: Metrics) -> list[tuple[str, str]]:
+    """Names and values that both displays show, at fixed widths."""
+    low = _number(metrics, "bapo/clip_low", ".2f", 4)
+    high = _number(metrics, "bapo/clip_high", ".2f", 4)
+    return [
+        ("reward", _number(metrics, "reward/mean", ".3f", 6)),
+        ("entropy", _number(metrics, "policy/entropy", ".3f", 6)),
+        ("clip", f"{low}..{high}"),
+        ("contribution", _number(metrics, "bapo/contribution", ".3f", 6)),
+    ]
+
+
+def sparkline(values: list[float]) -> str:
+    """The course of ``values`` in one character each, between their smallest and largest."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[round((value - low) * scale)] for value in values)
+
+
+def _pace(metrics: Metrics, remaining_s: float | None) -> str:
+    tokens = _number(metrics, "time/tokens_per_s", ",.0f", 0)
+    step_s = _number(metrics, "time/step_s", ".1f", 0)
+    return f"{tokens} tokens/s · {step_s} s/step · {_clock(remaining_s)} left"
+
+
+def _number(metrics: Metrics, name: str, style: str, width: int) -> str:
+    value = metrics.get(name)
+    return (_ABSENT if value is None else format(value, style)).rjust(width)
+
+
+def _clock(seconds: float | None) -> str:
+    return _ABSENT if seconds is None else str(timedelta(seconds=round(seconds)))

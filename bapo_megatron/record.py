@@ -1,0 +1,92 @@
+"""Everything a run leaves behind for people: metrics, journal, events, and the progress line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from bapo_megatron.algo.objective import UPDATE_METRICS
+from bapo_megatron.config import RunConfig, flat
+from bapo_megatron.progress import Progress
+from bapo_megatron.rollout.journal import write_step
+from bapo_megatron.state.logs import EventLog
+from bapo_megatron.state.metrics_log import MetricsLog
+from bapo_megatron.types import Metrics, StepBatch
+
+
+class Recorder:
+    """Writes a run's record. Lives on rank 0; steps count from 1."""
+
+    def __init__(self, config: RunConfig, first_step: int) -> None:
+        directory = config.directory
+        settings = {name: str(value) for name, value in flat(config).items()}
+        self._journal = directory / "journal"
+        self._metrics = MetricsLog(directory, config.logging, first_step - 1, settings)
+        self._progress = Progress(config.steps, first_step)
+        self._events = EventLog(directory / "events.jsonl")
+        kind = "start" if first_step == 1 else "resume"
+        self._events.event(kind, step=first_step, processes=torch.distributed.get_world_size())
+
+    def batch(self, step: int, batch: StepBatch) -> None:
+        """Keep the step's rollouts."""
+        write_step(self._journal, step, batch)
+
+    def step(self, step: int, updates: Sequence[Metrics], metrics: Metrics) -> None:
+        """Write the metrics of a step and of its updates, and move the progress line."""
+        for number, update in enumerate(updates):
+            self._metrics.write_update(step, {"update": number, **update})
+        self._metrics.write_step(step, metrics)
+        self._progress.update(step, metrics)
+
+    def checkpoint(self, step: int, seconds: float) -> None:
+        """Note a checkpoint and what it took."""
+        self._events.event("checkpoint", step=step, seconds=round(seconds, 3))
+
+    def export(self, step: int, path: Path) -> None:
+        """Note the final Hugging Face folder."""
+        self._events.event("export", step=step, path=str(path))
+
+    def close(self) -> None:
+        """Flush and release everything."""
+        self._progress.close()
+        self._metrics.close()
+        self._events.close()
+
+
+class StepClock:
+    """Seconds of the parts of a step."""
+
+    def __init__(self) -> None:
+        self._start = self._last = perf_counter()
+        self._laps: Metrics = {}
+
+    def lap(self, part: str) -> None:
+        """The time since the last lap was spent on ``part``."""
+        now = perf_counter()
+        self._laps[f"time/{part}_s"] = now - self._last
+        self._last = now
+
+    def metrics(self) -> Metrics:
+        """All laps, and their sum."""
+        return {**self._laps, "time/step_s": self._last - self._start}
+
+
+def step_metrics(batch: StepBatch, updates: Sequence[Metrics], clock: StepClock) -> Metrics:
+    """One flat row: what sampling measured, the means over the step's updates, and the times."""
+    metrics = {**batch.metrics, **_means(updates), "policy/updates": len(updates), **clock.metrics()}
+    seconds = metrics["time/step_s"] or 1.0
+    metrics["time/tokens_per_s"] = (metrics.get("rollout/tokens") or 0.0) / seconds
+    return metrics
+
+
+def _means(updates: Sequence[Metrics]) -> Metrics:
+    """Mean of each value over the updates; None where no update has it (a step may make none)."""
+    names = dict.fromkeys([*UPDATE_METRICS, *(name for update in updates for name in update)])
+    means: Metrics = {}
+    for name in names:
+        values = [value for update in updates if (value := update.get(name)) is not None]
+        means[name] = sum(values) / len(values) if values else None
+    return means

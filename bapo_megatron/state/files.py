@@ -1,0 +1,43 @@
+"""Files that are whole or absent, whatever moment the process or the machine dies at."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write ``content`` (text as UTF-8) so that ``path`` holds either its old content or all of the new.
+
+    The folder must exist. A reader never sees a part, and a crash leaves at most a hidden ``*.tmp``
+    file beside it.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    # Not tempfile: it makes files that only their owner can read, and a run directory is shared.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make creations, renames and deletions in ``folder`` survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make the content of a file that somebody else wrote survive a power failure."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

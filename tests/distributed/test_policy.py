@@ -1,0 +1,202 @@
+"""The Megatron policy against Hugging Face transformers and torch's AdamW, in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.state.export import export_hf
+from bapo_megatron.types import MicroBatch, TokenStats
+from tests.models import random_samples, save_tiny_model, tiny_model
+from tests.workers import run_layout
+
+pytestmark = pytest.mark.distributed
+
+ONE = ParallelConfig()
+FAMILIES = ["qwen2", "qwen3", "llama"]
+
+
+def policy_on(folder: Path, temperature: float = 1.0, parallel: ParallelConfig = ONE, **lr: float) -> MegatronPolicy:
+    optimizer = OptimizerConfig(**{"lr": 1e-3, "clip_grad": 0.5, **lr})
+    batch = BatchConfig(pack_tokens=96, logprob_chunk_tokens=17)
+    return MegatronPolicy(ModelConfig(folder, "float32"), parallel, batch, optimizer, 10, temperature)
+
+
+def hf_stats(model: torch.nn.Module, sample: Sample, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.from_numpy(sample.token_ids).long()[None]
+    log_probs = (model(ids).logits[0, :-1].double() / temperature).log_softmax(-1)
+    return log_probs.gather(1, ids[0, 1:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
+def worst_difference(folder: Path, samples: list[Sample], family: str, temperature: float) -> float:
+    policy = policy_on(folder, temperature)
+    packs = pack_samples(samples, 96)
+    model = tiny_model(family)
+    worst = 0.0
+    with torch.no_grad():
+        for pack, stats in zip(packs, policy.log_probs(packs), strict=True):
+            for index, start, length in pack.rows:
+                log_prob, entropy = hf_stats(model, samples[index], temperature)
+                ours = slice(start, start + length)
+                worst = max(worst, float((stats.log_prob_T[ours] - log_prob).abs().max()))
+                worst = max(worst, float((stats.entropy_T[ours] - entropy).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_and_entropies_equal_transformers(family: str, temperature: float, tmp_path: Path) -> None:
+    folder = save_tiny_model(family, tmp_path)
+    samples = random_samples(12, seed=5)
+    [worst] = run_layout(worst_difference, ONE, folder, samples, family, temperature)
+    assert worst < 1e-5
+
+
+def test_long_positions_see_llama_rope_scaling(tmp_path: Path) -> None:
+    """A sequence past 8192 / 4 positions, where Llama 3's scaling acts, still agrees."""
+    folder = save_tiny_model("llama", tmp_path)
+    samples = random_samples(5, seed=1, longest=4000)
+    assert max(s.positions for s in samples) > 3000
+    [worst] = run_layout(worst_long_difference, ONE, folder, samples)
+    assert worst < 2e-5
+
+
+def worst_long_difference(folder: Path, samples: list[Sample]) -> float:
+    optimizer, batch = OptimizerConfig(), BatchConfig(pack_tokens=16384)
+    policy = MegatronPolicy(ModelConfig(folder, "float32"), ONE, batch, optimizer, 1, 1.0)
+    [pack] = pack_samples(samples, 16384)
+    [stats] = policy.log_probs([pack])
+    model = tiny_model("llama")
+    with torch.no_grad():
+        return max(
+            float((stats.log_prob_T[start : start + n] - hf_stats(model, samples[i], 1.0)[0]).abs().max())
+            for i, start, n in pack.rows
+        )
+
+
+def weighted_loss(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
+    loss = -(stats.log_prob_T * batch.advantage_T * batch.weight_T).sum()
+    return torch.stack([loss, batch.mask_T.sum()])
+
+
+def megatron_updates(folder: Path, samples: list[Sample], loss_mean: str) -> tuple[list, dict[str, torch.Tensor]]:
+    policy = policy_on(folder)
+    packs = pack_samples(samples, 96, loss_mean)
+    results = [policy.update(packs, weighted_loss) for _ in range(3)]
+    weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    return [(float(r.sums[0] / r.sums[1]), r.grad_norm) for r in results], weights
+
+
+def torch_updates(family: str, samples: list[Sample], loss_mean: str) -> tuple[list, dict[str, torch.Tensor]]:
+    """The same three updates with transformers and torch's AdamW, no packs, no Megatron."""
+    model = tiny_model(family)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    spared = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": spared, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    results = []
+    for _ in range(3):
+        adam.zero_grad()
+        per_sample = []
+        for sample in samples:
+            log_prob = hf_stats(model, sample, 1.0)[0][-sample.response_tokens :]
+            per_sample.append(-(log_prob * sample.advantage))
+        if loss_mean == "token":
+            loss = torch.cat(per_sample).mean()
+        else:
+            loss = torch.stack([tokens.mean() for tokens in per_sample]).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        adam.step()
+        results.append((loss.item(), norm.item()))
+    return results, model.state_dict()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
+def test_updates_equal_transformers_with_adamw(family: str, loss_mean: str, tmp_path: Path) -> None:
+    folder = save_tiny_model(family, tmp_path)
+    samples = random_samples(10, seed=7)
+    [(ours, weights)] = run_layout(megatron_updates, ONE, folder, samples, loss_mean)
+    expected, reference = torch_updates(family, samples, loss_mean)
+    for (loss, norm), (expected_loss, expected_norm) in zip(ours, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+    for name, tensor in weights.items():
+        # An entry whose gradient is about zero may step either way: at most three steps of lr 1e-3 each.
+        close = (tensor - reference[name]).abs() < 2e-5
+        assert close.float().mean() > 0.99, name
+
+
+def learning_rates(folder: Path, samples: list[Sample], settings: dict) -> list[float]:
+    policy = policy_on(folder, **settings)
+    packs = pack_samples(samples, 96)
+    return [policy.update(packs, weighted_loss).learning_rate for _ in range(6)]
+
+
+def test_schedule_warms_up_and_decays(tmp_path: Path) -> None:
+    """Warmup of 4 updates to 1e-3: quarter, half, ...; then linear to 1e-4 at update 10."""
+    folder = save_tiny_model("qwen2", tmp_path)
+    settings = {"warmup_updates": 4, "decay": "linear", "min_lr": 1e-4}
+    [rates] = run_layout(learning_rates, ONE, folder, random_samples(2), settings)
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 8.5e-4, 7e-4])
+
+
+def nan_loss(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
+    return weighted_loss(stats, batch) * torch.nan
+
+
+def update_with_nan(folder: Path, samples: list[Sample]) -> tuple[str, bool, int]:
+    policy = policy_on(folder)
+    before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    message = ""
+    try:
+        policy.update(pack_samples(samples, 96), nan_loss)
+    except (FloatingPointError, RuntimeError) as error:
+        message = str(error)
+    same = all(torch.equal(before[name], tensor) for name, tensor in policy.hf_weights())
+    return message, same, policy.version
+
+
+def test_a_nan_stops_the_update_and_spares_the_weights(tmp_path: Path) -> None:
+    folder = save_tiny_model("qwen2", tmp_path)
+    [(message, same, version)] = run_layout(update_with_nan, ONE, folder, random_samples(3))
+    assert "nan" in message.lower()
+    assert same
+    assert version == 0
+
+
+def export(folder: Path, parallel: ParallelConfig, output: Path, shard_bytes: int) -> None:
+    policy = policy_on(folder, parallel=parallel)
+    packs = pack_samples(random_samples(4), 96, "token", policy.data_rank, policy.data_size, policy.pack_multiple)
+    policy.update(packs, weighted_loss)
+    export_hf(policy.hf_weights(), folder, output, shard_bytes)
+    stats = policy.log_probs(packs)
+    torch.save([(pack.rows, s.log_prob_T) for pack, s in zip(packs, stats, strict=True)], output / "stats.pt")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shard_bytes", [20_000, 2**30])
+def test_export_loads_in_transformers_with_the_same_log_probs(
+    family: str, shard_bytes: int, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = save_tiny_model(family, tmp_path / "hf")
+    parallel = ParallelConfig(tensor=2, pipeline=2)
+    output = tmp_path / "out"
+    run_layout(export, parallel, folder, parallel, output, shard_bytes)
+    assert len(list(output.glob("*.safetensors"))) > (1 if shard_bytes < 2**30 else 0)
+    assert (output / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32).eval()
+    samples = random_samples(4)
+    with torch.no_grad():
+        for rows, log_probs in torch.load(output / "stats.pt"):
+            for index, start, length in rows:
+                expected = hf_stats(model, samples[index], 1.0)[0]
+                torch.testing.assert_close(log_probs[start : start + length].double(), expected, rtol=0, atol=1e-5)

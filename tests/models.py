@@ -1,0 +1,77 @@
+"""Tiny random models of every family, as Hugging Face folders, and random samples for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bapo_megatron.data.packing import Sample
+
+VOCAB = 128
+_COMMON = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 16384,
+}
+_LLAMA_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def tiny_model(family: str, seed: int = 0) -> torch.nn.Module:
+    """A float32 transformers model; weights, biases and norms all random, so that a lost one shows."""
+    import transformers
+
+    classes = {
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 16}),
+        "llama": (
+            transformers.LlamaConfig,
+            transformers.LlamaForCausalLM,
+            {"tie_word_embeddings": True, "rope_parameters": _LLAMA_ROPE},
+        ),
+    }
+    config_class, model_class, extra = classes[family]
+    model = model_class(config_class(**_COMMON, **extra)).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 else 0.15 * noise)
+    return model
+
+
+def save_tiny_model(family: str, folder: Path, seed: int = 0) -> Path:
+    """The model as a Hugging Face folder without a tokenizer."""
+    tiny_model(family, seed).save_pretrained(folder)
+    return folder
+
+
+def random_samples(count: int, seed: int = 0, longest: int = 60) -> list[Sample]:
+    """Samples of very different lengths, the shortest a prompt and a response of one token each."""
+    generator = np.random.default_rng(seed)
+    samples = [_sample(generator, 1, 1)]
+    while len(samples) < count:
+        prompt = int(generator.integers(1, 8))
+        samples.append(_sample(generator, prompt, int(generator.integers(1, longest - prompt))))
+    return samples
+
+
+def _sample(generator: np.random.Generator, prompt: int, response: int) -> Sample:
+    return Sample(
+        token_ids=generator.integers(0, VOCAB, prompt + response).astype(np.int32),
+        log_probs_R=(-4.8 + generator.normal(size=response)).astype(np.float32),
+        versions_R=np.zeros(response, dtype=np.int32),
+        advantage=float(generator.normal()),
+    )

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.prompts import PromptSet, load_prompts
+from bapo_megatron.data.tokenizer import load_tokenizer
 from bapo_megatron.distributed import is_main, share
-from bapo_megatron.interfaces import Engine, Policy, Reward, Sampler, WeightSync
+from bapo_megatron.interfaces import Engine, Policy, Sampler, WeightSync
 from bapo_megatron.policy.device import select_device
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.record import Recorder
-from bapo_megatron.reward.math import MathReward
+from bapo_megatron.reward.math import MathReward, check_ground_truth
 from bapo_megatron.rollout.journal import ReplaySampler
 from bapo_megatron.rollout.local import LocalEngine
 from bapo_megatron.rollout.sampler import GroupSampler
@@ -91,15 +93,11 @@ def _sampler(config: RunConfig, engine: Engine | None) -> Sampler:
     if engine is None:
         assert config.rollout.replay is not None
         return ReplaySampler(config.rollout.replay)
-    prompts = prompts_of(config)
-    return GroupSampler(engine, prompts, reward_of(config), config)
+    tokenizer = load_tokenizer(config.model.hf_path)
+    reward = MathReward(config.reward.correct, config.reward.wrong)
+    return GroupSampler(engine, load_problems(config, tokenizer).prompts, reward, config, tokenizer)
 
 
-def prompts_of(config: RunConfig) -> PromptSet:
-    """The training problems, tokenized and checked."""
-    return load_prompts(config.data.path, config.model.hf_path, config.data.max_prompt_tokens)
-
-
-def reward_of(config: RunConfig) -> Reward:
-    """The judge."""
-    return MathReward(config.reward.correct, config.reward.wrong)
+def load_problems(config: RunConfig, tokenizer: Any) -> PromptSet:
+    """The training problems, tokenized, each with a ground truth that its reward can judge."""
+    return load_prompts(config.data.path, tokenizer, config.data.max_prompt_tokens, check_ground_truth)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 from bapo_megatron.errors import ConfigError
 
@@ -51,7 +51,7 @@ def run_processes(worker: Callable[..., None], args: tuple[Any, ...], world_size
         worker(*args)
         return
     method = "spawn" if torch.version.cuda and torch.cuda.is_available() else "fork"
-    mp.start_processes(_entry, (worker, args, environment), world_size, start_method=method)
+    start_processes(_entry, (worker, args, environment), world_size, start_method=method)
 
 
 def _entry(rank: int, worker: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str]) -> None:

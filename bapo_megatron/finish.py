@@ -20,8 +20,9 @@ def finish(run: Run) -> None:
 def _summary(run: Run) -> str:
     directory = run.config.directory
     figures = headline(read_jsonl(directory / "metrics.jsonl"))
+    first, last = (f"{figures[key] or 0.0:.2f}" for key in ("reward_first", "reward_last"))
     return (
-        f"reward {figures['reward_first']:.2f} -> {figures['reward_last']:.2f} in {run.config.steps} steps, "
+        f"reward {first} -> {last} in {run.config.steps} steps, "
         f"{run.policy.version} updates\n"
         f"Hugging Face model: {directory / 'export'}\n"
         f"plots: bapo report {directory}"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from bapo_megatron.build import prompts_of
-from bapo_megatron.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, SftConfig
+from bapo_megatron.build import load_problems
+from bapo_megatron.config import ModelConfig, ParallelConfig, RunConfig, SftConfig
 from bapo_megatron.data.tokenizer import load_tokenizer
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.hf_config import read_model_shape
 from bapo_megatron.policy.hf_reader import HfReader
 from bapo_megatron.policy.layout import layout_problems
-from bapo_megatron.reward.math import check_ground_truth
+from bapo_megatron.sft import load_solutions
 from bapo_megatron.state.metrics_log import check_logging
 from bapo_megatron.state.run_directory import check_same_run
 
@@ -20,23 +21,23 @@ def check_run(config: RunConfig, read_dataset: bool = True) -> None:
     """ConfigError with the first thing that would stop the run: fields, model, layout, dataset."""
     config.check()
     check_logging(config.logging)
-    check_model(config.model, config.parallel)
+    tokenizer = check_model(config.model, config.parallel)
     check_same_run(config)
     if config.rollout.replay is not None:
         _check_replay(config.rollout.replay, config.directory)
     elif read_dataset:
-        _check_prompts(config)
+        load_problems(config, tokenizer)
 
 
 def check_sft(config: SftConfig) -> None:
     """The same for a warm start."""
     config.check()
-    check_model(config.model, config.parallel)
-    check_dataset_file(config.data)
+    tokenizer = check_model(config.model, config.parallel)
+    load_solutions(config, tokenizer)
 
 
-def check_model(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """The HF folder is whole, its tokenizer fits it, and the layout can split it."""
+def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
+    """The HF folder is whole, its tokenizer fits it, and the layout can split it. Returns the tokenizer."""
     shape = read_model_shape(model.hf_path)
     HfReader(model.hf_path).check(shape)
     problems = list(layout_problems(parallel, shape))
@@ -49,20 +50,7 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"model.hf_path={model.hf_path}: the tokenizer has ids up to {largest}, but the model's vocab_size "
             f"is {shape.vocab}: tokenizer and model do not belong together"
         )
-
-
-def check_dataset_file(data: DataConfig) -> None:
-    """The dataset exists."""
-    if not data.path.is_file():
-        raise ConfigError(f"data.path={data.path} is not a file; give a JSONL or parquet file")
-
-
-def _check_prompts(config: RunConfig) -> None:
-    check_dataset_file(config.data)
-    prompts = prompts_of(config)
-    if config.reward.kind == "math":
-        for prompt in prompts:
-            check_ground_truth(prompt)
+    return tokenizer
 
 
 def _check_replay(replayed: Path, directory: Path) -> None:

@@ -83,8 +83,9 @@ def step_metrics(batch: StepBatch, updates: Sequence[Metrics], clock: StepClock)
 
 
 def _means(updates: Sequence[Metrics]) -> Metrics:
-    """Mean of each value over the updates; None where no update has it (a step may make none)."""
-    names = dict.fromkeys([*UPDATE_METRICS, *(name for update in updates for name in update)])
+    """Mean of each metric over the updates; None where no update has it (a step may make none)."""
+    found = (name for update in updates for name in update if "/" in name)  # not `epoch`, `version`
+    names = dict.fromkeys([*UPDATE_METRICS, *found])
     means: Metrics = {}
     for name in names:
         values = [value for update in updates if (value := update.get(name)) is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +45,8 @@ def next_token_loss(stats: TokenStats, batch: MicroBatch) -> Tensor:
 
 
 def _batches(config: SftConfig) -> Iterator[list[Sample]]:
-    samples = _samples(config)
+    """Random samples without repetition until all have been used, then in a new order."""
+    samples = load_solutions(config, load_tokenizer(config.model.hf_path))
     generator = np.random.default_rng(config.seed)
     order: list[int] = []
     for _ in range(config.updates):
@@ -54,14 +56,14 @@ def _batches(config: SftConfig) -> Iterator[list[Sample]]:
         del order[: config.samples_per_update]
 
 
-def _samples(config: SftConfig) -> list[Sample]:
-    tokenizer = load_tokenizer(config.model.hf_path)
-    prompts = load_prompts(config.data.path, config.model.hf_path, config.data.max_prompt_tokens)
+def load_solutions(config: SftConfig, tokenizer: Any) -> list[Sample]:
+    """Every problem with its solution as the response."""
+    problems = load_prompts(config.data.path, tokenizer, config.data.max_prompt_tokens)
 
     def sample(prompt: Prompt) -> Sample:
         solution = prompt.extra_info.get("solution")
         if not isinstance(solution, str) or not solution:
-            raise ConfigError(f"{config.data.path}, row {prompt.prompt_id}: extra_info.solution is missing")
+            raise ConfigError(f"data.path={config.data.path}, row {prompt.prompt_id}: extra_info.solution is missing")
         ids = [*tokenizer.encode(solution, add_special_tokens=False), tokenizer.eos_token_id]
         return Sample(
             token_ids=np.concatenate([prompt.token_ids_P, np.array(ids, dtype=np.int32)]),
@@ -70,4 +72,4 @@ def _samples(config: SftConfig) -> list[Sample]:
             advantage=1.0,
         )
 
-    return [sample(prompt) for prompt in prompts]
+    return [sample(prompt) for prompt in problems.prompts]

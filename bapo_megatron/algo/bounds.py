@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
+
+Measure = Literal["surrogate", "gradient"]
+Share = Literal["absolute", "signed", "ratio"]
+Weight = Literal["rollout_probability", "uniform"]
+Order = Literal["high_first", "low_first"]
+
+
+class FloatArray(Protocol):
+    """A 1-D tensor or array of floats: this module does without torch."""
+
+    def tolist(self) -> list[float]:
+        """Its elements as Python floats."""
 
 
 @dataclass(frozen=True)
@@ -14,15 +28,15 @@ class BoundsConfig:
     nothing is searched, and the loss is that of PPO with asymmetric clipping.
     """
 
-    measure: Literal["surrogate", "gradient"] = "gradient"
+    measure: Measure = "gradient"
     """``surrogate``: clipped tokens count with their clipped value (Eq. 8). ``gradient``: only tokens
     whose gradient is alive count (Eq. 5)."""
-    share: Literal["absolute", "signed", "ratio"] = "absolute"
+    share: Share = "absolute"
     """``absolute``: P / (P + N). ``signed``: P / abs(P - N), Eq. 8 to the letter. ``ratio``: P / N, the
     authors' published code."""
-    weight: Literal["rollout_probability", "uniform"] = "uniform"
+    weight: Weight = "uniform"
     """``rollout_probability``: a token counts with pi_rollout(y_t) (Eq. 8). ``uniform``: with 1."""
-    order: Literal["high_first", "low_first"] = "high_first"
+    order: Order = "high_first"
     """Which bound moves first: Algorithm 1 raises c_high first, the published code c_low."""
     scope: Literal["update", "micro_batch"] = "update"
     """Over which tokens the bounds are searched: the whole update on all ranks, or each pack alone."""
@@ -43,3 +57,187 @@ class BoundsConfig:
     dual_clip: float | None = None
     """Largest ratio at which a token with negative advantage still counts in the loss (none in the
     paper, 3 in the published code). The search does not see it."""
+
+    def problems(self) -> Iterator[str]:
+        """Every mistake of the fields, as ``field=value`` and its remedy; nothing for a sound config."""
+        yield from _range_problems("low", self.low_start, self.low_end, self.low_step)
+        yield from _range_problems("high", self.high_start, self.high_end, self.high_step)
+        if self.low_end >= self.high_start:
+            yield f"low_end={self.low_end} must be below high_start={self.high_start}"
+        if not math.isfinite(self.target) or self.target <= 0:
+            yield f"target={self.target} must be a finite number above 0"
+        elif self.share == "absolute" and self.target >= 1:
+            yield f"target={self.target} must be below 1 for share=absolute: P / (P + N) never exceeds 1"
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            yield f"dual_clip={self.dual_clip} must be above 1, or None for no dual clip"
+
+
+def _range_problems(bound: str, start: float, end: float, step: float) -> Iterator[str]:
+    if not start > 0:
+        yield f"{bound}_start={start} must be above 0: it bounds a ratio of probabilities"
+    if end < start:
+        yield f"{bound}_end={end} is below {bound}_start={start}; make them equal for a fixed bound"
+    if end > start and not step > 0:
+        yield f"{bound}_step={step} must be above 0, or set {bound}_end={start} for a fixed bound"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The clipping bounds of one update, and how the search for them ended."""
+
+    low: float  # c_low
+    """Tokens with negative advantage are clipped at ratios up to this."""
+    high: float  # c_high
+    """Tokens with positive advantage are clipped at ratios from this on."""
+    contribution: float = 0.0  # rho
+    """Contribution of the positive tokens at these bounds; ``inf`` where its denominator is zero."""
+    rounds: int = 0
+    """Moves of a bound that the search made."""
+    reached: bool = False
+    """Whether the contribution is at least the target."""
+    dual_clip: float | None = None
+    """As in the config: it is part of the loss, not of the search."""
+
+
+def low_values(config: BoundsConfig) -> list[float]:
+    """The values that c_low may take, ascending; one for a fixed bound."""
+    return _grid(config.low_start, config.low_end, config.low_step)
+
+
+def high_values(config: BoundsConfig) -> list[float]:
+    """The values that c_high may take, ascending; one for a fixed bound."""
+    return _grid(config.high_start, config.high_end, config.high_step)
+
+
+def _grid(start: float, end: float, step: float) -> list[float]:
+    """``start + k * step`` for whole k: adding the step again and again drifts, and stops short of the end.
+
+    A range that the step does not divide ends on the last whole step.
+    """
+    if end <= start:
+        return [start]
+    steps = math.floor((end - start) / step + 1e-9)
+    return [_twelve_digits(start + k * step) for k in range(steps + 1)]
+
+
+def _twelve_digits(value: float) -> float:
+    return float(f"{value:.12g}")
+
+
+def sum_count(config: BoundsConfig) -> int:
+    """How many sums describe every pair of bounds: 37 + 16 = 53 with the paper's ranges."""
+    return len(high_values(config)) + len(low_values(config))
+
+
+def share(positive: float, negative: float, kind: Share) -> float:
+    """Contribution of the positive tokens, from the sum ``P`` over them and the magnitude ``N`` of the rest.
+
+    ``absolute``: P / (P + N). ``signed``: P / abs(P - N) (Eq. 8 to the letter). ``ratio``: P / N.
+    A positive sum over nothing is ``inf``; nothing over nothing is 0.
+    """
+    denominator = {
+        "absolute": positive + negative,
+        "signed": abs(positive - negative),
+        "ratio": negative,
+    }[kind]
+    if denominator == 0:
+        return math.inf if positive > 0 else 0.0
+    return positive / denominator
+
+
+def search_bounds(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> Bounds:
+    """Algorithm 1, lines 9 to 17, on the sums of a whole update.
+
+    Args:
+        sums: ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]``, the sums of the positive
+            and the magnitudes of the negative tokens at every candidate; a sequence or a 1-D tensor.
+        config: the candidates, the target, the share and the order of the moves.
+
+    Returns:
+        The first pair of bounds whose contribution reaches the target, or the last pair. Where all sums
+        are zero there is nothing to balance: the bounds stay at their starts.
+
+    Raises:
+        ValueError: if there are not ``sum_count(config)`` sums or one of them is not finite.
+    """
+    positive, negative = _checked(sums, config)
+    lows, highs = low_values(config), high_values(config)
+    if not any(positive) and not any(negative):
+        return Bounds(lows[0], highs[0], dual_clip=config.dual_clip)
+    for rounds, (low, high) in enumerate(_path(len(lows), len(highs), config.order)):
+        contribution = share(positive[high], negative[low], config.share)
+        reached = contribution >= config.target
+        bounds = Bounds(lows[low], highs[high], contribution, rounds, reached, config.dual_clip)
+        if reached:
+            break
+    return bounds
+
+
+def _checked(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> tuple[list[float], list[float]]:
+    numbers: list[float] = list(sums) if isinstance(sums, Sequence) else sums.tolist()
+    expected = sum_count(config)
+    if len(numbers) != expected:
+        raise ValueError(f"expected {expected} sums (every c_high, then every c_low), got {len(numbers)}")
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("the contribution sums are not finite: a log-prob or an advantage is nan or inf")
+    highs = len(high_values(config))
+    return numbers[:highs], numbers[highs:]
+
+
+def _path(lows: int, highs: int, order: Order) -> Iterator[tuple[int, int]]:
+    """Indices (c_low, c_high) in the order of the search: one bound to its end, then the other."""
+    if order == "high_first":
+        yield from ((0, high) for high in range(highs))
+        yield from ((low, highs - 1) for low in range(1, lows))
+    else:
+        yield from ((low, 0) for low in range(lows))
+        yield from ((lows - 1, high) for high in range(1, highs))
+
+
+def paper() -> BoundsConfig:
+    """Eq. 8 and Algorithm 1 to the letter, with the ranges and the target of Sec. 5.1."""
+    return BoundsConfig(measure="surrogate", share="signed", weight="rollout_probability")
+
+
+def balanced() -> BoundsConfig:
+    """The share of the gradient: of the tokens that train (Eq. 5), how much of their weight is positive."""
+    return BoundsConfig(measure="gradient", share="absolute", weight="uniform")
+
+
+def published_code() -> BoundsConfig:
+    """What the authors' repository runs (WooooDyy/BAPO, recipe/bapo/config/bapo_trainer.yaml).
+
+    The target 1.0 of P / N is the one of that file and of the default of its config class; the example
+    script there sets 0.5, c_low in [0.8, 0.95] and a step of 0.1 for c_high. That code ends a range that
+    its step does not divide with a shorter step; ours ends on the last whole step. Its own ranges divide.
+    """
+    return BoundsConfig(
+        measure="surrogate",
+        share="ratio",
+        weight="uniform",
+        order="low_first",
+        scope="micro_batch",
+        target=1.0,
+        low_start=0.6,
+        low_end=0.8,
+        low_step=0.05,
+        high_start=1.2,
+        high_end=2.0,
+        high_step=0.05,
+        dual_clip=3.0,
+    )
+
+
+def fixed(low: float, high: float) -> BoundsConfig:
+    """Bounds that never move: PPO with asymmetric clipping. The contribution is still measured."""
+    return BoundsConfig(low_start=low, low_end=low, high_start=high, high_end=high)
+
+
+def grpo() -> BoundsConfig:
+    """The symmetric bounds of GRPO: ratios in [0.8, 1.2]."""
+    return fixed(0.8, 1.2)
+
+
+def clip_higher() -> BoundsConfig:
+    """Clip-higher of DAPO (arXiv 2503.14476): ratios in [0.8, 1.28]."""
+    return fixed(0.8, 1.28)

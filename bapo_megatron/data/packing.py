@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ class Sample:
         return len(self.token_ids) - 1
 
 
-def samples_of(groups: Sequence[Group], advantage: str) -> list[Sample]:
+def samples_of(groups: Sequence[Group], advantage: Literal["grpo", "dr_grpo"]) -> list[Sample]:
     """Every rollout of ``groups`` as a sample, with advantages normalized within its group."""
     samples = []
     for group in groups:

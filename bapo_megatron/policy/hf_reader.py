@@ -34,7 +34,8 @@ class HfReader:
 
     def read(self, name: str) -> Tensor:
         """One tensor, whole, as stored."""
-        return self._file(self._file_of[name]).get_tensor(name)
+        tensor: Tensor = self._file(self._file_of[name]).get_tensor(name)
+        return tensor
 
     def check(self, shape: ModelShape) -> None:
         """ConfigError that names each missing tensor, unknown tensor and wrong shape."""

@@ -206,8 +206,12 @@ class MegatronPolicy:
 
 
 def _to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    return replace(batch, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+    moved: dict[str, Any] = {
+        name: value.to(device, non_blocking=True)
+        for name, value in vars(batch).items()
+        if isinstance(value, Tensor)
+    }
+    return replace(batch, **moved)
 
 
 def _packed(batch: MicroBatch) -> PackedSeqParams:

@@ -1,0 +1,44 @@
+"""Advantages of the responses to one prompt, from their rewards. Legend: ``_G`` responses of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from bapo_megatron.algo.filters import is_uniform
+
+STD_EPSILON = 1e-6
+"""Added to the standard deviation, so that nearly equal rewards give no huge advantages."""
+
+
+def group_advantages(rewards: Sequence[float] | np.ndarray, kind: Literal["grpo", "dr_grpo"]) -> np.ndarray:
+    """How much better each response is than its group.
+
+    - ``grpo`` (arXiv 2402.03300): ``(reward - mean) / (std + 1e-6)``
+    - ``dr_grpo`` (arXiv 2503.20783): ``reward - mean``
+
+    The standard deviation is that of a sample (over G - 1): GRPO's paper does not say which, and this is
+    what torch.std, and with it verl, TRL and the published code of BAPO, compute.
+
+    Args:
+        rewards: [G] one finite reward for each response.
+        kind: the formula.
+
+    Returns:
+        float32 [G]; exactly zero where all rewards are equal.
+
+    Raises:
+        ValueError: if there are no rewards, or one is not finite.
+    """
+    rewards_G = np.asarray(rewards, dtype=np.float64)
+    if rewards_G.size == 0 or not np.isfinite(rewards_G).all():
+        raise ValueError(f"a group needs finite rewards, got {rewards_G.tolist()}")
+    if is_uniform(rewards_G):
+        # The mean of equal numbers may differ from them in the last bit.
+        return np.zeros(rewards_G.shape, dtype=np.float32)
+    advantages_G: np.ndarray = rewards_G - rewards_G.mean()
+    if kind == "grpo":
+        advantages_G /= rewards_G.std(ddof=1) + STD_EPSILON
+    return advantages_G.astype(np.float32)

@@ -1,0 +1,320 @@
+"""BAPO on tensors: the sums that Algorithm 1 needs, and the clipped loss. No torch.distributed.
+
+Legend: ``_T`` tokens of a pack. Per token: ``r = pi_theta / pi_rollout`` (given as its logarithm), the
+advantage ``A`` and a mask, which is 0 for tokens that do not count (whatever their other fields hold,
+nan and inf included) and else the weight of the token in the loss.
+
+Whether a token is clipped is always decided by its float64 ``log r`` against ``math.log(bound)``, and a
+token exactly on a bound is clipped. So the search and the loss agree about every token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algo.bounds import (
+    Bounds,
+    BoundsConfig,
+    Measure,
+    Share,
+    Weight,
+    balanced,
+    clip_higher,
+    fixed,
+    grpo,
+    high_values,
+    low_values,
+    paper,
+    published_code,
+    search_bounds,
+    share,
+    sum_count,
+)
+
+__all__ = [
+    "LOG_RATIO_LIMIT",
+    "Bounds",
+    "BoundsConfig",
+    "all_measures",
+    "balanced",
+    "clip_fractions",
+    "clip_higher",
+    "clip_sums",
+    "contribution_sums",
+    "contributions",
+    "fixed",
+    "grpo",
+    "high_values",
+    "low_values",
+    "measured_sums",
+    "paper",
+    "policy_loss",
+    "published_code",
+    "search_bounds",
+    "share",
+    "sum_count",
+]
+
+LOG_RATIO_LIMIT = 20.0
+"""``log r`` is clamped to plus or minus this before ``exp``, in sums and loss: the ratio stays finite.
+A token beyond it has no gradient."""
+
+CHUNK_TOKENS = 2**18
+"""Tokens whose float64 copies exist at a time in the sums; on a CPU they then stay in the cache."""
+
+_NEGATIVE, _POSITIVE = 0, 1
+
+
+@torch.no_grad()
+def contribution_sums(
+    log_ratio_T: Tensor,
+    advantage_T: Tensor,
+    rollout_log_prob_T: Tensor,
+    mask_T: Tensor,
+    config: BoundsConfig,
+) -> Tensor:
+    """The sums of positive and negative tokens at every candidate bound, in one pass over the tokens.
+
+    With ``w = mask * pi_rollout`` or ``w = mask`` (``config.weight``):
+
+    - ``surrogate`` (Eq. 8): ``P(c_high) = sum_{A > 0} w A min(r, c_high)`` and
+      ``N(c_low) = sum_{A < 0} w |A| max(r, c_low)``
+    - ``gradient`` (Eq. 5): ``P(c_high) = sum_{A > 0, r < c_high} w A r`` and
+      ``N(c_low) = sum_{A < 0, r > c_low} w |A| r``
+
+    Args:
+        log_ratio_T: ``log pi_theta - log pi_rollout`` of each token, natural logarithm.
+        advantage_T: advantage of each token.
+        rollout_log_prob_T: ``log pi_rollout`` of each token; read if the weight asks for it.
+        mask_T: 0, or the weight of the token in the loss.
+        config: candidates, measure and weight.
+
+    Returns:
+        float64 ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]`` on the device of the
+        input. Additive: sums of parts of a batch add up to those of the batch. A nan in a token that
+        counts makes all of them nan.
+
+    Raises:
+        ValueError: if shapes differ, or the candidates of c_low and c_high overlap.
+    """
+    tokens = (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
+    return _candidate_sums(_histogram(*tokens, config, [config.weight])[0], config)
+
+
+def all_measures(config: BoundsConfig) -> list[BoundsConfig]:
+    """``config``, then the same with each other combination of measure and weight."""
+    variants = [
+        dataclasses.replace(config, measure=measure, weight=weight)
+        for measure in get_args(Measure)
+        for weight in get_args(Weight)
+    ]
+    return [config, *(variant for variant in variants if variant != config)]
+
+
+@torch.no_grad()
+def measured_sums(
+    log_ratio_T: Tensor,
+    advantage_T: Tensor,
+    rollout_log_prob_T: Tensor,
+    mask_T: Tensor,
+    config: BoundsConfig,
+) -> Tensor:
+    """``contribution_sums`` of every config in ``all_measures(config)``, one after the other.
+
+    The first ``sum_count(config)`` numbers are those for ``search_bounds``; the rest is for
+    ``contributions``. Costs little more than ``contribution_sums``.
+    """
+    weights: list[Weight] = list(get_args(Weight))
+    tokens = (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
+    histograms = _histogram(*tokens, config, weights)
+    return torch.cat(
+        [_candidate_sums(histograms[weights.index(one.weight)], one) for one in all_measures(config)]
+    )
+
+
+def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[str, float]:
+    """The contribution of the positive tokens at ``bounds`` under every reading of Eq. 8.
+
+    Args:
+        sums: the (reduced) vector of ``measured_sums``.
+        bounds: what ``search_bounds`` found with ``config``.
+        config: the config in use.
+
+    Returns:
+        ``{"contribution/MEASURE_SHARE_WEIGHT": value}`` for all twelve; a value is inf where the
+        denominator alone is zero.
+
+    Raises:
+        ValueError: if the vector or the bounds do not belong to ``config``.
+    """
+    rows = sums.reshape(-1, sum_count(config)).tolist()
+    highs = high_values(config)
+    high, low = highs.index(bounds.high), len(highs) + low_values(config).index(bounds.low)
+    return {
+        f"contribution/{one.measure}_{kind}_{one.weight}": share(row[high], row[low], kind)
+        for one, row in zip(all_measures(config), rows, strict=True)
+        for kind in get_args(Share)
+    }
+
+
+def policy_loss(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
+    """Minus the clipped surrogate of Eq. 4, summed over tokens with ``mask_T`` as their weight.
+
+    ``loss = -sum_t mask_t min(r_t A_t, clip(r_t, c_low, c_high) A_t)``. With a dual clip ``c`` a token with
+    ``A < 0`` and ``r > c`` has the value ``c A``.
+
+    Args:
+        log_ratio_T: ``log pi_theta - log pi_rollout``; the loss is differentiable in it.
+        advantage_T: advantage of each token.
+        mask_T: 0, or the weight of the token in the loss.
+        bounds: the clipping bounds.
+
+    Returns:
+        float64 scalar. The gradient is exactly zero at tokens that are clipped, masked or beyond
+        ``LOG_RATIO_LIMIT``.
+
+    Raises:
+        ValueError: if shapes differ.
+    """
+    _check_shapes(log_ratio_T, advantage_T, mask_T)
+    log_ratio_T, advantage_T = _unmasked(mask_T, log_ratio_T, advantage_T)
+    above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
+    ratio_T = _ratio(log_ratio_T)
+    ratio_T = torch.where(above_T, bounds.high, ratio_T)
+    ratio_T = torch.where(below_T, bounds.low, ratio_T)
+    if bounds.dual_clip is not None:
+        beyond_T = (advantage_T < 0) & (log_ratio_T > math.log(bounds.dual_clip))
+        ratio_T = torch.where(beyond_T, bounds.dual_clip, ratio_T)
+    return -(mask_T.double() * advantage_T * ratio_T).sum()
+
+
+@torch.no_grad()
+def clip_sums(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
+    """Counts behind ``clip_fractions``: float64, additive over packs and ranks.
+
+    Returns:
+        ``[tokens, positive tokens, negative tokens, positive clipped above, negative clipped below]``,
+        where a token counts once if its mask is not 0, and positive and negative are signs of advantage.
+
+    Raises:
+        ValueError: if shapes differ.
+    """
+    _check_shapes(log_ratio_T, advantage_T, mask_T)
+    log_ratio_T, advantage_T = _unmasked(mask_T, log_ratio_T, advantage_T)
+    above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
+    counted = (mask_T != 0, advantage_T > 0, advantage_T < 0, above_T, below_T)
+    return torch.stack([flags_T.sum() for flags_T in counted]).double()
+
+
+def clip_fractions(sums: Tensor | Sequence[float]) -> dict[str, float]:
+    """Fractions of all counted tokens, from the (reduced) ``clip_sums``; 0 where there are no tokens."""
+    tokens, positive, _, above, below = (float(number) for number in sums)
+    tokens = max(tokens, 1.0)
+    return {
+        "bapo/clip_fraction_high": above / tokens,
+        "bapo/clip_fraction_low": below / tokens,
+        "bapo/positive_token_fraction": positive / tokens,
+    }
+
+
+def _unmasked(mask_T: Tensor, *fields: Tensor) -> list[Tensor]:
+    """The fields as float64, 0 at masked tokens. Selected, not multiplied: 0 * nan would be nan."""
+    live_T = mask_T != 0
+    return [torch.where(live_T, field_T, 0.0).double() for field_T in fields]
+
+
+def _ratio(log_ratio_T: Tensor) -> Tensor:
+    return log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def _clipped(log_ratio_T: Tensor, advantage_T: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+    """Which tokens are clipped above (A > 0) and below (A < 0); nan is neither, so that it shows."""
+    above_T = (advantage_T > 0) & (log_ratio_T >= math.log(bounds.high))
+    below_T = (advantage_T < 0) & (log_ratio_T <= math.log(bounds.low))
+    return above_T, below_T
+
+
+def _check_shapes(*fields: Tensor) -> None:
+    shapes = [tuple(field.shape) for field in fields]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"the fields of the tokens differ in shape: {shapes}")
+
+
+def _edges(config: BoundsConfig, device: torch.device) -> Tensor:
+    """Ascending float64 thresholds of log r, first those of c_low: a token is past one if log r >= it.
+
+    A token is alive at c_low if log r > log c_low, that is from the next float on.
+    """
+    lows, highs = low_values(config), high_values(config)
+    if lows[-1] >= highs[0]:
+        raise ValueError(f"candidates of c_low (to {lows[-1]}) and c_high (from {highs[0]}) overlap")
+    edges = [math.nextafter(math.log(low), math.inf) for low in lows] + [math.log(high) for high in highs]
+    return torch.tensor(edges, dtype=torch.float64, device=device)
+
+
+def _histogram(
+    log_ratio_T: Tensor,
+    advantage_T: Tensor,
+    rollout_log_prob_T: Tensor,
+    mask_T: Tensor,
+    config: BoundsConfig,
+    weights: Sequence[Weight],
+) -> Tensor:
+    """Sums of ``w |A| r`` and of ``w |A|`` over the tokens between two neighbouring candidates.
+
+    Returns:
+        float64 [weights, 2 (w |A| r; w |A|), 2 (negative; positive), candidates + 1]: all that the sums
+        at every candidate need, under either measure.
+    """
+    fields = (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
+    _check_shapes(*fields)
+    edges = _edges(config, log_ratio_T.device)
+    bins = len(edges) + 1
+    histogram = edges.new_zeros(len(weights), 2, 2 * bins)
+    for log_ratio, advantage, log_prob, mask in zip(
+        *(torch.split(field.reshape(-1), CHUNK_TOKENS) for field in fields), strict=True
+    ):
+        log_ratio, advantage = _unmasked(mask, log_ratio, advantage)
+        cell = torch.bucketize(log_ratio, edges, right=True).add_(advantage > 0, alpha=bins * _POSITIVE)
+        ratio = _ratio(log_ratio)
+        for weight, (ratio_mass, mass) in zip(weights, histogram, strict=True):
+            size = advantage.abs() * _weight(weight, log_prob, mask)
+            mass.index_add_(0, cell, size)
+            ratio_mass.index_add_(0, cell, size.mul_(ratio))
+    return histogram.reshape(len(weights), 2, 2, bins)
+
+
+def _weight(weight: Weight, rollout_log_prob_T: Tensor, mask_T: Tensor) -> Tensor:
+    if weight == "uniform":
+        return mask_T.double()
+    (rollout_log_prob_T,) = _unmasked(mask_T, rollout_log_prob_T)
+    return rollout_log_prob_T.exp_().mul_(mask_T)
+
+
+def _candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:
+    """P at every c_high and N at every c_low, from the histogram [2, 2, candidates + 1] of one weight."""
+    ratio_mass, mass = histogram
+    lows, highs = low_values(config), high_values(config)
+    # A positive token is alive at c_high number k in the bins up to L + k, a negative one at c_low
+    # number k in the bins after k.
+    positive = _up_to(ratio_mass[_POSITIVE])[len(lows) : -1]
+    negative = _from(ratio_mass[_NEGATIVE])[1 : len(lows) + 1]
+    if config.measure == "surrogate":
+        positive = positive + positive.new_tensor(highs) * _from(mass[_POSITIVE])[len(lows) + 1 :]
+        negative = negative + negative.new_tensor(lows) * _up_to(mass[_NEGATIVE])[: len(lows)]
+    # A nan must not hide in a bin that no candidate counts.
+    return torch.cat([positive, negative]) + 0.0 * histogram.sum()
+
+
+def _up_to(bins: Tensor) -> Tensor:
+    return bins.cumsum(0)
+
+
+def _from(bins: Tensor) -> Tensor:
+    return bins.flip(0).cumsum(0).flip(0)

@@ -1,0 +1,79 @@
+r"""The reward of a mathematical answer: is the last ``\boxed{}`` of the response the ground truth?"""
+
+from __future__ import annotations
+
+import re
+from functools import cache, lru_cache
+
+from bapo_megatron.reward.judge import Judge
+from bapo_megatron.types import Prompt
+
+INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
+
+BRACES = re.compile(r"\\{1,2}boxed\s{0,9}\{|\\.|[{}]", re.DOTALL)
+r"""``\boxed{`` (some double the backslash), an escaped character (its brace does not count), or a brace."""
+
+LONGEST_ANSWER = 1000
+"""Characters; a longer box is wrong unread. Parsing time grows faster than length."""
+
+
+class MathReward:
+    """Judged with math-verify: forms that mean the same number, set, interval or expression are equal."""
+
+    def __init__(self, correct: float = 1.0, wrong: float = 0.0) -> None:
+        self._correct = correct
+        self._wrong = wrong
+
+    def __call__(self, prompt: Prompt, response: str) -> float:
+        r"""``correct`` or ``wrong``; a response without a whole ``\boxed{}`` is wrong. Never raises."""
+        answer = last_boxed(response)
+        right = answer is not None and answers_equal(prompt.ground_truth, answer)
+        return self._correct if right else self._wrong
+
+
+def check_ground_truth(ground_truth: str) -> str | None:
+    """What is wrong with a ground truth that no response could match, or None."""
+    answer = _bare(ground_truth)
+    if INTEGER.fullmatch(answer):
+        return None
+    if len(answer) > LONGEST_ANSWER:
+        return f"it has {len(answer)} characters; an answer may have {LONGEST_ANSWER}"
+    if not _judge().parses(answer):
+        return f"math-verify cannot read {ground_truth!r} as mathematics; mend it or leave the row out"
+    return None
+
+
+def last_boxed(response: str) -> str | None:
+    r"""What stands in the last ``\boxed{...}`` whose braces close, or None. One pass: policies write long."""
+    open_braces: list[tuple[int, bool]] = []  # where the inside begins, and whether it is a box
+    last: tuple[int, int] | None = None
+    for token in BRACES.finditer(response):
+        if token.group().endswith("{") and token.group() != r"\{":
+            open_braces.append((token.end(), len(token.group()) > 1))
+        elif token.group() == "}" and open_braces:
+            start, is_box = open_braces.pop()
+            if is_box and (last is None or start > last[0]):
+                last = (start, token.start())
+    return None if last is None else response[last[0] : last[1]].strip()
+
+
+@lru_cache(maxsize=1 << 16)
+def answers_equal(ground_truth: str, answer: str) -> bool:
+    """Whether both mean the same. Cached: the responses of a group repeat each other."""
+    expected, given = _bare(ground_truth), answer.strip()
+    if not given or len(given) > LONGEST_ANSWER:
+        return False
+    if INTEGER.fullmatch(expected) and INTEGER.fullmatch(given):
+        return int(expected) == int(given)
+    return _judge().equal(expected, given)
+
+
+def _bare(ground_truth: str) -> str:
+    r"""A ground truth may come with its ``\boxed{}``."""
+    boxed = last_boxed(ground_truth)
+    return ground_truth.strip() if boxed is None else boxed
+
+
+@cache
+def _judge() -> Judge:
+    return Judge()

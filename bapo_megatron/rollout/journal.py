@@ -1,0 +1,129 @@
+"""The record of what each step was trained on: one file a step, whole or not there.
+
+A file holds a JSON header and four arrays, in numpy's zip format: every bit comes back, and a damaged
+file is noticed by its checksums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
+
+
+def step_path(directory: Path, step: int) -> Path:
+    """Where the record of a step is."""
+    return directory / f"step_{step:06d}.npz"
+
+
+def write_step(directory: Path, step: int, batch: StepBatch) -> Path:
+    """Record ``batch``; a step that is made again after a continuation replaces its record."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = step_path(directory, step)
+    half = path.with_suffix(".tmp")
+    with half.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **_arrays(batch))
+        file.flush()
+        os.fsync(file.fileno())
+    half.replace(path)
+    _sync_directory(directory)
+    return path
+
+
+def read_step(directory: Path, step: int) -> StepBatch:
+    """The batch of ``step``. Raises ConfigError that names the file if it is missing or damaged."""
+    path = step_path(directory, step)
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return _batch(dict(arrays))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file; step {step} was not recorded there") from error
+    except Exception as error:  # a damaged zip file makes zipfile, zlib and numpy raise all kinds
+        raise ConfigError(f"{path}: the record of step {step} is damaged: {error!r}") from error
+
+
+class ReplaySampler:
+    """A ``Sampler`` that gives the recorded batches of another run (``config.rollout.replay``)."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._directory = run_dir / "journal"
+        if not self._directory.is_dir():
+            raise ConfigError(f"rollout.replay={run_dir}: no journal there; give the directory of a run")
+
+    def next_batch(self, step: int) -> StepBatch:
+        """The batch that the other run trained on in ``step``."""
+        return read_step(self._directory, step)
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: the step says it all."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Nothing to do."""
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the new name last through a power cut."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _arrays(batch: StepBatch) -> dict[str, np.ndarray]:
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    header = {"metrics": batch.metrics, "groups": [_group_header(group) for group in batch.groups]}
+    return {
+        "header": np.frombuffer(json.dumps(header).encode(), np.uint8),
+        "prompt_ids": _joined([group.prompt.token_ids_P for group in batch.groups], np.int32),
+        "token_ids": _joined([rollout.token_ids_R for rollout in rollouts], np.int32),
+        "log_probs": _joined([rollout.log_probs_R for rollout in rollouts], np.float32),
+        "versions": _joined([rollout.versions_R for rollout in rollouts], np.int32),
+    }
+
+
+def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, casting="same_kind")
+
+
+def _group_header(group: Group) -> dict[str, Any]:
+    prompt = {**dataclasses.asdict(group.prompt), "token_ids_P": len(group.prompt.token_ids_P)}
+    rollouts = [(len(r.token_ids_R), r.finish_reason, float(r.reward)) for r in group.rollouts]
+    return {"prompt": prompt, "rollouts": rollouts}
+
+
+def _batch(arrays: dict[str, np.ndarray]) -> StepBatch:
+    header = json.loads(arrays["header"].tobytes())
+    prompt_ids, token_ids = _Reader(arrays["prompt_ids"]), _Reader(arrays["token_ids"])
+    log_probs, versions = _Reader(arrays["log_probs"]), _Reader(arrays["versions"])
+
+    def rollout(length: int, finish_reason: Any, reward: float) -> Rollout:
+        return Rollout(
+            token_ids.take(length), log_probs.take(length), versions.take(length), finish_reason, reward
+        )
+
+    def group(prompt: dict[str, Any], rollouts: list[tuple[int, str, float]]) -> Group:
+        ids = prompt_ids.take(prompt.pop("token_ids_P"))
+        return Group(Prompt(token_ids_P=ids, **prompt), tuple(rollout(*one) for one in rollouts))
+
+    return StepBatch(tuple(group(**one) for one in header["groups"]), header["metrics"])
+
+
+class _Reader:
+    """Takes an array apart again, in order."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        self._at = 0
+
+    def take(self, length: int) -> np.ndarray:
+        self._at += length
+        return self._array[self._at - length : self._at].copy()

@@ -1,0 +1,49 @@
+"""Drawing one token per row from a softmax, the same way whatever else is in the batch.
+
+Shapes: ``_B`` rows of the batch, ``_V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bapo_megatron.types import GenerateRequest
+
+
+def draws_R(request: GenerateRequest) -> np.ndarray:
+    """The request's uniform draws in (0, 1], float64, one for each token that it may still make.
+
+    The stream belongs to the whole response; a later segment starts behind the draws of its prefix. So a
+    response that was cut and continued equals the one that was not. Without a seed the draws are fresh.
+    """
+    params = request.params
+    uniform = np.random.default_rng(params.seed).random(request.prefix_tokens + params.max_new_tokens)
+    return 1.0 - uniform[request.prefix_tokens :]
+
+
+def sample(logits_BV: Tensor, temperature_B: Tensor, draw_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's token (int64) and its natural log-prob (float32) under softmax(logits / temperature).
+
+    Tokens come from the inverse of the cumulative distribution, in float64. Temperature 0 takes the most
+    probable token; its log-prob is the one at temperature 1, as in SGLang. Raises FloatingPointError where
+    the logits are not finite.
+    """
+    greedy_B = temperature_B == 0
+    scale_B = torch.where(greedy_B, 1.0, temperature_B)
+    log_prob_BV = torch.log_softmax(logits_BV.float() / scale_B[:, None], dim=-1)
+    token_B = torch.where(greedy_B, log_prob_BV.argmax(dim=-1), _inverse_cdf(log_prob_BV, draw_B))
+    return token_B, log_prob_BV.gather(1, token_B[:, None])[:, 0]
+
+
+def _inverse_cdf(log_prob_BV: Tensor, draw_B: Tensor) -> Tensor:
+    """The first token whose cumulative probability reaches the draw.
+
+    A draw is above 0 and at most 1, so the token always exists and never has probability 0.
+    """
+    cumulative_BV = log_prob_BV.double().exp_().cumsum(dim=-1)
+    total_B1 = cumulative_BV[:, -1:]
+    if not bool(torch.isfinite(total_B1).all()):
+        raise FloatingPointError("the logits are not finite: the model's weights have overflowed")
+    return torch.searchsorted(cumulative_BV, draw_B[:, None] * total_B1)[:, 0]

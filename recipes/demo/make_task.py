@@ -1,0 +1,228 @@
+r"""Make the demo task: a tokenizer, a small random model, and addition with a scratchpad.
+
+    python recipes/demo/make_task.py --out demo_task
+
+writes ``demo_task/model`` (a Hugging Face folder with its tokenizer), ``train.jsonl`` and ``eval.jsonl``
+(the fields of Skywork-OR1-RL-Data; no problem is in both). A laptop makes it in seconds, and needs no
+network. The same arguments give the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+RESERVED = 5
+"""Unused tokens that fill the vocabulary up to 264 = 256 bytes + 3 + 5, which 8 divides."""
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+
+DATA_SOURCE = "bapo_demo/addition"
+
+
+# --- the tokenizer and the model -----------------------------------------------------------------
+
+
+def make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Write a tokenizer whose tokens are the bytes of the text in Unicode's form NFC, with a chat template.
+
+    ``<|im_end|>`` ends a turn. NFC is written down because transformers 5 puts it into every tokenizer that
+    lies beside a Qwen2 model; so all versions read the same.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_only = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    bytes_only.normalizer = normalizers.NFC()
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    bytes_only.add_special_tokens([END_OF_TEXT, START, END, *(f"<|reserved_{n}|>" for n in range(RESERVED))])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bytes_only, eos_token=END, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    _name_the_class_for_all_versions(folder / "tokenizer_config.json")
+    return tokenizer
+
+
+def _name_the_class_for_all_versions(path: Path) -> None:
+    """transformers 5 writes a class name that version 4 does not know; both know this one."""
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
+
+
+def make_model(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    hidden: int = 96,
+    layers: int = 4,
+    heads: int = 6,
+    kv_heads: int = 2,
+    ffn: int = 256,
+    context: int = 256,
+    seed: int = 0,
+) -> Qwen2ForCausalLM:
+    """Write a random Qwen2, float32, untied. The defaults (0.4 M parameters) allow TP 2, PP 2, VPP 2."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=context,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    return model
+
+
+# --- the problems --------------------------------------------------------------------------------
+
+
+def scratchpad(numbers: Sequence[int]) -> str:
+    r"""Column addition, from the right, each column with its carry last.
+
+    >>> scratchpad([47, 86])
+    '7+6+0=13,4+8+1=13,\\boxed{133}'
+    """
+    columns: list[str] = []
+    carry = 0
+    for place in range(max(len(str(number)) for number in numbers)):
+        digits = [number // 10**place % 10 for number in numbers]
+        total = sum(digits) + carry
+        columns.append("+".join(map(str, [*digits, carry])) + f"={total},")
+        carry = total // 10
+    return "".join(columns) + rf"\boxed{{{sum(numbers)}}}"
+
+
+def make_problems(
+    train: int = 2000,
+    evaluation: int = 200,
+    *,
+    min_digits: int = 1,
+    max_digits: int = 3,
+    addends: int = 2,
+    seed: int = 0,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows to train on and rows to evaluate on. No sum is there twice, not even with its numbers swapped.
+
+    Raises ValueError if there are not that many sums.
+    """
+    rng = np.random.default_rng(seed)
+    drawn = _sums(rng, train + evaluation, range(min_digits, max_digits + 1), addends)
+    rows = [_row(numbers) for numbers in drawn]
+    return _numbered(rows[evaluation:], "train"), _numbered(rows[:evaluation], "eval")
+
+
+def _sums(rng: np.random.Generator, count: int, widths: range, addends: int) -> Iterator[list[int]]:
+    seen: set[tuple[int, ...]] = set()
+    misses = 0
+    while len(seen) < count:
+        digits = int(rng.choice(widths))
+        smallest = 10 ** (digits - 1) if digits > 1 else 0
+        numbers = rng.integers(smallest, 10**digits, addends).tolist()
+        key = tuple(sorted(numbers))
+        misses = misses + 1 if key in seen else 0
+        if misses > 1000:
+            raise ValueError(f"there are hardly {count} different sums; ask for fewer, or for more digits")
+        if misses == 0:
+            seen.add(key)
+            yield numbers
+
+
+def _row(numbers: list[int]) -> dict[str, Any]:
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": "+".join(map(str, numbers)) + "="}],
+        "reward_model": {"style": "rule", "ground_truth": str(sum(numbers))},
+        "extra_info": {"digits": len(str(numbers[0])), "solution": scratchpad(numbers)},
+    }
+
+
+def _numbered(rows: list[dict[str, Any]], split: str) -> list[dict[str, Any]]:
+    return [
+        {**row, "extra_info": {"index": index, "split": split, **row["extra_info"]}}
+        for index, row in enumerate(rows)
+    ]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    """One row a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make the whole task in ``--out``."""
+    args = _parser().parse_args(arguments)
+    model_folder: Path = args.out / "model"
+    model_folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(model_folder)
+    shape = {
+        name: getattr(args, name) for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "context")
+    }
+    model = make_model(model_folder, tokenizer, **shape, seed=args.seed)
+    train, evaluation = make_problems(
+        args.train,
+        args.eval,
+        min_digits=args.min_digits,
+        max_digits=args.max_digits,
+        addends=args.addends,
+        seed=args.seed,
+    )
+    write_jsonl(args.out / "train.jsonl", train)
+    write_jsonl(args.out / "eval.jsonl", evaluation)
+    print(f"{args.out}: {model.num_parameters():,} parameters, {len(train)} + {len(evaluation)} problems")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the problems")
+    for flag, default, meaning in (
+        ("--train", 2000, "problems to train on"),
+        ("--eval", 200, "problems to evaluate on"),
+        ("--min-digits", 1, "digits of the easiest sums"),
+        ("--max-digits", 3, "digits of the hardest sums"),
+        ("--addends", 2, "numbers in a sum"),
+        ("--hidden", 96, "hidden size"),
+        ("--layers", 4, "layers"),
+        ("--heads", 6, "attention heads"),
+        ("--kv-heads", 2, "key-value heads"),
+        ("--ffn", 256, "hidden size of the MLP"),
+        ("--context", 256, "longest sequence, in tokens"),
+    ):
+        parser.add_argument(flag, type=int, default=default, help=meaning)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Tiny random models in Hugging Face folders, one for each family, and the engines under contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from bapo_megatron.interfaces import Engine
+from bapo_megatron.rollout.local import LocalEngine
+
+MAX_BATCH = 6
+"""Small, so that most tests decode more requests than fit at a time."""
+
+# Weights wide enough that distributions are far from uniform, and a wrong weight shows.
+SHAPE: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+FAMILIES: dict[str, Callable[..., Any]] = {
+    "qwen2": lambda **more: Qwen2ForCausalLM(Qwen2Config(**{**SHAPE, "tie_word_embeddings": False, **more})),
+    "qwen2_tied": lambda **more: Qwen2ForCausalLM(
+        Qwen2Config(**{**SHAPE, "tie_word_embeddings": True, **more})
+    ),
+    "qwen3": lambda **more: Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "head_dim": 16, **more})),
+    "llama3": lambda **more: LlamaForCausalLM(
+        LlamaConfig(**{**SHAPE, "rope_parameters": LLAMA3_ROPE, **more})
+    ),
+}
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """How to start an engine on a folder, and what it promises beyond the contract."""
+
+    name: str
+    start: Callable[[Path, int], Engine]
+    """From a model folder and the largest batch (which a server may take as a hint)."""
+    seeded: bool
+    """Same seed, prefix and weights give the same tokens."""
+
+
+ENGINES = [
+    EngineKind("local", lambda folder, batch: LocalEngine(folder, batch, "float32", "cpu"), seeded=True)
+]
+"""Every engine of the project; the suite runs on each."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``make_model(family, seed=0, **config)`` is the folder of a random float32 model."""
+    made: dict[str, Path] = {}
+
+    def make(family: str, seed: int = 0, **more: Any) -> Path:
+        key = f"{family} {seed} {sorted(more.items())}"
+        if key not in made:
+            torch.manual_seed(seed)
+            made[key] = tmp_path_factory.mktemp(family)
+            FAMILIES[family](**more).save_pretrained(made[key])
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(params=ENGINES, ids=lambda kind: kind.name)
+def kind(request: pytest.FixtureRequest) -> EngineKind:
+    """The engine under test."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def start(kind: EngineKind) -> Iterator[Callable[..., Engine]]:
+    """``start(folder, max_batch=MAX_BATCH)`` is an engine on that model; closed at the end of the test."""
+    engines: list[Engine] = []
+
+    def start_one(folder: Path, max_batch: int = MAX_BATCH) -> Engine:
+        engines.append(kind.start(folder, max_batch))
+        return engines[-1]
+
+    yield start_one
+    for engine in engines:
+        engine.close()

@@ -1,0 +1,181 @@
+"""Whole runs of the command line, shortened: continue after kill -9, other layouts, the export."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bapo_megatron.state.logs import read_jsonl
+from bapo_megatron.types import Metrics
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+SHORT = [
+    "--steps=5",
+    "--checkpoint.every=2",
+    "--rollout.prompts-per-step=6",
+    "--rollout.group-size=4",
+    "--optimizer.warmup-updates=2",
+]
+REQUIRED = {
+    "step",
+    "reward/mean",
+    "policy/entropy",
+    "policy/grad_norm",
+    "policy/kl",
+    "bapo/clip_low",
+    "bapo/clip_high",
+    "bapo/contribution",
+    "rollout/length_mean",
+    "rollout/staleness_mean",
+    "time/step_s",
+    "time/tokens_per_s",
+}
+
+
+def start(run_dir: Path, *flags: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    bapo = [sys.executable, "-m", "bapo_megatron.cli"] if not launcher else [*launcher, "-m", "bapo_megatron.cli"]
+    command = [*bapo, "train", "recipes/demo_cpu.py", *SHORT, f"--run-dir={run_dir}", *flags]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def finish(process: subprocess.Popen[bytes]) -> str:
+    output = process.communicate(timeout=400)[0].decode()
+    assert process.returncode == 0, output[-3000:]
+    return output
+
+
+def results(run_dir: Path, name: str = "metrics.jsonl") -> list[Metrics]:
+    """The rows of a log without what depends on the clock."""
+    return [
+        {key: value for key, value in row.items() if not key.startswith("time/")}
+        for row in read_jsonl(run_dir / name)
+    ]
+
+
+def exported(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "export/model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never stopped."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    output = finish(start(run_dir))
+    assert "step 5/5" in output
+    assert "reward 0." in output
+    return run_dir
+
+
+def test_the_record_is_complete(whole: Path) -> None:
+    rows = read_jsonl(whole / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert all(row.keys() >= REQUIRED for row in rows)
+    updates = read_jsonl(whole / "updates.jsonl")
+    versions = [row["version"] for row in updates]
+    assert versions == list(range(1, len(updates) + 1))
+    assert max(row["rollout/staleness_mean"] for row in updates) >= 1  # the demo reuses its samples
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step_000004", "step_000005"]
+    assert list((whole / "tensorboard").glob("events.*"))
+    kinds = [row["kind"] for row in read_jsonl(whole / "events.jsonl")]
+    assert kinds == ["start", "checkpoint", "checkpoint", "checkpoint", "export"]
+
+
+def test_metrics_are_means_over_the_updates(whole: Path) -> None:
+    [first, *_] = read_jsonl(whole / "metrics.jsonl")
+    updates = [row for row in read_jsonl(whole / "updates.jsonl") if row["step"] == 1]
+    assert len(updates) == first["policy/updates"] > 1
+    for name in ("policy/entropy", "policy/grad_norm", "bapo/clip_high", "rollout/staleness_mean"):
+        assert first[name] == pytest.approx(sum(row[name] for row in updates) / len(updates))
+
+
+def test_the_export_loads_in_transformers(whole: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(whole / "export")
+    model = AutoModelForCausalLM.from_pretrained(whole / "export", dtype=torch.float32)
+    ids = tokenizer("12+34=", return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all()
+
+
+@pytest.mark.parametrize("killed_after", [1, 3])
+def test_kill_9_and_restart_end_bitwise_equal(killed_after: int, whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "killed"
+    process = start(run_dir)
+    wait_for_steps(process, run_dir, killed_after)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    finish(start(run_dir))
+    assert results(run_dir) == results(whole)
+    assert results(run_dir, "updates.jsonl") == results(whole, "updates.jsonl")
+    ours, theirs = exported(run_dir), exported(whole)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    kinds = [row["kind"] for row in read_jsonl(run_dir / "events.jsonl")]
+    assert kinds.count("resume") == (1 if killed_after >= 2 else 0)
+
+
+def test_ctrl_c_says_how_to_go_on(whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "stopped"
+    process = start(run_dir)
+    wait_for_steps(process, run_dir, 2)
+    os.killpg(process.pid, signal.SIGINT)
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 130
+    assert "the same command continues" in output
+    assert "Traceback" not in output
+    finish(start(run_dir))
+    assert results(run_dir) == results(whole)
+
+
+def wait_for_steps(process: subprocess.Popen[bytes], run_dir: Path, steps: int) -> None:
+    """Until the metrics of ``steps`` steps are on disk."""
+    log = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not log.exists() or log.read_bytes().count(b"\n") < steps:
+        assert process.poll() is None, process.communicate()[0].decode()[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_finished_run_has_nothing_left_to_do(whole: Path) -> None:
+    before = results(whole)
+    finish(start(whole))
+    assert results(whole) == before
+
+
+def check_like(run_dir: Path, whole: Path) -> None:
+    """Same bounds, and the same metrics to tolerance."""
+    for ours, theirs in zip(results(run_dir), results(whole), strict=True):
+        assert ours["bapo/clip_low"] == theirs["bapo/clip_low"]
+        assert ours["bapo/clip_high"] == theirs["bapo/clip_high"]
+        for name in ("policy/entropy", "policy/grad_norm", "policy/kl", "policy/loss", "bapo/contribution"):
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-2, abs=2e-4), name
+        assert ours["reward/mean"] == theirs["reward/mean"]
+    [first, theirs, *_] = results(run_dir, "updates.jsonl")[:1] + results(whole, "updates.jsonl")[:1]
+    for name in ("policy/entropy", "policy/grad_norm", "policy/loss", "bapo/contribution"):
+        assert first[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+
+
+def test_four_processes_agree_on_the_same_rollouts(whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "four"
+    layout = ["--parallel.tensor=2", "--parallel.pipeline=2"]
+    finish(start(run_dir, *layout, f"--rollout.replay={whole}"))
+    check_like(run_dir, whole)
+    assert json.loads((run_dir / "config.json").read_text())["config"]["parallel.tensor"] == 2
+
+
+def test_torchrun_starts_the_same_program(whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "torchrun"
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    finish(start(run_dir, f"--rollout.replay={whole}", launcher=launcher))
+    check_like(run_dir, whole)

@@ -1,0 +1,119 @@
+"""A checkpoint is whole or absent, whatever happens to it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from bapo_megatron.distributed import free_port
+from bapo_megatron.state.checkpoint import CheckpointStore
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def write_policy(content: bytes) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        (path / "deep").mkdir(parents=True)
+        (path / "deep/weights.bin").write_bytes(content)
+
+    return write
+
+
+@pytest.fixture()
+def store(tmp_path: Path) -> CheckpointStore:
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (10, 20):
+        store.save(step, write_policy(b"weights of %d" % step), {"version": step * 4})
+    return store
+
+
+def test_the_newest_is_found_with_its_state(store: CheckpointStore) -> None:
+    latest = store.latest()
+    assert latest is not None
+    assert (latest.step, latest.trainer) == (20, {"version": 80})
+    assert (latest.policy / "deep/weights.bin").read_bytes() == b"weights of 20"
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path, 2).latest() is None
+
+
+def test_old_ones_are_deleted_and_zero_keeps_all(store: CheckpointStore, tmp_path: Path) -> None:
+    store.save(30, write_policy(b"x"), {})
+    assert sorted(path.name for path in store.folder.iterdir()) == ["step_000020", "step_000030"]
+    keeper = CheckpointStore(tmp_path, keep_last=0)
+    keeper.save(40, write_policy(b"x"), {})
+    assert len(list(keeper.folder.iterdir())) == 3
+
+
+def flip_a_bit(folder: Path) -> None:
+    path = folder / "policy/deep/weights.bin"
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "policy/deep/weights.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def break_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text((folder / "manifest.json").read_text()[:40])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_bit,
+        truncate,
+        break_manifest,
+        lambda folder: (folder / "manifest.json").unlink(),
+        lambda folder: (folder / "trainer.json").unlink(),
+        lambda folder: (folder / "policy/deep/weights.bin").unlink(),
+        lambda folder: (folder / "manifest.json").write_text(json.dumps(["no", "manifest"])),
+    ],
+)
+def test_a_damaged_one_is_passed_over_and_named(
+    damage: Callable[[Path], None], store: CheckpointStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(store.folder / "step_000020")
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 10
+    assert "passing over" in (printed := capsys.readouterr().out)
+    assert "step_000020" in printed
+
+
+def test_a_failed_save_leaves_the_older_ones_and_is_cleaned_up(store: CheckpointStore) -> None:
+    def fail(path: Path) -> None:
+        write_policy(b"half")(path)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        store.save(30, fail, {})
+    assert store.latest().step == 20
+    store.save(30, write_policy(b"whole"), {})
+    assert store.latest().step == 30
+    assert not list(store.folder.glob(".*"))
+
+
+def test_a_broken_checkpoint_of_the_same_step_is_replaced(store: CheckpointStore) -> None:
+    (store.folder / "step_000020/manifest.json").unlink()
+    store.save(20, write_policy(b"again"), {"version": 1})
+    assert store.latest().trainer == {"version": 1}
+
+
+def test_foreign_names_are_ignored(store: CheckpointStore) -> None:
+    shutil.copytree(store.folder / "step_000020", store.folder / "step_000099.copy")
+    assert store.latest().step == 20

@@ -1,0 +1,153 @@
+"""Mistakes in a recipe or a flag end at once, with one clear message and exit code 2."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.algo.bapo import paper
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    flat,
+)
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.policy.hf_config import ModelShape
+from bapo_megatron.policy.layout import data_parallel_size, layout_problems
+from bapo_megatron.recipe import load_recipe
+from bapo_megatron.state.run_directory import check_same_run, only_writer, store_config
+
+GOOD = RunConfig(
+    "good",
+    ModelConfig(Path("model")),
+    DataConfig(Path("data.jsonl"), max_prompt_tokens=100),
+    rollout=RolloutConfig(max_response_tokens=200),
+    batch=BatchConfig(pack_tokens=300),
+)
+
+
+def test_a_good_run_passes() -> None:
+    GOOD.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"batch": BatchConfig(pack_tokens=299)}, "set it to at least 300"),
+        ({"parallel": ParallelConfig(tensor=0)}, "parallel.tensor=0 must be at least 1"),
+        ({"parallel": ParallelConfig(sequence=True)}, "parallel.sequence needs parallel.tensor"),
+        ({"parallel": ParallelConfig(virtual=2)}, "parallel.virtual=2 needs parallel.pipeline"),
+        ({"rollout": RolloutConfig(max_response_tokens=200, group_size=1)}, "group_size=1 must be at least 2"),
+        ({"rollout": RolloutConfig(max_response_tokens=200, temperature=0.0)}, "temperature=0.0 must be above 0"),
+        ({"optimizer": OptimizerConfig(lr=1e-6, min_lr=1e-5)}, "optimizer.min_lr=1e-05 is above"),
+        ({"optimizer": OptimizerConfig(lr=float("nan"))}, "optimizer.lr=nan is not a finite number"),
+        ({"checkpoint": CheckpointConfig(every=0)}, "checkpoint.every=0 must be at least 1"),
+        ({"algorithm": AlgorithmConfig(updates_per_epoch=65)}, "an update needs at least one group"),
+        (
+            {"algorithm": AlgorithmConfig(bounds=dataclasses.replace(paper(), low_step=0.0))},
+            "algorithm.bounds.low_step=0.0",
+        ),
+    ],
+)
+def test_a_mistake_is_named(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(GOOD, **change).check()
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        dataclasses.replace(GOOD, steps=0, parallel=ParallelConfig(sequence=True)).check()
+    assert "steps=0" in str(caught.value)
+    assert "parallel.sequence" in str(caught.value)
+
+
+SHAPE = ModelShape("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 131072, 1e-6, 1e4, None, False, True, False)
+
+
+def test_a_layout_that_splits_the_model_passes() -> None:
+    assert not list(layout_problems(ParallelConfig(tensor=4, pipeline=7, virtual=2), SHAPE))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (ParallelConfig(tensor=8), r"attention heads \(28\): use one of \[1, 2, 4\]"),
+        (ParallelConfig(pipeline=8), r"28 layers: use one of \[1, 2, 4, 7, 14, 28\]"),
+        (ParallelConfig(pipeline=7, virtual=3), "7 x 3 does not divide"),
+    ],
+)
+def test_a_layout_that_does_not_is_named_with_the_fix(parallel: ParallelConfig, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError("\n".join(layout_problems(parallel, SHAPE)))
+
+
+def test_data_parallel_size() -> None:
+    assert data_parallel_size(ParallelConfig(tensor=2, pipeline=2), None) == 1
+    assert data_parallel_size(ParallelConfig(tensor=2, data=3), None) == 3
+    assert data_parallel_size(ParallelConfig(tensor=2, pipeline=2), 16) == 4
+    with pytest.raises(ConfigError, match="start a multiple of 4"):
+        data_parallel_size(ParallelConfig(tensor=2, pipeline=2), 6)
+    with pytest.raises(ConfigError, match="leave parallel.data out or start 8 processes"):
+        data_parallel_size(ParallelConfig(tensor=2, data=4), 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "defines no function recipe"),
+        ("def recipe(): return 3", "returned int, expected RunConfig"),
+        ("import missing_module_of_nobody", "No module named 'missing_module_of_nobody'.*line 1"),
+        ("def recipe():\n    return 1 / 0", "ZeroDivisionError.*line 2"),
+        ("def recipe(:", "SyntaxError"),
+    ],
+)
+def test_a_bad_recipe_is_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(path, RunConfig)
+
+
+def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_recipe(tmp_path / "none.py", RunConfig)
+
+
+def test_flat_names_are_dotted() -> None:
+    leaves = flat(GOOD)
+    assert leaves["parallel.tensor"] == 1
+    assert leaves["algorithm.bounds.target"] == 0.4
+
+
+def test_a_run_is_continued_only_with_its_own_settings(tmp_path: Path) -> None:
+    run = dataclasses.replace(GOOD, run_dir=tmp_path)
+    check_same_run(run)
+    store_config(run)
+    check_same_run(run)
+    check_same_run(dataclasses.replace(run, steps=500, parallel=ParallelConfig(tensor=2)))
+    with pytest.raises(ConfigError, match=r"optimizer.lr: 2e-06 in the run, 0.1 now"):
+        check_same_run(dataclasses.replace(run, optimizer=OptimizerConfig(lr=0.1)))
+
+
+def test_a_run_directory_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"format": 99, "config": {}}')
+    with pytest.raises(ConfigError, match="run format 99"):
+        check_same_run(dataclasses.replace(GOOD, run_dir=tmp_path))
+
+
+def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
+    with only_writer(tmp_path):
+        with pytest.raises(ConfigError, match="another process is writing"), only_writer(tmp_path):
+            pass
+    with only_writer(tmp_path):
+        pass

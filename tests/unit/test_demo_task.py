@@ -1,0 +1,150 @@
+"""The demo task: its tokenizer, model and problems are what a run needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import unicodedata
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bapo_megatron.reward.math import MathReward
+from bapo_megatron.types import Prompt
+
+SCRIPT = Path(__file__).parents[2] / "recipes" / "demo" / "make_task.py"
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_task", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make_task = load_script()
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    make_task.main(["--out", str(folder), "--train", "300", "--eval", "50"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(task: Path):  # type: ignore[no-untyped-def]
+    return AutoTokenizer.from_pretrained(task / "model")
+
+
+def rows(path: Path) -> list[dict]:  # type: ignore[type-arg]
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_vocabulary_is_bytes_and_a_few_more(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    assert len(tokenizer) == 264
+    assert tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id) == "<|im_end|>"
+    assert tokenizer.pad_token == "<|endoftext|>"
+    assert len(tokenizer.encode("47+86=")) == 6
+    assert len(tokenizer.encode("é")) == 2
+
+
+def test_every_token_has_a_use_or_a_name(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    names = tokenizer.convert_ids_to_tokens(list(range(264)))
+    assert len(set(names)) == 264
+    assert None not in names
+
+
+def test_any_text_comes_back(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    @given(st.text(st.characters(exclude_categories=["Cs"])))
+    def check(text: str) -> None:
+        ids = tokenizer.encode(text)
+        normal = unicodedata.normalize("NFC", text)
+        assert tokenizer.decode(ids) == normal
+        assert len(ids) == len(normal.encode())
+
+    check()
+
+
+def test_chat_template(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    messages = [{"role": "user", "content": "1+2="}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(ids) == text
+    assert ids.count(tokenizer.eos_token_id) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "user\n1+2=\nassistant\n"
+
+
+def test_the_model_is_small_and_splits(task: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(task / "model")
+    config = model.config
+    assert 100_000 < model.num_parameters() < 1_000_000
+    assert model.dtype == torch.float32
+    assert not config.tie_word_embeddings
+    assert config.vocab_size % 8 == 0
+    for size in (config.num_hidden_layers // 2, config.num_attention_heads, config.num_key_value_heads):
+        assert size % 2 == 0
+    assert config.hidden_size % config.num_attention_heads == 0
+    assert (config.hidden_size // config.num_attention_heads) % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "solution"),
+    [
+        ([47, 86], r"7+6+0=13,4+8+1=13,\boxed{133}"),
+        ([0, 0], r"0+0+0=0,\boxed{0}"),
+        ([999, 1], r"9+1+0=10,9+0+1=10,9+0+1=10,\boxed{1000}"),
+        ([9, 9, 9], r"9+9+9+0=27,\boxed{27}"),
+    ],
+)
+def test_scratchpad(numbers: list[int], solution: str) -> None:
+    assert make_task.scratchpad(numbers) == solution
+
+
+@pytest.mark.parametrize(("digits", "addends"), [(1, 2), (3, 2), (2, 4)])
+def test_solutions_are_right_and_short(digits: int, addends: int) -> None:
+    train, evaluation = make_task.make_problems(30, 5, max_digits=digits, addends=addends)
+    reward = MathReward(1.0, 0.0)
+    for row in train + evaluation:
+        question = row["prompt"][0]["content"]
+        truth = row["reward_model"]["ground_truth"]
+        solution = row["extra_info"]["solution"]
+        assert sum(map(int, question.rstrip("=").split("+"))) == int(truth)
+        assert reward(Prompt(0, np.array([0]), truth, ""), solution) == 1.0
+        assert addends > 2 or len(solution) <= 45
+        assert row["extra_info"]["digits"] <= digits
+
+
+def test_train_and_eval_share_no_sum(task: Path) -> None:
+    def sums(name: str) -> list[tuple[str, ...]]:
+        questions = [row["prompt"][0]["content"] for row in rows(task / name)]
+        return [tuple(sorted(question.rstrip("=").split("+"))) for question in questions]
+
+    train, evaluation = sums("train.jsonl"), sums("eval.jsonl")
+    assert (len(train), len(evaluation)) == (300, 50)
+    assert len(set(train) | set(evaluation)) == 350
+
+
+def test_the_same_arguments_make_the_same_files(task: Path, tmp_path: Path) -> None:
+    make_task.main(["--out", str(tmp_path), "--train", "300", "--eval", "50"])
+    for path in sorted(task.rglob("*")):
+        if path.is_file():
+            assert (tmp_path / path.relative_to(task)).read_bytes() == path.read_bytes(), path.name
+
+
+def test_another_seed_makes_another_task() -> None:
+    assert make_task.make_problems(20, 5, seed=0) != make_task.make_problems(20, 5, seed=1)
+
+
+def test_too_many_problems_are_refused() -> None:
+    with pytest.raises(ValueError, match="more digits"):
+        make_task.make_problems(100, 10, max_digits=1)

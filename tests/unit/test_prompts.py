@@ -1,0 +1,212 @@
+"""Reading a dataset file, what it says of broken ones, and the cursor."""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_megatron.data.prompts import PromptCursor, load_prompts
+from bapo_megatron.errors import ConfigError
+
+
+class CharacterTokenizer:
+    """One token a character, and a template that refuses the role ``tool``."""
+
+    chat_template = "yes"
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool, return_dict: bool
+    ) -> list[int]:
+        assert add_generation_prompt
+        assert not return_dict
+        if any(message["role"] == "tool" for message in messages):
+            raise RuntimeError("no tools here")
+        return [ord(char) for message in messages for char in message["content"]]
+
+
+def row(content: str = "1+1=", truth: Any = "2", **more: Any) -> dict[str, Any]:
+    return {
+        "data_source": "test",
+        "prompt": [{"role": "user", "content": content}],
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+        "extra_info": {"index": 0},
+        **more,
+    }
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "train [1].jsonl"
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the network was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def test_rows_become_prompts(file: Path) -> None:
+    rows = [
+        row("1+1=", "2", extra_info={"index": 7, "model_difficulty": {"a": 3}}),
+        row("x" * 30, "9"),
+        row("2+2=", '["4"]', extra_info={"other": "é"}),
+        row("3+3=", r"\frac{12}{2}", extra_info=None),
+    ]
+    found = load_prompts(write(file, rows), CharacterTokenizer(), 10)
+    assert found.too_long == 1
+    assert [p.prompt_id for p in found.prompts] == [0, 2, 3]
+    assert [p.ground_truth for p in found.prompts] == ["2", "4", r"\frac{12}{2}"]
+    assert found.prompts[0].token_ids_P.dtype == np.int32
+    assert found.prompts[0].token_ids_P.tolist() == [ord(char) for char in "1+1="]
+    assert [p.extra_info for p in found.prompts] == [
+        {"index": 7, "model_difficulty": {"a": 3}},
+        {"other": "é"},
+        {},
+    ]
+    assert {p.data_source for p in found.prompts} == {"test"}
+
+
+def test_parquet_reads_the_same(tmp_path: Path, file: Path) -> None:
+    rows = [row("1+1=", "2", extra_info={"a": 1}), row("2+2=", "4", extra_info={"b": "x"})]
+    parquet = tmp_path / "train.parquet"
+    datasets.Dataset.from_list(copy.deepcopy(rows)).to_parquet(str(parquet))
+    one = load_prompts(write(file, rows), CharacterTokenizer(), 10).prompts
+    other = load_prompts(parquet, CharacterTokenizer(), 10).prompts
+    for left, right in zip(one, other, strict=True):
+        assert left.token_ids_P.tolist() == right.token_ids_P.tolist()
+        assert left.extra_info == right.extra_info
+        assert left.ground_truth == right.ground_truth
+
+
+def test_nothing_is_left_behind(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    before = sorted(cache.rglob("*")) if cache.exists() else []
+    load_prompts(write(file, [row()]), CharacterTokenizer(), 10)
+    assert list(temporary.iterdir()) == []
+    assert (sorted(cache.rglob("*")) if cache.exists() else []) == before
+    assert capfd.readouterr() == ("", "")
+
+
+BROKEN_ROWS: dict[str, tuple[Any, str]] = {
+    "no ground truth": (row(reward_model={"style": "rule"}), "ground_truth is None"),
+    "no reward model": ({k: v for k, v in row().items() if k != "reward_model"}, "reward_model is missing"),
+    "empty ground truth": (row(truth=" "), "ground_truth is ' '"),
+    "number as ground truth": (row(truth=5), "ground_truth is 5"),
+    "two answers": (row(truth='["1", "2"]'), "2 answers"),
+    "no prompt": (row(prompt=None), "prompt is missing"),
+    "empty prompt": (row(prompt=[]), "prompt is empty"),
+    "prompt as text": (row(prompt="1+1="), "prompt is of type str"),
+    "empty content": (row(content="  "), "content is '  '"),
+    "no role": (row(prompt=[{"content": "1+1="}]), "role is None"),
+    "role the template refuses": (row(prompt=[{"role": "tool", "content": "x"}]), "no tools here"),
+    "no data source": (row(data_source=None), "data_source is missing"),
+    "extra info as text": (row(extra_info="x"), "extra_info is of type str"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_ROWS)
+def test_a_broken_row_is_named(file: Path, name: str) -> None:
+    broken, says = BROKEN_ROWS[name]
+    with pytest.raises(ConfigError) as error:
+        load_prompts(write(file, [row(), row(), broken]), CharacterTokenizer(), 10)
+    assert str(file) in str(error.value)
+    assert "row 2" in str(error.value)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("truth", ["[1, 2]", '["a', "[0, 1)", '{"a": 1}', '["x"] or so'])
+def test_ground_truths_that_only_look_like_json_stay(file: Path, truth: str) -> None:
+    (prompt,) = load_prompts(write(file, [row(truth=truth)]), CharacterTokenizer(), 10).prompts
+    assert prompt.ground_truth == truth
+
+
+def test_ground_truths_are_checked(file: Path) -> None:
+    rows = [row(), row(truth="???")]
+    with pytest.raises(ConfigError, match=r"row 1 .*ground_truth: no sense"):
+        load_prompts(write(file, rows), CharacterTokenizer(), 10, lambda t: "no sense" if "?" in t else None)
+
+
+def test_broken_files(file: Path, tmp_path: Path) -> None:
+    tokenizer = CharacterTokenizer()
+    with pytest.raises(ConfigError, match="no such file"):
+        load_prompts(file, tokenizer, 10)
+    file.write_text("")
+    with pytest.raises(ConfigError, match="no rows"):
+        load_prompts(file, tokenizer, 10)
+    file.write_text(json.dumps(row()) + "\n{broken\n")
+    with pytest.raises(ConfigError, match=r"row 1 .*not JSON"):
+        load_prompts(file, tokenizer, 10)
+    with pytest.raises(ConfigError, match="max_prompt_tokens=3"):
+        load_prompts(write(file, [row()]), tokenizer, 3)
+    other = tmp_path / "data.csv"
+    other.write_text("a,b\n")
+    with pytest.raises(ConfigError, match="unknown ending"):
+        load_prompts(other, tokenizer, 10)
+    parquet = tmp_path / "data.parquet"
+    parquet.write_bytes(b"PAR1 but not really")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_prompts(parquet, tokenizer, 10)
+    with pytest.raises(ConfigError, match="chat_template"):
+        load_prompts(write(file, [row()]), object(), 10)
+
+
+@given(
+    size=st.integers(1, 20),
+    seed=st.integers(-(2**40), 2**40),
+    shuffle=st.booleans(),
+    takes=st.lists(st.integers(0, 50), max_size=6),
+)
+def test_every_prompt_exactly_once_an_epoch(size: int, seed: int, shuffle: bool, takes: list[int]) -> None:
+    cursor = PromptCursor(size, seed, shuffle)
+    pieces = [place for count in takes for place in cursor.take(count)]
+    assert pieces == PromptCursor(size, seed, shuffle).take(sum(takes))
+    for start in range(0, len(pieces) - size + 1, size):
+        epoch = pieces[start : start + size]
+        assert {e for e, _ in epoch} == {start // size}
+        assert sorted(index for _, index in epoch) == list(range(size))
+
+
+@given(size=st.integers(1, 20), before=st.integers(0, 60), after=st.integers(0, 60))
+def test_a_cursor_continues_exactly(size: int, before: int, after: int) -> None:
+    cursor = PromptCursor(size, 3, True)
+    cursor.take(before)
+    state = json.loads(json.dumps(cursor.state()))
+    continued = PromptCursor(size, 3, True)
+    continued.load_state(state)
+    assert continued.take(after) == cursor.take(after)
+
+
+def test_epochs_and_seeds_differ() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        return [index for e, index in PromptCursor(50, seed, True).take(100) if e == epoch]
+
+    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+    assert PromptCursor(3, 0, False).take(4) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
+def test_a_cursor_of_other_data_is_refused() -> None:
+    state = PromptCursor(5, 0, True).state()
+    for other in (PromptCursor(6, 0, True), PromptCursor(5, 1, True), PromptCursor(5, 0, False)):
+        with pytest.raises(ConfigError, match="cursor has"):
+            other.load_state(state)

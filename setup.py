@@ -41,6 +41,7 @@ setup(
         "matplotlib>=3.9,<4",
         "rich>=13,<16",
         "tensorboard>=2.18,<3",
+        "typeguard>=4,<5",
         "tyro>=1.0,<2",
     ],
     extras_require={

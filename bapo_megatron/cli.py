@@ -3,6 +3,7 @@ write checkpoints import this module again."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -142,11 +143,13 @@ def _configured(command: str, kind: type[C], arguments: Sequence[str]) -> C:
 
 
 def _quiet() -> None:
-    """Libraries warn about what is missing on a CPU, once for each process; it is known and meant."""
+    """Libraries warn once for each process of what is missing on a CPU; it is known and meant."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for module in ("megatron", "torch", "transformers"):
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve their neighbours
+    for module in ("megatron", "torch", "transformers", "bapo_megatron.policy.device"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_type_hints
+
+from typeguard import TypeCheckError, check_type
 
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.errors import ConfigError
@@ -207,9 +209,7 @@ class RunConfig:
 
     def check(self) -> None:
         """Raise ConfigError with every mistake that the fields show by themselves."""
-        problems = list(_problems(self))
-        if problems:
-            raise ConfigError("\n".join(problems))
+        _raise(list(_wrong_types(self)) or list(_problems(self)))
 
 
 @dataclass(frozen=True)
@@ -233,9 +233,26 @@ class SftConfig:
 
     def check(self) -> None:
         """Raise ConfigError with every mistake that the fields show by themselves."""
-        problems = [*_out_of_range(self), *_parallel_problems(self.parallel)]
-        if problems:
-            raise ConfigError("\n".join(problems))
+        _raise(list(_wrong_types(self)) or [*_out_of_range(self), *_parallel_problems(self.parallel)])
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _wrong_types(config: object, prefix: str = "") -> Iterator[str]:
+    """Values that a recipe gave and the command line would not have taken."""
+    hints = get_type_hints(type(config))
+    for item in dataclasses.fields(config):  # type: ignore[arg-type]
+        value, path = getattr(config, item.name), f"{prefix}{item.name}"
+        try:
+            check_type(value, hints[item.name])
+        except TypeCheckError as error:
+            yield f"{path}={value!r}: {error}"
+            continue
+        if dataclasses.is_dataclass(value):
+            yield from _wrong_types(value, f"{path}.")
 
 
 def _problems(run: RunConfig) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""The demo: a small policy on a CPU learns to add, off-policy, under BAPO. A few minutes on two cores.
+"""The demo: a small policy on a CPU learns to work sums out, off-policy, under BAPO. Two minutes on two cores.
 
-The policy has a few hundred thousand parameters and reads bytes. It was taught the form of a solution
-(digit by digit with carries, the sum in a box) by a short supervised warm start and gets about a third of the
-sums right. Each batch of rollouts is used for eight updates (two passes of four), so tokens are up to seven
-updates stale.
+The policy has 0.23 M parameters and reads bytes. A supervised warm start (demo/warm_start.py) taught it two
+habits: to guess a sum, which is seldom right, and to work it out digit by digit, which mostly is. Each batch of
+rollouts is used for eight updates (two passes of four), so tokens are up to seven updates stale.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from bapo_megatron.algo.bapo import balanced
@@ -31,8 +31,11 @@ def recipe() -> RunConfig:
         model=ModelConfig(hf_path=HERE / "policy", dtype="float32"),
         data=DataConfig(path=HERE / "train.jsonl", max_prompt_tokens=48),
         rollout=RolloutConfig(prompts_per_step=16, group_size=16, temperature=1.0, max_response_tokens=64),
-        algorithm=AlgorithmConfig(bounds=balanced(), advantage="grpo", reuse_epochs=2, updates_per_epoch=4),
-        optimizer=OptimizerConfig(lr=3e-4, warmup_updates=8, weight_decay=0.01),
+        # Half of the gradient from positive tokens: the paper's 0.4 is met here without moving a bound.
+        algorithm=AlgorithmConfig(
+            bounds=replace(balanced(), target=0.5), advantage="grpo", reuse_epochs=2, updates_per_epoch=4
+        ),
+        optimizer=OptimizerConfig(lr=2e-5, warmup_updates=32, weight_decay=0.0, beta2=0.99),
         batch=BatchConfig(pack_tokens=4096),
         checkpoint=CheckpointConfig(every=10, keep_last=2),
     )

@@ -8,12 +8,17 @@ from typing import Any
 from bapo_megatron.errors import ConfigError
 
 
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer in ``folder``. ConfigError if there is none, or it lacks what a rollout needs."""
     from transformers import AutoTokenizer
 
     if not folder.is_dir():
         raise ConfigError(f"model.hf_path={folder} is not a folder")
+    if not any((folder / name).exists() for name in _FILES):  # transformers would make up an empty one
+        raise ConfigError(f"model.hf_path={folder} holds no tokenizer; expected one of {', '.join(_FILES)}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many types for a missing or broken tokenizer

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.decoding import Decoding
@@ -132,6 +133,7 @@ class LocalEngine:
 def _load(hf_path: Path, dtype: str, device: str) -> Any:
     if not (Path(hf_path) / "config.json").is_file():
         raise ConfigError(f"model.hf_path={hf_path}: no config.json there; give a Hugging Face model folder")
+    transformers_logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             hf_path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True

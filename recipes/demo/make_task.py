@@ -1,10 +1,14 @@
 r"""Make the demo task: a tokenizer, a small random model, and addition with a scratchpad.
 
-    python recipes/demo/make_task.py --out demo_task
+    python recipes/demo/make_task.py --out recipes/demo
 
-writes ``demo_task/model`` (a Hugging Face folder with its tokenizer), ``train.jsonl`` and ``eval.jsonl``
-(the fields of Skywork-OR1-RL-Data; no problem is in both). A laptop makes it in seconds, and needs no
+writes ``model`` (a Hugging Face folder with its tokenizer), ``warm_start.jsonl``, ``train.jsonl`` and
+``eval.jsonl`` (the fields of Skywork-OR1-RL-Data; no sum is in two of them). It takes seconds and needs no
 network. The same arguments give the same files.
+
+The solutions of the warm start show two habits: most are rough guesses, the others work the sum out digit
+by digit first. Guesses are seldom right, so what is left for RL is to find out that working pays, and to get
+better at it.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +74,15 @@ def make_model(
     folder: Path,
     tokenizer: PreTrainedTokenizerFast,
     *,
-    hidden: int = 96,
+    hidden: int = 64,
     layers: int = 4,
-    heads: int = 6,
+    heads: int = 4,
     kv_heads: int = 2,
-    ffn: int = 256,
+    ffn: int = 192,
     context: int = 256,
     seed: int = 0,
 ) -> Qwen2ForCausalLM:
-    """Write a random Qwen2, float32, untied. The defaults (0.4 M parameters) allow TP 2, PP 2, VPP 2."""
+    """Write a random Qwen2, float32, untied. The defaults (0.23 M parameters) allow TP 2, PP 2, VPP 2."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -120,22 +125,34 @@ def scratchpad(numbers: Sequence[int]) -> str:
 
 
 def make_problems(
-    train: int = 2000,
-    evaluation: int = 200,
-    *,
-    min_digits: int = 1,
-    max_digits: int = 3,
-    addends: int = 2,
-    seed: int = 0,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows to train on and rows to evaluate on. No sum is there twice, not even with its numbers swapped.
+    sizes: dict[str, int], *, min_digits: int = 2, max_digits: int = 3, addends: int = 2, seed: int = 0
+) -> dict[str, list[dict[str, Any]]]:
+    """So many rows for each split. No sum is there twice, not even with its numbers swapped.
 
     Raises ValueError if there are not that many sums.
     """
-    rng = np.random.default_rng(seed)
-    drawn = _sums(rng, train + evaluation, range(min_digits, max_digits + 1), addends)
-    rows = [_row(numbers) for numbers in drawn]
-    return _numbered(rows[evaluation:], "train"), _numbered(rows[:evaluation], "eval")
+    sums = _sums(np.random.default_rng(seed), sum(sizes.values()), range(min_digits, max_digits + 1), addends)
+    return {
+        split: [_row(index, split, numbers) for index, numbers in enumerate(islice(sums, size))]
+        for split, size in sizes.items()
+    }
+
+
+def add_solutions(rows: list[dict[str, Any]], guesses: float, seed: int = 0) -> list[dict[str, Any]]:
+    """The rows with a solution to imitate: the share ``guesses`` is up to 5 off, the rest is worked out."""
+    rng = np.random.default_rng([seed, 1])
+    guessed = rng.random(len(rows)) < guesses
+    errors = rng.integers(-5, 6, len(rows)).tolist()
+    return [
+        _with_solution(row, error if guess else None)
+        for row, guess, error in zip(rows, guessed, errors, strict=True)
+    ]
+
+
+def _with_solution(row: dict[str, Any], error: int | None) -> dict[str, Any]:
+    numbers = [int(number) for number in row["prompt"][0]["content"].rstrip("=").split("+")]
+    solution = scratchpad(numbers) if error is None else rf"\boxed{{{sum(numbers) + error}}}"
+    return {**row, "extra_info": {**row["extra_info"], "solution": solution}}
 
 
 def _sums(rng: np.random.Generator, count: int, widths: range, addends: int) -> Iterator[list[int]]:
@@ -154,20 +171,13 @@ def _sums(rng: np.random.Generator, count: int, widths: range, addends: int) -> 
             yield numbers
 
 
-def _row(numbers: list[int]) -> dict[str, Any]:
+def _row(index: int, split: str, numbers: list[int]) -> dict[str, Any]:
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": "+".join(map(str, numbers)) + "="}],
         "reward_model": {"style": "rule", "ground_truth": str(sum(numbers))},
-        "extra_info": {"digits": len(str(numbers[0])), "solution": scratchpad(numbers)},
+        "extra_info": {"index": index, "split": split, "digits": len(str(numbers[0]))},
     }
-
-
-def _numbered(rows: list[dict[str, Any]], split: str) -> list[dict[str, Any]]:
-    return [
-        {**row, "extra_info": {"index": index, "split": split, **row["extra_info"]}}
-        for index, row in enumerate(rows)
-    ]
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -188,17 +198,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name: getattr(args, name) for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "context")
     }
     model = make_model(model_folder, tokenizer, **shape, seed=args.seed)
-    train, evaluation = make_problems(
-        args.train,
-        args.eval,
-        min_digits=args.min_digits,
-        max_digits=args.max_digits,
-        addends=args.addends,
-        seed=args.seed,
-    )
-    write_jsonl(args.out / "train.jsonl", train)
-    write_jsonl(args.out / "eval.jsonl", evaluation)
-    print(f"{args.out}: {model.num_parameters():,} parameters, {len(train)} + {len(evaluation)} problems")
+    sizes = {"warm_start": args.warm_start, "train": args.train, "eval": args.eval}
+    digits = {"min_digits": args.min_digits, "max_digits": args.max_digits}
+    splits = make_problems(sizes, **digits, addends=args.addends, seed=args.seed)
+    splits["warm_start"] = add_solutions(splits["warm_start"], args.guesses, args.seed)
+    for split, rows in splits.items():
+        write_jsonl(args.out / f"{split}.jsonl", rows)
+    print(f"{args.out}: {model.num_parameters():,} parameters; problems: {sizes}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -206,18 +212,20 @@ def _parser() -> argparse.ArgumentParser:
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--guesses", type=float, default=0.75, help="share of solutions that only guess")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the problems")
     for flag, default, meaning in (
-        ("--train", 2000, "problems to train on"),
+        ("--warm-start", 4000, "problems with solutions"),
+        ("--train", 1500, "problems to train on"),
         ("--eval", 200, "problems to evaluate on"),
-        ("--min-digits", 1, "digits of the easiest sums"),
+        ("--min-digits", 2, "digits of the easiest sums"),
         ("--max-digits", 3, "digits of the hardest sums"),
         ("--addends", 2, "numbers in a sum"),
-        ("--hidden", 96, "hidden size"),
+        ("--hidden", 64, "hidden size"),
         ("--layers", 4, "layers"),
-        ("--heads", 6, "attention heads"),
+        ("--heads", 4, "attention heads"),
         ("--kv-heads", 2, "key-value heads"),
-        ("--ffn", 256, "hidden size of the MLP"),
+        ("--ffn", 192, "hidden size of the MLP"),
         ("--context", 256, "longest sequence, in tokens"),
     ):
         parser.add_argument(flag, type=int, default=default, help=meaning)

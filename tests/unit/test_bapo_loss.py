@@ -85,6 +85,36 @@ def test_token_on_a_bound_is_clipped() -> None:
     assert bapo.contribution_sums(**on_bounds, config=gradient).tolist() == approx([0.0, 1.5, 0.75, 0.0])
 
 
+@pytest.mark.parametrize(
+    ("ratios", "surrogate", "gradient"),
+    [
+        # No candidate clips any: P = 1.0 + 0.1, N = 1.0 + 9.0.
+        ([1.0, 0.1, 1.0, 9.0], [1.1, 1.1, 10.0, 10.0], [1.1, 1.1, 10.0, 10.0]),
+        # Every candidate clips all.
+        ([4.0, 4.0, 0.1, 0.1], [3.0, 4.0, 1.0, 1.5], [0.0] * 4),
+        # The last candidate of c_high and the first of c_low clip none.
+        ([1.75, 1.75, 0.6, 0.6], [3.0, 3.5, 1.2, 1.5], [0.0, 3.5, 1.2, 0.0]),
+    ],
+)
+def test_batches_where_no_candidate_and_where_every_candidate_clips(
+    ratios: list[float], surrogate: list[float], gradient: list[float]
+) -> None:
+    changes = {
+        "log_ratio_T": float64(ratios).log(),
+        "advantage_T": float64([1.0, 1.0, -1.0, -1.0]),
+        "rollout_log_prob_T": torch.zeros(4),
+        "mask_T": torch.ones(4),
+    }
+    assert sums("surrogate", "uniform", **changes) == approx(surrogate)
+    assert sums("gradient", "uniform", **changes) == approx(gradient)
+
+
+def test_sums_leave_their_input_alone() -> None:
+    fields, before = batch([1.0, 0.0, 0.5, 1.0, 1.0]), batch([1.0, 0.0, 0.5, 1.0, 1.0])
+    bapo.measured_sums(**fields, config=GRID)
+    assert all(torch.equal(fields[name], before[name]) for name in fields)
+
+
 def test_log_ratio_is_limited_in_the_sums() -> None:
     extreme = {
         "log_ratio_T": float64([1e3, math.inf, -1e3]),

@@ -64,6 +64,24 @@ def test_a_mistake_is_named(change: dict, message: str) -> None:
         dataclasses.replace(GOOD, **change).check()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": "3"}, "steps='3'"),
+        ({"algorithm": AlgorithmConfig(advantage="ppo")}, "algorithm.advantage='ppo'"),
+        (
+            {"algorithm": AlgorithmConfig(bounds=dataclasses.replace(paper(), measure="surogate"))},
+            "algorithm.bounds.measure='surogate'",
+        ),
+        ({"model": ModelConfig("a string")}, "model.hf_path='a string'"),
+        ({"optimizer": None}, "optimizer=None"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(GOOD, **change).check()
+
+
 def test_all_mistakes_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         dataclasses.replace(GOOD, steps=0, parallel=ParallelConfig(sequence=True)).check()

@@ -32,11 +32,13 @@ def load_script() -> ModuleType:
 
 make_task = load_script()
 
+SIZES = ["--warm-start=200", "--train=300", "--eval=50"]
+
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
-    make_task.main(["--out", str(folder), "--train", "300", "--eval", "50"])
+    make_task.main(["--out", str(folder), *SIZES])
     return folder
 
 
@@ -110,11 +112,11 @@ def test_scratchpad(numbers: list[int], solution: str) -> None:
     assert make_task.scratchpad(numbers) == solution
 
 
-@pytest.mark.parametrize(("digits", "addends"), [(1, 2), (3, 2), (2, 4)])
-def test_solutions_are_right_and_short(digits: int, addends: int) -> None:
-    train, evaluation = make_task.make_problems(30, 5, max_digits=digits, addends=addends)
+@pytest.mark.parametrize(("digits", "addends"), [(2, 2), (3, 2), (2, 4)])
+def test_worked_solutions_are_right_and_short(digits: int, addends: int) -> None:
+    problems = make_task.make_problems({"warm_start": 30}, max_digits=digits, addends=addends)["warm_start"]
     reward = MathReward(1.0, 0.0)
-    for row in train + evaluation:
+    for row in make_task.add_solutions(problems, guesses=0.0):
         question = row["prompt"][0]["content"]
         truth = row["reward_model"]["ground_truth"]
         solution = row["extra_info"]["solution"]
@@ -124,27 +126,43 @@ def test_solutions_are_right_and_short(digits: int, addends: int) -> None:
         assert row["extra_info"]["digits"] <= digits
 
 
-def test_train_and_eval_share_no_sum(task: Path) -> None:
+def test_guesses_are_close_and_seldom_right() -> None:
+    problems = make_task.make_problems({"warm_start": 500})["warm_start"]
+    errors = []
+    for row in make_task.add_solutions(problems, guesses=1.0):
+        guess = int(row["extra_info"]["solution"].removeprefix(r"\boxed{").removesuffix("}"))
+        errors.append(guess - int(row["reward_model"]["ground_truth"]))
+    assert set(errors) == set(range(-5, 6))
+    assert 0.04 < np.mean(np.array(errors) == 0) < 0.15
+
+
+def test_the_share_of_guesses(task: Path) -> None:
+    solutions = [row["extra_info"]["solution"] for row in rows(task / "warm_start.jsonl")]
+    assert 0.6 < np.mean([solution.startswith(r"\boxed") for solution in solutions]) < 0.9
+    assert all("solution" not in row["extra_info"] for row in rows(task / "train.jsonl"))
+
+
+def test_the_splits_share_no_sum(task: Path) -> None:
     def sums(name: str) -> list[tuple[str, ...]]:
         questions = [row["prompt"][0]["content"] for row in rows(task / name)]
         return [tuple(sorted(question.rstrip("=").split("+"))) for question in questions]
 
-    train, evaluation = sums("train.jsonl"), sums("eval.jsonl")
-    assert (len(train), len(evaluation)) == (300, 50)
-    assert len(set(train) | set(evaluation)) == 350
+    splits = [sums(name) for name in ("warm_start.jsonl", "train.jsonl", "eval.jsonl")]
+    assert [len(split) for split in splits] == [200, 300, 50]
+    assert len({one for split in splits for one in split}) == 550
 
 
 def test_the_same_arguments_make_the_same_files(task: Path, tmp_path: Path) -> None:
-    make_task.main(["--out", str(tmp_path), "--train", "300", "--eval", "50"])
+    make_task.main(["--out", str(tmp_path), *SIZES])
     for path in sorted(task.rglob("*")):
         if path.is_file():
             assert (tmp_path / path.relative_to(task)).read_bytes() == path.read_bytes(), path.name
 
 
 def test_another_seed_makes_another_task() -> None:
-    assert make_task.make_problems(20, 5, seed=0) != make_task.make_problems(20, 5, seed=1)
+    assert make_task.make_problems({"train": 20}, seed=0) != make_task.make_problems({"train": 20}, seed=1)
 
 
 def test_too_many_problems_are_refused() -> None:
     with pytest.raises(ValueError, match="more digits"):
-        make_task.make_problems(100, 10, max_digits=1)
+        make_task.make_problems({"train": 110}, min_digits=1, max_digits=1)

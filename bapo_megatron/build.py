@@ -86,7 +86,9 @@ def _policy(config: RunConfig) -> MegatronPolicy:
 
 
 def _engine(config: RunConfig) -> Engine:
-    return LocalEngine(config.model.hf_path, config.rollout.max_batch, config.model.dtype, str(select_device()))
+    return LocalEngine(
+        config.model.hf_path, config.rollout.max_batch, config.model.dtype, str(select_device())
+    )
 
 
 def _sampler(config: RunConfig, engine: Engine | None) -> Sampler:

@@ -81,10 +81,13 @@ def train_process(config: RunConfig) -> None:
     from bapo_megatron.train import train
 
     _quiet()
-    with parallel_processes(config.parallel):
-        with only_writer(config.directory) if is_main() else nullcontext(), open_run(config) as run:
-            train(run)
-            finish(run)
+    with (
+        parallel_processes(config.parallel),
+        only_writer(config.directory) if is_main() else nullcontext(),
+        open_run(config) as run,
+    ):
+        train(run)
+        finish(run)
 
 
 def _sft(arguments: Sequence[str]) -> None:

@@ -54,7 +54,9 @@ def run_processes(worker: Callable[..., None], args: tuple[Any, ...], world_size
     start_processes(_entry, (worker, args, environment), world_size, start_method=method)
 
 
-def _entry(rank: int, worker: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str]) -> None:
+def _entry(
+    rank: int, worker: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str]
+) -> None:
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
     worker(*args)

@@ -68,7 +68,7 @@ class Engine(Protocol):
         """The version given with the last weights that were taken over."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Answer every request, in their order. Blocks; other threads may abort, pause or update meanwhile."""
+        """Answer every request, in order. Blocks; other threads may abort, pause or update meanwhile."""
 
     def abort(self) -> None:
         """End the requests in flight: they return what they have, with finish reason ``abort``."""

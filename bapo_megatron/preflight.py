@@ -47,8 +47,8 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
     largest = max(tokenizer.get_vocab().values())
     if largest >= shape.vocab:
         raise ConfigError(
-            f"model.hf_path={model.hf_path}: the tokenizer has ids up to {largest}, but the model's vocab_size "
-            f"is {shape.vocab}: tokenizer and model do not belong together"
+            f"model.hf_path={model.hf_path}: the tokenizer has ids up to {largest}, but the model's "
+            f"vocab_size is {shape.vocab}: tokenizer and model do not belong together"
         )
     return tokenizer
 

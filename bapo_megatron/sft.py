@@ -63,7 +63,9 @@ def load_solutions(config: SftConfig, tokenizer: Any) -> list[Sample]:
     def sample(prompt: Prompt) -> Sample:
         solution = prompt.extra_info.get("solution")
         if not isinstance(solution, str) or not solution:
-            raise ConfigError(f"data.path={config.data.path}, row {prompt.prompt_id}: extra_info.solution is missing")
+            raise ConfigError(
+                f"data.path={config.data.path}, row {prompt.prompt_id}: extra_info.solution is missing"
+            )
         ids = [*tokenizer.encode(solution, add_special_tokens=False), tokenizer.eos_token_id]
         return Sample(
             token_ids=np.concatenate([prompt.token_ids_P, np.array(ids, dtype=np.int32)]),

@@ -15,7 +15,7 @@ from bapo_megatron.build import Run
 from bapo_megatron.data.packing import pack_samples, samples_of, split_into_updates
 from bapo_megatron.distributed import share
 from bapo_megatron.record import StepClock, step_metrics
-from bapo_megatron.types import Group, MicroBatch, Metrics, StepBatch
+from bapo_megatron.types import Group, Metrics, MicroBatch, StepBatch
 
 
 def train(run: Run) -> None:

@@ -133,7 +133,7 @@ class MicroBatch:
     """int32 [documents + 1]."""
     max_seqlen: int
     rows: tuple[tuple[int, int, int], ...]
-    """For each real document: index of its sample in the update, offset in the pack, its predicting tokens."""
+    """For each real document: index of its sample in the update, offset in the pack, predicting tokens."""
 
 
 TokenFn = Callable[[TokenStats, MicroBatch], Tensor]

@@ -185,7 +185,8 @@ taking turns.
 {table(rows)}
 
 *worst*: the target is never reached, so every candidate is tried. *typical*: {TYPICAL_MOVES} moves reach it.
-For one token in twenty the ratio is past the first c_high (positive tokens) or the last c_low (negative ones).
+One token in twenty is clipped by a candidate: its ratio is past the first c_high (positive tokens) or the
+last c_low (negative tokens).
 The loop pays for each move; the exact search makes one pass over the tokens and one collective however
 many there are. Both find the same bounds, which every run of the benchmark checks.
 """

@@ -1,8 +1,8 @@
-"""The demo: a small policy on a CPU learns to work sums out, off-policy, under BAPO. Two minutes on two cores.
+"""The demo: a small policy on a CPU learns to work sums out, off-policy, under BAPO, in a few minutes.
 
 The policy has 0.23 M parameters and reads bytes. A supervised warm start (demo/warm_start.py) taught it two
-habits: to guess a sum, which is seldom right, and to work it out digit by digit, which mostly is. Each batch of
-rollouts is used for eight updates (two passes of four), so tokens are up to seven updates stale.
+habits: to guess a sum, which is seldom right, and to work it out digit by digit, which mostly is. Each batch
+of rollouts is used for eight updates (two passes of four), so tokens are up to seven updates stale.
 """
 
 from dataclasses import replace

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from bapo_megatron.policy.layout import parallel_processes
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.distributed import free_port
+from bapo_megatron.policy.layout import parallel_processes
 
 
 def run_layout(function: Callable[..., Any], parallel: ParallelConfig, *args: Any) -> list[Any]:
@@ -25,7 +25,9 @@ def run_layout(function: Callable[..., Any], parallel: ParallelConfig, *args: An
     world = parallel.model_size * (parallel.data or 1)
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_worker, (function, parallel, args, world, port, folder), world, start_method="fork")
+        mp.start_processes(
+            _worker, (function, parallel, args, world, port, folder), world, start_method="fork"
+        )
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
@@ -39,7 +41,11 @@ def _worker(
     folder: str,
 ) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
     try:

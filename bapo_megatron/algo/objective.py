@@ -18,7 +18,7 @@ from bapo_megatron.algo.bapo import (
     policy_loss,
     search_bounds,
 )
-from bapo_megatron.types import MicroBatch, Metrics, TokenFn, TokenStats
+from bapo_megatron.types import Metrics, MicroBatch, TokenFn, TokenStats
 
 
 def contribution_fn(config: BoundsConfig) -> TokenFn:
@@ -83,9 +83,7 @@ def _log_ratio(stats: TokenStats, batch: MicroBatch) -> Tensor:
 
 
 def _pack_bounds(log_ratio_T: Tensor, batch: MicroBatch, config: BoundsConfig) -> Bounds:
-    sums = contribution_sums(
-        log_ratio_T, batch.advantage_T, batch.rollout_log_prob_T, batch.weight_T, config
-    )
+    sums = contribution_sums(log_ratio_T, batch.advantage_T, batch.rollout_log_prob_T, batch.weight_T, config)
     return search_bounds(sums, config)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -141,7 +142,7 @@ def _build(
     return MicroBatch(
         **columns,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
-        max_seqlen=max(end - start for start, end in zip(bounds, bounds[1:], strict=False)),
+        max_seqlen=max(end - start for start, end in pairwise(bounds)),
         rows=tuple(rows),
     )
 

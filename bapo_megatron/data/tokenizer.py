@@ -7,7 +7,6 @@ from typing import Any
 
 from bapo_megatron.errors import ConfigError
 
-
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 

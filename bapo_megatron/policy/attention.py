@@ -3,7 +3,7 @@
 Documents of like length go through SDPA as one right-padded batch: under a causal mask no real query sees
 the padding behind it, so there is no mask tensor, and SDPA's flash kernels stay available.
 
-Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_PHD`` [rows of all padded batches, heads, head_dim].
+Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_PHD`` [rows of all batches, heads, head_dim].
 """
 
 from __future__ import annotations
@@ -42,16 +42,19 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: PackedSeqParams | None = None,
         **_kwargs: Any,
     ) -> Tensor:
-        """[tokens, heads, head_dim] queries and [tokens, kv_heads, head_dim] keys, values to [tokens, h*d]."""
+        """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]; [tokens, h*d]."""
         if packed_seq_params is None:
             raise ValueError("this attention takes thd packs only")
         plan = padding_plan(tuple(packed_seq_params.cu_seqlens_q.tolist()), query.device)
-        q_PHD, k_PHD, v_PHD = (_Pad.apply(x_THD, plan) for x_THD in (query, key, value))
+        q_PHD, k_PHD, v_PHD = (
+            _Pad.apply(x_THD, plan)  # type: ignore[no-untyped-call]
+            for x_THD in (query, key, value)
+        )
         outputs = [
             self._attend(*(x_PHD[start:end].unflatten(0, (documents, -1)) for x_PHD in (q_PHD, k_PHD, v_PHD)))
             for start, end, documents in plan.batches
         ]
-        out_THD: Tensor = _Unpad.apply(torch.cat(outputs), plan)
+        out_THD: Tensor = _Unpad.apply(torch.cat(outputs), plan)  # type: ignore[no-untyped-call]
         return out_THD.flatten(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def cpu_mode() -> None:
     _answer_cuda_queries()
     if not getattr(_thread, "entered", False):  # function modes belong to a thread
         _thread.entered = True
-        _CudaMeansCpu().__enter__()
+        _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]
 
 
 def _answer_cuda_queries() -> None:

@@ -88,4 +88,3 @@ def _initialize_groups(parallel: ParallelConfig) -> None:
     # Nothing draws random numbers in the model (no dropout, weights come from a file), so the tracker
     # that leaves the generator alone serves, on the GPU as well.
     initialize_rng_tracker(inference_rng_tracker=True)
-

@@ -98,6 +98,6 @@ def _supply_step(wrapper: Any, adam: torch.optim.Optimizer) -> None:
 
 
 def _give_each_its_step(adam: torch.optim.Optimizer) -> None:
-    """Repair 3: megatron gives all parameters one ``step`` tensor, which torch would advance once for each."""
+    """Repair 3: megatron gives all parameters one ``step`` tensor; torch would advance it once for each."""
     for state in adam.state.values():
         state["step"] = state["step"].clone()

@@ -111,6 +111,7 @@ def _scaling_factor(scaling: RopeScaling | None) -> float:
     for field, value in _MEGATRON_ROPE.items():
         if getattr(scaling, field) != value:
             raise ConfigError(
-                f"RoPE scaling with {field}={getattr(scaling, field)} is not supported: megatron-core has {value}"
+                f"RoPE scaling with {field}={getattr(scaling, field)} is not supported: "
+                f"megatron-core has {value}"
             )
     return scaling.factor

@@ -31,7 +31,9 @@ def log_prob_and_entropy(
 
     ``group`` holds the parts of the vocabulary in rank order, equal in size; None for the whole.
     """
-    log_prob_T, entropy_T = _LogProbEntropy.apply(logits_TV, label_T, temperature, chunk_tokens, group)
+    log_prob_T, entropy_T = _LogProbEntropy.apply(  # type: ignore[no-untyped-call]
+        logits_TV, label_T, temperature, chunk_tokens, group
+    )
     return log_prob_T, entropy_T
 
 

@@ -1,7 +1,7 @@
 """One run, one directory, one process that writes to it.
 
-    run/  config.json  metrics.jsonl  updates.jsonl  events.jsonl  journal/  checkpoints/  tensorboard/
-          report/  export/
+run/  config.json  metrics.jsonl  updates.jsonl  events.jsonl  journal/  checkpoints/  tensorboard/
+      report/  export/
 """
 
 from __future__ import annotations

@@ -48,9 +48,16 @@ class Answer:
     weights: dict[str, torch.Tensor]
 
 
-def answer(folder: Path, samples: list[Sample], parallel: ParallelConfig, batch: BatchConfig, updates: int) -> Answer:
+def answer(
+    folder: Path, samples: list[Sample], parallel: ParallelConfig, batch: BatchConfig, updates: int
+) -> Answer:
     policy = MegatronPolicy(
-        ModelConfig(folder, "float32"), parallel, batch, OptimizerConfig(lr=1e-3, warmup_updates=2), updates, 0.7
+        ModelConfig(folder, "float32"),
+        parallel,
+        batch,
+        OptimizerConfig(lr=1e-3, warmup_updates=2),
+        updates,
+        0.7,
     )
     packs = pack_samples(
         samples, batch.pack_tokens, "token", policy.data_rank, policy.data_size, policy.pack_multiple
@@ -159,10 +166,17 @@ def test_dummy_packs_contribute_nothing(qwen2: Path, samples: list[Sample]) -> N
     check_agreement(ranks, one_process(qwen2, few), few)
 
 
-def save_and_go_on(folder: Path, samples: list[Sample], parallel: ParallelConfig, path: Path, load: bool) -> list:
+def save_and_go_on(
+    folder: Path, samples: list[Sample], parallel: ParallelConfig, path: Path, load: bool
+) -> list:
     """Two updates, save, two more; or load and two more. Losses, gradient norms and weights at the end."""
     policy = MegatronPolicy(
-        ModelConfig(folder, "float32"), parallel, BatchConfig(pack_tokens=96), OptimizerConfig(lr=1e-3), 4, 1.0
+        ModelConfig(folder, "float32"),
+        parallel,
+        BatchConfig(pack_tokens=96),
+        OptimizerConfig(lr=1e-3),
+        4,
+        1.0,
     )
     packs = pack_samples(samples, 96, "token", policy.data_rank, policy.data_size, policy.pack_multiple)
     bounds = Bounds(0.8, 1.2, 0.0, 0, False)
@@ -188,7 +202,12 @@ def test_checkpoint_continues_bitwise_and_at_other_layouts(
     [again, same], *_ = run_layout(save_and_go_on, written, qwen2, samples, written, path, True)
     assert again == steps
     assert all(torch.equal(same[name], tensor) for name, tensor in weights.items())
-    for other in (ParallelConfig(), ParallelConfig(tensor=2), ParallelConfig(data=2), ParallelConfig(pipeline=4)):
+    for other in (
+        ParallelConfig(),
+        ParallelConfig(tensor=2),
+        ParallelConfig(data=2),
+        ParallelConfig(pipeline=4),
+    ):
         [there, _], *_ = run_layout(save_and_go_on, other, qwen2, samples, other, path, True)
         np.testing.assert_allclose(there, steps, rtol=2e-4, atol=1e-6)
 
@@ -201,7 +220,12 @@ def test_bfloat16_trains_close_to_float32(qwen2: Path, samples: list[Sample], re
 
 def bf16_loss(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> float:
     policy = MegatronPolicy(
-        ModelConfig(folder, "bfloat16"), parallel, BatchConfig(pack_tokens=96), OptimizerConfig(lr=1e-3), 1, 0.7
+        ModelConfig(folder, "bfloat16"),
+        parallel,
+        BatchConfig(pack_tokens=96),
+        OptimizerConfig(lr=1e-3),
+        1,
+        0.7,
     )
     packs = pack_samples(samples, 96, "token", policy.data_rank, policy.data_size, policy.pack_multiple)
     config = paper()

@@ -21,7 +21,9 @@ ONE = ParallelConfig()
 FAMILIES = ["qwen2", "qwen3", "llama"]
 
 
-def policy_on(folder: Path, temperature: float = 1.0, parallel: ParallelConfig = ONE, **lr: float) -> MegatronPolicy:
+def policy_on(
+    folder: Path, temperature: float = 1.0, parallel: ParallelConfig = ONE, **lr: float
+) -> MegatronPolicy:
     optimizer = OptimizerConfig(**{"lr": 1e-3, "clip_grad": 0.5, **lr})
     batch = BatchConfig(pack_tokens=96, logprob_chunk_tokens=17)
     return MegatronPolicy(ModelConfig(folder, "float32"), parallel, batch, optimizer, 10, temperature)
@@ -84,7 +86,9 @@ def weighted_loss(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
     return torch.stack([loss, batch.mask_T.sum()])
 
 
-def megatron_updates(folder: Path, samples: list[Sample], loss_mean: str) -> tuple[list, dict[str, torch.Tensor]]:
+def megatron_updates(
+    folder: Path, samples: list[Sample], loss_mean: str
+) -> tuple[list, dict[str, torch.Tensor]]:
     policy = policy_on(folder)
     packs = pack_samples(samples, 96, loss_mean)
     results = [policy.update(packs, weighted_loss) for _ in range(3)]
@@ -173,7 +177,9 @@ def test_a_nan_stops_the_update_and_spares_the_weights(tmp_path: Path) -> None:
 
 def export(folder: Path, parallel: ParallelConfig, output: Path, shard_bytes: int) -> None:
     policy = policy_on(folder, parallel=parallel)
-    packs = pack_samples(random_samples(4), 96, "token", policy.data_rank, policy.data_size, policy.pack_multiple)
+    packs = pack_samples(
+        random_samples(4), 96, "token", policy.data_rank, policy.data_size, policy.pack_multiple
+    )
     policy.update(packs, weighted_loss)
     export_hf(policy.hf_weights(), folder, output, shard_bytes)
     stats = policy.log_probs(packs)
@@ -199,4 +205,6 @@ def test_export_loads_in_transformers_with_the_same_log_probs(
         for rows, log_probs in torch.load(output / "stats.pt"):
             for index, start, length in rows:
                 expected = hf_stats(model, samples[index], 1.0)[0]
-                torch.testing.assert_close(log_probs[start : start + length].double(), expected, rtol=0, atol=1e-5)
+                torch.testing.assert_close(
+                    log_probs[start : start + length].double(), expected, rtol=0, atol=1e-5
+                )

@@ -34,7 +34,7 @@ def no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bapo_megatron.distributed.start_processes", refuse)
 
 
-@pytest.fixture()
+@pytest.fixture
 def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(POLICY, tmp_path / "model"))
 
@@ -89,9 +89,7 @@ def test_a_recipe_without_recipe(capsys: pytest.CaptureFixture[str], tmp_path: P
         ({"prompt": []}, "prompt is empty"),
     ],
 )
-def test_a_bad_row(
-    change: dict, expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_bad_row(change: dict, expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in (ROW, {**ROW, **change})))
     message = message_of(capsys, tmp_path, RECIPE, f"--data.path={path}")
@@ -107,7 +105,9 @@ def test_a_missing_tensor(model: Path, capsys: pytest.CaptureFixture[str], tmp_p
     assert "tensor model.layers.2.mlp.up_proj.weight is missing" in message
 
 
-def test_a_tokenizer_of_another_model(model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_model(
+    model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     tensors = load_file(model / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = tensors[name][:256].clone()

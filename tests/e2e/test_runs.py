@@ -44,9 +44,15 @@ REQUIRED = {
 
 
 def start(run_dir: Path, *flags: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
-    bapo = [sys.executable, "-m", "bapo_megatron.cli"] if not launcher else [*launcher, "-m", "bapo_megatron.cli"]
+    bapo = (
+        [sys.executable, "-m", "bapo_megatron.cli"]
+        if not launcher
+        else [*launcher, "-m", "bapo_megatron.cli"]
+    )
     command = [*bapo, "train", "recipes/demo_cpu.py", *SHORT, f"--run-dir={run_dir}", *flags]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
 
 
 def finish(process: subprocess.Popen[bytes]) -> str:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.algo import bapo
+from bapo_megatron.algo import bapo, sums
 from bapo_megatron.algo.bounds import Bounds, BoundsConfig, Measure, Order, Share, Weight
 from tests import literal_bapo as literal
 from tests.literal_bapo import Token
@@ -112,23 +112,6 @@ def close(values: list[float]) -> Any:
 def test_sums_are_those_of_loops_over_tokens(case: Any) -> None:
     config, tensors, tokens = case
     assert bapo.contribution_sums(**tensors, config=config).tolist() == close(literal_sums(tokens, config))
-
-
-@pytest.mark.parametrize("ranges", [*RANGES, {"low_step": 1e-4, "high_step": 1e-3, "high_end": 40.0}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_intervals_are_those_of_a_search_among_the_edges(
-    ranges: dict[str, float], dtype: torch.dtype
-) -> None:
-    """On every edge, on its neighbours and anywhere, be several edges in one cell of the grid."""
-    config = BoundsConfig(**ranges)
-    intervals = bapo._intervals(config, torch.device("cpu"))
-    edges = intervals.edges.to(dtype)
-    around = [edges.nextafter(torch.full_like(edges, end)) for end in (-math.inf, math.inf)]
-    anywhere = 4 * torch.randn(10_000, generator=torch.Generator().manual_seed(3), dtype=dtype)
-    extreme = torch.tensor([0.0, 20.0, -1e300, 1e300, math.inf, -math.inf], dtype=torch.float64)
-    log_ratio_T = torch.cat([edges, *around, anywhere, extreme]).double()
-    expected = torch.bucketize(log_ratio_T, intervals.edges, right=True)
-    assert torch.equal(intervals.find(log_ratio_T), expected)
 
 
 @examples(1000)
@@ -235,7 +218,7 @@ def test_the_order_of_tokens_and_the_chunks_do_not_matter(case: Any, random: Any
     permuted = {name: field[shuffled] for name, field in tensors.items()}
     one = bapo.contribution_sums(**tensors, config=config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bapo, "CHUNK_TOKENS", chunk)
+        patch.setattr(sums, "CHUNK_TOKENS", chunk)
         other = bapo.contribution_sums(**permuted, config=config)
     assert other.tolist() == close(one.tolist())
     assert outcome(bapo.search_bounds(one, config)) == outcome(bapo.search_bounds(other, config))

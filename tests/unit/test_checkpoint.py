@@ -29,7 +29,7 @@ def write_policy(content: bytes) -> Callable[[Path], None]:
     return write
 
 
-@pytest.fixture()
+@pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     store = CheckpointStore(tmp_path, keep_last=2)
     for step in (10, 20):

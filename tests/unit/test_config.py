@@ -47,8 +47,14 @@ def test_a_good_run_passes() -> None:
         ({"parallel": ParallelConfig(tensor=0)}, "parallel.tensor=0 must be at least 1"),
         ({"parallel": ParallelConfig(sequence=True)}, "parallel.sequence needs parallel.tensor"),
         ({"parallel": ParallelConfig(virtual=2)}, "parallel.virtual=2 needs parallel.pipeline"),
-        ({"rollout": RolloutConfig(max_response_tokens=200, group_size=1)}, "group_size=1 must be at least 2"),
-        ({"rollout": RolloutConfig(max_response_tokens=200, temperature=0.0)}, "temperature=0.0 must be above 0"),
+        (
+            {"rollout": RolloutConfig(max_response_tokens=200, group_size=1)},
+            "group_size=1 must be at least 2",
+        ),
+        (
+            {"rollout": RolloutConfig(max_response_tokens=200, temperature=0.0)},
+            "temperature=0.0 must be above 0",
+        ),
         ({"optimizer": OptimizerConfig(lr=1e-6, min_lr=1e-5)}, "optimizer.min_lr=1e-05 is above"),
         ({"optimizer": OptimizerConfig(lr=float("nan"))}, "optimizer.lr=nan is not a finite number"),
         ({"checkpoint": CheckpointConfig(every=0)}, "checkpoint.every=0 must be at least 1"),
@@ -164,8 +170,8 @@ def test_a_run_directory_of_another_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
-    with only_writer(tmp_path):
-        with pytest.raises(ConfigError, match="another process is writing"), only_writer(tmp_path):
-            pass
+    refusal = pytest.raises(ConfigError, match="another process is writing")
+    with only_writer(tmp_path), refusal, only_writer(tmp_path):
+        pass
     with only_writer(tmp_path):
         pass

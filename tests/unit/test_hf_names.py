@@ -94,7 +94,10 @@ def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
     [
         ({"model__norm__weight": None}, "tensor model.norm.weight is missing"),
         ({"model__extra": torch.zeros(1)}, "tensor model.extra is not of this model family"),
-        ({"model__norm__weight": torch.zeros(7)}, r"model.norm.weight has shape \[7\], config.json asks for \[32\]"),
+        (
+            {"model__norm__weight": torch.zeros(7)},
+            r"model.norm.weight has shape \[7\], config.json asks for \[32\]",
+        ),
     ],
 )
 def test_a_folder_that_does_not_fit_is_named(change: dict, message: str, tmp_path: Path) -> None:

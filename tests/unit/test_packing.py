@@ -104,7 +104,9 @@ def test_a_sample_longer_than_a_pack_is_refused() -> None:
 def group(rewards: list[float]) -> Group:
     prompt = Prompt(0, np.array([1, 2], dtype=np.int32), "3", "test")
     rollouts = tuple(
-        Rollout(np.array([3], np.int32), np.array([-1.0], np.float32), np.array([0], np.int32), "stop", reward)
+        Rollout(
+            np.array([3], np.int32), np.array([-1.0], np.float32), np.array([0], np.int32), "stop", reward
+        )
         for reward in rewards
     )
     return Group(prompt, rollouts)

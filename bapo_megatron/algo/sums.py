@@ -1,0 +1,157 @@
+"""The sums behind Algorithm 1: for each interval between neighbouring candidates what lies in it, then
+cumulative sums for every candidate. Legend and conventions are those of ``bapo.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algo.bounds import BoundsConfig, Weight, high_values, low_values
+from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, ratio, unmasked
+
+CHUNK_TOKENS = 2**16
+"""Tokens taken at a time on a CPU, so that their float64 copies stay in the cache; other devices take all
+at once."""
+
+_NEGATIVE, _POSITIVE = 0, 1
+
+
+def histograms(
+    log_ratio_T: Tensor,
+    advantage_T: Tensor,
+    rollout_log_prob_T: Tensor,
+    mask_T: Tensor,
+    config: BoundsConfig,
+    weights: Sequence[Weight],
+) -> Tensor:
+    """Sums of ``w |A| r`` and of ``w |A|`` over the tokens between two neighbouring candidates.
+
+    Most tokens are clipped by no candidate. Plain sums over them suffice, and stand for the middle
+    interval; only the others are sorted into theirs.
+
+    Returns:
+        float64 [weights, 2 (w |A| r; w |A|), 2 (negative; positive), candidates + 1]: all that the sums
+        at every candidate need, under either measure.
+    """
+    check_shapes(log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
+    fields = [field.reshape(-1) for field in (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)]
+    edges = _edges(config, log_ratio_T.device)
+    unclipped = _unclipped(config)
+    histogram = edges.new_zeros(len(weights), 2, 2, len(edges) + 1)
+    middle = histogram[:, 0, :, len(low_values(config))]
+    chunk = CHUNK_TOKENS if log_ratio_T.device.type == "cpu" else max(1, log_ratio_T.numel())
+    left_out = [
+        _add_unclipped(middle, tokens, weights, unclipped).add_(number * chunk)
+        for number, tokens in enumerate(zip(*(field_T.split(chunk) for field_T in fields), strict=True))
+    ]
+    for positions in torch.cat(left_out).split(chunk):
+        if len(positions):
+            _add_clipped(histogram.flatten(2), fields, positions, weights, edges)
+    return histogram
+
+
+def _add_unclipped(
+    middle: Tensor, fields: Sequence[Tensor], weights: Sequence[Weight], unclipped: tuple[float, float]
+) -> Tensor:
+    """Add ``w |A| r`` of the tokens that no candidate clips to ``middle`` [weights, 2 (negative; positive)].
+
+    Nearly all the time of the sums goes here. So it works in place, and multiplies masked tokens with 0
+    instead of selecting the others; where that does not give 0, a token is left out.
+
+    Returns:
+        Positions of the tokens left out: those that a candidate clips, and all with a nan or inf that
+        matters, masked or not.
+    """
+    log_ratio_T, advantage_T, rollout_log_prob_T, mask_T = fields
+    log_ratio_T = log_ratio_T.to(torch.float64, copy=True)
+    left_out_T = log_ratio_T.clamp(*unclipped).sub_(log_ratio_T)
+    left_out_T.mul_(advantage_T).clamp_(max=0.0)  # 0 where no candidate clips
+    value_T = log_ratio_T.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp_().mul_(advantage_T).mul_(mask_T)
+    values = [
+        value_T if weight == "uniform" else value_T * rollout_log_prob_T.double().exp() for weight in weights
+    ]
+    for value_T in values:
+        left_out_T.add_(value_T, alpha=0.0)  # nan where the value is nan or inf
+    left_out = left_out_T.nonzero().squeeze(1)
+    for value_T, (negative, positive) in zip(values, middle, strict=True):
+        value_T.index_fill_(0, left_out, 0.0)
+        positive += _ordered_sum(value_T.clamp(min=0.0))
+        negative -= _ordered_sum(value_T.clamp_(max=0.0))
+    return left_out
+
+
+def _ordered_sum(value_T: Tensor) -> Tensor:
+    """The sum in the order of the tokens, so that zeros among them do not even change its rounding."""
+    return value_T.cumsum_(0)[-1:].sum()
+
+
+def _add_clipped(
+    histogram: Tensor,
+    fields: Sequence[Tensor],
+    positions: Tensor,
+    weights: Sequence[Weight],
+    edges: Tensor,
+) -> None:
+    """Add ``w |A| r`` and ``w |A|`` of the tokens at ``positions``, which may be any, to ``histogram``.
+
+    Args:
+        histogram: [weights, 2 (w |A| r; w |A|), 2 * (candidates + 1)], first the negative tokens.
+    """
+    log_ratio_T, advantage_T, rollout_log_prob_T, mask_T = fields
+    mask_T = mask_T.index_select(0, positions)
+    log_ratio_T, advantage_T = unmasked(
+        mask_T, log_ratio_T.index_select(0, positions), advantage_T.index_select(0, positions)
+    )
+    positive_bins = _POSITIVE * (len(edges) + 1)
+    bin_T = torch.bucketize(log_ratio_T, edges, right=True).add_(advantage_T > 0, alpha=positive_bins)
+    ratio_T = ratio(log_ratio_T)
+    for weight, (ratio_mass, mass) in zip(weights, histogram, strict=True):
+        size_T = advantage_T.abs().mul_(mask_T)
+        if weight == "rollout_probability":
+            (log_prob_T,) = unmasked(mask_T, rollout_log_prob_T.index_select(0, positions))
+            size_T.mul_(log_prob_T.exp())
+        mass.scatter_add_(0, bin_T, size_T)
+        ratio_mass.scatter_add_(0, bin_T, size_T.mul_(ratio_T))
+
+
+def candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:
+    """P at every c_high and N at every c_low, from the histogram [2, 2, candidates + 1] of one weight."""
+    lows, highs = low_values(config), high_values(config)
+    ratio_mass, mass = range(2)
+    up_to, since = histogram.cumsum(-1), histogram.flip(-1).cumsum(-1).flip(-1)
+    # A positive token is alive at c_high number k in the intervals up to L + k, a negative one at c_low
+    # number k in the intervals after k.
+    positive = up_to[ratio_mass, _POSITIVE, len(lows) : -1]
+    negative = since[ratio_mass, _NEGATIVE, 1 : len(lows) + 1]
+    if config.measure == "surrogate":
+        positive = positive + positive.new_tensor(highs) * since[mass, _POSITIVE, len(lows) + 1 :]
+        negative = negative + negative.new_tensor(lows) * up_to[mass, _NEGATIVE, : len(lows)]
+    # A nan must not hide in an interval that no candidate counts.
+    return torch.cat([positive, negative]) + 0.0 * histogram.sum()
+
+
+def _thresholds(config: BoundsConfig) -> tuple[list[float], list[float]]:
+    """log r from which on a token is alive at each c_low, and from which on it is clipped at each c_high."""
+    lows, highs = low_values(config), high_values(config)
+    if lows[-1] >= highs[0]:
+        raise ValueError(f"candidates of c_low (to {lows[-1]}) and c_high (from {highs[0]}) overlap")
+    # Alive at c_low is log r > log c_low, that is from the next float on.
+    return [math.nextafter(math.log(low), math.inf) for low in lows], [math.log(high) for high in highs]
+
+
+@functools.lru_cache(maxsize=16)
+def _edges(config: BoundsConfig, device: torch.device) -> Tensor:
+    """All thresholds, ascending: a token is past one if its log r >= it."""
+    lows, highs = _thresholds(config)
+    return torch.tensor(lows + highs, dtype=torch.float64, device=device)
+
+
+def _unclipped(config: BoundsConfig) -> tuple[float, float]:
+    """Smallest and largest log r that no candidate clips, whatever the sign of the advantage."""
+    lows, highs = _thresholds(config)
+    return lows[-1], math.nextafter(highs[0], -math.inf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,20 +24,37 @@ _TIMEOUT = timedelta(minutes=30)
 def launched_world_size() -> int | None:
     """Number of processes that torchrun or srun has started for this run; None outside a launcher.
 
-    Under srun the variables of torchrun are filled in from Slurm's; MASTER_ADDR must then be set by the
-    job script, since only it knows the first node.
+    Under srun the variables of torchrun are filled in from Slurm's, those that are not set. A step of one
+    task (the shell of an interactive job) is no launcher, and neither is a batch script, which has a
+    SLURM_PROCID but no step.
     """
-    if "SLURM_PROCID" in os.environ and "MASTER_ADDR" in os.environ:
-        os.environ.setdefault("RANK", os.environ["SLURM_PROCID"])
-        os.environ.setdefault("WORLD_SIZE", os.environ["SLURM_NTASKS"])
-        os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-        os.environ.setdefault("MASTER_PORT", "29500")
+    if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        for name, value in _from_slurm().items():
+            os.environ.setdefault(name, value)
     if "RANK" not in os.environ:
         return None
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(f"RANK is set but {', '.join(missing)} is not: start the run with torchrun or srun")
     return int(os.environ["WORLD_SIZE"])
+
+
+def _from_slurm() -> dict[str, str]:
+    """torchrun's variables for this task of an srun step; the first node of the step is the meeting point."""
+    nodes = subprocess.run(
+        ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    return {
+        "RANK": os.environ["SLURM_PROCID"],
+        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
+        "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
+        "MASTER_ADDR": nodes[0],
+        # Jobs that share a node must not meet at one port.
+        "MASTER_PORT": str(20000 + int(os.environ["SLURM_JOB_ID"]) % 10000),
+    }
 
 
 def run_processes(worker: Callable[..., None], args: tuple[Any, ...], world_size: int) -> None:

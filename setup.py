@@ -22,12 +22,12 @@ setup(
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["bapo_megatron*"]),
     package_data={"bapo_megatron": ["*.html"]},
     install_requires=[
-        # megatron-core's own requirement of torch is open-ended; the Makefile installs it with --no-deps.
         "torch>=2.6,<2.14",
+        "megatron-core==0.16.1",
         "numpy>=1.26,<3",
         "packaging",
         "psutil>=5",  # without it a checkpoint of megatron-core hangs
@@ -45,8 +45,8 @@ setup(
         "tyro>=1.0,<2",
     ],
     extras_require={
-        "demo": [],
-        "cluster": ["megatron-core==0.16.1", "transformer-engine[pytorch]>=2.3", "wandb>=0.19"],
+        "demo": [],  # the demo needs no more than the package
+        "cluster": ["transformer-engine[pytorch]>=2.3", "wandb>=0.19"],
         "dev": [
             "hypothesis>=6.100,<7",
             "mypy>=1.15,<3",

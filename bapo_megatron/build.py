@@ -96,8 +96,11 @@ def _sampler(config: RunConfig, engine: Engine | None) -> Sampler:
         assert config.rollout.replay is not None
         return ReplaySampler(config.rollout.replay)
     tokenizer = load_tokenizer(config.model.hf_path)
+    problems = load_problems(config, tokenizer)
+    if problems.too_long:
+        print(f"left out {problems.too_long} prompts of more than {config.data.max_prompt_tokens} tokens")
     reward = MathReward(config.reward.correct, config.reward.wrong)
-    return GroupSampler(engine, load_problems(config, tokenizer).prompts, reward, config, tokenizer)
+    return GroupSampler(engine, problems.prompts, reward, config, tokenizer)
 
 
 def load_problems(config: RunConfig, tokenizer: Any) -> PromptSet:

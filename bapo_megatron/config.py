@@ -45,6 +45,8 @@ class ParallelConfig:
     """Data parallel size (DP). None: 1, or under a launcher all the processes that are left."""
     sequence: bool = False
     """Sequence parallelism: norms and residuals split over the TP ranks."""
+    timeout_minutes: float = 60
+    """Longest wait for another rank. The other ranks wait while rank 0 samples, so it must outlast that."""
 
     @property
     def model_size(self) -> int:
@@ -275,6 +277,7 @@ def _problems(run: RunConfig) -> Iterator[str]:
 
 
 _AT_LEAST: dict[str, float] = {
+    "seed": 0,
     "steps": 1,
     "updates": 1,
     "samples_per_update": 1,
@@ -300,7 +303,8 @@ _AT_LEAST: dict[str, float] = {
     "checkpoint.every": 1,
     "checkpoint.keep_last": 0,
 }
-_ABOVE_ZERO = ("rollout.temperature", "optimizer.clip_grad", "optimizer.eps")
+_ABOVE_ZERO = ("rollout.temperature", "optimizer.clip_grad", "optimizer.eps", "parallel.timeout_minutes")
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 
 
 def _out_of_range(run: RunConfig | SftConfig) -> Iterator[str]:
@@ -311,6 +315,8 @@ def _out_of_range(run: RunConfig | SftConfig) -> Iterator[str]:
             yield f"{path}={value} must be at least {_AT_LEAST[path]}"
         elif isinstance(value, (int, float)) and path in _ABOVE_ZERO and value <= 0:
             yield f"{path}={value} must be above 0"
+        elif isinstance(value, (int, float)) and path in _BELOW_ONE and not 0 <= value < 1:
+            yield f"{path}={value} must be at least 0 and below 1"
 
 
 def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:

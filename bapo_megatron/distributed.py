@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from bapo_megatron.errors import ConfigError
 
 T = TypeVar("T")
-
-_TIMEOUT = timedelta(minutes=30)
 
 
 def launched_world_size() -> int | None:
@@ -41,12 +41,11 @@ def launched_world_size() -> int | None:
 
 def _from_slurm() -> dict[str, str]:
     """torchrun's variables for this task of an srun step; the first node of the step is the meeting point."""
-    nodes = subprocess.run(
-        ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
+    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+    try:
+        nodes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ConfigError(f"{' '.join(command)} failed ({error}): set RANK and MASTER_ADDR") from error
     return {
         "RANK": os.environ["SLURM_PROCID"],
         "LOCAL_RANK": os.environ["SLURM_LOCALID"],
@@ -69,7 +68,16 @@ def run_processes(worker: Callable[..., None], args: tuple[Any, ...], world_size
         worker(*args)
         return
     method = "spawn" if torch.version.cuda and torch.cuda.is_available() else "fork"
-    start_processes(_entry, (worker, args, environment), world_size, start_method=method)
+    started = start_processes(
+        _entry, (worker, args, environment), world_size, join=False, start_method=method
+    )
+    try:
+        while not started.join():
+            pass
+    except ProcessExitedException as failure:
+        sys.exit(failure.exit_code)  # it has said why
+    finally:
+        _end(started.processes)
 
 
 def _entry(
@@ -77,13 +85,26 @@ def _entry(
 ) -> None:
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
-    worker(*args)
+    try:
+        worker(*args)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """End those that still run: nobody waits for them any more."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(timeout=10)
+        process.kill()
 
 
 @contextmanager
-def process_group(backend: str) -> Iterator[None]:
+def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
     """torch.distributed for the duration of the block, from the launcher's environment variables."""
-    dist.init_process_group(backend, timeout=_TIMEOUT)
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     try:
         yield
     finally:

@@ -5,5 +5,5 @@ class ConfigError(Exception):
     """A recipe, flag or input file is wrong. The command line prints the message and exits with code 2."""
 
 
-class CheckpointError(Exception):
-    """A checkpoint is missing, incomplete or does not fit the run."""
+class CheckpointError(ConfigError):
+    """A checkpoint is incomplete or damaged."""

@@ -12,6 +12,7 @@ from bapo_megatron.types import (
     GenerateRequest,
     Generation,
     MicroBatch,
+    PackLayout,
     Prompt,
     StepBatch,
     TokenFn,
@@ -34,12 +35,8 @@ class Policy(Protocol):
         """Which replica of the model this process belongs to."""
 
     @property
-    def data_size(self) -> int:
-        """Replicas of the model."""
-
-    @property
-    def pack_multiple(self) -> int:
-        """What the length of a pack must be divisible by."""
+    def pack_layout(self) -> PackLayout:
+        """What packs this rank takes."""
 
     def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
         """Forward only: ``fn`` summed over the packs of all ranks, float64, equal on every rank."""
@@ -51,7 +48,7 @@ class Policy(Protocol):
         """One optimizer step on element 0 of ``loss``, divided by the update's count of unmasked tokens."""
 
     def hf_weights(self) -> NamedTensors:
-        """All weights, gathered tensor by tensor. Collective: every rank must run the iterator to its end."""
+        """All weights, tensor by tensor. Every rank of a replica must run the iterator to its end."""
 
     def save(self, path: Path) -> None:
         """Write model, optimizer and schedule. Collective."""

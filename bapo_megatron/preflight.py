@@ -12,7 +12,9 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.hf_config import read_model_shape
 from bapo_megatron.policy.hf_reader import HfReader
 from bapo_megatron.policy.layout import layout_problems
+from bapo_megatron.rollout.journal import step_path
 from bapo_megatron.sft import load_solutions
+from bapo_megatron.state.export import check_output
 from bapo_megatron.state.metrics_log import check_logging
 from bapo_megatron.state.run_directory import check_same_run
 
@@ -22,9 +24,10 @@ def check_run(config: RunConfig, read_dataset: bool = True) -> None:
     config.check()
     check_logging(config.logging)
     tokenizer = check_model(config.model, config.parallel)
+    _check_context(config)
     check_same_run(config)
     if config.rollout.replay is not None:
-        _check_replay(config.rollout.replay, config.directory)
+        _check_replay(config.rollout.replay, config)
     elif read_dataset:
         load_problems(config, tokenizer)
 
@@ -33,6 +36,7 @@ def check_sft(config: SftConfig) -> None:
     """The same for a warm start."""
     config.check()
     tokenizer = check_model(config.model, config.parallel)
+    check_output(config.output)
     load_solutions(config, tokenizer)
 
 
@@ -53,8 +57,24 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
     return tokenizer
 
 
-def _check_replay(replayed: Path, directory: Path) -> None:
-    if not (replayed / "journal").is_dir():
-        raise ConfigError(f"rollout.replay={replayed} holds no journal; give the directory of a finished run")
-    if replayed.resolve() == directory.resolve():
+def _check_context(config: RunConfig) -> None:
+    positions = read_model_shape(config.model.hf_path).max_positions
+    if config.longest_sequence > positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {config.longest_sequence} is more than "
+            f"the model's max_position_embeddings ({positions}): lower one of them"
+        )
+
+
+def _check_replay(replayed: Path, config: RunConfig) -> None:
+    journal = replayed / "journal"
+    if not journal.is_dir():
+        raise ConfigError(f"rollout.replay={replayed} holds no journal; give the directory of a run")
+    if replayed.resolve() == config.directory.resolve():
         raise ConfigError(f"rollout.replay={replayed} is this run itself; give it another --run-dir")
+    for step in range(1, config.steps + 1):
+        if not step_path(journal, step).is_file():
+            raise ConfigError(
+                f"rollout.replay={replayed} has no rollouts of step {step}, but steps={config.steps}; "
+                f"set --steps {step - 1}"
+            )

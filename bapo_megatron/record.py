@@ -8,7 +8,8 @@ from time import perf_counter
 
 import torch
 
-from bapo_megatron.algo.objective import UPDATE_METRICS
+from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.algo.objective import update_metric_names
 from bapo_megatron.config import RunConfig, flat
 from bapo_megatron.progress import Progress
 from bapo_megatron.rollout.journal import write_step
@@ -74,18 +75,21 @@ class StepClock:
         return {**self._laps, "time/step_s": self._last - self._start}
 
 
-def step_metrics(batch: StepBatch, updates: Sequence[Metrics], clock: StepClock) -> Metrics:
+def step_metrics(
+    batch: StepBatch, updates: Sequence[Metrics], clock: StepClock, config: BoundsConfig
+) -> Metrics:
     """One flat row: what sampling measured, the means over the step's updates, and the times."""
-    metrics = {**batch.metrics, **_means(updates), "policy/updates": len(updates), **clock.metrics()}
+    means = _means(updates, update_metric_names(config))
+    metrics = {**batch.metrics, **means, "policy/updates": len(updates), **clock.metrics()}
     seconds = metrics["time/step_s"] or 1.0
     metrics["time/tokens_per_s"] = (metrics.get("rollout/tokens") or 0.0) / seconds
     return metrics
 
 
-def _means(updates: Sequence[Metrics]) -> Metrics:
+def _means(updates: Sequence[Metrics], expected: Sequence[str]) -> Metrics:
     """Mean of each metric over the updates; None where no update has it (a step may make none)."""
     found = (name for update in updates for name in update if "/" in name)  # not `epoch`, `version`
-    names = dict.fromkeys([*UPDATE_METRICS, *found])
+    names = dict.fromkeys([*expected, *found])
     means: Metrics = {}
     for name in names:
         values = [value for update in updates if (value := update.get(name)) is not None]

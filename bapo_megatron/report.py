@@ -13,9 +13,9 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from bapo_megatron.files import write_atomically
 from bapo_megatron.report_data import Headline, RunRecord, headline, mean, read_run
 from bapo_megatron.report_panels import PANELS, Panel
-from bapo_megatron.state.files import write_atomically
 
 __all__ = ["Headline", "headline", "write_report"]
 

@@ -26,13 +26,7 @@ def run_sft(config: SftConfig) -> None:
         config.model, config.parallel, config.batch, config.optimizer, planned_updates=config.updates
     )
     for update, samples in enumerate(_batches(config), start=1):
-        packs = pack_samples(
-            samples,
-            config.batch.pack_tokens,
-            data_rank=policy.data_rank,
-            data_size=policy.data_size,
-            multiple_of=policy.pack_multiple,
-        )
+        packs = pack_samples(samples, config.batch.pack_tokens, layout=policy.pack_layout)
         loss, tokens = policy.update(packs, next_token_loss).sums.tolist()
         if is_main() and (update % 20 == 0 or update == config.updates):
             print(f"update {update}/{config.updates} loss {loss / tokens:.4f}", flush=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-from bapo_megatron.algo.bapo import contributions, search_bounds, sum_count
-from bapo_megatron.algo.objective import contribution_fn, loss_fn, update_metrics
+from bapo_megatron.algo.objective import contribution_fn, loss_fn, search, update_metrics
 from bapo_megatron.build import Run
 from bapo_megatron.data.packing import pack_samples, samples_of, split_into_updates
 from bapo_megatron.distributed import share
@@ -30,7 +29,7 @@ def train(run: Run) -> None:
         clock.lap("sync")
         if run.recorder:
             run.recorder.batch(step, batch)
-            run.recorder.step(step, updates, step_metrics(batch, updates, clock))
+            run.recorder.step(step, updates, step_metrics(batch, updates, clock, run.config.algorithm.bounds))
         if step % run.config.checkpoint.every == 0 or step == run.config.steps:
             checkpoint(run, step)
 
@@ -54,9 +53,7 @@ def update(run: Run, groups: Sequence[Group]) -> Metrics:
         samples_of(groups, config.algorithm.advantage),
         config.batch.pack_tokens,
         config.algorithm.loss_mean,
-        policy.data_rank,
-        policy.data_size,
-        policy.pack_multiple,
+        policy.pack_layout,
     )
     return {"version": policy.version + 1, **optimize(run, packs)}
 
@@ -64,15 +61,12 @@ def update(run: Run, groups: Sequence[Group]) -> Metrics:
 def optimize(run: Run, packs: Sequence[MicroBatch]) -> Metrics:
     """One update on packs: the exact bounds need one forward pass over all of them before any backward."""
     policy, config = run.policy, run.config.algorithm.bounds
-    bounds, metrics = None, {}
+    found = None
     if config.scope == "update":
-        sums = policy.token_sums(packs, contribution_fn(config))
-        bounds = search_bounds(sums[: sum_count(config)], config)
-        metrics = contributions(sums, bounds, config)
-    result = policy.update(packs, loss_fn(bounds, config, policy.version))
+        found = search(policy.token_sums(packs, contribution_fn(config)), config)
+    result = policy.update(packs, loss_fn(found, config, policy.version))
     return {
-        **update_metrics(result.sums),
-        **metrics,
+        **update_metrics(result.sums, found, config),
         "policy/grad_norm": result.grad_norm,
         "policy/lr": result.learning_rate,
     }

@@ -136,6 +136,20 @@ class MicroBatch:
     """For each real document: index of its sample in the update, offset in the pack, predicting tokens."""
 
 
+@dataclass(frozen=True)
+class PackLayout:
+    """How an update is cut into packs: which of them are this rank's, and what their shape must obey."""
+
+    data_rank: int = 0
+    """Which replica of the model this process belongs to."""
+    data_size: int = 1
+    """Replicas of the model; each has the same number of packs."""
+    length_multiple: int = 1
+    """What the length of a pack must be divisible by (TP under sequence parallelism)."""
+    count_multiple: int = 1
+    """What the number of packs of a replica must be divisible by (PP in the interleaved schedule)."""
+
+
 TokenFn = Callable[[TokenStats, MicroBatch], Tensor]
 """Turns the policy's view of one pack into a vector that is additive over packs and ranks."""
 

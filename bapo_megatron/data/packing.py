@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algo.advantages import group_advantages
-from bapo_megatron.types import Group, MicroBatch
+from bapo_megatron.types import Group, MicroBatch, PackLayout
 
 # Padding is cut into documents of at most this many tokens, so that attention over it stays cheap.
 _PADDING_DOCUMENT = 512
@@ -71,9 +71,9 @@ def split_into_updates(groups: Sequence[Group], updates: int, seed: Sequence[int
 def plan_packs(lengths: Sequence[int], capacity: int, multiple: int) -> list[list[int]]:
     """Indices of samples for each pack: longest first, each to the emptiest pack.
 
-    As few packs as hold everything, in a multiple of ``multiple`` (the DP size), so that every rank has
-    the same number; packs may stay empty when there are fewer samples than packs. ValueError if a sample
-    is longer than ``capacity``.
+    As few packs as hold everything, in a multiple of ``multiple``, so that every replica has the same
+    number; packs stay empty when there are fewer samples than packs. ValueError if a sample is longer than
+    ``capacity``.
     """
     if any(length > capacity for length in lengths):
         raise ValueError(f"a sample of {max(lengths)} tokens does not fit into packs of {capacity}")
@@ -96,22 +96,17 @@ def _spread(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def pack_samples(
-    samples: Sequence[Sample],
-    pack_tokens: int,
-    loss_mean: str = "token",
-    data_rank: int = 0,
-    data_size: int = 1,
-    multiple_of: int = 1,
+    samples: Sequence[Sample], pack_tokens: int, loss_mean: str = "token", layout: PackLayout | None = None
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of one update, all of the same length on all ranks.
-
-    ``multiple_of``: what a pack's length must be divisible by (TP under sequence parallelism).
-    """
-    packs = plan_packs([sample.positions for sample in samples], pack_tokens, data_size)
-    fullest = max(sum(samples[i].positions for i in pack) for pack in packs)
-    length = max(1, -(-fullest // multiple_of)) * multiple_of
+    """This rank's micro-batches of one update, all of the same length on all ranks."""
+    layout = layout or PackLayout()
+    lengths = [sample.positions for sample in samples]
+    packs = plan_packs(lengths, pack_tokens, layout.data_size * layout.count_multiple)
+    fullest = max(sum(lengths[i] for i in pack) for pack in packs)
+    length = max(1, -(-fullest // layout.length_multiple)) * layout.length_multiple
     weights = _loss_weights(samples, loss_mean)
-    return [_build(samples, weights, pack, length) for pack in packs[data_rank::data_size]]
+    mine = packs[layout.data_rank :: layout.data_size]
+    return [_build(samples, weights, pack, length) for pack in mine]
 
 
 def _loss_weights(samples: Sequence[Sample], loss_mean: str) -> list[float]:

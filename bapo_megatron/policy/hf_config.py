@@ -9,17 +9,10 @@ from typing import Any
 
 from bapo_megatron.errors import ConfigError
 
+# megatron-core takes the factor of Llama 3's RoPE scaling as an argument and fixes these three.
+_LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+
 FAMILIES = {"qwen2": "Qwen2 / Qwen2.5", "qwen3": "Qwen3 dense", "llama": "Llama 3"}
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's frequency scaling (``rope_type: llama3``)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
@@ -37,7 +30,8 @@ class ModelShape:
     max_positions: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: float | None
+    """Factor of Llama 3's frequency scaling; None for none."""
     tied: bool
     qkv_bias: bool
     qk_norm: bool
@@ -101,19 +95,17 @@ def _rope_theta(config: dict[str, Any]) -> float:
     return float(_rope_parameters(config).get("rope_theta") or config.get("rope_theta") or 10000.0)
 
 
-def _rope_scaling(config: dict[str, Any], source: str) -> RopeScaling | None:
+def _rope_scaling(config: dict[str, Any], source: str) -> float | None:
     rope = _rope_parameters(config)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
     if kind != "llama3":
         raise ConfigError(f"{source}: RoPE scaling {kind!r} is not supported; supported are default, llama3")
-    return RopeScaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
-    )
+    for field, value in _LLAMA3_ROPE.items():
+        if rope[field] != value:
+            raise ConfigError(f"{source}: {field}={rope[field]} is not supported; megatron-core has {value}")
+    return float(rope["factor"])
 
 
 def _refuse_variants(config: dict[str, Any], source: str) -> None:

@@ -64,7 +64,7 @@ def _divisors(*numbers: int) -> list[int]:
 def parallel_processes(parallel: ParallelConfig) -> Iterator[None]:
     """This rank's device, torch.distributed and megatron's process groups, for the duration of the block."""
     select_device()
-    with process_group(backend()):
+    with process_group(backend(), parallel.timeout_minutes):
         from megatron.core import parallel_state
 
         _initialize_groups(parallel)

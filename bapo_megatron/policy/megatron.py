@@ -34,7 +34,7 @@ from bapo_megatron.policy.model import build_chunks, transformer_config
 from bapo_megatron.policy.optimizer import build_optimizer, build_schedule
 from bapo_megatron.policy.vocab_parallel import log_prob_and_entropy
 from bapo_megatron.policy.weights import WeightMap
-from bapo_megatron.types import MicroBatch, TokenFn, TokenStats, UpdateResult
+from bapo_megatron.types import MicroBatch, PackLayout, TokenFn, TokenStats, UpdateResult
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -77,14 +77,15 @@ class MegatronPolicy:
         return int(parallel_state.get_data_parallel_rank())
 
     @property
-    def data_size(self) -> int:
-        """Replicas of the model."""
-        return int(parallel_state.get_data_parallel_world_size())
-
-    @property
-    def pack_multiple(self) -> int:
-        """What the length of a pack must be divisible by."""
-        return int(self._config.tensor_model_parallel_size) if self._config.sequence_parallel else 1
+    def pack_layout(self) -> PackLayout:
+        """What packs this rank takes."""
+        interleaved = self._config.virtual_pipeline_model_parallel_size is not None
+        return PackLayout(
+            data_rank=self.data_rank,
+            data_size=int(parallel_state.get_data_parallel_world_size()),
+            length_multiple=self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1,
+            count_multiple=self._config.pipeline_model_parallel_size if interleaved else 1,
+        )
 
     def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
         """Forward only: ``fn`` summed over the packs of all ranks, float64."""
@@ -108,7 +109,11 @@ class MegatronPolicy:
         return [TokenStats(*values) for values in stats]
 
     def update(self, batches: Sequence[MicroBatch], loss: TokenFn) -> UpdateResult:
-        """One optimizer step. FloatingPointError if the gradient is not finite; weights stay as they were."""
+        """One optimizer step.
+
+        A loss that is not finite raises FloatingPointError, a gradient that is not RuntimeError (by
+        megatron-core, on the rank that meets it); either way the weights stay as they were.
+        """
         for chunk in self._model:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -117,7 +122,9 @@ class MegatronPolicy:
             raise FloatingPointError(f"the loss of update {self.version + 1} is {sums[0].item()}")
         self._schedule.step(increment=1)
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
-        _, grad_norm, _ = self._optimizer.step()
+        stepped, grad_norm, _ = self._optimizer.step()
+        if not stepped:
+            raise FloatingPointError(f"the gradient of update {self.version + 1} is not finite")
         self.version += 1
         return UpdateResult(sums, float(grad_norm), learning_rate)
 

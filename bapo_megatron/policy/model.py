@@ -13,13 +13,9 @@ from megatron.core.transformer.transformer_block import (
 )
 
 from bapo_megatron.config import BatchConfig, ParallelConfig
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.device import has_cuda
-from bapo_megatron.policy.hf_config import ModelShape, RopeScaling
+from bapo_megatron.policy.hf_config import ModelShape
 from bapo_megatron.policy.layers import layer_spec
-
-# megatron-core takes the factor of Llama 3's RoPE scaling as an argument and fixes the other three.
-_MEGATRON_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
 def transformer_config(
@@ -100,18 +96,6 @@ def _chunk(config: TransformerConfig, shape: ModelShape, max_positions: int, sta
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
         rope_scaling=shape.rope_scaling is not None,
-        rope_scaling_factor=_scaling_factor(shape.rope_scaling),
+        rope_scaling_factor=shape.rope_scaling or 1.0,
         vp_stage=stage,
     )
-
-
-def _scaling_factor(scaling: RopeScaling | None) -> float:
-    if scaling is None:
-        return 1.0
-    for field, value in _MEGATRON_ROPE.items():
-        if getattr(scaling, field) != value:
-            raise ConfigError(
-                f"RoPE scaling with {field}={getattr(scaling, field)} is not supported: "
-                f"megatron-core has {value}"
-            )
-    return scaling.factor

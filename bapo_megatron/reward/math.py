@@ -25,7 +25,9 @@ class MathReward:
         self._wrong = wrong
 
     def __call__(self, prompt: Prompt, response: str) -> float:
-        r"""``correct`` or ``wrong``; a response without a whole ``\boxed{}`` is wrong. Never raises."""
+        r"""``correct`` or ``wrong``; a response without a whole ``\boxed{}`` is wrong.
+
+        No response makes it raise. TimeoutError if math-verify itself cannot be started."""
         answer = last_boxed(response)
         right = answer is not None and answers_equal(prompt.ground_truth, answer)
         return self._correct if right else self._wrong

@@ -7,14 +7,15 @@ file is noticed by its checksums.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.files import write_atomically
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
 
 
@@ -26,14 +27,10 @@ def step_path(directory: Path, step: int) -> Path:
 def write_step(directory: Path, step: int, batch: StepBatch) -> Path:
     """Record ``batch``; a step that is made again after a continuation replaces its record."""
     directory.mkdir(parents=True, exist_ok=True)
+    content = io.BytesIO()
+    np.savez_compressed(content, allow_pickle=False, **_arrays(batch))
     path = step_path(directory, step)
-    half = path.with_suffix(".tmp")
-    with half.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **_arrays(batch))
-        file.flush()
-        os.fsync(file.fileno())
-    half.replace(path)
-    _sync_directory(directory)
+    write_atomically(path, content.getvalue())
     return path
 
 
@@ -67,15 +64,6 @@ class ReplaySampler:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Nothing to do."""
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make the new name last through a power cut."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _arrays(batch: StepBatch) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bapo_megatron.algo.filters import is_uniform
+from bapo_megatron.algo.filters import drop_uniform
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.prompts import PromptCursor
 from bapo_megatron.interfaces import Engine, Reward
@@ -74,15 +74,11 @@ class GroupSampler:
         for _ in range(rounds):
             sampled_now = self._sample_groups(rollout.prompts_per_step - len(kept), clock)
             sampled += sampled_now
-            kept += [group for group in sampled_now if not self._is_dropped(group)]
+            kept += drop_uniform(sampled_now) if rollout.drop_uniform_groups else sampled_now
             if len(kept) == rollout.prompts_per_step:
                 break
         metrics = rollout_metrics(sampled, kept, self._config.reward)
         return StepBatch(tuple(kept), {**metrics, **clock.metrics()})
-
-    def _is_dropped(self, group: Group) -> bool:
-        rewards = [rollout.reward for rollout in group.rollouts]
-        return self._config.rollout.drop_uniform_groups and is_uniform(rewards)
 
     def _sample_groups(self, count: int, clock: _Clock) -> list[Group]:
         places = self._cursor.take(count)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from bapo_megatron import __version__
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.state.files import sync_file, sync_folder, write_atomically
+from bapo_megatron.files import sync_file, sync_folder, write_atomically
 
 _NAME = re.compile(r"step_(\d{6,})")
 _MANIFEST = "manifest.json"
@@ -58,15 +58,27 @@ class CheckpointStore:
         _on_main(lambda: write_atomically(temporary / "trainer.json", json.dumps(trainer, indent=2)))
         manifest = {"step": step, "code_version": __version__, "files": _digests(temporary)}
         _on_main(lambda: _publish(temporary, final, manifest))
-        _on_main(self._delete_old)
+        _on_main(lambda: self._delete_all_but(step))
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint; broken ones are passed over. Reads every byte of it."""
+        """The newest whole checkpoint, None if there never was one. Reads every byte of it.
+
+        Broken ones are passed over and named. CheckpointError if all are broken: to begin anew would
+        erase the run's record, and that is for a person to decide.
+        """
+        problems = []
         for step, path in sorted(self._folders(), reverse=True):
             try:
                 return _read(path, step)
             except CheckpointError as error:
-                print(f"passing over {path}: {error}", flush=True)
+                problems.append(f"{path}: {error}")
+                print(f"passing over {problems[-1]}", flush=True)
+        if problems:
+            raise CheckpointError(
+                "no checkpoint of the run is whole:\n"
+                + "\n".join(problems)
+                + f"\nrestore one, or move {self.folder} away to begin at step 1"
+            )
         return None
 
     def _folders(self) -> Iterator[tuple[int, Path]]:
@@ -80,10 +92,12 @@ class CheckpointStore:
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
 
-    def _delete_old(self) -> None:
-        if self.keep_last:
-            for _, path in sorted(self._folders())[: -self.keep_last]:
-                _remove(path)
+    def _delete_all_but(self, newest: int) -> None:
+        """Keep ``newest`` and those before it that are to be kept. Later ones were passed over: they go."""
+        earlier = sorted(folder for folder in self._folders() if folder[0] <= newest)
+        stale = [folder for folder in self._folders() if folder[0] > newest]
+        for _, path in stale + (earlier[: -self.keep_last] if self.keep_last else []):
+            _remove(path)
 
 
 def _on_main(action: Callable[[], None]) -> None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bapo_megatron.state.files import sync_file, sync_folder, write_atomically
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.files import sync_file, sync_folder, write_atomically
 
 SHARD_BYTES = 4 * 2**30
 
@@ -24,8 +25,9 @@ def export_hf(
     """Write ``weights`` to ``output`` beside a verbatim copy of ``reference``'s config and tokenizer.
 
     Collective: every rank runs the iterator, rank 0 writes. ``output`` appears whole, under its name,
-    at the end; one that exists is replaced.
+    at the end; an earlier export is replaced, anything else there is refused (ConfigError).
     """
+    check_output(output)
     if dist.get_rank() == 0:
         temporary = output.with_name(f".{output.name}.tmp")
         if temporary.exists():
@@ -85,11 +87,24 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
     write_atomically(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
+def check_output(output: Path) -> None:
+    """ConfigError if ``output`` exists and is no Hugging Face folder: it would be replaced."""
+    if output.is_dir() and ((output / "config.json").is_file() or not any(output.iterdir())):
+        return
+    if output.exists():
+        raise ConfigError(f"{output} exists and is no Hugging Face folder, so it is kept: name another")
+
+
 def _publish(temporary: Path, output: Path) -> None:
     for path in temporary.iterdir():
         sync_file(path)
     sync_folder(temporary)
+    replaced = output.with_name(f".{output.name}.replaced")
+    if replaced.exists():
+        shutil.rmtree(replaced)
     if output.exists():
-        shutil.rmtree(output)
+        output.rename(replaced)
     temporary.rename(output)
     sync_folder(output.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)

@@ -10,11 +10,10 @@ import json
 import math
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.state.files import write_atomically
+from bapo_megatron.files import write_atomically
 
 Row = dict[str, Any]
 
@@ -49,14 +48,6 @@ class JsonlLog:
     def close(self) -> None:
         """Release the file."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class EventLog(JsonlLog):

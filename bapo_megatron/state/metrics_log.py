@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.state.files import write_atomically
+from bapo_megatron.files import write_atomically
 from bapo_megatron.state.logs import JsonlLog, finite_json
 from bapo_megatron.types import Metrics
 

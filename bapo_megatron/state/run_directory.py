@@ -15,7 +15,7 @@ from typing import Any
 
 from bapo_megatron.config import RunConfig, flat
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.state.files import write_atomically
+from bapo_megatron.files import write_atomically
 
 FORMAT = 1
 """Version of the directory's layout. A program that meets another refuses."""
@@ -42,10 +42,12 @@ def check_same_run(config: RunConfig) -> None:
     if stored is None:
         return
     ours = _as_json(config)
+    # A schedule that decays is stretched over the steps: with more of them it is another schedule.
+    may_change = _MAY_CHANGE if config.optimizer.decay == "constant" else _MAY_CHANGE[1:]
     changed = [
         f"{name}: {stored.get(name)!r} in the run, {ours.get(name)!r} now"
         for name in sorted(stored.keys() | ours.keys())
-        if stored.get(name) != ours.get(name) and not name.startswith(_MAY_CHANGE)
+        if stored.get(name) != ours.get(name) and not name.startswith(may_change)
     ]
     if changed:
         raise ConfigError(

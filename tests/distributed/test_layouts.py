@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from bapo_megatron.algo.bapo import Bounds, paper, search_bounds, sum_count
-from bapo_megatron.algo.objective import contribution_fn, loss_fn
+from bapo_megatron.algo.bapo import Bounds, balanced, grpo
+from bapo_megatron.algo.objective import contribution_fn, loss_fn, search
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
@@ -18,6 +19,9 @@ from tests.models import random_samples, save_tiny_model
 from tests.workers import run_layout
 
 pytestmark = pytest.mark.distributed
+
+# A target that the random samples reach with both bounds inside their ranges.
+BOUNDS = dataclasses.replace(balanced(), target=0.4)
 
 LAYOUTS = {
     "tp2": ParallelConfig(tensor=2),
@@ -59,21 +63,19 @@ def answer(
         updates,
         0.7,
     )
-    packs = pack_samples(
-        samples, batch.pack_tokens, "token", policy.data_rank, policy.data_size, policy.pack_multiple
-    )
+    # Weights of a mean over sequences, so that a weight that is lost shows.
+    packs = pack_samples(samples, batch.pack_tokens, "sequence", policy.pack_layout)
     log_probs, entropies = {}, {}
     for pack, stats in zip(packs, policy.log_probs(packs), strict=True):
         for index, start, length in pack.rows:
             log_probs[index] = stats.log_prob_T[start : start + length].clone()
             entropies[index] = stats.entropy_T[start : start + length].clone()
-    config = paper()
     losses, norms, first = [], [], None
     for _ in range(updates):
-        sums = policy.token_sums(packs, contribution_fn(config))
-        bounds = search_bounds(sums[: sum_count(config)], config)
-        first = first or (sums, bounds)
-        result = policy.update(packs, loss_fn(bounds, config, policy.version))
+        sums = policy.token_sums(packs, contribution_fn(BOUNDS))
+        found = search(sums, BOUNDS)
+        first = first or (sums, found.bounds)
+        result = policy.update(packs, loss_fn(found, BOUNDS, policy.version))
         losses.append(float(result.sums[0]))
         norms.append(result.grad_norm)
     weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
@@ -102,7 +104,11 @@ def one_process(folder: Path, samples: list[Sample], pack_tokens: int = 96) -> A
 
 @pytest.fixture(scope="module")
 def reference(qwen2: Path, samples: list[Sample]) -> Answer:
-    return one_process(qwen2, samples)
+    """One process. Its search must have moved both bounds and stopped inside, or equal bounds say nothing."""
+    found = one_process(qwen2, samples)
+    assert found.bounds.reached
+    assert 0.6 < found.bounds.low < 0.9
+    return found
 
 
 def check_agreement(ranks: list[Answer], reference: Answer, samples: list[Sample]) -> None:
@@ -166,23 +172,31 @@ def test_dummy_packs_contribute_nothing(qwen2: Path, samples: list[Sample]) -> N
     check_agreement(ranks, one_process(qwen2, few), few)
 
 
+@pytest.mark.parametrize("name", ["pp2-vpp2", "tp2-sp-pp2-vpp2"])
+def test_the_interleaved_schedule_gets_as_many_packs_as_it_needs(
+    name: str, qwen2: Path, samples: list[Sample], reference: Answer
+) -> None:
+    """All samples fit into one pack; megatron wants a multiple of the pipeline size."""
+    parallel, batch = LAYOUTS[name], BatchConfig(pack_tokens=4096)
+    check_agreement(run_layout(answer, parallel, qwen2, samples, parallel, batch, 3), reference, samples)
+
+
 def save_and_go_on(
-    folder: Path, samples: list[Sample], parallel: ParallelConfig, path: Path, load: bool
+    folder: Path, dtype: str, samples: list[Sample], parallel: ParallelConfig, path: Path, load: bool
 ) -> list:
-    """Two updates, save, two more; or load and two more. Losses, gradient norms and weights at the end."""
+    """Two updates, save, two more; or load and two more. Losses, gradient norms and weights at the end.
+
+    The warmup ends and the decay begins after the save, so the schedule's place matters.
+    """
+    optimizer = OptimizerConfig(lr=1e-3, warmup_updates=3, decay="cosine")
     policy = MegatronPolicy(
-        ModelConfig(folder, "float32"),
-        parallel,
-        BatchConfig(pack_tokens=96),
-        OptimizerConfig(lr=1e-3),
-        4,
-        1.0,
+        ModelConfig(folder, dtype), parallel, BatchConfig(pack_tokens=96), optimizer, 6, 1.0
     )
-    packs = pack_samples(samples, 96, "token", policy.data_rank, policy.data_size, policy.pack_multiple)
-    bounds = Bounds(0.8, 1.2, 0.0, 0, False)
+    packs = pack_samples(samples, 96, "token", policy.pack_layout)
+    found = search(torch.zeros(8, dtype=torch.float64), grpo())
 
     def go(count: int) -> list[tuple[float, float, float]]:
-        results = [policy.update(packs, loss_fn(bounds, paper(), policy.version)) for _ in range(count)]
+        results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(count)]
         return [(float(r.sums[0]), r.grad_norm, r.learning_rate) for r in results]
 
     if load:
@@ -193,22 +207,35 @@ def save_and_go_on(
     return [go(2), {name: tensor.clone() for name, tensor in policy.hf_weights()}]
 
 
-def test_checkpoint_continues_bitwise_and_at_other_layouts(
-    qwen2: Path, samples: list[Sample], tmp_path: Path
+@pytest.mark.parametrize(
+    ("dtype", "written"),
+    [
+        ("float32", ParallelConfig(tensor=2, pipeline=2)),
+        ("bfloat16", ParallelConfig(pipeline=2, virtual=2)),
+        ("bfloat16", ParallelConfig(tensor=2, data=2, sequence=True)),
+    ],
+)
+def test_a_checkpoint_continues_bitwise(
+    dtype: str, written: ParallelConfig, qwen2: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
-    written = ParallelConfig(tensor=2, pipeline=2)
     path = tmp_path / "policy"
-    [steps, weights], *_ = run_layout(save_and_go_on, written, qwen2, samples, written, path, False)
-    [again, same], *_ = run_layout(save_and_go_on, written, qwen2, samples, written, path, True)
+    [steps, weights], *_ = run_layout(save_and_go_on, written, qwen2, dtype, samples, written, path, False)
+    [again, same], *_ = run_layout(save_and_go_on, written, qwen2, dtype, samples, written, path, True)
     assert again == steps
     assert all(torch.equal(same[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_checkpoint_continues_at_other_layouts(qwen2: Path, samples: list[Sample], tmp_path: Path) -> None:
+    written = ParallelConfig(tensor=2, pipeline=2)
+    path = tmp_path / "policy"
+    [steps, _], *_ = run_layout(save_and_go_on, written, qwen2, "float32", samples, written, path, False)
     for other in (
         ParallelConfig(),
         ParallelConfig(tensor=2),
         ParallelConfig(data=2),
         ParallelConfig(pipeline=4),
     ):
-        [there, _], *_ = run_layout(save_and_go_on, other, qwen2, samples, other, path, True)
+        [there, _], *_ = run_layout(save_and_go_on, other, qwen2, "float32", samples, other, path, True)
         np.testing.assert_allclose(there, steps, rtol=2e-4, atol=1e-6)
 
 
@@ -227,8 +254,6 @@ def bf16_loss(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> 
         1,
         0.7,
     )
-    packs = pack_samples(samples, 96, "token", policy.data_rank, policy.data_size, policy.pack_multiple)
-    config = paper()
-    sums = policy.token_sums(packs, contribution_fn(config))
-    bounds = search_bounds(sums[: sum_count(config)], config)
-    return float(policy.update(packs, loss_fn(bounds, config, 0)).sums[0])
+    packs = pack_samples(samples, 96, "token", policy.pack_layout)
+    found = search(policy.token_sums(packs, contribution_fn(BOUNDS)), BOUNDS)
+    return float(policy.update(packs, loss_fn(found, BOUNDS, 0)).sums[0])

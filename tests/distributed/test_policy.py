@@ -177,9 +177,7 @@ def test_a_nan_stops_the_update_and_spares_the_weights(tmp_path: Path) -> None:
 
 def export(folder: Path, parallel: ParallelConfig, output: Path, shard_bytes: int) -> None:
     policy = policy_on(folder, parallel=parallel)
-    packs = pack_samples(
-        random_samples(4), 96, "token", policy.data_rank, policy.data_size, policy.pack_multiple
-    )
+    packs = pack_samples(random_samples(4), 96, "token", policy.pack_layout)
     policy.update(packs, weighted_loss)
     export_hf(policy.hf_weights(), folder, output, shard_bytes)
     stats = policy.log_probs(packs)

@@ -65,6 +65,7 @@ def message_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: s
         (["--parallel.context=2"], "context parallelism is not in this version"),
         (["--algorithm.bounds.low-end=0.1"], "algorithm.bounds.low_end=0.1"),
         (["--algorithm.bounds.target=2"], "algorithm.bounds.target=2"),
+        (["--rollout.max-response-tokens=500"], "max_position_embeddings (256)"),
         (["--rollout.replay=missing"], "rollout.replay=missing holds no journal"),
         (["--logging.wandb-project=x"], "pip install wandb"),
     ],
@@ -159,3 +160,23 @@ def test_help_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "--parallel.tensor" in text
     assert "Tensor parallel size (TP)" in text
+
+
+def test_an_output_that_is_no_model_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    recipe = tmp_path / "warm.py"
+    recipe.write_text(
+        "from pathlib import Path\n"
+        "from bapo_megatron.config import DataConfig, ModelConfig, SftConfig\n"
+        f"def recipe():\n    return SftConfig(ModelConfig(Path({str(POLICY)!r})), "
+        f"DataConfig(Path({str(ROOT / 'recipes/demo/train.jsonl')!r})), Path({str(tmp_path)!r}))\n"
+    )
+    assert cli.run(["sft", str(recipe)]) == 2
+    assert "is no Hugging Face folder" in capsys.readouterr().err
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_replay_of_a_shorter_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "other/journal").mkdir(parents=True)
+    message = message_of(capsys, tmp_path, RECIPE, f"--rollout.replay={tmp_path / 'other'}", "--steps=3")
+    assert "has no rollouts of step 1, but steps=3" in message

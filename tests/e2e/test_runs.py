@@ -25,7 +25,8 @@ SHORT = [
     "--checkpoint.every=2",
     "--rollout.prompts-per-step=6",
     "--rollout.group-size=4",
-    "--optimizer.warmup-updates=2",
+    "--optimizer.warmup-updates=20",  # the schedule's place must come back, too
+    "--algorithm.bounds.target=0.7",  # so that the bounds move
 ]
 REQUIRED = {
     "step",
@@ -81,6 +82,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "step 5/5" in output
     assert "reward 0." in output
     return run_dir
+
+
+def test_the_bounds_move(whole: Path) -> None:
+    """Or the comparisons below would compare constants."""
+    bounds = {(row["bapo/clip_low"], row["bapo/clip_high"]) for row in read_jsonl(whole / "updates.jsonl")}
+    assert len(bounds) > 3
+    assert any(0.6 < low < 0.9 or 1.2 < high < 3.0 for low, high in bounds)
 
 
 def test_the_record_is_complete(whole: Path) -> None:
@@ -167,7 +175,7 @@ def check_like(run_dir: Path, whole: Path) -> None:
         for name in ("policy/entropy", "policy/grad_norm", "policy/kl", "policy/loss", "bapo/contribution"):
             assert ours[name] == pytest.approx(theirs[name], rel=2e-2, abs=2e-4), name
         assert ours["reward/mean"] == theirs["reward/mean"]
-    [first, theirs, *_] = results(run_dir, "updates.jsonl")[:1] + results(whole, "updates.jsonl")[:1]
+    [first, *_], [theirs, *_] = (results(run, "updates.jsonl") for run in (run_dir, whole))
     for name in ("policy/entropy", "policy/grad_norm", "policy/loss", "bapo/contribution"):
         assert first[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
 
@@ -185,3 +193,27 @@ def test_torchrun_starts_the_same_program(whole: Path, tmp_path: Path) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     finish(start(run_dir, f"--rollout.replay={whole}", launcher=launcher))
     check_like(run_dir, whole)
+
+
+def test_sigint_to_the_command_alone_stops_its_processes(tmp_path: Path) -> None:
+    run_dir = tmp_path / "interrupted"
+    process = start(run_dir, "--parallel.tensor=2")
+    wait_for_steps(process, run_dir, 1)
+    os.kill(process.pid, signal.SIGINT)
+    output = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 130, output[-2000:]
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # nobody of its group is left
+
+
+def test_one_run_directory_has_one_run(whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "twice"
+    first = start(run_dir)
+    wait_for_steps(first, run_dir, 1)
+    second = start(run_dir, "--parallel.tensor=2")
+    output = second.communicate(timeout=200)[0].decode()
+    assert second.returncode == 2, output[-2000:]
+    assert "another process is writing to the run" in output
+    assert "Traceback" not in output
+    finish(first)
+    assert results(run_dir) == results(whole)

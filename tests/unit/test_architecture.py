@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "bapo_megatron"
 
 # Lower layers first; a module may import from its own layer and from those before it.
 LAYERS = [
-    {"types", "errors"},
+    {"types", "errors", "files"},
     {"algo"},
     {"config"},
     {"interfaces", "distributed"},

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from bapo_megatron.distributed import free_port
+from bapo_megatron.errors import CheckpointError
 from bapo_megatron.state.checkpoint import CheckpointStore
 
 
@@ -117,3 +118,21 @@ def test_a_broken_checkpoint_of_the_same_step_is_replaced(store: CheckpointStore
 def test_foreign_names_are_ignored(store: CheckpointStore) -> None:
     shutil.copytree(store.folder / "step_000020", store.folder / "step_000099.copy")
     assert store.latest().step == 20
+
+
+def test_the_newest_save_is_kept_though_broken_ones_have_later_steps(store: CheckpointStore) -> None:
+    store.save(30, write_policy(b"x"), {})
+    for step in (20, 30):
+        truncate(store.folder / f"step_{step:06d}")
+    store.save(10, write_policy(b"continued from before"), {"version": 7})
+    assert store.latest().trainer == {"version": 7}
+    assert [path.name for path in store.folder.iterdir()] == ["step_000010"]
+
+
+def test_all_broken_is_an_error_and_not_a_new_beginning(store: CheckpointStore) -> None:
+    for step in (10, 20):
+        truncate(store.folder / f"step_{step:06d}")
+    with pytest.raises(CheckpointError, match="no checkpoint of the run is whole") as caught:
+        store.latest()
+    assert "step_000010" in str(caught.value)
+    assert "move" in str(caught.value)

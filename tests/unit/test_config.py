@@ -43,6 +43,8 @@ def test_a_good_run_passes() -> None:
     ("change", "message"),
     [
         ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"optimizer": OptimizerConfig(beta2=1.5)}, "optimizer.beta2=1.5 must be at least 0 and below 1"),
         ({"batch": BatchConfig(pack_tokens=299)}, "set it to at least 300"),
         ({"parallel": ParallelConfig(tensor=0)}, "parallel.tensor=0 must be at least 1"),
         ({"parallel": ParallelConfig(sequence=True)}, "parallel.sequence needs parallel.tensor"),
@@ -159,6 +161,9 @@ def test_a_run_is_continued_only_with_its_own_settings(tmp_path: Path) -> None:
     store_config(run)
     check_same_run(run)
     check_same_run(dataclasses.replace(run, steps=500, parallel=ParallelConfig(tensor=2)))
+    with pytest.raises(ConfigError, match="steps: 100 in the run, 500 now"):
+        decaying = dataclasses.replace(run, optimizer=OptimizerConfig(decay="cosine"))
+        check_same_run(dataclasses.replace(decaying, steps=500))
     with pytest.raises(ConfigError, match=r"optimizer.lr: 2e-06 in the run, 0.1 now"):
         check_same_run(dataclasses.replace(run, optimizer=OptimizerConfig(lr=0.1)))
 

@@ -20,7 +20,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.fixture()
+@pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Task 5 of 8 in a step on two nodes, and a scontrol that expands the node list."""
     variables = {

@@ -123,6 +123,18 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
         ({"hidden_size": "wide"}, "invalid literal"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 2.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                }
+            },
+            "low_freq_factor=2.0 is not supported; megatron-core has 1",
+        ),
     ],
 )
 def test_a_config_that_we_cannot_train_is_refused(change: dict, message: str) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout import journal
 from bapo_megatron.rollout.journal import ReplaySampler, read_step, step_path, write_step
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
 
@@ -119,7 +119,7 @@ def test_a_crash_while_writing_leaves_the_old_record(tmp_path: Path, monkeypatch
     def crash(_: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(journal.os, "fsync", crash)
+    monkeypatch.setattr(os, "fsync", crash)
     with pytest.raises(OSError, match="no space"):
         write_step(tmp_path, 1, StepBatch((), {}))
     assert_same(read_step(tmp_path, 1), batch())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.state.files import write_atomically
+from bapo_megatron.files import write_atomically
 from bapo_megatron.state.logs import EventLog, JsonlLog, finite_json, read_jsonl
 
 json_values = st.recursive(
@@ -34,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def write_steps(path: Path, *steps: int) -> None:
-    with JsonlLog(path) as log:
+    with closing(JsonlLog(path)) as log:
         for step in steps:
             log.append({"step": step})
 
@@ -46,7 +47,7 @@ def steps_in(path: Path) -> list[int]:
 @given(written=rows)
 def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, written: list[dict]) -> None:
     path = tmp_path_factory.mktemp("logs") / "log.jsonl"
-    with JsonlLog(path) as log:
+    with closing(JsonlLog(path)) as log:
         for row in written:
             log.append(row)
     assert read_jsonl(path) == [finite_json(row) for row in written]
@@ -85,7 +86,7 @@ def test_lines_reach_the_file_before_the_process_is_killed(path: Path) -> None:
 
 
 def test_infinities_and_nan_are_null(path: Path) -> None:
-    with JsonlLog(path) as log:
+    with closing(JsonlLog(path)) as log:
         log.append({"step": 1, "a": math.inf, "b": [math.nan, {"c": -math.inf}], "d": 0.5})
     assert path.read_text() == '{"step": 1, "a": null, "b": [null, {"c": null}], "d": 0.5}\n'
 
@@ -93,7 +94,7 @@ def test_infinities_and_nan_are_null(path: Path) -> None:
 def test_rewind_keeps_the_steps_up_to_the_given_one(path: Path) -> None:
     write_steps(path, 1, 2, 2, 3, 4)
     kept = path.read_bytes().split(b"\n")[:3]
-    with JsonlLog(path) as log:
+    with closing(JsonlLog(path)) as log:
         log.rewind(2)
         assert path.read_bytes().split(b"\n")[:-1] == kept
         log.append({"step": 3})
@@ -102,7 +103,7 @@ def test_rewind_keeps_the_steps_up_to_the_given_one(path: Path) -> None:
 
 
 def test_rewind_of_a_new_log_and_to_its_end_changes_nothing(path: Path) -> None:
-    with JsonlLog(path) as log:
+    with closing(JsonlLog(path)) as log:
         log.rewind(0)
         log.append({"step": 1})
         log.rewind(1)
@@ -112,7 +113,7 @@ def test_rewind_of_a_new_log_and_to_its_end_changes_nothing(path: Path) -> None:
 
 def test_rewind_refuses_lines_without_a_step(path: Path) -> None:
     path.write_text('{"step": 1}\n{"epoch": 1}\n')
-    with JsonlLog(path) as log, pytest.raises(ConfigError, match="line 2 has no whole number as its step"):
+    with closing(JsonlLog(path)) as log, pytest.raises(ConfigError, match="line 2 has no whole number as its step"):
         log.rewind(1)
 
 
@@ -125,7 +126,7 @@ def test_a_bad_line_in_the_middle_is_told_with_its_number(path: Path, bad: str) 
 
 def test_events_carry_their_kind_and_time(path: Path) -> None:
     before = datetime.now(UTC)
-    with EventLog(path) as log:
+    with closing(EventLog(path)) as log:
         log.event("resume", step=40, layout="tp2")
     (event,) = read_jsonl(path)
     assert list(event) == ["time", "kind", "step", "layout"]

@@ -15,7 +15,7 @@ from bapo_megatron.data.packing import (
     samples_of,
     split_into_updates,
 )
-from bapo_megatron.types import Group, Prompt, Rollout
+from bapo_megatron.types import Group, PackLayout, Prompt, Rollout
 
 
 def sample(prompt: list[int], response: list[int], advantage: float = 1.0, version: int = 0) -> Sample:
@@ -52,7 +52,7 @@ def test_documents_follow_each_other_and_positions_restart() -> None:
 
 
 def test_length_is_rounded_up_and_padding_counts_nowhere() -> None:
-    [pack] = pack_samples([sample([1], [2, 3])], pack_tokens=16, multiple_of=4)
+    [pack] = pack_samples([sample([1], [2, 3])], 16, layout=PackLayout(length_multiple=4))
     assert pack.token_T.tolist() == [1, 2, 0, 0]
     assert pack.mask_T.tolist() == [1, 1, 0, 0]
     assert pack.cu_seqlens.tolist() == [0, 2, 4]
@@ -60,7 +60,7 @@ def test_length_is_rounded_up_and_padding_counts_nowhere() -> None:
 
 def test_long_padding_is_cut_into_documents() -> None:
     samples = [sample([1], [2] * 1299), sample([1], [2])]
-    packs = [pack_samples(samples, 1400, data_rank=rank, data_size=2)[0] for rank in range(2)]
+    packs = [pack_samples(samples, 1400, layout=PackLayout(rank, 2))[0] for rank in range(2)]
     assert [pack.cu_seqlens.tolist() for pack in packs] == [[0, 1299], [0, 1, 513, 1025, 1299]]
 
 
@@ -81,11 +81,20 @@ def test_every_sample_is_in_one_pack_and_no_pack_overflows(
     assert len(packs) % data_size == 0
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 4))
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=20),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
 @settings(deadline=None, max_examples=50)
-def test_ranks_share_the_samples_and_the_shape(lengths: list[int], data_size: int, multiple: int) -> None:
+def test_ranks_share_the_samples_and_the_shape(
+    lengths: list[int], data_size: int, multiple: int, count: int
+) -> None:
     samples = [sample([1], list(range(n))) for n in lengths]
-    ranks = [pack_samples(samples, 40, "token", rank, data_size, multiple) for rank in range(data_size)]
+    layouts = [PackLayout(rank, data_size, multiple, count) for rank in range(data_size)]
+    ranks = [pack_samples(samples, 40, "token", layout) for layout in layouts]
+    assert len(ranks[0]) % count == 0
     assert len({len(packs) for packs in ranks}) == 1
     shapes = {pack.token_T.numel() for packs in ranks for pack in packs}
     assert len(shapes) == 1

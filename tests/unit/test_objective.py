@@ -1,0 +1,148 @@
+"""The vectors behind an update's loss and metrics, with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from bapo_megatron.algo.bapo import balanced, fixed, grpo, published_code
+from bapo_megatron.algo.objective import (
+    contribution_fn,
+    loss_fn,
+    search,
+    update_metric_names,
+    update_metrics,
+)
+from bapo_megatron.types import MicroBatch, TokenStats
+
+LN = math.log
+
+
+def pack(
+    advantages: list[float], rollout: list[float], weights: list[float], versions: list[int]
+) -> MicroBatch:
+    """Tokens with these fields; a token counts if its weight is not 0."""
+    count = len(advantages)
+    weight_T = torch.tensor(weights)
+    return MicroBatch(
+        token_T=torch.zeros(count, dtype=torch.int64),
+        label_T=torch.zeros(count, dtype=torch.int64),
+        position_T=torch.arange(count),
+        mask_T=(weight_T != 0).float(),
+        weight_T=weight_T,
+        advantage_T=torch.tensor(advantages),
+        rollout_log_prob_T=torch.tensor(rollout),
+        version_T=torch.tensor(versions, dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, count], dtype=torch.int32),
+        max_seqlen=count,
+        rows=((0, 0, count),),
+    )
+
+
+# Three tokens that count and one that does not. Ratios 2, 1/2 and 1; sampled by versions 3, 5 and 4.
+PACK = pack([1.0, -2.0, 3.0, 9.0], [-1.0, -1.0, -2.0, -7.0], [0.5, 2.0, 1.0, 0.0], [3, 5, 4, 0])
+STATS = TokenStats(
+    log_prob_T=torch.tensor([-1.0 + LN(2.0), -1.0 - LN(2.0), -2.0, -1.0]),
+    entropy_T=torch.tensor([0.3, 0.6, 0.9, 99.0]),
+)
+DUMMY = pack([0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0, 0])
+DUMMY_STATS = TokenStats(torch.tensor([-3.0, -4.0]), torch.tensor([5.0, 6.0]))
+
+
+def test_loss_and_metrics_of_fixed_bounds_by_hand() -> None:
+    """Bounds (0.8, 1.2): token 1 is clipped at 1.2, token 2 at 0.8.
+
+    Loss: -(0.5 * 1 * 1.2 + 2 * -2 * 0.8 + 1 * 3 * 1) = -(0.6 - 3.2 + 3) = -0.4, over 3 tokens.
+    KL: (2 - 1 - ln 2) + (0.5 - 1 + ln 2) + 0 = 0.5. |log r|: 2 ln 2. Staleness at version 6: 3 + 1 + 2.
+    """
+    config = grpo()
+    found = search(contribution_fn(config)(STATS, PACK), config)
+    sums = loss_fn(found, config, version=6)(STATS, PACK)
+    metrics = update_metrics(sums, found, config)
+    assert float(sums[0]) == pytest.approx(-0.4, abs=1e-6)
+    expected = {
+        "policy/loss": -0.4 / 3,
+        "policy/entropy": 0.6,
+        "policy/kl": 0.5 / 3,
+        "policy/ratio_gap": 2 * LN(2) / 3,
+        "rollout/staleness_mean": 2.0,
+        "bapo/clip_fraction_high": 1 / 3,
+        "bapo/clip_fraction_low": 1 / 3,
+        "bapo/positive_token_fraction": 2 / 3,
+        "bapo/clip_low": 0.8,
+        "bapo/clip_high": 1.2,
+        "bapo/rounds": 0.0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    # Weights count: P = 0.5 * 1.2 + 3 and N = 2 * 2 * 0.8, clipped values included.
+    assert metrics["contribution/surrogate_absolute_uniform"] == pytest.approx(3.6 / 6.8)
+    assert metrics["contribution/surrogate_ratio_uniform"] == pytest.approx(3.6 / 3.2)
+    # Alive are only the third token (positive) and none of the negatives.
+    assert metrics["contribution/gradient_absolute_uniform"] == pytest.approx(1.0)
+
+
+def test_gradient_reaches_only_live_tokens() -> None:
+    """d loss / d log pi = -w r A for the token that is not clipped, else 0."""
+    log_prob = STATS.log_prob_T.clone().requires_grad_()
+    config = grpo()
+    found = search(contribution_fn(config)(STATS, PACK), config)
+    loss_fn(found, config, 6)(TokenStats(log_prob, STATS.entropy_T), PACK)[0].backward()
+    assert log_prob.grad.tolist() == pytest.approx([0.0, 0.0, -3.0, 0.0])
+
+
+def test_a_search_over_two_packs_moves_the_bounds_of_both() -> None:
+    """P = 1.2 (c_high = 1.2) against N = 4 at ratio 1: 0.4 needs P >= 8/3, and r = 2 caps P at 2."""
+    config = dataclasses.replace(balanced(), target=0.3)
+    positive = pack([1.0], [-1.0], [1.0], [0])
+    negative = pack([-1.0, -1.0, -1.0, -1.0], [-1.0] * 4, [1.0] * 4, [0] * 4)
+    up = TokenStats(torch.tensor([-1.0 + LN(2.0)]), torch.zeros(1))
+    same = TokenStats(torch.full((4,), -1.0), torch.zeros(4))
+    measure = contribution_fn(config)
+    found = search(measure(up, positive) + measure(same, negative), config)
+    # Under `gradient` the positive token is dead until c_high is above 2: the 17th value is 2.0, so 2.05.
+    assert found.bounds.high == pytest.approx(2.05)
+    assert found.bounds.low == 0.6
+    assert found.bounds.reached
+    assert found.bounds.contribution == pytest.approx(2 / 6)
+
+
+@pytest.mark.parametrize("config", [balanced(), published_code(), fixed(0.5, 2.0)])
+def test_a_dummy_pack_counts_nowhere(config) -> None:  # type: ignore[no-untyped-def]
+    measure = contribution_fn(config)
+    assert not measure(DUMMY_STATS, DUMMY).any()
+    found = search(measure(STATS, PACK), config)
+    for used in (found, None):
+        assert not loss_fn(used, config, 6)(DUMMY_STATS, DUMMY).any()
+
+
+def test_micro_batch_scope_searches_each_pack_and_logs_the_mean() -> None:
+    """One pack stays at its starts, one runs to its ends; the dummy is not in the mean."""
+    config = dataclasses.replace(balanced(), scope="micro_batch")
+    positive = pack([1.0], [-1.0], [1.0], [0])
+    negative = pack([-1.0], [-1.0], [1.0], [0])
+    stats = TokenStats(torch.tensor([-1.0]), torch.zeros(1))
+    loss = loss_fn(None, config, 0)
+    sums = loss(stats, positive) + loss(stats, negative) + loss(DUMMY_STATS, DUMMY)
+    metrics = update_metrics(sums, None, config)
+    assert metrics["bapo/clip_high"] == pytest.approx((1.2 + 3.0) / 2)
+    assert metrics["bapo/clip_low"] == pytest.approx((0.6 + 0.9) / 2)
+    assert metrics["bapo/rounds"] == pytest.approx(51 / 2)
+    assert metrics["bapo/reached"] == 0.5
+    assert metrics["contribution/gradient_absolute_uniform"] == 0.5
+
+
+def test_names_are_the_same_whatever_the_config() -> None:
+    names = set(update_metric_names(balanced()))
+    assert names == set(update_metric_names(published_code()))
+    assert sum(name.startswith("contribution/") for name in names) == 12
+
+
+def test_logged_bounds_of_an_update_are_candidates_to_the_bit() -> None:
+    config = dataclasses.replace(balanced(), low_start=0.62, low_end=0.62)
+    found = search(contribution_fn(config)(STATS, PACK), config)
+    loss = loss_fn(found, config, 0)
+    sums = sum(loss(STATS, PACK) for _ in range(15))
+    assert update_metrics(sums, found, config)["bapo/clip_low"] == 0.62

@@ -18,7 +18,7 @@ def version() -> str:
 setup(
     name="bapo-megatron",
     version=version(),
-    description="BAPO: off-policy RL of reasoning models on megatron-core and SGLang",
+    description="BAPO: off-policy RL of reasoning models on megatron-core",
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

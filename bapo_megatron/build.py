@@ -51,7 +51,8 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     first_step = _continue(policy, sampler, store)
     recorder = None
     if is_main():
-        store_config(config)
+        if first_step <= config.steps:
+            store_config(config)
         recorder = Recorder(config, first_step)
     sync.push(policy)
     try:

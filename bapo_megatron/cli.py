@@ -47,7 +47,9 @@ def run(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nstopped; the same command continues from the last checkpoint", file=sys.stderr)
+        print(
+            "\nstopped; the same command continues from its last checkpoint, if it has one", file=sys.stderr
+        )
         return 130
     return 0
 
@@ -57,12 +59,14 @@ def _train(arguments: Sequence[str]) -> None:
     from bapo_megatron.distributed import launched_world_size, run_processes
     from bapo_megatron.policy.layout import data_parallel_size
     from bapo_megatron.preflight import check_run
+    from bapo_megatron.state.run_directory import check_writable
 
     config = _configured("train", RunConfig, arguments)
     launched = launched_world_size()
     first = launched is None or os.environ["RANK"] == "0"
     data = data_parallel_size(config.parallel, launched)
     check_run(config, read_dataset=first)
+    check_writable(config.directory)
     if launched is not None:
         train_process(config)
     else:

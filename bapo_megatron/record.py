@@ -28,8 +28,14 @@ class Recorder:
         self._metrics = MetricsLog(directory, config.logging, first_step - 1, settings)
         self._progress = Progress(config.steps, first_step)
         self._events = EventLog(directory / "events.jsonl")
-        kind = "start" if first_step == 1 else "resume"
-        self._events.event(kind, step=first_step, processes=torch.distributed.get_world_size())
+        if first_step > config.steps:
+            print(f"{directory} has made its {config.steps} steps; more --steps or another --run-dir go on")
+            return
+        kind, processes = "start" if first_step == 1 else "resume", torch.distributed.get_world_size()
+        self._events.event(kind, step=first_step, processes=processes)
+        print(
+            f"{directory}: {kind} at step {first_step} of {config.steps}, processes: {processes}", flush=True
+        )
 
     def batch(self, step: int, batch: StepBatch) -> None:
         """Keep the step's rollouts."""

@@ -31,6 +31,8 @@ def run_sft(config: SftConfig) -> None:
         if is_main() and (update % 20 == 0 or update == config.updates):
             print(f"update {update}/{config.updates} loss {loss / tokens:.4f}", flush=True)
     export_hf(policy.hf_weights(), config.model.hf_path, config.output)
+    if is_main():
+        print(f"Hugging Face model: {config.output}")
 
 
 def next_token_loss(stats: TokenStats, batch: MicroBatch) -> Tensor:
@@ -68,4 +70,10 @@ def load_solutions(config: SftConfig, tokenizer: Any) -> list[Sample]:
             advantage=1.0,
         )
 
-    return [sample(prompt) for prompt in problems.prompts]
+    samples = [sample(prompt) for prompt in problems.prompts]
+    longest = max(one.positions for one in samples)
+    if longest > config.batch.pack_tokens:
+        raise ConfigError(
+            f"batch.pack_tokens={config.batch.pack_tokens} is too small for a sample of {longest} tokens"
+        )
+    return samples

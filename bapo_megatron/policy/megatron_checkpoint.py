@@ -30,6 +30,8 @@ def save(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     if dist.get_rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
+    for _, adam in _torch_adams(optimizer):
+        _create_adam_state(adam)
     dist_checkpointing.save(
         _state(model, optimizer, loading=False),
         str(path),
@@ -76,7 +78,7 @@ def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
 
 
 def _create_adam_state(adam: torch.optim.Optimizer) -> None:
-    """Repair 1: torch makes the moments at the first step, megatron wants to load into them."""
+    """Repair 1: torch makes the moments at the first step; megatron saves and loads them before, too."""
     for parameter in (p for group in adam.param_groups for p in group["params"]):
         state = adam.state[parameter]
         if not state:

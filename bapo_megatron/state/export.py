@@ -54,7 +54,9 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_byt
     held: dict[str, Tensor] = {}
 
     def flush() -> None:
-        save_file(held, folder / _shard_name(len(shards)), metadata={"format": "pt"})
+        path = folder / _shard_name(len(shards))
+        save_file(held, path, metadata={"format": "pt"})
+        path.chmod((folder / "config.json").stat().st_mode)  # safetensors writes for its owner alone
         shards.append(list(held))
         held.clear()
 

@@ -24,10 +24,18 @@ FORMAT = 1
 _MAY_CHANGE = ("steps", "run_dir", "parallel.", "checkpoint.", "logging.", "batch.recompute")
 
 
+def check_writable(directory: Path) -> None:
+    """ConfigError if the run directory cannot be made or written to."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / ".lock").touch()
+    except OSError as error:
+        raise ConfigError(f"the run directory {directory} cannot be written: {error}; name another") from None
+
+
 @contextmanager
 def only_writer(directory: Path) -> Iterator[None]:
     """Hold the directory's lock, or ConfigError if another process writes to the run."""
-    directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -39,8 +47,9 @@ def only_writer(directory: Path) -> Iterator[None]:
 def check_same_run(config: RunConfig) -> None:
     """ConfigError if the run directory belongs to a run that computes something else."""
     stored = read_config(config.directory)
-    if stored is None:
-        return
+    metrics = config.directory / "metrics.jsonl"
+    if stored is None or not metrics.exists() or metrics.stat().st_size == 0:
+        return  # no step was made yet: nothing to contradict
     ours = _as_json(config)
     # A schedule that decays is stretched over the steps: with more of them it is another schedule.
     may_change = _MAY_CHANGE if config.optimizer.decay == "constant" else _MAY_CHANGE[1:]

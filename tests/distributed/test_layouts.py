@@ -254,6 +254,6 @@ def bf16_loss(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> 
         1,
         0.7,
     )
-    packs = pack_samples(samples, 96, "token", policy.pack_layout)
+    packs = pack_samples(samples, 96, "sequence", policy.pack_layout)
     found = search(policy.token_sums(packs, contribution_fn(BOUNDS)), BOUNDS)
     return float(policy.update(packs, loss_fn(found, BOUNDS, 0)).sums[0])

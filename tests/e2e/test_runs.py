@@ -145,7 +145,7 @@ def test_ctrl_c_says_how_to_go_on(whole: Path, tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     output = process.communicate(timeout=60)[0].decode()
     assert process.returncode == 130
-    assert "the same command continues" in output
+    assert "the same command continues from its last checkpoint" in output
     assert "Traceback" not in output
     finish(start(run_dir))
     assert results(run_dir) == results(whole)

@@ -24,7 +24,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.hf_config import ModelShape
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.recipe import load_recipe
-from bapo_megatron.state.run_directory import check_same_run, only_writer, store_config
+from bapo_megatron.state.run_directory import check_same_run, check_writable, only_writer, store_config
 
 GOOD = RunConfig(
     "good",
@@ -159,6 +159,8 @@ def test_a_run_is_continued_only_with_its_own_settings(tmp_path: Path) -> None:
     run = dataclasses.replace(GOOD, run_dir=tmp_path)
     check_same_run(run)
     store_config(run)
+    check_same_run(dataclasses.replace(run, optimizer=OptimizerConfig(lr=0.1)))  # no step was made yet
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     check_same_run(run)
     check_same_run(dataclasses.replace(run, steps=500, parallel=ParallelConfig(tensor=2)))
     with pytest.raises(ConfigError, match="steps: 100 in the run, 500 now"):
@@ -176,7 +178,14 @@ def test_a_run_directory_of_another_format_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
     refusal = pytest.raises(ConfigError, match="another process is writing")
+    check_writable(tmp_path)
     with only_writer(tmp_path), refusal, only_writer(tmp_path):
         pass
     with only_writer(tmp_path):
         pass
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_writable(tmp_path / "file")

@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -113,7 +113,10 @@ def test_rewind_of_a_new_log_and_to_its_end_changes_nothing(path: Path) -> None:
 
 def test_rewind_refuses_lines_without_a_step(path: Path) -> None:
     path.write_text('{"step": 1}\n{"epoch": 1}\n')
-    with closing(JsonlLog(path)) as log, pytest.raises(ConfigError, match="line 2 has no whole number as its step"):
+    with (
+        closing(JsonlLog(path)) as log,
+        pytest.raises(ConfigError, match="line 2 has no whole number as its step"),
+    ):
         log.rewind(1)
 
 

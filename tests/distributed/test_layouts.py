@@ -257,3 +257,30 @@ def bf16_loss(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> 
     packs = pack_samples(samples, 96, "sequence", policy.pack_layout)
     found = search(policy.token_sums(packs, contribution_fn(BOUNDS)), BOUNDS)
     return float(policy.update(packs, loss_fn(found, BOUNDS, 0)).sums[0])
+
+
+def save_before_any_update(folder: Path, samples: list[Sample], path: Path) -> tuple[list, list]:
+    """What two updates give on a fresh policy, and on one that has loaded its untouched checkpoint."""
+
+    def policy() -> MegatronPolicy:
+        model, batch = ModelConfig(folder, "float32"), BatchConfig(pack_tokens=96)
+        return MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(lr=1e-3), 4)
+
+    def go(policy: MegatronPolicy) -> list[tuple[float, float]]:
+        packs = pack_samples(samples, 96)
+        found = search(torch.zeros(8, dtype=torch.float64), grpo())
+        results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(2)]
+        return [(float(r.sums[0]), r.grad_norm) for r in results]
+
+    fresh = policy()
+    fresh.save(path)
+    loaded = policy()
+    loaded.load(path, 0)
+    return go(fresh), go(loaded)
+
+
+def test_a_checkpoint_before_any_update(qwen2: Path, samples: list[Sample], tmp_path: Path) -> None:
+    """A hard dataset may give no informative group until the first checkpoint is due."""
+    arguments = (qwen2, samples, tmp_path / "policy")
+    [(fresh, loaded)] = run_layout(save_before_any_update, ParallelConfig(), *arguments)
+    assert fresh == loaded

@@ -26,7 +26,8 @@ SHORT = [
     "--rollout.prompts-per-step=6",
     "--rollout.group-size=4",
     "--optimizer.warmup-updates=20",  # the schedule's place must come back, too
-    "--algorithm.bounds.target=0.7",  # so that the bounds move
+    "--optimizer.lr=2e-4",  # so that ratios leave 1, and the bounds move
+    "--algorithm.bounds.target=0.65",
 ]
 REQUIRED = {
     "step",
@@ -87,7 +88,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_bounds_move(whole: Path) -> None:
     """Or the comparisons below would compare constants."""
     bounds = {(row["bapo/clip_low"], row["bapo/clip_high"]) for row in read_jsonl(whole / "updates.jsonl")}
-    assert len(bounds) > 3
+    assert len(bounds) >= 3
     assert any(0.6 < low < 0.9 or 1.2 < high < 3.0 for low, high in bounds)
 
 
@@ -173,7 +174,7 @@ def check_like(run_dir: Path, whole: Path) -> None:
         assert ours["bapo/clip_low"] == theirs["bapo/clip_low"]
         assert ours["bapo/clip_high"] == theirs["bapo/clip_high"]
         for name in ("policy/entropy", "policy/grad_norm", "policy/kl", "policy/loss", "bapo/contribution"):
-            assert ours[name] == pytest.approx(theirs[name], rel=2e-2, abs=2e-4), name
+            assert ours[name] == pytest.approx(theirs[name], rel=5e-3, abs=1e-5), name
         assert ours["reward/mean"] == theirs["reward/mean"]
     [first, *_], [theirs, *_] = (results(run, "updates.jsonl") for run in (run_dir, whole))
     for name in ("policy/entropy", "policy/grad_norm", "policy/loss", "bapo/contribution"):

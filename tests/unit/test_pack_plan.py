@@ -44,6 +44,18 @@ def test_attention_is_balanced_over_ranks_at_one_length() -> None:
     assert plan == [[[0], [3, 4]], [[1, 6], [2, 5]]]
 
 
+def test_at_one_length_tokens_do_not_count() -> None:
+    """Packs of 2 on two ranks: 2 | empty against 1 1 | 1 1, attention 4 : 4, although tokens are 2 : 4."""
+    layout = PackLayout(data_size=2, count_multiple=2, quadratic=1.0, fixed_length=True)
+    assert plan_packs([2, 1, 1, 1, 1], 2, layout) == [[[0], []], [[1, 4], [2, 3]]]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_packs_of_a_rank_are_leveled(fixed: bool) -> None:
+    """Longest first gives 3 2 2 | 3 2; exchanging a 3 for a 2 makes it 6 : 6."""
+    assert plan_packs([3, 3, 2, 2, 2], 8, PackLayout(fixed_length=fixed)) == [[[0, 1], [2, 3, 4]]]
+
+
 def test_the_heaviest_pack_of_a_rank_comes_first() -> None:
     assert plan_packs([3, 5, 4], 5, PackLayout()) == [[[1], [2], [0]]]
 

@@ -84,6 +84,13 @@ def test_documents_are_padded_to_their_multiple() -> None:
     assert pack.max_seqlen == 4
 
 
+def test_documents_that_only_fit_without_their_padding_do_not_share_a_pack() -> None:
+    """5 and 5 take 8 and 8, which is more than 12."""
+    layout = PackLayout(length_multiple=4, document_multiple=4)
+    packs = pack_samples([sample([1], [2] * 5)] * 2, 12, layout=layout)
+    assert [pack.cu_seqlens.tolist() for pack in packs] == [[0, 8], [0, 8]]
+
+
 def test_padding_documents_obey_the_multiple() -> None:
     """512 is no multiple of 6, so padding is cut into 510; a multiple above 512 is itself the piece."""
     [pack] = pack_samples([sample([1], [2] * 5)], 1200, layout=PackLayout(0, 1, 1200, document_multiple=6))
@@ -106,6 +113,8 @@ def test_a_rank_without_samples_gets_dummies() -> None:
         assert dummy.mask_T.tolist() == [0, 0, 0, 0]
         assert dummy.cu_seqlens.tolist() == [0, 4]
         assert dummy.rows == ()
+    [dummy] = pack_samples([], 8, layout=PackLayout(1, 2, length_multiple=4, fixed_length=True))
+    assert dummy.cu_seqlens.tolist() == [0, 4]
 
 
 def test_a_sample_without_positions_takes_no_room() -> None:
@@ -113,6 +122,7 @@ def test_a_sample_without_positions_takes_no_room() -> None:
     [pack] = pack_samples([sample([1], [2, 3]), sample([], [4]), sample([5], [])], 8)
     assert pack.token_T.tolist() == [1, 2]
     assert pack.mask_T.tolist() == [1, 1]
+    assert pack.rollout_log_prob_T.tolist() == [-1, -2]
     assert pack.cu_seqlens.tolist() == [0, 2]
     assert pack.rows == ((0, 0, 2), (1, 2, 0), (2, 2, 0))
 

@@ -100,13 +100,15 @@ def pack_samples(
 ) -> list[MicroBatch]:
     """This rank's micro-batches of one update, all of the same length on all ranks."""
     layout = layout or PackLayout()
-    lengths = [sample.positions for sample in samples]
+    lengths = [
+        -(-sample.positions // layout.document_multiple) * layout.document_multiple for sample in samples
+    ]
     packs = plan_packs(lengths, pack_tokens, layout.data_size * layout.count_multiple)
     fullest = max(sum(lengths[i] for i in pack) for pack in packs)
     length = max(1, -(-fullest // layout.length_multiple)) * layout.length_multiple
     weights = _loss_weights(samples, loss_mean)
     mine = packs[layout.data_rank :: layout.data_size]
-    return [_build(samples, weights, pack, length) for pack in mine]
+    return [_build(samples, weights, pack, length, layout.document_multiple) for pack in mine]
 
 
 def _loss_weights(samples: Sequence[Sample], loss_mean: str) -> list[float]:
@@ -122,7 +124,7 @@ def _loss_weights(samples: Sequence[Sample], loss_mean: str) -> list[float]:
 
 
 def _build(
-    samples: Sequence[Sample], weights: Sequence[float], pack: Sequence[int], length: int
+    samples: Sequence[Sample], weights: Sequence[float], pack: Sequence[int], length: int, multiple: int
 ) -> MicroBatch:
     columns = {name: torch.zeros(length, dtype=dtype) for name, dtype in _FIELDS.items()}
     bounds, rows = [0], []
@@ -130,10 +132,10 @@ def _build(
         sample, start = samples[index], bounds[-1]
         end = start + sample.positions
         _fill(columns, sample, weights[index], start, end)
-        bounds.append(end)
+        bounds.append(start + -(-sample.positions // multiple) * multiple)
         rows.append((index, start, sample.positions))
     while bounds[-1] < length:
-        bounds.append(min(length, bounds[-1] + _PADDING_DOCUMENT))
+        bounds.append(min(length, bounds[-1] + -(-_PADDING_DOCUMENT // multiple) * multiple))
     return MicroBatch(
         **columns,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),

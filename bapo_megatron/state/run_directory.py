@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.config import RunConfig, flat
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config_checks import flat
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.files import write_atomically
 

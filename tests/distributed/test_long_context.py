@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 LIMIT = 65536
 BOUNDS = dataclasses.replace(balanced(), target=0.45)
-# Far above every gradient, so that Adam's first step moves each weight by lr x gradient.
-OPTIMIZER = OptimizerConfig(lr=1e6, eps=1e6, weight_decay=0.0, clip_grad=1e9)
+# Far above every gradient, so that Adam's first step moves each weight by lr / eps x gradient.
+OPTIMIZER = OptimizerConfig(lr=1e9, eps=1e6, weight_decay=0.0, clip_grad=1e9)
 
 
 class Answer(NamedTuple):
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 
 def answer(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> Answer:
     torch.set_num_threads(2 if parallel.model_size == 1 else 1)
-    batch = BatchConfig(pack_tokens=LIMIT, recompute="full")
+    batch = BatchConfig(pack_tokens=LIMIT)
     policy = MegatronPolicy(ModelConfig(folder, "float32"), parallel, batch, OPTIMIZER, 1)
     before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     packs = pack_samples(samples, LIMIT, layout=policy.pack_layout)
@@ -46,7 +46,8 @@ def answer(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> Ans
         for pack, values in zip(packs, stats, strict=True)
         for row, start, length in pack.rows
     }
-    found = search(policy.token_sums(packs, contribution_fn(BOUNDS)), BOUNDS)
+    measure = contribution_fn(BOUNDS)
+    found = search(sum(measure(*pair) for pair in zip(stats, packs, strict=True)), BOUNDS)
     result = policy.update(packs, loss_fn(found, BOUNDS, 0))
     gradient = {name: before[name] - tensor for name, tensor in policy.hf_weights()}
     return Answer(log_probs, found.bounds, float(result.sums[0]), result.grad_norm, gradient)

@@ -45,7 +45,7 @@ class Clipping:
         if config.scope == "micro_batch":
             return SearchedLoss(measure, lambda sums: make(search(sums, config)), "micro_batch"), None
         if sum_count(config) == 2:
-            sums = torch.zeros(2)
+            sums = torch.zeros(4 * 2, dtype=torch.float64)  # any will do
         elif config.scope == "lagged" and self._previous is not None:
             sums = self._previous
         elif on_policy and self._known_ratio:

@@ -324,8 +324,6 @@ def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
         yield "parallel.sequence needs parallel.tensor of at least 2: it splits over the TP ranks"
     if parallel.virtual > 1 and parallel.pipeline == 1:
         yield f"parallel.virtual={parallel.virtual} needs parallel.pipeline of at least 2"
-    if parallel.context > 1:
-        yield f"parallel.context={parallel.context}: context parallelism is not in this version; set it to 1"
 
 
 def _bounds_problems(bounds: BoundsConfig) -> Iterator[str]:

@@ -62,7 +62,6 @@ def message_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: s
         (["--model.hf-path=missing"], "missing: no config.json there"),
         (["--parallel.tensor=3"], "parallel.tensor=3 does not divide"),
         (["--parallel.pipeline=3"], "does not divide the model's 4 layers"),
-        (["--parallel.context=2"], "context parallelism is not in this version"),
         (["--algorithm.bounds.low-end=0.1"], "algorithm.bounds.low_end=0.1"),
         (["--algorithm.bounds.target=2"], "algorithm.bounds.target=2"),
         (["--rollout.max-response-tokens=500"], "max_position_embeddings (256)"),

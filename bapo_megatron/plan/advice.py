@@ -45,9 +45,9 @@ class Change:
 def smallest_changes(plan: Plan) -> list[Change]:
     """The smallest change that makes the training fit; and the smallest on the same GPUs, if it is another.
 
-    Small is: fewest flags, then least GPU time for a token, links fully exposed. Empty if none was found.
+    Small is: fewest flags, then fewest GPUs, then least GPU time for a token, links fully exposed. Empty if none was found.
     """
-    best: dict[bool, tuple[tuple[int, float], Change]] = {}
+    best: dict[bool, tuple[tuple[int, int, float], Change]] = {}
     before = flat(plan.job.run)
     for job in _neighbours(plan.job):
         flags = _difference(before, flat(job.run))
@@ -58,7 +58,7 @@ def smallest_changes(plan: Plan) -> list[Change]:
         other = make_plan(job)
         if any(other.misfits()):
             continue
-        rank = (len(flags), other.cost)
+        rank = (len(flags), job.gpus, other.cost)
         for same in places:
             if same not in best or rank < best[same][0]:
                 best[same] = rank, Change(flags, job.gpus)

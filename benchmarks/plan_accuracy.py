@@ -3,8 +3,8 @@
     python -m benchmarks.plan_accuracy
 
 The policies, the layouts and the way to measure are those of tests/distributed/test_plan.py: weights,
-gradient buffers and optimizer state as they lie in memory, activations as the peak of all storages that autograd
-holds for the decoder layers. Writes benchmarks/results/plan_accuracy.md.
+gradient buffers and optimizer state as they lie in memory, activations as the peak of all storages that
+autograd holds for the decoder layers. Writes benchmarks/results/plan_accuracy.md.
 """
 
 from __future__ import annotations
@@ -66,14 +66,16 @@ def row(case: Case, stage: int, predicted: dict[str, float], measured: dict[str,
 def document(lines: list[str], worst: dict[str, float]) -> str:
     """The result file."""
     errors = ", ".join(f"{kind} {error:.1%}" for kind, error in worst.items())
+    machine = f"{platform.machine()}, torch {torch.__version__}"
+    packs = f"{PACKS} packs of {TOKENS} tokens"
     return "\n".join(
         [
             "# Memory: what `bapo plan` predicts against what is allocated",
             "",
             "Command: `python -m benchmarks.plan_accuracy`",
             "",
-            f"{platform.machine()}, torch {torch.__version__}, gloo, the torch layer spec. Models of 8 layers, hidden",
-            f"size 128; an update of {PACKS} packs of {TOKENS} tokens on every replica. kB predicted / measured on the",
+            f"{machine}, gloo, the torch layer spec. Models of 8 layers, hidden",
+            f"size 128; an update of {packs} on every replica. kB predicted / measured on the",
             "first rank of each stage; activations are the peak over the update.",
             "",
             f"Largest difference: {errors}.",

@@ -106,6 +106,11 @@ class _Widths:
         return self.b * (self.q + 2 * self.kv)
 
     @property
+    def copied_queries(self) -> float:
+        """Bytes of the queries where they are no view of the fused output: several KV groups on a rank."""
+        return self.b * self.q if self.kv_heads > 1 else 0.0
+
+    @property
     def rope(self) -> float:
         """Bytes of cosines and sines, for the queries and again for the keys."""
         return 4.0 * self.b * self.d
@@ -121,8 +126,9 @@ def _torch_layer(w: _Widths) -> _Layer:
     norm = 2 * _FP32 * w.h + _FP32
     qk_norm = 0.0
     if w.qk_norm:
-        copies = 1 if w.b == _FP32 else 2  # a float32 input is a view of the fused output
-        qk_norm = _FP32 * (copies * (w.q + w.kv) + w.heads + w.kv_heads) + (2 - copies) * w.fused
+        qk_norm = _FP32 * (w.q + w.kv + w.heads + w.kv_heads)
+        # Inputs that are float32 already are kept as they came, others as float32 copies.
+        qk_norm += w.fused + w.copied_queries if w.b == _FP32 else _FP32 * (w.q + w.kv)
     shared_fused = w.fused if w.qk_norm and w.b == _FP32 else 0.0
     core = w.fused + w.b * w.q + _FP32 * w.heads  # padded q, k, v, padded output, log-sum-exp
     return _Layer(
@@ -142,7 +148,7 @@ def _torch_layer(w: _Widths) -> _Layer:
 def _te_layer(w: _Widths) -> _Layer:
     """Norms are fused into the matrix that follows and keep their input as it came; flash attention."""
     norm = w.b * w.h + _FP32
-    qk_norm = _FP32 * (w.heads + w.kv_heads) if w.qk_norm else 0.0
+    qk_norm = w.copied_queries + _FP32 * (w.heads + w.kv_heads) if w.qk_norm else 0.0
     arguments = w.b * (w.q + w.kv) + w.fused
     statistics = _FP32 * w.heads + (2 * w.b * w.kv if w.ring else 0.0)
     return _Layer(

@@ -45,7 +45,8 @@ class Change:
 def smallest_changes(plan: Plan) -> list[Change]:
     """The smallest change that makes the training fit; and the smallest on the same GPUs, if it is another.
 
-    Small is: fewest flags, then fewest GPUs, then least GPU time for a token, links fully exposed. Empty if none was found.
+    Small is: fewest flags, then fewest GPUs, then least GPU time for a token with no communication hidden.
+    Empty if none was found.
     """
     best: dict[bool, tuple[tuple[int, int, float], Change]] = {}
     before = flat(plan.job.run)

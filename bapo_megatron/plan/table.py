@@ -56,9 +56,10 @@ def layout_name(job: Job) -> str:
 def _title(plan: Plan) -> Iterator[str]:
     job, batch = plan.job, plan.job.run.batch
     nodes = -(-job.gpus // GPUS_PER_NODE)
-    billions = total_parameters(job.shape) / 1e9
+    parameters = total_parameters(job.shape)
+    size = f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
     machines = f"{nodes} node{'s' * (nodes > 1)}"
-    yield f"{job.run.name}: {billions:.2f} B parameters, {job.gpus} x {job.gpu.name} ({machines})"
+    yield f"{job.run.name}: {size} parameters, {job.gpus} x {job.gpu.name} ({machines})"
     yield (
         f"{layout_name(job)}; packs of {batch.pack_tokens:,} tokens, {job.tokens:,.0f} a GPU; "
         f"recompute {batch.recompute}"
@@ -122,6 +123,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
     yield "Communication of one update: sent by the busiest GPU, and seconds at the link's stated rate"
     if not plan.traffic:
         yield "  none"
+        return
     rows = [["", "GB", "s", "over"]]
     rows += [[t.name, f"{t.sent / GB:,.1f}", f"{t.seconds:,.1f}", t.link] for t in plan.traffic]
     yield from _aligned(rows)

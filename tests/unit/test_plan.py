@@ -170,6 +170,16 @@ def test_activations_by_hand() -> None:
     assert halved.layer == (none.layer - 16 - 8) / 2 + 16 + 8
 
 
+def test_queries_are_copied_where_groups_are_several() -> None:
+    """Norms of queries keep their input: a view of the fused output, or a copy if groups interleave in it."""
+    normed = replace(SMALL, qk_norm=True)
+    extra = kept(normed, ONE, 2, "none", "te").layer - kept(SMALL, ONE, 2, "none", "te").layer
+    assert extra == 2 * 8 + 4 * (4 + 2)
+    two = ParallelConfig(tensor=2)  # one group on a rank
+    extra = kept(normed, two, 2, "none", "te").layer - kept(SMALL, two, 2, "none", "te").layer
+    assert extra == 4 * (2 + 1)
+
+
 def test_traffic_by_hand() -> None:
     """16 tokens x 8 wide x 2 B = 256 B a message, 8 packs."""
     kinds = {t.name: t for t in update_traffic(job(ParallelConfig(tensor=2, sequence=True)))}
@@ -301,6 +311,12 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "DOES NOT FIT" in text
     assert "Smallest change: --parallel.context 8  (takes 64 GPUs)" in text
+
+
+def test_the_documentation_shows_this_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """Paste the output of `bapo plan recipes/bp_math_32b_64k.py` into docs/planning.md when it changes."""
+    bapo(["plan", str(RECIPE)])
+    assert capsys.readouterr().out in (RECIPES.parent / "docs/planning.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,20 @@ def test_memory_by_hand() -> None:
     assert host_bytes(job()) == 20 * 2952
 
 
+def test_peaks_by_hand() -> None:
+    """Saving: a state gathered twice, and the own third; syncing: the largest parameter (256) twice."""
+    memory = stage_memory(job(ParallelConfig(data=3)), 0)
+    steady = (2 + 4 + 4) * 2952 + 3e9
+    assert memory.saving == pytest.approx(steady + 4 * 2952 * (2 + 1 / 3), abs=1e-3)
+    assert memory.syncing == steady + 2 * 256 * 2
+    assert memory.workspace == 16 * 2 * (4 * 16 + 2 * 8)
+    parts = memory.activations + memory.workspace + memory.head
+    assert memory.training == pytest.approx(steady + 1.05 * parts + memory.buffers, abs=1e-3)
+    assert memory.buffers == 3 * 16 * 44  # the fields of three packs
+    message = 2 * 16 * 8 * 2  # sent and received
+    assert stage_memory(job(ParallelConfig(pipeline=2)), 0).buffers == message + 8 * 16 * 44
+
+
 def test_activations_by_hand() -> None:
     """Transformer Engine, bytes for each token: h 8, q 8, kv 4, f 16, d 2, 4 heads."""
     attention = (16 + 4) + 16 + 4 * 2 * 2 + 16  # norm, its output, RoPE, the projection's input
@@ -230,6 +244,16 @@ def test_cache_by_hand() -> None:
     assert found.longest_sequences == int((0.85 * 80e9 * 4 - 65.5e9) / (67584 * 256 * 1024)) == 11
     assert not engines(planned(engine_tensor=1)).fits
     assert engines(planned(engine_gpus=2)).count == 0
+
+
+def test_decoding_by_hand() -> None:
+    """One engine of 4 GPUs, 8 responses: a step reads all weights and 8 caches of 2 + 14 / 2 tokens."""
+    found = engines(replace(job(), options=PlanOptions(mean_response_tokens=14, engine_gpus=4)))
+    step = (2952 * 2 + 8 * 9 * 64) / 4 / (0.6 * 3350e9)
+    assert found.running == 8
+    assert found.tokens_per_second == pytest.approx(8 / step)
+    assert found.step_seconds == pytest.approx(14 * step)
+    assert found.longest_seconds == pytest.approx(14 * (2952 * 2 + 7 * 64) / 4 / (0.6 * 3350e9))
 
 
 sizes = st.sampled_from([1, 2, 4, 8])

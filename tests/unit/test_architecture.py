@@ -18,7 +18,7 @@ LAYERS = [
     {"interfaces", "distributed"},
     {"data", "reward"},
     {"rollout", "policy", "sync", "state"},
-    {"progress", "report", "report_data", "report_panels", "report_plots", "recipe"},
+    {"progress", "report", "report_data", "report_panels", "report_plots", "recipe", "plan"},
     {"record", "clipping"},
     {"build", "sft"},
     {"preflight", "train"},

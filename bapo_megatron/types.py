@@ -109,8 +109,9 @@ class TokenStats(NamedTuple):
 class MicroBatch:
     """One ``thd`` pack. Every per-token field stands at the position of the token that *predicts* it.
 
-    Documents lie one after the other; document ``d`` takes ``cu_seqlens[d]:cu_seqlens[d + 1]``, padding
-    included. ``mask_T`` is 0 on prompts, padding and dummies, so such tokens count nowhere.
+    Documents lie one after the other; document ``d`` takes ``cu_seqlens[d]:cu_seqlens[d + 1]``, the padding
+    at its own end included. Padding at the end of the pack is cut into documents of its own. ``mask_T`` is 0
+    on prompts, padding and dummies, so such tokens count nowhere.
     """
 
     token_T: Tensor
@@ -133,7 +134,8 @@ class MicroBatch:
     """int32 [documents + 1]."""
     max_seqlen: int
     rows: tuple[tuple[int, int, int], ...]
-    """For each real document: index of its sample in the update, offset in the pack, predicting tokens."""
+    """For each real document: index of its sample in the update, offset in the pack, predicting tokens
+    (without the document's padding)."""
 
     def take(self, index: slice | Tensor) -> MicroBatch:
         """The tokens of ``index``: every per-token field indexed alike. The rest still tells of the pack."""
@@ -150,15 +152,24 @@ class PackLayout:
     data_size: int = 1
     """Replicas of the model; each has the same number of packs."""
     length_multiple: int = 1
-    """What the length of a pack must be divisible by; a multiple of ``document_multiple``."""
+    """What the length of a pack must be divisible by (TP under sequence parallelism); itself a multiple of
+    ``document_multiple``."""
     count_multiple: int = 1
     """What the number of packs of a replica must be divisible by (PP in the interleaved schedule)."""
     document_multiple: int = 1
-    """What the length of a document in a pack must be divisible by (2 x CP)."""
+    """What the length of each document must be divisible by (2 CP in zigzag context parallelism)."""
     fixed_length: bool = False
-    """Whether all packs of an update must have one length (the interleaved schedule)."""
+    """All packs of an update, on all ranks, have one length (interleaved schedule)."""
     quadratic: float = 0.0
-    """Cost of a pair of tokens of one document relative to a token's own: n tokens cost n + quadratic n^2."""
+    """Cost of attention: a document of n tokens costs n + quadratic n^2, in a token's linear work. A 32B
+    model has 65 GFLOP for a token, and 0.655 MFLOP n for its attention: 1e-5."""
+
+    def __post_init__(self) -> None:
+        if self.length_multiple % self.document_multiple:
+            raise ValueError(
+                f"length_multiple={self.length_multiple} is no multiple of "
+                f"document_multiple={self.document_multiple}"
+            )
 
 
 TokenFn = Callable[[TokenStats, MicroBatch], Tensor]

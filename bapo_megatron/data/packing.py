@@ -2,12 +2,11 @@
 
 A sample of n tokens has n - 1 predicting positions: position i holds token i as input and token i + 1 as
 label, with everything that is known about that label. All ranks compute the same plan from the same
-samples and each builds its own packs, so nothing is communicated.
+samples (``pack_plan.py``) and each builds its own packs, so nothing is communicated.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algo.advantages import group_advantages
+from bapo_megatron.data.pack_plan import plan_packs
 from bapo_megatron.types import Group, MicroBatch, PackLayout
 
 # Padding is cut into documents of at most this many tokens, so that attention over it stays cheap.
@@ -68,47 +68,25 @@ def split_into_updates(groups: Sequence[Group], updates: int, seed: Sequence[int
     return [[groups[i] for i in part] for part in parts]
 
 
-def plan_packs(lengths: Sequence[int], capacity: int, multiple: int) -> list[list[int]]:
-    """Indices of samples for each pack: longest first, each to the emptiest pack.
-
-    As few packs as hold everything, in a multiple of ``multiple``, so that every replica has the same
-    number; packs stay empty when there are fewer samples than packs. ValueError if a sample is longer than
-    ``capacity``.
-    """
-    if any(length > capacity for length in lengths):
-        raise ValueError(f"a sample of {max(lengths)} tokens does not fit into packs of {capacity}")
-    count = multiple * max(1, -(-sum(lengths) // (capacity * multiple)))
-    while True:
-        packs = _spread(lengths, count)
-        if all(sum(lengths[i] for i in pack) <= capacity for pack in packs):
-            return packs
-        count += multiple
-
-
-def _spread(lengths: Sequence[int], count: int) -> list[list[int]]:
-    packs: list[list[int]] = [[] for _ in range(count)]
-    heap = [(0, number) for number in range(count)]
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        filled, number = heapq.heappop(heap)
-        packs[number].append(index)
-        heapq.heappush(heap, (filled + lengths[index], number))
-    return packs
-
-
 def pack_samples(
     samples: Sequence[Sample], pack_tokens: int, loss_mean: str = "token", layout: PackLayout | None = None
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of one update, all of the same length on all ranks."""
+    """This rank's micro-batches of one update; every rank gets the same number (see ``pack_plan.py``).
+
+    A pack is at most ``pack_tokens`` long, rounded down to the layout's length multiple (a dummy for a rank
+    without samples has that multiple). ValueError if a sample does not fit.
+    """
     layout = layout or PackLayout()
-    lengths = [
-        -(-sample.positions // layout.document_multiple) * layout.document_multiple for sample in samples
-    ]
-    packs = plan_packs(lengths, pack_tokens, layout.data_size * layout.count_multiple)
-    fullest = max(sum(lengths[i] for i in pack) for pack in packs)
-    length = max(1, -(-fullest // layout.length_multiple)) * layout.length_multiple
+    lengths = [_round_up(sample.positions, layout.document_multiple) for sample in samples]
+    plan = plan_packs(lengths, pack_tokens, layout)
+    totals = [sum(lengths[i] for i in pack) for rank in plan for pack in rank]
+    shortest = max(totals) if layout.fixed_length else 1
     weights = _loss_weights(samples, loss_mean)
-    mine = packs[layout.data_rank :: layout.data_size]
-    return [_build(samples, weights, pack, length, layout.document_multiple) for pack in mine]
+    return [_build(samples, weights, pack, shortest, layout) for pack in plan[layout.data_rank]]
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _loss_weights(samples: Sequence[Sample], loss_mean: str) -> list[float]:
@@ -124,24 +102,39 @@ def _loss_weights(samples: Sequence[Sample], loss_mean: str) -> list[float]:
 
 
 def _build(
-    samples: Sequence[Sample], weights: Sequence[float], pack: Sequence[int], length: int, multiple: int
+    samples: Sequence[Sample],
+    weights: Sequence[float],
+    pack: Sequence[int],
+    shortest: int,
+    layout: PackLayout,
 ) -> MicroBatch:
-    columns = {name: torch.zeros(length, dtype=dtype) for name, dtype in _FIELDS.items()}
+    """The documents of ``pack`` and padding, at least ``shortest`` tokens long and never empty."""
     bounds, rows = [0], []
     for index in pack:
-        sample, start = samples[index], bounds[-1]
-        end = start + sample.positions
-        _fill(columns, sample, weights[index], start, end)
-        bounds.append(start + -(-sample.positions // multiple) * multiple)
-        rows.append((index, start, sample.positions))
-    while bounds[-1] < length:
-        bounds.append(min(length, bounds[-1] + -(-_PADDING_DOCUMENT // multiple) * multiple))
+        positions = samples[index].positions
+        rows.append((index, bounds[-1], positions))
+        if positions:  # attention kernels need not know documents without tokens
+            bounds.append(bounds[-1] + _round_up(positions, layout.document_multiple))
+    length = _round_up(max(1, shortest, bounds[-1]), layout.length_multiple)
+    columns = {name: torch.zeros(length, dtype=dtype) for name, dtype in _FIELDS.items()}
+    for start, end in pairwise(bounds):
+        columns["position_T"][start:end] = torch.arange(end - start)
+    for index, start, positions in rows:
+        if positions:
+            _fill(columns, samples[index], weights[index], start, start + positions)
+    bounds += _padding_bounds(bounds[-1], length, layout.document_multiple)
     return MicroBatch(
         **columns,
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
         max_seqlen=max(end - start for start, end in pairwise(bounds)),
         rows=tuple(rows),
     )
+
+
+def _padding_bounds(start: int, end: int, multiple: int) -> list[int]:
+    """Ends of the documents that fill ``start:end``."""
+    piece = max(1, _PADDING_DOCUMENT // multiple) * multiple
+    return [*range(start + piece, end, piece), end] if start < end else []
 
 
 _FIELDS = {
@@ -160,7 +153,6 @@ def _fill(columns: dict[str, Tensor], sample: Sample, weight: float, start: int,
     tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
     columns["token_T"][start:end] = tokens[:-1]
     columns["label_T"][start:end] = tokens[1:]
-    columns["position_T"][start:end] = torch.arange(end - start)
     answer = slice(end - sample.response_tokens, end)  # the positions that predict the response
     columns["mask_T"][answer] = 1.0
     columns["weight_T"][answer] = weight

@@ -24,6 +24,7 @@ from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, Para
 from bapo_megatron.interfaces import NamedTensors
 from bapo_megatron.policy import megatron_checkpoint
 from bapo_megatron.policy.device import select_device
+from bapo_megatron.policy.flops import attention_weight
 from bapo_megatron.policy.hf_config import read_model_shape
 from bapo_megatron.policy.hf_reader import HfReader
 from bapo_megatron.policy.model import build_chunks, transformer_config
@@ -56,6 +57,7 @@ class MegatronPolicy:
         self._parallel = parallel
         self.device = select_device()
         shape = read_model_shape(model.hf_path)
+        self._attention_weight = attention_weight(shape)
         dtype = _DTYPES[model.dtype]
         self._config = transformer_config(shape, parallel, batch, dtype)
         chunks = build_chunks(self._config, shape, max(shape.max_positions, batch.pack_tokens))
@@ -87,6 +89,7 @@ class MegatronPolicy:
             length_multiple=self._parallel.length_multiple,
             count_multiple=config.pipeline_model_parallel_size if interleaved else 1,
             fixed_length=interleaved,
+            quadratic=self._attention_weight,
         )
 
     def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from bapo_megatron.data.packing import (
     Sample,
     pack_samples,
-    plan_packs,
     samples_of,
     split_into_updates,
 )
-from bapo_megatron.types import Group, PackLayout, Prompt, Rollout
+from bapo_megatron.types import Group, MicroBatch, PackLayout, Prompt, Rollout
 
 
 def sample(prompt: list[int], response: list[int], advantage: float = 1.0, version: int = 0) -> Sample:
@@ -60,7 +59,8 @@ def test_length_is_rounded_up_and_padding_counts_nowhere() -> None:
 
 def test_long_padding_is_cut_into_documents() -> None:
     samples = [sample([1], [2] * 1299), sample([1], [2])]
-    packs = [pack_samples(samples, 1400, layout=PackLayout(rank, 2))[0] for rank in range(2)]
+    layouts = [PackLayout(rank, 2, fixed_length=True) for rank in range(2)]
+    packs = [pack_samples(samples, 1400, layout=layout)[0] for layout in layouts]
     assert [pack.cu_seqlens.tolist() for pack in packs] == [[0, 1299], [0, 1, 513, 1025, 1299]]
 
 
@@ -70,15 +70,56 @@ def test_sequence_mean_weighs_every_response_alike() -> None:
     assert pack.weight_T.tolist() == pytest.approx([2 / 3, 2 / 3, 2 / 3, 2.0])
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 5), st.integers(50, 120))
-@settings(deadline=None)
-def test_every_sample_is_in_one_pack_and_no_pack_overflows(
-    lengths: list[int], data_size: int, capacity: int
-) -> None:
-    packs = plan_packs(lengths, capacity, data_size)
-    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in pack) <= capacity for pack in packs)
-    assert len(packs) % data_size == 0
+def test_documents_are_padded_to_their_multiple() -> None:
+    """4 and 1 positions take 4 and 4; the pack of 8 is padded to 12 by a document of 4."""
+    layout = PackLayout(length_multiple=12, document_multiple=4)
+    [pack] = pack_samples([sample([3, 4], [5, 6, 7]), sample([1], [2], advantage=-1.0)], 12, "token", layout)
+    assert pack.cu_seqlens.tolist() == [0, 4, 8, 12]
+    assert pack.token_T.tolist() == [3, 4, 5, 6, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert pack.label_T.tolist() == [4, 5, 6, 7, 2, 0, 0, 0, 0, 0, 0, 0]
+    assert pack.position_T.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 0, 0, 0]
+    assert pack.mask_T.tolist() == pack.weight_T.tolist() == [0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert pack.advantage_T.tolist() == [0, 1, 1, 1, -1, 0, 0, 0, 0, 0, 0, 0]
+    assert pack.rows == ((0, 0, 4), (1, 4, 1))
+    assert pack.max_seqlen == 4
+
+
+def test_padding_documents_obey_the_multiple() -> None:
+    """512 is no multiple of 6, so padding is cut into 510; a multiple above 512 is itself the piece."""
+    [pack] = pack_samples([sample([1], [2] * 5)], 1200, layout=PackLayout(0, 1, 1200, document_multiple=6))
+    assert pack.cu_seqlens.tolist() == [0, 6, 516, 1026, 1200]
+    [pack] = pack_samples([sample([1], [2])], 1800, layout=PackLayout(0, 1, 1800, document_multiple=600))
+    assert pack.cu_seqlens.tolist() == [0, 600, 1200, 1800]
+
+
+def test_packs_are_padded_to_the_longest_only_where_asked() -> None:
+    samples = [sample([1], [2] * 9), sample([1], [2] * 3)]
+    for fixed, shapes in ((False, [10, 4]), (True, [10, 10])):
+        layouts = [PackLayout(rank, 2, 2, fixed_length=fixed) for rank in range(2)]
+        packs = [pack for layout in layouts for pack in pack_samples(samples, 10, layout=layout)]
+        assert [pack.token_T.numel() for pack in packs] == shapes
+
+
+def test_a_rank_without_samples_gets_dummies() -> None:
+    for samples in ([], [sample([1], [2] * 7)]):
+        [dummy] = pack_samples(samples, 8, layout=PackLayout(1, 2, length_multiple=4, document_multiple=2))
+        assert dummy.mask_T.tolist() == [0, 0, 0, 0]
+        assert dummy.cu_seqlens.tolist() == [0, 4]
+        assert dummy.rows == ()
+
+
+def test_a_sample_without_positions_takes_no_room() -> None:
+    """A single token predicts nothing and disturbs no neighbour."""
+    [pack] = pack_samples([sample([1], [2, 3]), sample([], [4]), sample([5], [])], 8)
+    assert pack.token_T.tolist() == [1, 2]
+    assert pack.mask_T.tolist() == [1, 1]
+    assert pack.cu_seqlens.tolist() == [0, 2]
+    assert pack.rows == ((0, 0, 2), (1, 2, 0), (2, 2, 0))
+
+
+def test_a_layout_of_multiples_that_do_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="length_multiple=6 is no multiple of document_multiple=4"):
+        PackLayout(length_multiple=6, document_multiple=4)
 
 
 @given(
@@ -86,28 +127,41 @@ def test_every_sample_is_in_one_pack_and_no_pack_overflows(
     st.integers(1, 4),
     st.integers(1, 4),
     st.integers(1, 4),
+    st.integers(1, 3),
+    st.booleans(),
 )
 @settings(deadline=None, max_examples=50)
 def test_ranks_share_the_samples_and_the_shape(
-    lengths: list[int], data_size: int, multiple: int, count: int
+    lengths: list[int], data_size: int, multiple: int, count: int, document: int, fixed: bool
 ) -> None:
     samples = [sample([1], list(range(n))) for n in lengths]
-    layouts = [PackLayout(rank, data_size, multiple, count) for rank in range(data_size)]
-    ranks = [pack_samples(samples, 40, "token", layout) for layout in layouts]
+    layouts = [
+        PackLayout(rank, data_size, multiple * document, count, document, fixed) for rank in range(data_size)
+    ]
+    ranks = [pack_samples(samples, 50, "token", layout) for layout in layouts]
+    assert {len(packs) for packs in ranks} == {len(ranks[0])}
     assert len(ranks[0]) % count == 0
-    assert len({len(packs) for packs in ranks}) == 1
-    shapes = {pack.token_T.numel() for packs in ranks for pack in packs}
-    assert len(shapes) == 1
-    assert shapes.pop() % multiple == 0
-    rows = [row[0] for packs in ranks for pack in packs for row in pack.rows]
-    assert sorted(rows) == list(range(len(samples)))
-    tokens = sum(float(pack.mask_T.sum()) for packs in ranks for pack in packs)
-    assert tokens == sum(lengths)
+    packs = [pack for packs in ranks for pack in packs]
+    assert sorted(row[0] for pack in packs for row in pack.rows) == list(range(len(samples)))
+    assert sum(float(pack.mask_T.sum()) for pack in packs) == sum(lengths)
+    for pack in packs:
+        check_shape(pack, multiple * document, document)
+    if fixed:
+        assert len({pack.token_T.numel() for pack in packs}) == 1
+    else:
+        for pack in packs:
+            documents = int(pack.cu_seqlens[len(pack.rows)])
+            assert pack.token_T.numel() - max(1, documents) < multiple * document
 
 
-def test_a_sample_longer_than_a_pack_is_refused() -> None:
-    with pytest.raises(ValueError, match="51 tokens does not fit into packs of 50"):
-        plan_packs([3, 51], 50, 1)
+def check_shape(pack: MicroBatch, multiple: int, document: int) -> None:
+    assert pack.token_T.numel() <= 50
+    assert pack.token_T.numel() % multiple == 0
+    assert pack.cu_seqlens[-1] == pack.token_T.numel()
+    assert not (pack.cu_seqlens % document).any()
+    for row, (_, start, length) in enumerate(pack.rows):
+        assert start == pack.cu_seqlens[row]
+        assert 0 <= pack.cu_seqlens[row + 1] - start - length < document
 
 
 def group(rewards: list[float]) -> Group:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from bapo_megatron.clipping import Clipping
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.prompts import PromptSet, load_prompts
 from bapo_megatron.data.tokenizer import load_tokenizer
@@ -30,6 +31,7 @@ class Run:
 
     config: RunConfig
     policy: Policy
+    clipping: Clipping
     sync: WeightSync
     checkpoints: CheckpointStore
     sampler: Sampler | None
@@ -48,7 +50,8 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     sampler = _sampler(config, engine) if is_main() else None
     sync = InProcessSync(engine)
     store = CheckpointStore(config.directory, config.checkpoint.keep_last)
-    first_step = _continue(policy, sampler, store)
+    clipping = Clipping(config.algorithm, config.batch.hold_forwards)
+    first_step = _continue(policy, clipping, sampler, store)
     recorder = None
     if is_main():
         if first_step <= config.steps:
@@ -56,7 +59,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         recorder = Recorder(config, first_step)
     sync.push(policy)
     try:
-        yield Run(config, policy, sync, store, sampler, recorder, first_step)
+        yield Run(config, policy, clipping, sync, store, sampler, recorder, first_step)
     finally:
         if recorder:
             recorder.close()
@@ -64,12 +67,13 @@ def open_run(config: RunConfig) -> Iterator[Run]:
             engine.close()
 
 
-def _continue(policy: Policy, sampler: Sampler | None, store: CheckpointStore) -> int:
+def _continue(policy: Policy, clipping: Clipping, sampler: Sampler | None, store: CheckpointStore) -> int:
     """Load the newest whole checkpoint; the number of the first step to make."""
     latest = share(store.latest() if is_main() else None)
     if latest is None:
         return 1
     policy.load(latest.policy, latest.trainer["version"])
+    clipping.load_state(latest.trainer["clipping"])
     if sampler:
         sampler.load_state(latest.trainer["sampler"])
     return latest.step + 1

@@ -24,6 +24,7 @@ usage: bapo COMMAND ...
   train RECIPE [flags]   run or continue a recipe; flags override its fields (--help lists them)
   sft RECIPE [flags]     supervised warm start of a model, written as a Hugging Face folder
   report RUN             plots and one HTML page of a run
+  plan RECIPE [flags]    memory, traffic and speed on a kind of GPU; exit code 1 if it does not fit
 """
 
 
@@ -33,8 +34,13 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command. The exit code: 0 done, 2 bad input, 130 interrupted; other errors propagate."""
-    commands: dict[str, Callable[[Sequence[str]], None]] = {"train": _train, "sft": _sft, "report": _report}
+    """Run one command. The exit code: 0 done, 1 the plan does not fit, 2 bad input, 130 interrupted."""
+    commands: dict[str, Callable[[Sequence[str]], int | None]] = {
+        "train": _train,
+        "sft": _sft,
+        "report": _report,
+        "plan": _plan,
+    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if arguments else 2
@@ -42,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
         if arguments[0] not in commands:
             raise ConfigError(f"unknown command {arguments[0]!r}; there are {', '.join(commands)}")
         _quiet()
-        commands[arguments[0]](arguments[1:])
+        return commands[arguments[0]](arguments[1:]) or 0
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -51,7 +57,6 @@ def run(arguments: Sequence[str]) -> int:
             "\nstopped; the same command continues from its last checkpoint, if it has one", file=sys.stderr
         )
         return 130
-    return 0
 
 
 def _train(arguments: Sequence[str]) -> None:
@@ -128,23 +133,60 @@ def _report(arguments: Sequence[str]) -> None:
     print(write_report(Path(arguments[0])))
 
 
-def _configured(command: str, kind: type[C], arguments: Sequence[str]) -> C:
-    """The recipe's configuration with the flags laid over it."""
-    import tyro
+def _plan(arguments: Sequence[str]) -> int:
+    import json
 
+    from bapo_megatron.config import RunConfig
+    from bapo_megatron.plan.advice import fastest_layouts, problems, smallest_changes
+    from bapo_megatron.plan.job import Job, find_shape
+    from bapo_megatron.plan.options import PlanCommand
+    from bapo_megatron.plan.plan import as_dict, make_plan
+    from bapo_megatron.plan.table import render
     from bapo_megatron.recipe import load_recipe
 
+    recipe = _recipe("plan", arguments)
+    command = _flags("plan", recipe, PlanCommand, PlanCommand(load_recipe(recipe, RunConfig)), arguments)
+    command.options.check()
+    job = Job(command.run, find_shape(recipe, command.run.model.hf_path), command.options)
+    if found := problems(job):
+        raise ConfigError("\n".join(found))
+    plan = make_plan(job)
+    fits = not any(plan.misfits())
+    advice = [] if fits else smallest_changes(plan)
+    if command.options.as_json:
+        print(json.dumps({**as_dict(plan), "advice": [vars(change) for change in advice]}, indent=2))
+    else:
+        print(render(plan, advice, fastest_layouts(plan, command.options.compare)), end="")
+    return 0 if fits and plan.engine_misfit() is None else 1
+
+
+def _configured(command: str, kind: type[C], arguments: Sequence[str]) -> C:
+    """The recipe's configuration with the flags laid over it."""
+    from bapo_megatron.recipe import load_recipe
+
+    recipe = _recipe(command, arguments)
+    return _flags(command, recipe, kind, load_recipe(recipe, kind), arguments)
+
+
+def _recipe(command: str, arguments: Sequence[str]) -> Path:
+    """The recipe's path, which comes first."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"usage: bapo {command} RECIPE [flags]\n\n`bapo {command} RECIPE --help` lists the flags.")
         sys.exit(0 if arguments else 2)
-    recipe = Path(arguments[0])
     if arguments[0].startswith("-"):
         raise ConfigError(f"usage: bapo {command} RECIPE [flags]; the recipe comes first")
+    return Path(arguments[0])
+
+
+def _flags(command: str, recipe: Path, kind: type[C], default: C, arguments: Sequence[str]) -> C:
+    """``default`` with the flags after the recipe laid over it."""
+    import tyro
+
     return tyro.cli(
         kind,
         prog=f"bapo {command} {recipe}",
         description=f"Defaults are those of {recipe}.",
-        default=load_recipe(recipe, kind),
+        default=default,
         args=list(arguments[1:]),
     )
 

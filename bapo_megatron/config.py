@@ -1,22 +1,18 @@
 """The whole run, one frozen object. A recipe returns a RunConfig; the command line overrides its fields.
 
-What one field says about another is checked here, in ``RunConfig.check``; what needs the disk (the
-dataset, the model folder) is checked in ``preflight.py``. Both before any process starts.
+What one field says about another is checked by ``RunConfig.check``; what needs the disk (the dataset, the
+model folder) is checked in ``preflight.py``. Both before any process starts.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_type_hints
-
-from typeguard import TypeCheckError, check_type
+from typing import Literal
 
 from bapo_megatron.algo.bounds import BoundsConfig
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.config_checks import raise_problems, run_problems, sft_problems, wrong_types
 
 
 @dataclass(frozen=True)
@@ -52,6 +48,16 @@ class ParallelConfig:
     def model_size(self) -> int:
         """Processes that hold one replica of the model."""
         return self.tensor * self.pipeline * self.context
+
+    @property
+    def document_multiple(self) -> int:
+        """What the length of a document in a pack must be divisible by: two chunks for each CP rank."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
+    def length_multiple(self) -> int:
+        """What the length of a pack must be divisible by: its documents, and the parts of its ranks."""
+        return math.lcm(self.document_multiple, self.context * (self.tensor if self.sequence else 1))
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,9 @@ class AlgorithmConfig:
     """`grpo`: (reward - group mean) / group std. `dr_grpo`: reward - group mean."""
     loss_mean: Literal["token", "sequence"] = "token"
     """Mean over the tokens of the update, or first within each response."""
+    known_ratio: bool = True
+    """In an update whose every token the present weights sampled, the search for the bounds takes the ratio
+    to be 1 and needs no forward pass. What engine and trainer differ by shows as `bapo/clip_..._distance`."""
     reuse_epochs: int = 1  # E + 1
     """Passes over each batch."""
     updates_per_epoch: int = 1
@@ -147,8 +156,11 @@ class BatchConfig:
     """Tokens of a micro-batch; a longer single sequence is refused."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that are computed again in the backward pass."""
-    logprob_chunk_tokens: int = 4096
-    """Tokens whose float32 softmax exists at a time."""
+    hold_forwards: bool = False
+    """Run every forward pass of an update before the first backward pass: the exact bounds need no pass of
+    their own. Holds the activations of all packs; for full recomputation, without a pipeline."""
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose logits exist at a time."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +223,7 @@ class RunConfig:
 
     def check(self) -> None:
         """Raise ConfigError with every mistake that the fields show by themselves."""
-        _raise(list(_wrong_types(self)) or list(_problems(self)))
+        raise_problems(list(wrong_types(self)) or list(run_problems(self)))
 
 
 @dataclass(frozen=True)
@@ -235,112 +247,4 @@ class SftConfig:
 
     def check(self) -> None:
         """Raise ConfigError with every mistake that the fields show by themselves."""
-        _raise(list(_wrong_types(self)) or [*_out_of_range(self), *_parallel_problems(self.parallel)])
-
-
-def _raise(problems: list[str]) -> None:
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def _wrong_types(config: object, prefix: str = "") -> Iterator[str]:
-    """Values that a recipe gave and the command line would not have taken."""
-    hints = get_type_hints(type(config))
-    for item in dataclasses.fields(config):  # type: ignore[arg-type]
-        value, path = getattr(config, item.name), f"{prefix}{item.name}"
-        try:
-            check_type(value, hints[item.name])
-        except TypeCheckError as error:
-            yield f"{path}={value!r}: {error}"
-            continue
-        if dataclasses.is_dataclass(value):
-            yield from _wrong_types(value, f"{path}.")
-
-
-def _problems(run: RunConfig) -> Iterator[str]:
-    yield from _out_of_range(run)
-    yield from _parallel_problems(run.parallel)
-    yield from _bounds_problems(run.algorithm.bounds)
-    if run.longest_sequence > run.batch.pack_tokens:
-        yield (
-            f"batch.pack_tokens={run.batch.pack_tokens} is smaller than data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {run.longest_sequence}: a full-length sequence would not fit; "
-            f"set it to at least {run.longest_sequence}"
-        )
-    if run.algorithm.updates_per_epoch > run.rollout.prompts_per_step:
-        yield (
-            f"algorithm.updates_per_epoch={run.algorithm.updates_per_epoch} is more than "
-            f"rollout.prompts_per_step={run.rollout.prompts_per_step}: an update needs at least one group"
-        )
-    if run.optimizer.min_lr > run.optimizer.lr:
-        yield f"optimizer.min_lr={run.optimizer.min_lr} is above optimizer.lr={run.optimizer.lr}"
-
-
-_AT_LEAST: dict[str, float] = {
-    "seed": 0,
-    "steps": 1,
-    "updates": 1,
-    "samples_per_update": 1,
-    "parallel.tensor": 1,
-    "parallel.pipeline": 1,
-    "parallel.virtual": 1,
-    "parallel.context": 1,
-    "parallel.data": 1,
-    "data.max_prompt_tokens": 1,
-    "rollout.prompts_per_step": 1,
-    "rollout.group_size": 2,
-    "rollout.max_response_tokens": 1,
-    "rollout.max_batch": 1,
-    "rollout.resample_rounds": 0,
-    "algorithm.reuse_epochs": 1,
-    "algorithm.updates_per_epoch": 1,
-    "optimizer.lr": 0,
-    "optimizer.min_lr": 0,
-    "optimizer.warmup_updates": 0,
-    "optimizer.weight_decay": 0,
-    "batch.pack_tokens": 1,
-    "batch.logprob_chunk_tokens": 1,
-    "checkpoint.every": 1,
-    "checkpoint.keep_last": 0,
-}
-_ABOVE_ZERO = ("rollout.temperature", "optimizer.clip_grad", "optimizer.eps", "parallel.timeout_minutes")
-_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
-
-
-def _out_of_range(run: RunConfig | SftConfig) -> Iterator[str]:
-    for path, value in flat(run).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            yield f"{path}={value} is not a finite number"
-        elif isinstance(value, (int, float)) and path in _AT_LEAST and value < _AT_LEAST[path]:
-            yield f"{path}={value} must be at least {_AT_LEAST[path]}"
-        elif isinstance(value, (int, float)) and path in _ABOVE_ZERO and value <= 0:
-            yield f"{path}={value} must be above 0"
-        elif isinstance(value, (int, float)) and path in _BELOW_ONE and not 0 <= value < 1:
-            yield f"{path}={value} must be at least 0 and below 1"
-
-
-def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
-    if parallel.sequence and parallel.tensor == 1:
-        yield "parallel.sequence needs parallel.tensor of at least 2: it splits over the TP ranks"
-    if parallel.virtual > 1 and parallel.pipeline == 1:
-        yield f"parallel.virtual={parallel.virtual} needs parallel.pipeline of at least 2"
-    if parallel.context > 1:
-        yield f"parallel.context={parallel.context}: context parallelism is not in this version; set it to 1"
-
-
-def _bounds_problems(bounds: BoundsConfig) -> Iterator[str]:
-    for problem in bounds.problems():
-        yield f"algorithm.bounds.{problem}"
-
-
-def flat(config: object, prefix: str = "") -> dict[str, object]:
-    """The leaves of nested dataclasses under dotted names."""
-    leaves: dict[str, object] = {}
-    for item in dataclasses.fields(config):  # type: ignore[arg-type]
-        value = getattr(config, item.name)
-        path = f"{prefix}{item.name}"
-        if dataclasses.is_dataclass(value):
-            leaves.update(flat(value, f"{path}."))
-        else:
-            leaves[path] = value
-    return leaves
+        raise_problems(list(wrong_types(self)) or list(sft_problems(self)))

@@ -14,6 +14,7 @@ from bapo_megatron.types import (
     MicroBatch,
     PackLayout,
     Prompt,
+    SearchedLoss,
     StepBatch,
     TokenFn,
     TokenStats,
@@ -41,10 +42,13 @@ class Policy(Protocol):
     def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
         """Forward only: ``fn`` summed over the packs of all ranks, float64, equal on every rank."""
 
+    def rollout_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
+        """``token_sums`` as if the rollouts' log-probs were the policy's, without any pass of the model."""
+
     def log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
         """Log-probs and entropies of this rank's packs, at the rollout temperature."""
 
-    def update(self, batches: Sequence[MicroBatch], loss: TokenFn) -> UpdateResult:
+    def update(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> UpdateResult:
         """One optimizer step on element 0 of ``loss``, divided by the update's count of unmasked tokens."""
 
     def hf_weights(self) -> NamedTensors:

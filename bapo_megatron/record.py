@@ -10,7 +10,8 @@ import torch
 
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.objective import update_metric_names
-from bapo_megatron.config import RunConfig, flat
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config_checks import flat
 from bapo_megatron.progress import Progress
 from bapo_megatron.rollout.journal import write_step
 from bapo_megatron.state.logs import EventLog

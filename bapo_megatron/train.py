@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-from bapo_megatron.algo.objective import contribution_fn, loss_fn, search, update_metrics
+from bapo_megatron.algo.objective import update_metrics
 from bapo_megatron.build import Run
 from bapo_megatron.data.packing import pack_samples, samples_of, split_into_updates
 from bapo_megatron.distributed import share
@@ -49,24 +49,19 @@ def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
 def update(run: Run, groups: Sequence[Group]) -> Metrics:
     """Pack the groups, find the clipping bounds at the present weights, make one optimizer step."""
     policy, config = run.policy, run.config
-    packs = pack_samples(
-        samples_of(groups, config.algorithm.advantage),
-        config.batch.pack_tokens,
-        config.algorithm.loss_mean,
-        policy.pack_layout,
-    )
-    return {"version": policy.version + 1, **optimize(run, packs)}
+    samples = samples_of(groups, config.algorithm.advantage)
+    on_policy = all((sample.versions_R == policy.version).all() for sample in samples)
+    packs = pack_samples(samples, config.batch.pack_tokens, config.algorithm.loss_mean, policy.pack_layout)
+    return {"version": policy.version + 1, **optimize(run, packs, on_policy)}
 
 
-def optimize(run: Run, packs: Sequence[MicroBatch]) -> Metrics:
-    """One update on packs: the exact bounds need one forward pass over all of them before any backward."""
-    policy, config = run.policy, run.config.algorithm.bounds
-    found = None
-    if config.scope == "update":
-        found = search(policy.token_sums(packs, contribution_fn(config)), config)
-    result = policy.update(packs, loss_fn(found, config, policy.version))
+def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool) -> Metrics:
+    """One update on packs, with the clipping bounds that belong to it."""
+    loss, found = run.clipping.loss(run.policy, packs, on_policy)
+    result = run.policy.update(packs, loss)
+    run.clipping.observe(result.sums)
     return {
-        **update_metrics(result.sums, found, config),
+        **update_metrics(result.sums, found, run.config.algorithm.bounds),
         "policy/grad_norm": result.grad_norm,
         "policy/lr": result.learning_rate,
     }
@@ -76,6 +71,7 @@ def checkpoint(run: Run, step: int) -> None:
     """Write all that a continuation after ``step`` needs."""
     start = perf_counter()
     sampler = share(run.sampler.state() if run.sampler else None)
-    run.checkpoints.save(step, run.policy.save, {"version": run.policy.version, "sampler": sampler})
+    state = {"version": run.policy.version, "sampler": sampler, "clipping": run.clipping.state()}
+    run.checkpoints.save(step, run.policy.save, state)
     if run.recorder:
         run.recorder.checkpoint(step, perf_counter() - start)

@@ -8,7 +8,7 @@ and written to disk, and a list of Python integers costs ten times as much there
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -137,6 +137,11 @@ class MicroBatch:
     """For each real document: index of its sample in the update, offset in the pack, predicting tokens
     (without the document's padding)."""
 
+    def take(self, index: slice | Tensor) -> MicroBatch:
+        """The tokens of ``index``: every per-token field indexed alike. The rest still tells of the pack."""
+        fields: dict[str, Any] = {n: value[index] for n, value in vars(self).items() if n.endswith("_T")}
+        return replace(self, **fields)
+
 
 @dataclass(frozen=True)
 class PackLayout:
@@ -168,7 +173,20 @@ class PackLayout:
 
 
 TokenFn = Callable[[TokenStats, MicroBatch], Tensor]
-"""Turns the policy's view of one pack into a vector that is additive over packs and ranks."""
+"""Turns the policy's view of some tokens into a vector that is additive over tokens, packs and ranks."""
+
+
+@dataclass(frozen=True)
+class SearchedLoss:
+    """A loss that is known only when the policy's log-probs are: clipping bounds are searched first."""
+
+    measure: TokenFn
+    """What the search needs to know of the tokens."""
+    loss_of: Callable[[Tensor], TokenFn]
+    """The loss, from the sums of ``measure``."""
+    over: Literal["update", "micro_batch"]
+    """Over which tokens ``measure`` is summed: all of the update, with every forward pass held until the
+    sums are known, or the packs that the replicas process at the same time."""
 
 
 class UpdateResult(NamedTuple):

@@ -29,8 +29,11 @@ _LLAMA_ROPE = {
 }
 
 
-def tiny_model(family: str, seed: int = 0) -> torch.nn.Module:
-    """A float32 transformers model; weights, biases and norms all random, so that a lost one shows."""
+def tiny_model(family: str, seed: int = 0, **shape: int) -> torch.nn.Module:
+    """A float32 transformers model; weights, biases and norms all random, so that a lost one shows.
+
+    ``shape`` overrides fields of its configuration.
+    """
     import transformers
 
     classes = {
@@ -43,7 +46,7 @@ def tiny_model(family: str, seed: int = 0) -> torch.nn.Module:
         ),
     }
     config_class, model_class, extra = classes[family]
-    model = model_class(config_class(**_COMMON, **extra)).float().eval()
+    model = model_class(config_class(**{**_COMMON, **extra, **shape})).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -52,9 +55,9 @@ def tiny_model(family: str, seed: int = 0) -> torch.nn.Module:
     return model
 
 
-def save_tiny_model(family: str, folder: Path, seed: int = 0) -> Path:
+def save_tiny_model(family: str, folder: Path, seed: int = 0, **shape: int) -> Path:
     """The model as a Hugging Face folder without a tokenizer."""
-    tiny_model(family, seed).save_pretrained(folder)
+    tiny_model(family, seed, **shape).save_pretrained(folder)
     return folder
 
 

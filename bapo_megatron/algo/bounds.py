@@ -38,8 +38,10 @@ class BoundsConfig:
     """``rollout_probability``: a token counts with pi_rollout(y_t) (Eq. 8). ``uniform``: with 1."""
     order: Order = "high_first"
     """Which bound moves first: Algorithm 1 raises c_high first, the published code c_low."""
-    scope: Literal["update", "micro_batch"] = "update"
-    """Over which tokens the bounds are searched: the whole update on all ranks, or each pack alone."""
+    scope: Literal["update", "lagged", "micro_batch"] = "update"
+    """Over which tokens the bounds are searched: those of the whole update on all ranks; those of the update
+    before, at the weights before it (an approximation that saves a forward pass); or those of the packs that
+    all ranks process at the same time."""
     target: float = 0.4  # rho_0
     """Contribution of positive tokens at which the search stops."""
     low_start: float = 0.6  # a-

@@ -5,7 +5,7 @@ The sums are additive over packs and ranks; the metrics come from them after the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,9 +16,12 @@ from bapo_megatron.algo.bapo import (
     clip_fractions,
     clip_sums,
     contributions,
+    high_values,
+    low_values,
     measured_sums,
     policy_loss,
     search_bounds,
+    share,
     sum_count,
 )
 from bapo_megatron.types import Metrics, MicroBatch, TokenFn, TokenStats
@@ -59,23 +62,33 @@ def search(sums: Tensor, config: BoundsConfig) -> Found:
     return Found(bounds, contributions(sums, bounds, config))
 
 
-def loss_fn(found: Found | None, config: BoundsConfig, version: int) -> TokenFn:
-    """The clipped loss (Eq. 4) of one pack, followed by the sums behind ``update_metrics``.
+def at_bounds(bounds: Bounds, sums: Tensor, config: BoundsConfig) -> Found:
+    """The same bounds judged by other (reduced) sums of ``contribution_fn``."""
+    rows = sums[: sum_count(config)].tolist()
+    highs = high_values(config)
+    positive = rows[highs.index(bounds.high)]
+    negative = rows[len(highs) + low_values(config).index(bounds.low)]
+    contribution = share(positive, negative, config.share)
+    bounds = replace(bounds, contribution=contribution, reached=contribution >= config.target)
+    return Found(bounds, contributions(sums, bounds, config))
 
-    ``found`` is the update's search; None searches in each pack (``scope: micro_batch``). ``version`` is
-    that of the policy in training: staleness counts from it.
+
+def loss_fn(found: Found, config: BoundsConfig, version: int) -> TokenFn:
+    """The clipped loss (Eq. 4) at the bounds of ``found``, followed by the sums behind ``update_metrics``.
+
+    ``version`` is that of the policy in training: staleness counts from it.
     """
     measure = contribution_fn(config)
 
     def sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
-        used = found or search(measure(stats, batch), config)
         log_ratio_T = _log_ratio(stats, batch)
-        loss = policy_loss(log_ratio_T, batch.advantage_T, batch.weight_T, used.bounds)
+        loss = policy_loss(log_ratio_T, batch.advantage_T, batch.weight_T, found.bounds)
         with torch.no_grad():
             rest = [
                 _token_sums(stats, log_ratio_T, batch, version),
-                clip_sums(log_ratio_T, batch.advantage_T, batch.mask_T, used.bounds),
-                _found_sums(used, batch),
+                clip_sums(log_ratio_T, batch.advantage_T, batch.mask_T, found.bounds),
+                _found_sums(found, batch),
+                measure(stats, batch),
             ]
         return torch.cat([loss[None], *rest])
 
@@ -83,15 +96,21 @@ def loss_fn(found: Found | None, config: BoundsConfig, version: int) -> TokenFn:
 
 
 def update_metrics(sums: Tensor, found: Found | None, config: BoundsConfig) -> Metrics:
-    """Metrics of an update from the reduced vector of ``loss_fn``.
+    """Metrics of an update from the reduced vector of ``loss_fn``: means over its tokens.
 
-    Means over tokens; what the search says is ``found``, or its mean over the packs that hold tokens.
+    ``found`` holds the bounds of the update; None where the update itself found them. Where packs had bounds
+    of their own, the means over the tokens are logged. ``..._distance`` is how far the bounds used lie from
+    those of the exact search, which the update's own sums give for nothing.
     """
-    loss, *rest = sums.tolist()
-    token, clip, (packs, *pack) = rest[:5], rest[5:10], rest[10:]
+    loss, *rest = sums[:_MEASURED].tolist()
+    token, clip, pack = rest[:5], rest[5:10], rest[10:]
     tokens = max(token[0], 1.0)
-    names = search(torch.zeros(4 * sum_count(config), dtype=torch.float64), config).metrics()
-    means = {name: value / max(packs, 1.0) for name, value in zip(names, pack, strict=True)}
+    exact = search(measured(sums), config)
+    if found or config.scope != "micro_batch":
+        found = found or exact  # searched while the update held its forward passes
+        used = at_bounds(found.bounds, measured(sums), config).metrics()
+    else:
+        used = {name: value / tokens for name, value in zip(exact.metrics(), pack, strict=True)}
     return {
         "policy/loss": loss / tokens,
         "policy/entropy": token[1] / tokens,
@@ -99,13 +118,25 @@ def update_metrics(sums: Tensor, found: Found | None, config: BoundsConfig) -> M
         "policy/ratio_gap": token[3] / tokens,
         "rollout/staleness_mean": token[4] / tokens,
         **clip_fractions(clip),
-        **(found.metrics() if found else means),
+        **used,
+        "bapo/clip_low_distance": used["bapo/clip_low"] - exact.bounds.low,
+        "bapo/clip_high_distance": used["bapo/clip_high"] - exact.bounds.high,
     }
+
+
+# Where the contribution sums begin in the vector of ``loss_fn``: after the loss, the token sums, the clip
+# counts, and what was found (five numbers and twelve readings of Eq. 8).
+_MEASURED = 1 + 5 + 5 + 5 + 12
+
+
+def measured(sums: Tensor) -> Tensor:
+    """The sums of ``contribution_fn`` in the vector of ``loss_fn``, at the weights before the update."""
+    return sums[_MEASURED:]
 
 
 def update_metric_names(config: BoundsConfig) -> list[str]:
     """Names of the metrics of an update."""
-    width = 1 + 5 + 5 + 1 + 5 + 12
+    width = _MEASURED + 4 * sum_count(config)
     return list(update_metrics(torch.zeros(width, dtype=torch.float64), None, config))
 
 
@@ -129,7 +160,8 @@ def _token_sums(stats: TokenStats, log_ratio_T: Tensor, batch: MicroBatch, versi
 
 
 def _found_sums(found: Found, batch: MicroBatch) -> Tensor:
-    """1 and what was found, for a pack that holds tokens; else zeros: a dummy must not count."""
-    row = [1.0, *found.metrics().values()]
+    """What was found, once for each token that counts."""
+    row = list(found.metrics().values())
     values = torch.tensor(row, dtype=torch.float64, device=batch.mask_T.device)
-    return torch.where(batch.mask_T.any(), values, 0.0)
+    tokens = (batch.mask_T != 0).sum()
+    return torch.where(tokens > 0, tokens * values, 0.0)

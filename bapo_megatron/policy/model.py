@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from torch import Tensor
 
 from bapo_megatron.config import BatchConfig, ParallelConfig
 from bapo_megatron.policy.device import has_cuda
@@ -61,6 +68,9 @@ def transformer_config(
         apply_rope_fusion=False,
         # Batched point-to-point calls give wrong results with the interleaved schedule on gloo.
         batch_p2p_comm=has_cuda(),
+        # Stages tell each other the length of each pack; the interleaved schedule cannot.
+        variable_seq_lengths=parallel.pipeline > 1 and parallel.virtual == 1,
+        moe_token_dispatcher_type="alltoall",  # asked for by variable lengths, without any experts
         **_recompute(batch),
     )
 
@@ -73,18 +83,41 @@ def _recompute(batch: BatchConfig) -> dict[str, object]:
     return {}
 
 
-def build_chunks(config: TransformerConfig, shape: ModelShape, max_positions: int) -> list[GPTModel]:
+class PolicyModel(GPTModel):  # type: ignore[misc]
+    """GPTModel whose last stage ends with the hidden states: ``output_head.py`` goes on from there."""
+
+    def _postprocess(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        """All tokens of the CP rank on every TP rank, [tokens, 1, hidden]; TP ranks' gradients add up."""
+        if not self.post_process:
+            return hidden_states
+        enter = (
+            gather_from_sequence_parallel_region
+            if self.config.sequence_parallel
+            else copy_to_tensor_model_parallel_region
+        )
+        return cast(Tensor, enter(hidden_states, group=self.pg_collection.tp))
+
+    @property
+    def output_weight(self) -> Tensor:
+        """This rank's part of the output layer, [vocabulary / TP, hidden]."""
+        tied = self.share_embeddings_and_output_weights
+        return cast(Tensor, self.shared_embedding_or_output_weight() if tied else self.output_layer.weight)
+
+
+def build_chunks(config: TransformerConfig, shape: ModelShape, max_positions: int) -> list[PolicyModel]:
     """The model chunks of this pipeline stage: one, or one for each virtual stage."""
     virtual = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))
     return [_chunk(config, shape, max_positions, stage) for stage in stages]
 
 
-def _chunk(config: TransformerConfig, shape: ModelShape, max_positions: int, stage: int | None) -> GPTModel:
+def _chunk(
+    config: TransformerConfig, shape: ModelShape, max_positions: int, stage: int | None
+) -> PolicyModel:
     layer, final_norm = layer_spec(shape.qk_norm)
     layers = get_num_layers_to_build(config, vp_stage=stage)
     alone = stage is None
-    return GPTModel(
+    return PolicyModel(
         config,
         TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=final_norm),
         vocab_size=shape.vocab,

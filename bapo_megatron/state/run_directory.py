@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.config import RunConfig, flat
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config_checks import flat
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.files import write_atomically
 
@@ -21,7 +22,7 @@ FORMAT = 1
 """Version of the directory's layout. A program that meets another refuses."""
 
 # What may differ when a run is continued: how far, where and how it is shown, but not what it computes.
-_MAY_CHANGE = ("steps", "run_dir", "parallel.", "checkpoint.", "logging.", "batch.recompute")
+_MAY_CHANGE = ("steps", "run_dir", "parallel.", "checkpoint.", "logging.", "batch.")
 
 
 def check_writable(directory: Path) -> None:

@@ -62,7 +62,16 @@ def message_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: s
         (["--model.hf-path=missing"], "missing: no config.json there"),
         (["--parallel.tensor=3"], "parallel.tensor=3 does not divide"),
         (["--parallel.pipeline=3"], "does not divide the model's 4 layers"),
-        (["--parallel.context=2"], "context parallelism is not in this version"),
+        (
+            ["--parallel.context=2", "--rollout.max-response-tokens=63", "--batch.pack-tokens=111"],
+            "rounded up to a multiple of 4",
+        ),
+        (["--batch.hold-forwards", "--parallel.pipeline=2"], "batch.hold_forwards needs parallel.pipeline=1"),
+        (["--parallel.sequence", "--parallel.tensor=1"], "parallel.sequence needs parallel.tensor"),
+        (
+            ["--parallel.pipeline=2", "--parallel.virtual=3"],
+            "parallel.pipeline x virtual = 2 x 3 does not divide",
+        ),
         (["--algorithm.bounds.low-end=0.1"], "algorithm.bounds.low_end=0.1"),
         (["--algorithm.bounds.target=2"], "algorithm.bounds.target=2"),
         (["--rollout.max-response-tokens=500"], "max_position_embeddings (256)"),

@@ -18,8 +18,8 @@ from bapo_megatron.config import (
     ParallelConfig,
     RolloutConfig,
     RunConfig,
-    flat,
 )
+from bapo_megatron.config_checks import flat
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.hf_config import ModelShape
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems

@@ -114,24 +114,56 @@ def test_a_dummy_pack_counts_nowhere(config) -> None:  # type: ignore[no-untyped
     measure = contribution_fn(config)
     assert not measure(DUMMY_STATS, DUMMY).any()
     found = search(measure(STATS, PACK), config)
-    for used in (found, None):
-        assert not loss_fn(used, config, 6)(DUMMY_STATS, DUMMY).any()
+    assert not loss_fn(found, config, 6)(DUMMY_STATS, DUMMY).any()
 
 
-def test_micro_batch_scope_searches_each_pack_and_logs_the_mean() -> None:
-    """One pack stays at its starts, one runs to its ends; the dummy is not in the mean."""
+def test_bounds_of_each_pack_are_logged_as_means_over_tokens() -> None:
+    """One pack stays at its starts, one of three tokens runs to its ends; the dummy is not in the mean.
+
+    Over all tokens the share is 1 / 4 at any bounds, so the exact search runs to its ends as well.
+    """
     config = dataclasses.replace(balanced(), scope="micro_batch")
     positive = pack([1.0], [-1.0], [1.0], [0])
-    negative = pack([-1.0], [-1.0], [1.0], [0])
-    stats = TokenStats(torch.tensor([-1.0]), torch.zeros(1))
-    loss = loss_fn(None, config, 0)
-    sums = loss(stats, positive) + loss(stats, negative) + loss(DUMMY_STATS, DUMMY)
+    negative = pack([-1.0] * 3, [-1.0] * 3, [1.0] * 3, [0] * 3)
+    measure = contribution_fn(config)
+    sums = torch.zeros(28 + 4 * 53, dtype=torch.float64)
+    for one in (positive, negative):
+        stats = TokenStats(torch.full_like(one.weight_T, -1.0), torch.zeros_like(one.weight_T))
+        found = search(measure(stats, one), config)
+        sums += loss_fn(found, config, 0)(stats, one) + loss_fn(found, config, 0)(DUMMY_STATS, DUMMY)
     metrics = update_metrics(sums, None, config)
-    assert metrics["bapo/clip_high"] == pytest.approx((1.2 + 3.0) / 2)
-    assert metrics["bapo/clip_low"] == pytest.approx((0.6 + 0.9) / 2)
-    assert metrics["bapo/rounds"] == pytest.approx(51 / 2)
-    assert metrics["bapo/reached"] == 0.5
-    assert metrics["contribution/gradient_absolute_uniform"] == 0.5
+    assert metrics["bapo/clip_high"] == pytest.approx((1.2 + 3 * 3.0) / 4)
+    assert metrics["bapo/clip_low"] == pytest.approx((0.6 + 3 * 0.9) / 4)
+    assert metrics["bapo/rounds"] == pytest.approx(3 * 51 / 4)
+    assert metrics["bapo/reached"] == 0.25
+    assert metrics["contribution/gradient_absolute_uniform"] == 0.25
+    assert metrics["bapo/clip_high_distance"] == pytest.approx(-0.45)
+    assert metrics["bapo/clip_low_distance"] == pytest.approx(-0.075)
+
+
+def test_bounds_from_elsewhere_are_judged_by_the_tokens_of_the_update() -> None:
+    """Bounds found on other sums (nothing clipped, so at their ends): three tokens at ratios 2, 1/2, 1.
+
+    At c_high = 3 and c_low = 0.9: P = 0.5 * 2 + 3 = 4, N = 0 (1/2 is clipped), so the share is 1. The exact
+    search stops at once: at c_high = 1.2 the third token is alive and no negative one is.
+    """
+    config = balanced()
+    stale = search(torch.tensor([1.0] * 37 + [9.0] * 16 + [0.0] * 159, dtype=torch.float64), config)
+    assert (stale.bounds.low, stale.bounds.high, stale.bounds.reached) == (0.9, 3.0, False)
+    metrics = update_metrics(loss_fn(stale, config, 6)(STATS, PACK), stale, config)
+    assert metrics["bapo/clip_high"] == 3.0
+    assert metrics["bapo/contribution"] == 1.0
+    assert metrics["bapo/reached"] == 1.0
+    assert metrics["contribution/surrogate_absolute_uniform"] == pytest.approx(4.0 / (4.0 + 2 * 2 * 0.9))
+    assert metrics["bapo/clip_high_distance"] == pytest.approx(3.0 - 1.2)
+    assert metrics["bapo/clip_low_distance"] == pytest.approx(0.9 - 0.6)
+
+
+def test_bounds_that_the_update_found_itself_are_those_of_its_own_sums() -> None:
+    config = balanced()
+    found = search(contribution_fn(config)(STATS, PACK), config)
+    sums = loss_fn(found, config, 6)(STATS, PACK)
+    assert update_metrics(sums, None, config) == update_metrics(sums, found, config)
 
 
 def test_names_are_the_same_whatever_the_config() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from bapo_megatron.algo.bapo import balanced, published_code
 from bapo_megatron.build import Run
+from bapo_megatron.clipping import Clipping
 from bapo_megatron.config import AlgorithmConfig, BatchConfig, DataConfig, ModelConfig, RunConfig
 from bapo_megatron.train import train_on, update
 from bapo_megatron.types import (
@@ -20,6 +21,7 @@ from bapo_megatron.types import (
     PackLayout,
     Prompt,
     Rollout,
+    SearchedLoss,
     StepBatch,
     TokenFn,
     TokenStats,
@@ -38,14 +40,26 @@ class RecordingPolicy:
         self.version = 10
         self.packs: list[Sequence[MicroBatch]] = []
         self.losses: list[torch.Tensor] = []
+        self.searched: list[str] = []
+        self.calls: list[str] = []
+
+    def rollout_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> torch.Tensor:
+        self.calls.append("rollout_sums")
+        stats = [TokenStats(b.rollout_log_prob_T, torch.ones_like(b.mask_T)) for b in batches]
+        return sum(fn(s, b) for s, b in zip(stats, batches, strict=True))
 
     def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> torch.Tensor:
+        self.calls.append("token_sums")
         stats = [TokenStats(b.rollout_log_prob_T + np.log(2), torch.ones_like(b.mask_T)) for b in batches]
         return sum(fn(s, b) for s, b in zip(stats, batches, strict=True))
 
-    def update(self, batches: Sequence[MicroBatch], loss: TokenFn) -> UpdateResult:
+    def update(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> UpdateResult:
         self.packs.append(batches)
+        if isinstance(loss, SearchedLoss):
+            self.searched.append(loss.over)
+            loss = loss.loss_of(self.token_sums(batches, loss.measure))
         sums = self.token_sums(batches, loss)
+        self.calls.clear()
         self.losses.append(sums)
         self.version += 1
         return UpdateResult(sums, 0.5, 1e-6)
@@ -68,7 +82,8 @@ def group(rewards: list[float], lengths: list[int]) -> Group:
 def run_with(**algorithm: object) -> tuple[Run, RecordingPolicy]:
     policy = RecordingPolicy()
     config = dataclasses.replace(CONFIG, algorithm=AlgorithmConfig(**algorithm))
-    return Run(config, policy, None, None, None, None, 1), policy  # type: ignore[arg-type]
+    clipping = Clipping(config.algorithm)
+    return Run(config, policy, clipping, None, None, None, None, 1), policy  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -107,8 +122,9 @@ def test_bounds_are_searched_over_the_whole_update() -> None:
 
 def test_micro_batch_scope_needs_no_pass_before_the_update() -> None:
     """The published code's target on P / N is 1: ratio 2 is clipped at 1.2 while negatives count fully."""
-    run, _ = run_with(bounds=published_code())
+    run, policy = run_with(bounds=published_code())
     metrics = update(run, [group([0.0, 1.0], [3, 3])])
+    assert policy.searched == ["micro_batch"]
     assert metrics["bapo/rounds"] > 0
     assert metrics["contribution/surrogate_ratio_uniform"] == pytest.approx(metrics["bapo/contribution"])
 

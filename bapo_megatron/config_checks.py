@@ -1,0 +1,157 @@
+"""What the fields of a configuration say about each other, each mistake with its remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, get_type_hints
+
+from typeguard import TypeCheckError, check_type
+
+from bapo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bapo_megatron.algo.bounds import BoundsConfig
+    from bapo_megatron.config import ParallelConfig, RunConfig, SftConfig
+
+
+def flat(config: object, prefix: str = "") -> dict[str, object]:
+    """The leaves of nested dataclasses under dotted names."""
+    leaves: dict[str, object] = {}
+    for item in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, item.name)
+        path = f"{prefix}{item.name}"
+        if dataclasses.is_dataclass(value):
+            leaves.update(flat(value, f"{path}."))
+        else:
+            leaves[path] = value
+    return leaves
+
+
+def raise_problems(problems: list[str]) -> None:
+    """ConfigError with all of them, if there are any."""
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def wrong_types(config: object, prefix: str = "") -> Iterator[str]:
+    """Values that a recipe gave and the command line would not have taken."""
+    hints = get_type_hints(type(config))
+    for item in dataclasses.fields(config):  # type: ignore[arg-type]
+        value, path = getattr(config, item.name), f"{prefix}{item.name}"
+        try:
+            check_type(value, hints[item.name])
+        except TypeCheckError as error:
+            yield f"{path}={value!r}: {error}"
+            continue
+        if dataclasses.is_dataclass(value):
+            yield from wrong_types(value, f"{path}.")
+
+
+def run_problems(run: RunConfig) -> Iterator[str]:
+    """Every mistake that the fields of a run show by themselves."""
+    yield from _out_of_range(run)
+    yield from _parallel_problems(run.parallel)
+    yield from _bounds_problems(run.algorithm.bounds)
+    yield from _hold_problems(run)
+    yield from _pack_problems(run)
+    if run.algorithm.updates_per_epoch > run.rollout.prompts_per_step:
+        yield (
+            f"algorithm.updates_per_epoch={run.algorithm.updates_per_epoch} is more than "
+            f"rollout.prompts_per_step={run.rollout.prompts_per_step}: an update needs at least one group"
+        )
+    if run.optimizer.min_lr > run.optimizer.lr:
+        yield f"optimizer.min_lr={run.optimizer.min_lr} is above optimizer.lr={run.optimizer.lr}"
+
+
+_AT_LEAST: dict[str, float] = {
+    "seed": 0,
+    "steps": 1,
+    "updates": 1,
+    "samples_per_update": 1,
+    "parallel.tensor": 1,
+    "parallel.pipeline": 1,
+    "parallel.virtual": 1,
+    "parallel.context": 1,
+    "parallel.data": 1,
+    "data.max_prompt_tokens": 1,
+    "rollout.prompts_per_step": 1,
+    "rollout.group_size": 2,
+    "rollout.max_response_tokens": 1,
+    "rollout.max_batch": 1,
+    "rollout.resample_rounds": 0,
+    "algorithm.reuse_epochs": 1,
+    "algorithm.updates_per_epoch": 1,
+    "optimizer.lr": 0,
+    "optimizer.min_lr": 0,
+    "optimizer.warmup_updates": 0,
+    "optimizer.weight_decay": 0,
+    "batch.pack_tokens": 1,
+    "batch.logprob_chunk_tokens": 1,
+    "checkpoint.every": 1,
+    "checkpoint.keep_last": 0,
+}
+_ABOVE_ZERO = ("rollout.temperature", "optimizer.clip_grad", "optimizer.eps", "parallel.timeout_minutes")
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
+
+
+def _out_of_range(run: RunConfig | SftConfig) -> Iterator[str]:
+    for path, value in flat(run).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{path}={value} is not a finite number"
+        elif isinstance(value, (int, float)) and path in _AT_LEAST and value < _AT_LEAST[path]:
+            yield f"{path}={value} must be at least {_AT_LEAST[path]}"
+        elif isinstance(value, (int, float)) and path in _ABOVE_ZERO and value <= 0:
+            yield f"{path}={value} must be above 0"
+        elif isinstance(value, (int, float)) and path in _BELOW_ONE and not 0 <= value < 1:
+            yield f"{path}={value} must be at least 0 and below 1"
+
+
+def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
+    if parallel.sequence and parallel.tensor == 1:
+        yield "parallel.sequence needs parallel.tensor of at least 2: it splits over the TP ranks"
+    if parallel.virtual > 1 and parallel.pipeline == 1:
+        yield f"parallel.virtual={parallel.virtual} needs parallel.pipeline of at least 2"
+
+
+def _pack_problems(run: RunConfig) -> Iterator[str]:
+    """A full-length sequence must fit into a pack that the layout can cut."""
+    multiple = run.parallel.length_multiple
+    needed = -(-run.longest_sequence // multiple) * multiple
+    if run.batch.pack_tokens >= needed:
+        return
+    cut = (
+        f", rounded up to a multiple of {multiple} for this layout," if needed > run.longest_sequence else ""
+    )
+    yield (
+        f"batch.pack_tokens={run.batch.pack_tokens} is smaller than data.max_prompt_tokens + "
+        f"rollout.max_response_tokens = {run.longest_sequence}{cut}: a full-length sequence would not fit; "
+        f"set it to at least {needed}"
+    )
+
+
+def _hold_problems(run: RunConfig) -> Iterator[str]:
+    if not run.batch.hold_forwards:
+        return
+    if run.parallel.pipeline > 1:
+        yield (
+            f"batch.hold_forwards needs parallel.pipeline=1, not {run.parallel.pipeline}: a pipeline runs "
+            f"backward passes between its forward passes"
+        )
+    if run.algorithm.bounds.scope != "update":
+        yield (
+            f"batch.hold_forwards serves the exact search (algorithm.bounds.scope=update); with "
+            f"scope={run.algorithm.bounds.scope} leave it out"
+        )
+
+
+def _bounds_problems(bounds: BoundsConfig) -> Iterator[str]:
+    for problem in bounds.problems():
+        yield f"algorithm.bounds.{problem}"
+
+
+def sft_problems(config: SftConfig) -> Iterator[str]:
+    """Every mistake that the fields of a warm start show by themselves."""
+    yield from _out_of_range(config)
+    yield from _parallel_problems(config.parallel)

@@ -1,0 +1,43 @@
+"""GPU types and their nodes, as the vendor states them.
+
+Sources (NVIDIA data sheets, dense rates without sparsity): "A100 Tensor Core GPU" and DGX A100 (2021),
+"H100 Tensor Core GPU" and DGX H100 (2023), "H200 Tensor Core GPU" (2024), "HGX B200" and DGX B200 (2024).
+NVLink is stated there for both directions together; here it is one direction. The network is one
+InfiniBand port a GPU: 200 Gb/s beside an A100, 400 Gb/s beside the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a plan needs to know of a GPU and the node it sits in. Bytes, bytes/s, FLOP/s."""
+
+    name: str
+    memory: float
+    """Decimal gigabytes of the data sheet; the driver shows 3 to 7 % more, which is left as a reserve."""
+    peak: float
+    """Dense bfloat16 rate."""
+    memory_bandwidth: float
+    nvlink: float
+    """Within the node, one direction, for each GPU."""
+    network: float
+    """Between nodes, one direction, for each GPU."""
+    host_memory: float
+    """Of a DGX node with eight of them."""
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-80gb", 80 * GB, 312e12, 2039 * GB, 300 * GB, 25 * GB, 2000 * GB),
+        Gpu("h100-80gb", 80 * GB, 989e12, 3350 * GB, 450 * GB, 50 * GB, 2000 * GB),
+        Gpu("h200-141gb", 141 * GB, 989e12, 4800 * GB, 450 * GB, 50 * GB, 2000 * GB),
+        Gpu("b200-180gb", 180 * GB, 2250e12, 8000 * GB, 900 * GB, 50 * GB, 2000 * GB),
+    )
+}
+GPUS_PER_NODE = 8

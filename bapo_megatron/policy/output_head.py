@@ -1,0 +1,165 @@
+"""Log-prob, entropy and loss from hidden states: the output layer in chunks over tokens, vocabulary-parallel.
+
+For hidden state h of a token, output weights W and temperature t, with logits z = W h:
+
+    log pi(y) = z_y / t - logsumexp(z / t)
+    H = logsumexp(z / t) - sum_v pi(v) z_v / t
+    d log pi(y) / dz_v = (1[v = y] - pi(v)) / t
+
+Each chunk's matmul, softmax, loss and gradient are done before the next chunk begins, so the logits of a
+pack never exist (40 GB in float32 for 64k tokens and 152k entries), and no matmul is done twice. This works
+because a loss is additive over tokens: the gradient of a token needs no other token.
+
+Shapes: ``_T`` tokens, ``_C`` tokens of a chunk, ``_H`` hidden size, ``_V`` this rank's vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
+
+# Logits whose softmax is taken at a time on a CPU: 2 MiB of float32.
+_CACHED_LOGITS = 1 << 19
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """How the output layer is applied."""
+
+    temperature: float
+    """Of the policy's distribution: divides the logits."""
+    chunk_tokens: int
+    """Tokens whose logits exist at a time."""
+    group: dist.ProcessGroup | None = None
+    """Ranks that hold the parts of the vocabulary in rank order, equal in size; None for the whole.
+
+    Each of them has all tokens, and gets the part of the hidden states' gradient that its own part causes.
+    """
+
+    @torch.no_grad()
+    def stats(self, hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor) -> TokenStats:
+        """Log-probs of the labels and entropies, float32, both [tokens]."""
+        log_prob_T, entropy_T = hidden_TH.new_empty(2, label_T.numel(), dtype=torch.float32)
+        for part, logits_CV in self._logits(hidden_TH, weight_VH):
+            log_prob_T[part], entropy_T[part], _ = self._stats(logits_CV, label_T[part])
+        return TokenStats(log_prob_T, entropy_T)
+
+    def sums(self, hidden_TH: Tensor, weight_VH: Tensor, batch: MicroBatch, loss: TokenFn) -> Tensor:
+        """The vector of ``loss``, float64; element 0 is differentiable in hidden states and weights."""
+        total: Tensor = _LossAndGradient.apply(hidden_TH, weight_VH, batch, loss, self)  # type: ignore[no-untyped-call]
+        return total
+
+    def _logits(self, hidden_TH: Tensor, weight_VH: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Each chunk's tokens and its logits / t, float32; the next chunk overwrites them."""
+        tokens = hidden_TH.size(0)
+        size = min(self.chunk_tokens, tokens)
+        buffer = hidden_TH.new_empty(size, weight_VH.size(0))
+        for start in range(0, tokens, size):
+            part = slice(start, min(start + size, tokens))
+            logits = buffer[: part.stop - start]
+            torch.addmm(
+                logits, hidden_TH[part], weight_VH.t(), beta=0, alpha=1 / self.temperature, out=logits
+            )
+            yield part, logits.float()
+
+    def _stats(self, logits_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob, entropy and logsumexp of each token of a chunk."""
+        log_norm_C, mean_C = _local_softmax(logits_CV)
+        column_C, mine_C = self._local_columns(label_C, logits_CV.size(1))
+        peak_C = self._all_reduce(log_norm_C.clone(), dist.ReduceOp.MAX)
+        mass_C = (log_norm_C - peak_C).exp()
+        chosen_C = logits_CV.gather(1, column_C[:, None])[:, 0] * mine_C
+        sums = torch.stack([mass_C, mass_C * mean_C, chosen_C])
+        norm_C, weighted_C, chosen_C = self._all_reduce(sums, dist.ReduceOp.SUM)
+        log_norm_C = norm_C.log() + peak_C
+        return chosen_C - log_norm_C, log_norm_C - weighted_C / norm_C, log_norm_C
+
+    def _local_columns(self, label_C: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Labels as columns of this rank's part (0 where they lie elsewhere), and whether they lie here."""
+        first = (self.group.rank() if self.group is not None else 0) * width
+        mine_C = (label_C >= first) & (label_C < first + width)
+        return torch.where(mine_C, label_C - first, 0), mine_C
+
+    def _all_reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.group is not None and self.group.size() > 1:
+            dist.all_reduce(value, op, self.group)
+        return value
+
+
+class _LossAndGradient(torch.autograd.Function):
+    """The gradient is made in the forward pass, chunk by chunk; the backward pass only scales it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, batch: MicroBatch, loss: TokenFn, head: OutputHead
+    ) -> Tensor:
+        grad_hidden_TH = torch.empty_like(hidden_TH)
+        # Chunks add up in float32 whatever the weights' type.
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+        total: Tensor | None = None
+        for part, logits_CV in head._logits(hidden_TH, weight_VH):
+            chunk = batch.take(part)
+            log_prob_C, entropy_C, log_norm_C = head._stats(logits_CV, chunk.label_T)
+            sums, grad_C = _sums_and_gradient(log_prob_C, entropy_C, chunk, loss)
+            total = sums if total is None else total + sums
+            # g = pi - 1[label] in place of the logits; then -grad g W and -grad g^T h, over the temperature.
+            column_C, mine_C = head._local_columns(chunk.label_T, weight_VH.size(0))
+            gap_CV = logits_CV.sub_(log_norm_C[:, None]).exp_()
+            gap_CV.scatter_add_(1, column_C[:, None], -mine_C[:, None].float())
+            gap = gap_CV.to(weight_VH.dtype)
+            scale = (-grad_C / head.temperature).to(weight_VH.dtype)[:, None]
+            torch.mm(gap, weight_VH, out=grad_hidden_TH[part]).mul_(scale)
+            _add_product(grad_weight_VH, gap, hidden_TH[part] * scale)
+        ctx.save_for_backward(grad_hidden_TH, grad_weight_VH)
+        ctx.dtype = weight_VH.dtype
+        assert total is not None
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_sums: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden_TH, grad_weight_VH = ctx.saved_tensors
+        scale = grad_sums[0]
+        grad_weight_VH *= scale.to(grad_weight_VH.dtype)
+        return grad_hidden_TH * scale.to(grad_hidden_TH.dtype), grad_weight_VH.to(ctx.dtype), None, None, None
+
+
+def _sums_and_gradient(
+    log_prob_C: Tensor, entropy_C: Tensor, chunk: MicroBatch, loss: TokenFn
+) -> tuple[Tensor, Tensor]:
+    """The vector of ``loss`` over a chunk, and the gradient of its element 0 in the log-probs."""
+    with torch.enable_grad():
+        log_prob_C = log_prob_C.detach().requires_grad_()
+        sums = loss(TokenStats(log_prob_C, entropy_C), chunk)
+        (grad_C,) = torch.autograd.grad(sums[0], log_prob_C)
+    return sums.detach().double(), grad_C
+
+
+def _local_softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """logsumexp(z) and the mean of z under its softmax, in blocks that stay in the CPU's cache."""
+    rows, width = logits_CV.shape
+    block = rows if logits_CV.is_cuda else min(rows, max(1, _CACHED_LOGITS // width))
+    log_norm_C, mean_C = logits_CV.new_empty(2, rows)
+    buffer = torch.empty_like(logits_CV[:block])
+    for start in range(0, rows, block):
+        part = slice(start, min(start + block, rows))
+        logits = logits_CV[part]
+        prob = torch.softmax(logits, 1, out=buffer[: logits.size(0)])
+        peak, column = logits.max(1)
+        log_norm_C[part] = peak - prob.gather(1, column[:, None])[:, 0].log()
+        mean_C[part] = torch.linalg.vecdot(prob, logits)
+    return log_norm_C, mean_C
+
+
+def _add_product(total_VH: Tensor, gap_CV: Tensor, hidden_CH: Tensor) -> None:
+    """total += gap^T hidden."""
+    if total_VH.dtype == gap_CV.dtype:
+        total_VH.addmm_(gap_CV.t(), hidden_CH)
+    else:
+        total_VH += gap_CV.t() @ hidden_CH

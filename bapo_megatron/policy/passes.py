@@ -1,0 +1,204 @@
+"""Forward and backward passes over packs on megatron-core's schedules.
+
+Packs in, one additive float64 vector of sums out, equal on all ranks. What the vector means is the caller's
+business. Packs come whole; each rank takes its context-parallel part of them here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from bapo_megatron.policy.model import PolicyModel
+from bapo_megatron.policy.output_head import OutputHead
+from bapo_megatron.policy.zigzag import positions, slice_batch
+from bapo_megatron.types import MicroBatch, SearchedLoss, TokenFn, TokenStats
+
+Evaluate = Callable[[Tensor, MicroBatch], Tensor]
+"""Hidden states [tokens, hidden] of a pack's part to its vector; element 0 is what is differentiated."""
+
+
+class Passes:
+    """The passes of one model: ``wrapped`` chunks in DDP, ``last`` the bare chunk with the output layer."""
+
+    def __init__(self, wrapped: list[Any], last: PolicyModel, head: OutputHead, device: torch.device) -> None:
+        self._model, self._last, self._head, self._device = wrapped, last, head, device
+        self._config = last.config
+
+    def forward(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
+        """``fn`` summed over the packs of all ranks; nothing is kept for a backward pass."""
+        with torch.no_grad():
+            return self._schedule(batches, self._measured(fn), forward_only=True)
+
+    def of_rollouts(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
+        """``fn`` of the rollouts' own log-probs, summed over the packs of all ranks; entropies are zero."""
+        parts = [self._part(batch) for batch in batches]
+        return self._sum_over_ranks(
+            [fn(TokenStats(p.rollout_log_prob_T, torch.zeros_like(p.mask_T)), p) for p in parts]
+        )
+
+    def stats(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
+        """Log-probs and entropies of whole packs, on every rank of the replica, on the CPU."""
+        size, rank = _context()
+        found = [torch.zeros(2, batch.token_T.numel(), device=self._device) for batch in batches]
+        here = iter(zip(found, batches, strict=True))
+
+        def keep(stats: TokenStats, _part: MicroBatch) -> Tensor:
+            values, batch = next(here)
+            held = positions(tuple(batch.cu_seqlens.tolist()), size, rank)
+            values[:, held.to(values.device)] = torch.stack(stats)
+            return torch.zeros(1)
+
+        self.forward(batches, keep)
+        for values in found:
+            _share_stats(values)
+        return [TokenStats(*values.cpu()) for values in found]
+
+    def backward(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> Tensor:
+        """Adds the gradient of element 0 of the loss over its tokens to the gradient buffers; its sums."""
+        if isinstance(loss, SearchedLoss):
+            if loss.over == "update":
+                return self._held(batches, loss)
+            return self._schedule(batches, self._searched(loss), forward_only=False)
+        return self._schedule(batches, self._differentiated(loss), forward_only=False)
+
+    def _measured(self, fn: TokenFn) -> Evaluate:
+        def evaluate(hidden_TH: Tensor, part: MicroBatch) -> Tensor:
+            return fn(self._head.stats(hidden_TH, self._last.output_weight, part.label_T), part)
+
+        return evaluate
+
+    def _differentiated(self, loss: TokenFn) -> Evaluate:
+        def evaluate(hidden_TH: Tensor, part: MicroBatch) -> Tensor:
+            return self._head.sums(hidden_TH, self._last.output_weight, part, loss)
+
+        return evaluate
+
+    def _searched(self, loss: SearchedLoss) -> Evaluate:
+        """Sums of the packs in hand on all replicas first, then the loss that follows from them."""
+        measure = self._measured(loss.measure)
+
+        def evaluate(hidden_TH: Tensor, part: MicroBatch) -> Tensor:
+            sums = measure(hidden_TH, part).double()
+            dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+            return self._differentiated(loss.loss_of(sums.cpu()))(hidden_TH, part)
+
+        return evaluate
+
+    def _held(self, batches: Sequence[MicroBatch], loss: SearchedLoss) -> Tensor:
+        """Every forward pass, then the search, then every backward pass. Needs a pipeline of one stage.
+
+        The activations of all packs exist at once; with full recomputation those are the layers' inputs.
+        """
+        parts = [self._part(batch) for batch in batches]
+        held = deque((self._hidden(part, self._model[0])[:, 0], part) for part in parts)
+        measure = self._measured(loss.measure)
+        sums = self._sum_over_ranks([measure(hidden_TH, part) for hidden_TH, part in held])
+        evaluate = self._differentiated(loss.loss_of(sums))
+        outputs = []
+        while held:
+            vector = evaluate(*held.popleft())
+            outputs.append(vector.detach())
+            self._config.grad_scale_func(vector[0]).backward()
+        tokens = sum((part.mask_T.sum().int() for part in parts), start=torch.zeros((), dtype=torch.int))
+        self._config.finalize_model_grads_func(self._model, tokens.to(self._device))
+        return self._sum_over_ranks(outputs)
+
+    def _schedule(self, batches: Sequence[MicroBatch], evaluate: Evaluate, forward_only: bool) -> Tensor:
+        parts = [self._part(batch) for batch in batches]
+        iterators = [iter(parts) for _ in self._model]
+        outputs = get_forward_backward_func()(
+            forward_step_func=self._forward_step(evaluate),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._model if len(self._model) > 1 else self._model[0],
+            num_microbatches=len(parts),
+            seq_length=batches[0].token_T.numel(),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return self._sum_over_ranks(outputs)
+
+    def _forward_step(self, evaluate: Evaluate) -> Callable[..., Any]:
+        def step(iterator: Iterator[MicroBatch], model: Any) -> Any:
+            part = next(iterator)
+
+            def loss(hidden_T1H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                sums = evaluate(hidden_T1H[:, 0], part)
+                return sums[0], part.mask_T.sum().to(torch.int), sums.detach().double()
+
+            return self._hidden(part, model), loss
+
+        return step
+
+    def _hidden(self, part: MicroBatch, model: Any) -> Tensor:
+        """The output of a model chunk, [tokens, 1, hidden]."""
+        extra = {"fp32_output": False} if isinstance(model.module, Float16Module) else {}
+        hidden: Tensor = model(
+            input_ids=part.token_T[None],
+            position_ids=part.position_T[None],
+            attention_mask=None,
+            packed_seq_params=_packed(part),
+            **extra,
+        )
+        return hidden
+
+    def _part(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's part of a pack, on its device."""
+        part = slice_batch(batch, *_context())
+        moved: dict[str, Any] = {
+            name: value.to(self._device, non_blocking=True)
+            for name, value in vars(part).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(part, **moved)
+
+    def _sum_over_ranks(self, outputs: list[Tensor]) -> Tensor:
+        """Sum of the packs' vectors, each counted once: only last stages have any, and TP ranks agree."""
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        counts = last and parallel_state.get_tensor_model_parallel_rank() == 0
+        width = torch.tensor([outputs[0].numel() if last else 0], device=self._device)
+        dist.all_reduce(width, dist.ReduceOp.MAX)
+        total = torch.zeros(int(width), dtype=torch.float64, device=self._device)
+        if counts:
+            total += torch.stack([output.double() for output in outputs]).sum(0)
+        dist.all_reduce(total)
+        return total.cpu()
+
+
+def _context() -> tuple[int, int]:
+    """Context parallel size, and this rank's place in it."""
+    return (
+        int(parallel_state.get_context_parallel_world_size()),
+        int(parallel_state.get_context_parallel_rank()),
+    )
+
+
+def _share_stats(values: Tensor) -> None:
+    """Zeros elsewhere filled by the CP ranks that hold them, then sent from the last pipeline stage."""
+    if parallel_state.get_context_parallel_world_size() > 1:
+        dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    if pipeline.size() > 1:
+        dist.broadcast(values, parallel_state.get_pipeline_model_parallel_last_rank(), pipeline)
+
+
+def _packed(batch: MicroBatch) -> PackedSeqParams:
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        cu_seqlens_q_padded=batch.cu_seqlens,
+        cu_seqlens_kv_padded=batch.cu_seqlens,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )

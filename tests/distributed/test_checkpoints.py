@@ -1,0 +1,116 @@
+"""A checkpoint of the policy continues bitwise at its own layout, and at any other to rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bapo_megatron.algo.bapo import grpo
+from bapo_megatron.algo.objective import loss_fn, search
+from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.policy.megatron import MegatronPolicy
+from tests.models import random_samples, save_tiny_model
+from tests.workers import run_layout
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return random_samples(12, seed=3)
+
+
+def save_and_go_on(
+    folder: Path, dtype: str, samples: list[Sample], parallel: ParallelConfig, path: Path, load: bool
+) -> list:
+    """Two updates, save, two more; or load and two more. Losses, gradient norms and weights at the end.
+
+    The warmup ends and the decay begins after the save, so the schedule's place matters.
+    """
+    optimizer = OptimizerConfig(lr=1e-3, warmup_updates=3, decay="cosine")
+    policy = MegatronPolicy(
+        ModelConfig(folder, dtype), parallel, BatchConfig(pack_tokens=96), optimizer, 6, 1.0
+    )
+    packs = pack_samples(samples, 96, "token", policy.pack_layout)
+    found = search(torch.zeros(8, dtype=torch.float64), grpo())
+
+    def go(count: int) -> list[tuple[float, float, float]]:
+        results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(count)]
+        return [(float(r.sums[0]), r.grad_norm, r.learning_rate) for r in results]
+
+    if load:
+        policy.load(path, 2)
+    else:
+        go(2)
+        policy.save(path)
+    return [go(2), {name: tensor.clone() for name, tensor in policy.hf_weights()}]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "written"),
+    [
+        ("float32", ParallelConfig(tensor=2, pipeline=2)),
+        ("bfloat16", ParallelConfig(pipeline=2, virtual=2)),
+        ("bfloat16", ParallelConfig(tensor=2, data=2, sequence=True)),
+        ("float32", ParallelConfig(context=2, pipeline=2)),
+    ],
+)
+def test_a_checkpoint_continues_bitwise(
+    dtype: str, written: ParallelConfig, qwen2: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    path = tmp_path / "policy"
+    [steps, weights], *_ = run_layout(save_and_go_on, written, qwen2, dtype, samples, written, path, False)
+    [again, same], *_ = run_layout(save_and_go_on, written, qwen2, dtype, samples, written, path, True)
+    assert again == steps
+    assert all(torch.equal(same[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_checkpoint_continues_at_other_layouts(qwen2: Path, samples: list[Sample], tmp_path: Path) -> None:
+    written = ParallelConfig(tensor=2, pipeline=2)
+    path = tmp_path / "policy"
+    [steps, _], *_ = run_layout(save_and_go_on, written, qwen2, "float32", samples, written, path, False)
+    for other in (
+        ParallelConfig(),
+        ParallelConfig(tensor=2),
+        ParallelConfig(data=2),
+        ParallelConfig(pipeline=4),
+        ParallelConfig(context=2, data=2),
+    ):
+        [there, _], *_ = run_layout(save_and_go_on, other, qwen2, "float32", samples, other, path, True)
+        np.testing.assert_allclose(there, steps, rtol=2e-4, atol=1e-6)
+
+
+def save_before_any_update(folder: Path, samples: list[Sample], path: Path) -> tuple[list, list]:
+    """What two updates give on a fresh policy, and on one that has loaded its untouched checkpoint."""
+
+    def policy() -> MegatronPolicy:
+        model, batch = ModelConfig(folder, "float32"), BatchConfig(pack_tokens=96)
+        return MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(lr=1e-3), 4)
+
+    def go(policy: MegatronPolicy) -> list[tuple[float, float]]:
+        packs = pack_samples(samples, 96)
+        found = search(torch.zeros(8, dtype=torch.float64), grpo())
+        results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(2)]
+        return [(float(r.sums[0]), r.grad_norm) for r in results]
+
+    fresh = policy()
+    fresh.save(path)
+    loaded = policy()
+    loaded.load(path, 0)
+    return go(fresh), go(loaded)
+
+
+def test_a_checkpoint_before_any_update(qwen2: Path, samples: list[Sample], tmp_path: Path) -> None:
+    """A hard dataset may give no informative group until the first checkpoint is due."""
+    arguments = (qwen2, samples, tmp_path / "policy")
+    [(fresh, loaded)] = run_layout(save_before_any_update, ParallelConfig(), *arguments)
+    assert fresh == loaded

@@ -1,0 +1,183 @@
+"""The cheaper ways to the bounds, on the real policy: held forwards, the packs in hand, known ratios."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.algo.objective import contribution_fn, loss_fn, search, update_metrics
+from bapo_megatron.clipping import Clipping
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.types import Metrics, PackLayout, TokenStats
+from tests.models import random_samples, save_tiny_model
+from tests.workers import run_layout
+
+pytestmark = pytest.mark.distributed
+
+EXACT = dataclasses.replace(balanced(), target=0.4)
+
+
+class Answer(NamedTuple):
+    metrics: list[Metrics]
+    grad_norms: list[float]
+    log_probs: dict[int, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return random_samples(12, seed=3)
+
+
+def answer(
+    folder: Path,
+    samples: list[Sample],
+    parallel: ParallelConfig,
+    algorithm: AlgorithmConfig,
+    hold: bool = False,
+    updates: int = 2,
+) -> Answer:
+    batch = BatchConfig(pack_tokens=96, recompute="full")
+    optimizer = OptimizerConfig(lr=1.0, eps=1.0)
+    policy = MegatronPolicy(ModelConfig(folder, "float32"), parallel, batch, optimizer, updates)
+    clipping = Clipping(algorithm, hold)
+    packs = pack_samples(samples, 96, layout=policy.pack_layout)
+    log_probs = {
+        row: stats.log_prob_T[start : start + length].clone()
+        for pack, stats in zip(packs, policy.log_probs(packs), strict=True)
+        for row, start, length in pack.rows
+    }
+    metrics, norms = [], []
+    for _ in range(updates):
+        loss, found = clipping.loss(policy, packs, on_policy=False)
+        result = policy.update(packs, loss)
+        clipping.observe(result.sums)
+        metrics.append(update_metrics(result.sums, found, algorithm.bounds))
+        norms.append(result.grad_norm)
+    return Answer(metrics, norms, log_probs)
+
+
+def scoped(scope: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(bounds=dataclasses.replace(EXACT, scope=scope))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(),
+        ParallelConfig(data=2),
+        ParallelConfig(context=2),
+        ParallelConfig(tensor=2, sequence=True),
+    ],
+    ids=["one", "dp2", "cp2", "tp2-sp"],
+)
+def test_held_forwards_make_the_same_updates(
+    parallel: ParallelConfig, qwen2: Path, samples: list[Sample]
+) -> None:
+    [exact, *_] = run_layout(answer, parallel, qwen2, samples, parallel, scoped("update"))
+    for held in run_layout(answer, parallel, qwen2, samples, parallel, scoped("update"), True):
+        assert held.grad_norms == pytest.approx(exact.grad_norms, rel=1e-6)
+        for ours, theirs in zip(held.metrics, exact.metrics, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-8)
+            assert (ours["bapo/clip_low"], ours["bapo/clip_high"]) == (
+                theirs["bapo/clip_low"],
+                theirs["bapo/clip_high"],
+            )
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [ParallelConfig(), ParallelConfig(data=2), ParallelConfig(context=2), ParallelConfig(pipeline=2)],
+    ids=["one", "dp2", "cp2", "pp2"],
+)
+def test_bounds_of_the_packs_in_hand(parallel: ParallelConfig, qwen2: Path, samples: list[Sample]) -> None:
+    """Searched anew for the packs that the replicas process together; the log holds the mean over tokens."""
+    algorithm = scoped("micro_batch")
+    ranks = run_layout(answer, parallel, qwen2, samples, parallel, algorithm, False, 1)
+    log_probs = {row: values for rank in ranks for row, values in rank.log_probs.items()}
+    layouts = [
+        PackLayout(
+            data_rank=rank,
+            data_size=parallel.data or 1,
+            document_multiple=parallel.document_multiple,
+            length_multiple=parallel.length_multiple,
+        )
+        for rank in range(parallel.data or 1)
+    ]
+    replicas = [pack_samples(samples, 96, layout=layout) for layout in layouts]
+    measure = contribution_fn(algorithm.bounds)
+    low = high = tokens = 0.0
+    for packs in zip(*replicas, strict=True):
+        sums = torch.zeros(0)
+        for pack in packs:
+            log_prob_T = torch.zeros_like(pack.mask_T)
+            for row, start, length in pack.rows:
+                log_prob_T[start : start + length] = log_probs[row]
+            part = measure(TokenStats(log_prob_T, torch.zeros_like(log_prob_T)), pack)
+            sums = sums + part if sums.numel() else part
+        bounds = search(sums, algorithm.bounds).bounds
+        count = float(sum(pack.mask_T.sum() for pack in packs))
+        low, high, tokens = low + count * bounds.low, high + count * bounds.high, tokens + count
+    assert len(replicas[0]) > 1
+    for rank in ranks:
+        [metrics] = rank.metrics
+        assert metrics["bapo/clip_low"] == pytest.approx(low / tokens, rel=1e-9)
+        assert metrics["bapo/clip_high"] == pytest.approx(high / tokens, rel=1e-9)
+
+
+def test_lagged_bounds_tell_their_distance(qwen2: Path, samples: list[Sample]) -> None:
+    """The second update uses the first one's bounds; their distance to the exact ones is logged."""
+    one = ParallelConfig()
+    [exact] = run_layout(answer, one, qwen2, samples, one, scoped("update"))
+    [lagged] = run_layout(answer, one, qwen2, samples, one, scoped("lagged"))
+    for name in ("bapo/clip_low", "bapo/clip_high"):
+        assert lagged.metrics[0][name] == exact.metrics[0][name]
+        assert lagged.metrics[1][name] == exact.metrics[0][name]
+        distance = exact.metrics[0][name] - exact.metrics[1][name]
+        assert lagged.metrics[1][f"{name}_distance"] == pytest.approx(distance)
+        assert exact.metrics[1][f"{name}_distance"] == 0.0
+    assert exact.metrics[0]["bapo/clip_low"] != exact.metrics[1]["bapo/clip_low"]
+
+
+def rollout_sums(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> torch.Tensor:
+    batch = BatchConfig(pack_tokens=96)
+    policy = MegatronPolicy(ModelConfig(folder, "float32"), parallel, batch, OptimizerConfig(), 1)
+    packs = pack_samples(samples, 96, layout=policy.pack_layout)
+    found = search(torch.zeros(212), EXACT)
+    return torch.cat(
+        [policy.rollout_sums(packs, fn) for fn in (contribution_fn(EXACT), loss_fn(found, EXACT, 0))]
+    )
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [ParallelConfig(data=2, context=2), ParallelConfig(tensor=2, pipeline=2)],
+    ids=["dp2-cp2", "tp2-pp2"],
+)
+def test_known_ratios_count_every_token_once(
+    parallel: ParallelConfig, qwen2: Path, samples: list[Sample]
+) -> None:
+    """At ratio 1 the sums follow from the samples alone: P counts w A of every positive token."""
+    positive = sum(s.advantage * s.response_tokens for s in samples if s.advantage > 0)
+    negative = -sum(s.advantage * s.response_tokens for s in samples if s.advantage < 0)
+    for sums in run_layout(rollout_sums, parallel, qwen2, samples, parallel):
+        assert sums[:37].tolist() == pytest.approx([positive] * 37, rel=1e-6)
+        assert sums[37:53].tolist() == pytest.approx([negative] * 16, rel=1e-6)
+        assert float(sums[213]) == sum(s.response_tokens for s in samples)

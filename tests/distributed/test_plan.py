@@ -1,0 +1,52 @@
+"""The plan's memory against what small policies allocate on a CPU, at several layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.config import ParallelConfig
+from tests.measured import KINDS, Case, compare, save_model
+
+pytestmark = pytest.mark.distributed
+
+ONE = ParallelConfig()
+TP = ParallelConfig(tensor=2)
+SP = ParallelConfig(tensor=2, sequence=True)
+PP = ParallelConfig(pipeline=2)
+INTERLEAVED = ParallelConfig(pipeline=2, virtual=2)
+DP = ParallelConfig(data=2)
+ALL = ParallelConfig(tensor=2, pipeline=2, data=2, sequence=True)
+
+CASES = [
+    Case("qwen2", "bfloat16", "none", ONE),
+    Case("qwen2", "bfloat16", "selective", ONE),
+    Case("qwen2", "bfloat16", "full", ONE),
+    Case("qwen2", "float32", "none", TP),
+    Case("qwen3", "bfloat16", "none", SP),
+    Case("qwen3", "float32", "selective", SP),
+    Case("llama", "float32", "full", SP),
+    Case("qwen2", "bfloat16", "none", PP),
+    Case("llama", "bfloat16", "selective", PP),
+    Case("qwen3", "float32", "full", PP),
+    Case("qwen2", "bfloat16", "none", INTERLEAVED),
+    Case("qwen2", "bfloat16", "none", DP),
+    Case("qwen3", "float32", "none", DP),
+    Case("qwen2", "bfloat16", "none", ALL),
+    Case("llama", "float32", "selective", ALL),
+]
+
+
+def name_of(case: Case) -> str:
+    p = case.parallel
+    layout = f"tp{p.tensor}{'sp' * p.sequence}-pp{p.pipeline}x{p.virtual}-dp{p.data or 1}"
+    return f"{case.family}-{case.dtype}-{case.recompute}-{layout}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_predicted_memory_is_what_is_allocated(case: Case, tmp_path: Path) -> None:
+    folder = save_model(case.family, tmp_path)
+    for rank, (predicted, measured) in enumerate(compare(case, folder)):
+        for kind in KINDS:
+            assert predicted[kind] == pytest.approx(measured[kind], rel=0.1), f"rank {rank}: {kind}"

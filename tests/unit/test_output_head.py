@@ -1,0 +1,139 @@
+"""Log-prob, entropy, loss and gradient from hidden states, by hand and against float64 autograd."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from bapo_megatron.policy.output_head import OutputHead
+from bapo_megatron.types import MicroBatch, TokenStats
+
+
+def batch_of(labels: torch.Tensor, weights: torch.Tensor) -> MicroBatch:
+    zeros = torch.zeros(labels.numel())
+    return MicroBatch(
+        token_T=labels,
+        label_T=labels,
+        position_T=labels,
+        mask_T=torch.ones(labels.numel()),
+        weight_T=weights,
+        advantage_T=zeros,
+        rollout_log_prob_T=zeros,
+        version_T=zeros.int(),
+        cu_seqlens=torch.tensor([0, labels.numel()], dtype=torch.int32),
+        max_seqlen=labels.numel(),
+        rows=(),
+    )
+
+
+def squared(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
+    """A loss that is not linear in the log-probs, a count, and the entropy."""
+    loss = (stats.log_prob_T.square() * batch.weight_T).sum()
+    return torch.stack([loss, batch.mask_T.sum(), stats.entropy_T.sum()])
+
+
+def test_by_hand() -> None:
+    """Logits (2 ln 3, 0) at temperature 2 are ln 3 and 0: probabilities 3/4 and 1/4."""
+    hidden, weight = torch.tensor([[2.0]]), torch.tensor([[math.log(3.0)], [0.0]])
+    log_prob, entropy = OutputHead(2.0, 8).stats(hidden, weight, torch.tensor([1]))
+    assert log_prob.item() == pytest.approx(math.log(0.25), abs=1e-6)
+    assert entropy.item() == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)), abs=1e-6)
+
+
+def test_gradient_by_hand() -> None:
+    """The same, loss = -log pi(1): dz = (pi - onehot) / t = (3/8, -3/8); dh = dz W; dW = dz h."""
+    hidden = torch.tensor([[2.0]], requires_grad=True)
+    weight = torch.tensor([[math.log(3.0)], [0.0]], requires_grad=True)
+    batch = batch_of(torch.tensor([1]), torch.ones(1))
+    sums = OutputHead(2.0, 8).sums(hidden, weight, batch, lambda stats, _: -stats.log_prob_T.sum()[None])
+    (10 * sums[0]).backward()
+    assert sums.tolist() == pytest.approx([math.log(4.0)])
+    assert hidden.grad.item() == pytest.approx(10 * 0.375 * math.log(3.0), rel=1e-6)
+    assert weight.grad.flatten().tolist() == pytest.approx([10 * 0.375 * 2, -10 * 0.375 * 2], rel=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_agrees_with_float64_autograd(chunk: int, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(chunk)
+    hidden = torch.randn(7, 5, generator=generator)
+    weight = 2 * torch.randn(11, 5, generator=generator)
+    labels = torch.randint(0, 11, (7,), generator=generator)
+    batch = batch_of(labels, torch.randn(7, generator=generator))
+
+    wide_hidden, wide_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    log_probs = (wide_hidden @ wide_weight.t() / temperature).log_softmax(-1)
+    expected = TokenStats(log_probs.gather(1, labels[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1))
+    squared(expected, batch)[0].backward()
+
+    head = OutputHead(temperature, chunk)
+    ours = head.stats(hidden, weight, labels)
+    torch.testing.assert_close(ours.log_prob_T.double(), expected.log_prob_T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.entropy_T.double(), expected.entropy_T, rtol=1e-5, atol=1e-5)
+
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    sums = head.sums(hidden, weight, batch, squared)
+    torch.testing.assert_close(sums, squared(expected, batch).detach(), rtol=1e-5, atol=1e-5)
+    sums[0].backward()
+    torch.testing.assert_close(hidden.grad.double(), wide_hidden.grad, rtol=5e-5, atol=2e-5)
+    torch.testing.assert_close(weight.grad.double(), wide_weight.grad, rtol=5e-5, atol=2e-5)
+
+
+def test_blocks_of_the_softmax_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight = torch.randn(9, 4), torch.randn(6, 4)
+    labels = torch.arange(9) % 6
+    whole = OutputHead(1.0, 9).stats(hidden, weight, labels)
+    monkeypatch.setattr("bapo_megatron.policy.output_head._CACHED_LOGITS", 12)  # two rows of six
+    parts = OutputHead(1.0, 9).stats(hidden, weight, labels)
+    torch.testing.assert_close(parts.log_prob_T, whole.log_prob_T)
+    torch.testing.assert_close(parts.entropy_T, whole.entropy_T)
+
+
+def test_large_logits_stay_finite() -> None:
+    hidden = torch.tensor([[1.0]], requires_grad=True)
+    weight = torch.tensor([[1e4], [-1e4], [0.0]])
+    batch = batch_of(torch.tensor([0]), torch.ones(1))
+    sums = OutputHead(1.0, 4).sums(hidden, weight, batch, squared)
+    sums[0].backward()
+    assert sums.tolist() == [0.0, 1.0, pytest.approx(0.0, abs=1e-6)]
+    assert hidden.grad.item() == 0.0
+
+
+def test_bfloat16_gives_float32_results_and_bfloat16_gradients() -> None:
+    hidden = torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(9, 8, dtype=torch.bfloat16, requires_grad=True)
+    batch = batch_of(torch.arange(5), torch.ones(5))
+    head = OutputHead(1.0, 2)
+    stats = head.stats(hidden, weight, batch.label_T)
+    assert stats.log_prob_T.dtype == stats.entropy_T.dtype == torch.float32
+    head.sums(hidden, weight, batch, squared)[0].backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+    wide_hidden, wide_weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
+    expected = (wide_hidden @ wide_weight.t()).log_softmax(-1)[torch.arange(5), torch.arange(5)]
+    expected.square().sum().backward()
+    torch.testing.assert_close(stats.log_prob_T, expected.detach(), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(weight.grad.float(), wide_weight.grad, rtol=0.05, atol=0.3)
+    torch.testing.assert_close(hidden.grad.float(), wide_hidden.grad, rtol=0.05, atol=0.3)
+
+
+def test_the_logits_of_a_pack_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of the pass has more rows of the vocabulary than a chunk."""
+    seen: list[int] = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            for item in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(item, torch.Tensor) and item.dim() == 2 and item.size(1) == 50:
+                    seen.append(item.size(0))
+            return out
+
+    hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(50, 4, requires_grad=True)
+    batch = batch_of(torch.arange(64) % 50, torch.ones(64))
+    with Sizes():
+        OutputHead(1.0, 8).sums(hidden, weight, batch, squared)[0].backward()
+    assert max(seen) == 8

@@ -34,6 +34,7 @@ class Answer(NamedTuple):
     metrics: list[Metrics]
     grad_norms: list[float]
     log_probs: dict[int, torch.Tensor]
+    layout: PackLayout
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def answer(
         clipping.observe(result.sums)
         metrics.append(update_metrics(result.sums, found, algorithm.bounds))
         norms.append(result.grad_norm)
-    return Answer(metrics, norms, log_probs)
+    return Answer(metrics, norms, log_probs, policy.pack_layout)
 
 
 def scoped(scope: Any) -> AlgorithmConfig:
@@ -112,16 +113,9 @@ def test_bounds_of_the_packs_in_hand(parallel: ParallelConfig, qwen2: Path, samp
     algorithm = scoped("micro_batch")
     ranks = run_layout(answer, parallel, qwen2, samples, parallel, algorithm, False, 1)
     log_probs = {row: values for rank in ranks for row, values in rank.log_probs.items()}
-    layouts = [
-        PackLayout(
-            data_rank=rank,
-            data_size=parallel.data or 1,
-            document_multiple=parallel.document_multiple,
-            length_multiple=parallel.length_multiple,
-        )
-        for rank in range(parallel.data or 1)
-    ]
-    replicas = [pack_samples(samples, 96, layout=layout) for layout in layouts]
+    of_rank = {rank.layout.data_rank: rank.layout for rank in ranks}
+    replicas = [pack_samples(samples, 96, layout=of_rank[rank]) for rank in sorted(of_rank)]
+    assert len(replicas) == (parallel.data or 1)
     measure = contribution_fn(algorithm.bounds)
     low = high = tokens = 0.0
     for packs in zip(*replicas, strict=True):

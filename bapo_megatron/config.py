@@ -59,6 +59,10 @@ class ParallelConfig:
         """What the length of a pack must be divisible by: its documents, and the parts of its ranks."""
         return math.lcm(self.document_multiple, self.context * (self.tensor if self.sequence else 1))
 
+    def pack_tokens_for(self, positions: int) -> int:
+        """The smallest ``batch.pack_tokens`` that holds a sequence of so many positions."""
+        return -(-positions // self.length_multiple) * self.length_multiple
+
 
 @dataclass(frozen=True)
 class DataConfig:

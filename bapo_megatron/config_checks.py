@@ -117,8 +117,7 @@ def _parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
 
 def _pack_problems(run: RunConfig) -> Iterator[str]:
     """A full-length sequence must fit into a pack that the layout can cut."""
-    multiple = run.parallel.length_multiple
-    needed = -(-run.longest_sequence // multiple) * multiple
+    multiple, needed = run.parallel.length_multiple, run.parallel.pack_tokens_for(run.longest_sequence)
     if run.batch.pack_tokens >= needed:
         return
     cut = (

@@ -72,8 +72,10 @@ def load_solutions(config: SftConfig, tokenizer: Any) -> list[Sample]:
 
     samples = [sample(prompt) for prompt in problems.prompts]
     longest = max(one.positions for one in samples)
-    if longest > config.batch.pack_tokens:
+    needed = config.parallel.pack_tokens_for(longest)
+    if needed > config.batch.pack_tokens:
         raise ConfigError(
-            f"batch.pack_tokens={config.batch.pack_tokens} is too small for a sample of {longest} tokens"
+            f"batch.pack_tokens={config.batch.pack_tokens} is too small for a sample of {longest} tokens; "
+            f"set it to at least {needed}"
         )
     return samples

@@ -15,6 +15,7 @@ from bapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from bapo_megatron.config import RunConfig, SftConfig
+    from bapo_megatron.verify import VerifyConfig
 
 C = TypeVar("C")
 
@@ -24,6 +25,8 @@ usage: bapo COMMAND ...
   train RECIPE [flags]   run or continue a recipe; flags override its fields (--help lists them)
   sft RECIPE [flags]     supervised warm start of a model, written as a Hugging Face folder
   report RUN             plots and one HTML page of a run
+  verify-parallel RECIPE [flags]
+                         does the recipe's layout compute what a smaller one does?
 """
 
 
@@ -33,8 +36,16 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command. The exit code: 0 done, 2 bad input, 130 interrupted; other errors propagate."""
-    commands: dict[str, Callable[[Sequence[str]], None]] = {"train": _train, "sft": _sft, "report": _report}
+    """Run one command. The exit code: 0 done, 2 bad input, 130 interrupted; other errors propagate.
+
+    ``verify-parallel`` ends with SystemExit(1) where a layout differs.
+    """
+    commands: dict[str, Callable[[Sequence[str]], None]] = {
+        "train": _train,
+        "sft": _sft,
+        "report": _report,
+        "verify-parallel": _verify_parallel,
+    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if arguments else 2
@@ -128,24 +139,84 @@ def _report(arguments: Sequence[str]) -> None:
     print(write_report(Path(arguments[0])))
 
 
+def _verify_parallel(arguments: Sequence[str]) -> None:
+    from bapo_megatron.config import RunConfig
+    from bapo_megatron.distributed import launched_world_size, run_processes
+    from bapo_megatron.policy.layout import data_parallel_size
+    from bapo_megatron.recipe import load_recipe
+    from bapo_megatron.verify import VerifyConfig, check_verify
+
+    recipe = _recipe("verify-parallel", arguments)
+    default = VerifyConfig.of(load_recipe(recipe, RunConfig))
+    config = _with_flags("verify-parallel", recipe, default, arguments[1:])
+    launched = launched_world_size()
+    processes = data_parallel_size(config.parallel, launched) * config.parallel.model_size
+    check_verify(config, launched is not None)
+    if launched is not None:
+        verify_process(config)
+    elif config.by_hand:
+        _verify_by_hand(config, processes)
+    else:
+        run_processes(verify_process, (config,), processes, apart=True)
+
+
+def _verify_by_hand(config: VerifyConfig, processes: int) -> None:
+    """Run the reference, then the recipe's layout against it."""
+    import dataclasses
+    import tempfile
+
+    from bapo_megatron.distributed import run_processes
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "reference.npz"
+        reference = dataclasses.replace(config, parallel=config.reference, save=path)
+        count = config.reference.model_size * (config.reference.data or 1)
+        print(f"the reference, in {count} process(es), then the recipe's layout, in {processes}", flush=True)
+        run_processes(verify_process, (reference,), count, apart=True)
+        compared = dataclasses.replace(config, certificate=path)
+        run_processes(verify_process, (compared,), processes, apart=True)
+
+
+def verify_process(config: VerifyConfig) -> None:
+    """One rank of a layout's check. SystemExit(1), on every rank, if the layout differs."""
+    from bapo_megatron.policy.layout import parallel_processes
+    from bapo_megatron.verify import verify_layout
+
+    _quiet()
+    with parallel_processes(config.parallel):
+        code = verify_layout(config)
+    if code:
+        sys.exit(code)
+
+
 def _configured(command: str, kind: type[C], arguments: Sequence[str]) -> C:
     """The recipe's configuration with the flags laid over it."""
-    import tyro
-
     from bapo_megatron.recipe import load_recipe
 
+    recipe = _recipe(command, arguments)
+    return _with_flags(command, recipe, load_recipe(recipe, kind), arguments[1:])
+
+
+def _recipe(command: str, arguments: Sequence[str]) -> Path:
+    """The recipe's path, the first of the arguments."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"usage: bapo {command} RECIPE [flags]\n\n`bapo {command} RECIPE --help` lists the flags.")
         sys.exit(0 if arguments else 2)
-    recipe = Path(arguments[0])
     if arguments[0].startswith("-"):
         raise ConfigError(f"usage: bapo {command} RECIPE [flags]; the recipe comes first")
+    return Path(arguments[0])
+
+
+def _with_flags(command: str, recipe: Path, default: C, flags: Sequence[str]) -> C:
+    """``default`` with the flags laid over it, each of which is a field."""
+    import tyro
+
     return tyro.cli(
-        kind,
+        type(default),
         prog=f"bapo {command} {recipe}",
         description=f"Defaults are those of {recipe}.",
-        default=load_recipe(recipe, kind),
-        args=list(arguments[1:]),
+        default=default,
+        args=list(flags),
     )
 
 

@@ -62,8 +62,8 @@ def run_processes(
     """Run ``worker(*args)`` in ``world_size`` processes that can find each other; raise if one fails.
 
     One process is this one, unless it must stay ``apart``: a process that has run a model keeps threads
-    that a later fork would lose, and memory of its GPU. More are forked on a CPU (imports are shared) and spawned with CUDA, whose
-    context does not survive a fork. The first failure ends the others.
+    that a later fork would lose, and memory of its GPU. More are forked on a CPU (imports are shared) and
+    spawned with CUDA, whose context does not survive a fork. The first failure ends the others.
     """
     environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if world_size == 1 and not apart:

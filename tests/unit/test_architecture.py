@@ -17,12 +17,13 @@ LAYERS = [
     {"config"},
     {"interfaces", "distributed"},
     {"data", "reward"},
+    {"canary", "certificate", "comparison", "measure", "model_digest"},
     {"rollout", "policy", "sync", "state"},
     {"progress", "report", "report_data", "report_panels", "report_plots", "recipe"},
     {"record"},
     {"build", "sft"},
     {"preflight", "train"},
-    {"finish"},
+    {"finish", "verify"},
     {"cli"},
 ]
 SIBLINGS = ("rollout", "policy", "sync", "state")

@@ -164,4 +164,6 @@ def _sums(
 
 def _quotient_at_target(target: float, share: Share) -> float:
     """P / N at which the share reaches ``target``, the smallest one."""
-    return {"absolute": target / (1 - target), "signed": target / (1 + target), "ratio": target}[share]
+    if share == "absolute":
+        return target / (1 - target)
+    return target / (1 + target) if share == "signed" else target

@@ -227,7 +227,8 @@ def _quiet() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve their neighbours
     for module in ("megatron", "torch", "transformers", "bapo_megatron.policy.device"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    for module in ("megatron", "torch.multiprocessing.spawn"):  # the latter tells of each process it ends
+        logging.getLogger(module).setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":

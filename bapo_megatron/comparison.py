@@ -120,7 +120,7 @@ def _token_row(
     if len(bad):
         worst = int(bad[np.nanargmax(apart[bad])]) if np.isfinite(apart[bad]).any() else int(bad[0])
         detail = (
-            f"first at {_place(int(bad[0]), samples)}: {there[bad[0]]:.7g} in the reference, "
+            f"at {_place(int(bad[0]), samples)}: {there[bad[0]]:.7g} in the reference, "
             f"{here[bad[0]]:.7g} here; {len(bad)} of {len(there)} tokens differ, the finite worst by "
             f"{apart[worst]:.2e} at {_place(worst, samples)}"
         )
@@ -165,7 +165,7 @@ def _total_row(
     bad = np.flatnonzero(~(apart <= tolerances.of_totals(np.abs(there))))
     detail = ""
     if len(bad):
-        which = f"first {names[bad[0]]}, {len(bad)} of {len(there)} differ: " if names else ""
+        which = f"{names[bad[0]]}, the first of {len(bad)} that differ: " if names else ""
         detail = f"{which}{there[bad[0]]:.9g} in the reference, {here[bad[0]]:.9g} here"
     mean = "mean " if names else ""
     return Row(

@@ -230,7 +230,7 @@ def _verdict(rows: Sequence[Row], reference: Certificate) -> str:
             f"all {len(rows)} quantities agree over {tokens} tokens of {len(reference.samples)} samples"
         )
     else:
-        lines.append(f"{first.quantity} differ: {first.detail}")
+        lines.append(f"the layouts differ, first in the {first.quantity}: {first.detail}")
     return "\n".join(lines)
 
 

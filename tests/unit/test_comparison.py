@@ -59,7 +59,7 @@ def test_the_first_token_is_named() -> None:
         first.detail
     )
     assert "2 of 5 tokens differ" in first.detail
-    assert "by 5.00e-01 at sample 1, token 3 of 4 (1 of the response, id 11)" in first.detail
+    assert "most by 5.00e-01 at sample 1, token 3 of 4 (1 of the response, id 11)" in first.detail
     assert first.worst_absolute == pytest.approx(0.5)
     assert first.worst_relative == pytest.approx(0.5 / 7)
 

@@ -45,7 +45,7 @@ class Run:
 @contextmanager
 def open_run(config: RunConfig) -> Iterator[Run]:
     """The run of ``config``, continued from its newest whole checkpoint if it has one."""
-    policy = _policy(config)
+    policy = build_policy(config)
     engine = _engine(config) if is_main() and config.rollout.replay is None else None
     sampler = _sampler(config, engine) if is_main() else None
     sync = InProcessSync(engine)
@@ -79,7 +79,8 @@ def _continue(policy: Policy, clipping: Clipping, sampler: Sampler | None, store
     return latest.step + 1
 
 
-def _policy(config: RunConfig) -> MegatronPolicy:
+def build_policy(config: RunConfig) -> MegatronPolicy:
+    """The policy with the weights of the recipe's model. Process groups must exist."""
     return MegatronPolicy(
         config.model,
         config.parallel,

@@ -15,6 +15,7 @@ from bapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from bapo_megatron.config import RunConfig, SftConfig
+    from bapo_megatron.verify.check import VerifyConfig
 
 C = TypeVar("C")
 
@@ -25,6 +26,8 @@ usage: bapo COMMAND ...
   sft RECIPE [flags]     supervised warm start of a model, written as a Hugging Face folder
   report RUN             plots and one HTML page of a run
   plan RECIPE [flags]    memory, traffic and speed on a kind of GPU; exit code 1 if it does not fit
+  verify-parallel RECIPE [flags]
+                         does the recipe's layout compute what a smaller one does?
 """
 
 
@@ -34,12 +37,17 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command. The exit code: 0 done, 1 the plan does not fit, 2 bad input, 130 interrupted."""
+    """Run one command.
+
+    The exit code: 0 done, 1 the plan does not fit, 2 bad input, 130 interrupted; other errors propagate.
+    ``verify-parallel`` ends with SystemExit(1) where a layout differs.
+    """
     commands: dict[str, Callable[[Sequence[str]], int | None]] = {
         "train": _train,
         "sft": _sft,
         "report": _report,
         "plan": _plan,
+        "verify-parallel": _verify_parallel,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -160,6 +168,56 @@ def _plan(arguments: Sequence[str]) -> int:
     return 0 if fits and plan.engine_misfit() is None else 1
 
 
+def _verify_parallel(arguments: Sequence[str]) -> None:
+    from bapo_megatron.config import RunConfig
+    from bapo_megatron.distributed import launched_world_size, run_processes
+    from bapo_megatron.policy.layout import data_parallel_size
+    from bapo_megatron.recipe import load_recipe
+    from bapo_megatron.verify.check import VerifyConfig, check_verify
+
+    recipe = _recipe("verify-parallel", arguments)
+    default = VerifyConfig.of(load_recipe(recipe, RunConfig))
+    config = _flags("verify-parallel", recipe, VerifyConfig, default, arguments)
+    launched = launched_world_size()
+    processes = data_parallel_size(config.parallel, launched) * config.parallel.model_size
+    check_verify(config, launched is not None)
+    if launched is not None:
+        verify_process(config)
+    elif config.by_hand:
+        _verify_by_hand(config, processes)
+    else:
+        run_processes(verify_process, (config,), processes, apart=True)
+
+
+def _verify_by_hand(config: VerifyConfig, processes: int) -> None:
+    """Run the reference, then the recipe's layout against it."""
+    import dataclasses
+    import tempfile
+
+    from bapo_megatron.distributed import run_processes
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "reference.npz"
+        reference = dataclasses.replace(config, parallel=config.reference, save=path)
+        count = config.reference.model_size * (config.reference.data or 1)
+        print(f"the reference, in {count} process(es), then the recipe's layout, in {processes}", flush=True)
+        run_processes(verify_process, (reference,), count, apart=True)
+        compared = dataclasses.replace(config, certificate=path)
+        run_processes(verify_process, (compared,), processes, apart=True)
+
+
+def verify_process(config: VerifyConfig) -> None:
+    """One rank of a layout's check. SystemExit(1), on every rank, if the layout differs."""
+    from bapo_megatron.policy.layout import parallel_processes
+    from bapo_megatron.verify.check import verify_layout
+
+    _quiet()
+    with parallel_processes(config.parallel):
+        code = verify_layout(config)
+    if code:
+        sys.exit(code)
+
+
 def _configured(command: str, kind: type[C], arguments: Sequence[str]) -> C:
     """The recipe's configuration with the flags laid over it."""
     from bapo_megatron.recipe import load_recipe
@@ -183,7 +241,7 @@ def _flags(command: str, recipe: Path, kind: type[C], default: C, arguments: Seq
     import tyro
 
     return tyro.cli(
-        kind,
+        type(default),
         prog=f"bapo {command} {recipe}",
         description=f"Defaults are those of {recipe}.",
         default=default,
@@ -198,7 +256,8 @@ def _quiet() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve their neighbours
     for module in ("megatron", "torch", "transformers", "bapo_megatron.policy.device"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    for module in ("megatron", "torch.multiprocessing.spawn"):  # the latter tells of each process it ends
+        logging.getLogger(module).setLevel(logging.ERROR)
 
 
 if __name__ == "__main__":

@@ -56,14 +56,17 @@ def _from_slurm() -> dict[str, str]:
     }
 
 
-def run_processes(worker: Callable[..., None], args: tuple[Any, ...], world_size: int) -> None:
+def run_processes(
+    worker: Callable[..., None], args: tuple[Any, ...], world_size: int, apart: bool = False
+) -> None:
     """Run ``worker(*args)`` in ``world_size`` processes that can find each other; raise if one fails.
 
-    One process is this one. More are forked on a CPU (imports are shared) and spawned with CUDA, whose
-    context does not survive a fork. The first failure ends the others.
+    One process is this one, unless it must stay ``apart``: a process that has run a model keeps threads
+    that a later fork would lose, and memory of its GPU. More are forked on a CPU (imports are shared) and
+    spawned with CUDA, whose context does not survive a fork. The first failure ends the others.
     """
     environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    if world_size == 1:
+    if world_size == 1 and not apart:
         os.environ.update(environment, RANK="0", LOCAL_RANK="0")
         worker(*args)
         return
@@ -121,6 +124,13 @@ def share(value: T | None) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]  # type: ignore[return-value]
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's ``value`` in rank order, on rank 0; nothing elsewhere. Collective."""
+    boxes: list[Any] | None = [None] * dist.get_world_size() if is_main() else None
+    dist.gather_object(value, boxes)
+    return boxes or []
 
 
 def free_port() -> int:

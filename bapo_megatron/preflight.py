@@ -9,7 +9,7 @@ from bapo_megatron.build import load_problems
 from bapo_megatron.config import ModelConfig, ParallelConfig, RunConfig, SftConfig
 from bapo_megatron.data.tokenizer import load_tokenizer
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.policy.hf_config import read_model_shape
+from bapo_megatron.policy.hf_config import ModelShape, read_model_shape
 from bapo_megatron.policy.hf_reader import HfReader
 from bapo_megatron.policy.layout import layout_problems
 from bapo_megatron.rollout.journal import step_path
@@ -42,11 +42,7 @@ def check_sft(config: SftConfig) -> None:
 
 def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
     """The HF folder is whole, its tokenizer fits it, and the layout can split it. Returns the tokenizer."""
-    shape = read_model_shape(model.hf_path)
-    HfReader(model.hf_path).check(shape)
-    problems = list(layout_problems(parallel, shape))
-    if problems:
-        raise ConfigError("\n".join(problems))
+    shape = check_weights(model, parallel)
     tokenizer = load_tokenizer(model.hf_path)
     largest = max(tokenizer.get_vocab().values())
     if largest >= shape.vocab:
@@ -55,6 +51,16 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
             f"vocab_size is {shape.vocab}: tokenizer and model do not belong together"
         )
     return tokenizer
+
+
+def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
+    """The HF folder has every tensor, and the layout can split the model. Needs no tokenizer."""
+    shape = read_model_shape(model.hf_path)
+    HfReader(model.hf_path).check(shape)
+    problems = list(layout_problems(parallel, shape))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return shape
 
 
 def _check_context(config: RunConfig) -> None:

@@ -166,7 +166,7 @@ def search_bounds(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> B
     lows, highs = low_values(config), high_values(config)
     if not any(positive) and not any(negative):
         return Bounds(lows[0], highs[0], dual_clip=config.dual_clip)
-    for rounds, (low, high) in enumerate(_path(len(lows), len(highs), config.order)):
+    for rounds, (low, high) in enumerate(search_path(config)):
         contribution = share(positive[high], negative[low], config.share)
         reached = contribution >= config.target
         bounds = Bounds(lows[low], highs[high], contribution, rounds, reached, config.dual_clip)
@@ -186,9 +186,10 @@ def _checked(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> tuple[
     return numbers[:highs], numbers[highs:]
 
 
-def _path(lows: int, highs: int, order: Order) -> Iterator[tuple[int, int]]:
+def search_path(config: BoundsConfig) -> Iterator[tuple[int, int]]:
     """Indices (c_low, c_high) in the order of the search: one bound to its end, then the other."""
-    if order == "high_first":
+    lows, highs = len(low_values(config)), len(high_values(config))
+    if config.order == "high_first":
         yield from ((0, high) for high in range(highs))
         yield from ((low, highs - 1) for low in range(1, lows))
     else:

@@ -147,7 +147,7 @@ class Passes:
             input_ids=part.token_T[None],
             position_ids=part.position_T[None],
             attention_mask=None,
-            packed_seq_params=_packed(part),
+            packed_seq_params=packed(part),
             **extra,
         )
         return hidden
@@ -192,7 +192,8 @@ def _share_stats(values: Tensor) -> None:
         dist.broadcast(values, parallel_state.get_pipeline_model_parallel_last_rank(), pipeline)
 
 
-def _packed(batch: MicroBatch) -> PackedSeqParams:
+def packed(batch: MicroBatch) -> PackedSeqParams:
+    """Where the documents of a whole pack lie, as megatron-core's attention takes it."""
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,

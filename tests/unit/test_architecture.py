@@ -22,7 +22,7 @@ LAYERS = [
     {"record", "clipping"},
     {"build", "sft"},
     {"preflight", "train"},
-    {"finish"},
+    {"finish", "verify"},
     {"cli"},
 ]
 SIBLINGS = ("rollout", "policy", "sync", "state")

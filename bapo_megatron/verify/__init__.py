@@ -1,0 +1,1 @@
+"""`bapo verify-parallel`: a canary batch at two layouts, compared."""

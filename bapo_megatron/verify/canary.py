@@ -1,0 +1,169 @@
+"""The canary: a small batch of random sequences on which layouts are compared. It needs no dataset.
+
+Random tokens are improbable under any model, so log-probs of the policy that "sampled" them cannot be made
+up beforehand. They are the log-probs that the reference layout measured, less a drawn log-ratio; every other
+layout takes the same numbers from the reference's certificate. So all layouts get equal inputs.
+
+The log-ratios and advantages are drawn so that the answer hangs on no rounding. No ratio lies near a
+candidate bound, and the search stops between two candidates, after it has moved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bapo_megatron.algo.bapo import contribution_sums
+from bapo_megatron.algo.bounds import BoundsConfig, Share, high_values, low_values, search_path
+from bapo_megatron.data.packing import Sample
+
+_SPREAD = 0.6
+"""Standard deviation of the drawn log-ratios: some tokens in every interval between candidates."""
+
+
+@dataclass(frozen=True)
+class CanarySpec:
+    """What the sequences are drawn from. The same spec draws the same batch."""
+
+    seed: int
+    tokens: int
+    """Of all sequences together, about; a last remainder below two tokens is left out."""
+    longest: int
+    """Tokens of the longest sequence."""
+    vocab: int
+    """Token ids are below this."""
+
+
+@dataclass(frozen=True)
+class CanarySequence:
+    """One random sequence, before any model has seen it."""
+
+    token_ids: np.ndarray
+    """int32, prompt and response."""
+    log_ratio_R: np.ndarray
+    """float64: log pi_theta - log pi_rollout that each response token shall have at the reference."""
+    advantage: float
+
+
+def canary_sequences(spec: CanarySpec, bounds: BoundsConfig) -> list[CanarySequence]:
+    """The batch of ``spec``: the shortest sequence there is, the longest, and others in between."""
+    generator = np.random.default_rng([spec.seed, spec.tokens, spec.longest, spec.vocab])
+    return [
+        _sequence(generator, length, 1.0 if number % 2 else -1.0, spec.vocab, bounds)
+        for number, length in enumerate(_lengths(generator, spec))
+    ]
+
+
+def unscored(sequences: Sequence[CanarySequence]) -> list[Sample]:
+    """Samples for a first forward pass, whose log-probs nobody reads."""
+    return [_sample(one, np.zeros(len(one.log_ratio_R), np.float32)) for one in sequences]
+
+
+def scored(
+    sequences: Sequence[CanarySequence], log_probs: Sequence[np.ndarray], bounds: BoundsConfig, loss_mean: str
+) -> list[Sample]:
+    """Samples with the log-probs of a rollout, from those that the reference measured at each position."""
+    samples = [
+        _sample(one, (log_prob[-len(one.log_ratio_R) :] - one.log_ratio_R).astype(np.float32))
+        for one, log_prob in zip(sequences, log_probs, strict=True)
+    ]
+    scale = _positive_scale(sequences, samples, bounds, loss_mean)
+    return [
+        dataclasses.replace(one, advantage=one.advantage * scale) if one.advantage > 0 else one
+        for one in samples
+    ]
+
+
+def _lengths(generator: np.random.Generator, spec: CanarySpec) -> list[int]:
+    lengths = [2, spec.longest]
+    left = spec.tokens - sum(lengths)
+    while left >= 2:
+        drawn = math.exp(generator.uniform(math.log(2), math.log(spec.longest + 1)))
+        lengths.append(min(int(drawn), spec.longest, left))
+        left -= lengths[-1]
+    return lengths
+
+
+def _sequence(
+    generator: np.random.Generator, length: int, sign: float, vocab: int, bounds: BoundsConfig
+) -> CanarySequence:
+    prompt = int(generator.integers(1, max(2, length // 4)))
+    return CanarySequence(
+        token_ids=generator.integers(0, vocab, length).astype(np.int32),
+        log_ratio_R=_off_the_edges(generator.normal(scale=_SPREAD, size=length - prompt), bounds),
+        advantage=sign * (0.5 + generator.random()),
+    )
+
+
+def _off_the_edges(log_ratio_R: np.ndarray, bounds: BoundsConfig) -> np.ndarray:
+    """The log-ratios moved into the middle half of the interval between candidate bounds that they lie in."""
+    candidates = [*low_values(bounds), *high_values(bounds)]
+    edges = np.log(sorted({*candidates, bounds.dual_clip or candidates[-1]}))
+    edges = np.concatenate([edges[:1] - 1.0, edges, edges[-1:] + 1.0])
+    interval_R = np.clip(np.searchsorted(edges, log_ratio_R), 1, len(edges) - 1)
+    low_R, high_R = edges[interval_R - 1], edges[interval_R]
+    margin_R = (high_R - low_R) / 4
+    moved_R: np.ndarray = np.clip(log_ratio_R, low_R + margin_R, high_R - margin_R)
+    return moved_R
+
+
+def _sample(sequence: CanarySequence, rollout_log_prob_R: np.ndarray) -> Sample:
+    versions_R = np.zeros(len(rollout_log_prob_R), np.int32)
+    return Sample(sequence.token_ids, rollout_log_prob_R, versions_R, sequence.advantage)
+
+
+def _positive_scale(
+    sequences: Sequence[CanarySequence], samples: Sequence[Sample], bounds: BoundsConfig, loss_mean: str
+) -> float:
+    """What to multiply positive advantages with, so that the search moves and stops between candidates.
+
+    The sums P are linear in it. With it the target lies halfway (in P / N) between the best pair of bounds
+    so far and the next better one, about three quarters along the search, where both bounds have moved.
+    1 where no pair is better than the first (fixed bounds), or one sign has no weight.
+    """
+    sums = _sums(sequences, samples, bounds, loss_mean)
+    highs = len(high_values(bounds))
+    if min(sums) <= 0:
+        return 1.0
+    best, gaps = 0.0, []
+    for low, high in search_path(bounds):
+        quotient = sums[high] / sums[highs + low]
+        if quotient > best:
+            gaps.append((quotient / best if best else 0.0, math.sqrt(quotient * best)))
+            best = quotient
+    if len(gaps) < 2:
+        return 1.0
+    late = gaps[max(1, len(gaps) * 3 // 4) : len(gaps) * 7 // 8 + 1]
+    _, middle = max(late)
+    return _quotient_at_target(bounds.target, bounds.share) / middle
+
+
+def _sums(
+    sequences: Sequence[CanarySequence], samples: Sequence[Sample], bounds: BoundsConfig, loss_mean: str
+) -> list[float]:
+    """The contribution sums, up to one factor, straight from the log-ratios."""
+    counts = [sample.response_tokens for sample in samples]
+    weights = [1.0 if loss_mean == "token" else 1.0 / count for count in counts]
+    log_ratio, advantage, rollout_log_prob, weight = (
+        torch.from_numpy(column)
+        for column in (
+            np.concatenate([one.log_ratio_R for one in sequences]),
+            np.repeat([sample.advantage for sample in samples], counts),
+            np.concatenate([sample.log_probs_R for sample in samples]).astype(np.float64),
+            np.repeat(weights, counts),
+        )
+    )
+    sums: list[float] = contribution_sums(log_ratio, advantage, rollout_log_prob, weight, bounds).tolist()
+    return sums
+
+
+def _quotient_at_target(target: float, share: Share) -> float:
+    """P / N at which the share reaches ``target``, the smallest one."""
+    if share == "absolute":
+        return target / (1 - target)
+    return target / (1 + target) if share == "signed" else target

@@ -1,0 +1,124 @@
+"""What the benchmarks of the policy share: a process group of one, random models and samples, results."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.data.packing import Sample
+from bapo_megatron.distributed import free_port
+from bapo_megatron.policy.layout import parallel_processes
+from bapo_megatron.policy.megatron import MegatronPolicy
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@contextmanager
+def one_process(threads: int = 2) -> Iterator[None]:
+    """Process groups of size one, and so many threads."""
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    torch.set_num_threads(threads)
+    with parallel_processes(ParallelConfig()):
+        yield
+
+
+def save_model(folder: Path, hidden: int, layers: int, vocab: int, positions: int) -> Path:
+    """A Qwen2 of random float32 weights as a Hugging Face folder; four query heads for each KV head."""
+    import transformers
+
+    config = transformers.Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=vocab,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    transformers.Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+def torch_policy(folder: Path, batch: BatchConfig) -> MegatronPolicy:
+    """A float32 policy of an HF folder on this process."""
+    model = ModelConfig(folder, dtype="float32")
+    return MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(lr=1e-6), planned_updates=1000)
+
+
+def random_samples(count: int, longest: int, vocab: int, version: int = -1) -> list[Sample]:
+    """Samples of log-normal lengths up to ``longest``, both signs of advantage, ratios around one."""
+    generator = np.random.default_rng(0)
+    lengths = np.minimum(longest - 1, 16 + generator.lognormal(np.log(longest / 4), 0.7, count)).astype(int)
+    return [
+        Sample(
+            token_ids=generator.integers(0, vocab, length + 1).astype(np.int32),
+            log_probs_R=(-np.log(vocab) + 0.3 * generator.normal(size=length)).astype(np.float32),
+            versions_R=np.full(length, version, dtype=np.int32),
+            advantage=float(generator.normal()),
+        )
+        for length in lengths
+    ]
+
+
+def in_turns(candidates: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each candidate; they take turns, so that a busy machine hits all alike."""
+    for run in candidates.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, run in candidates.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def in_a_process(module: str, *arguments: object) -> Any:
+    """The JSON that a benchmark prints last, run on its own."""
+    command = [sys.executable, "-W", "ignore", "-m", module, *map(str, arguments)]
+    root = Path(__file__).parents[1]
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=root).stdout
+    return json.loads(out.splitlines()[-1])
+
+
+def peak_above(run: Callable[[], object]) -> float:
+    """GiB of this process at the peak of ``run``, above what it holds before."""
+    before = _kibibytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    run()
+    return (_kibibytes("VmHWM") - before) / 2**20
+
+
+def _kibibytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def machine() -> str:
+    """What the figures were measured on."""
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    model = names[0].split(":")[1].strip() if names else platform.machine()
+    return f"{model}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+def write(name: str, text: str) -> None:
+    """Print the report and keep it in benchmarks/results."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text(text)
+    print(text)

@@ -1,0 +1,199 @@
+"""Tokens per second of ``Policy.update`` against a bare megatron-core loop and transformers with AdamW.
+
+    python -m benchmarks.policy_step            # ten minutes on two cores
+    python -m benchmarks.policy_step --quick
+
+All three train the same model, from the same weights, on the same documents:
+
+- the policy: log-probs, entropies, the BAPO loss at lagged bounds, all that is logged of an update;
+- bare megatron-core: the same layers, DDP, optimizer and packs on the same schedule, plain cross entropy;
+- transformers: padded batches of documents of like length, its own cross entropy, torch's fused AdamW.
+
+They take turns. Writes benchmarks/results/policy_step.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algo.bapo import paper
+from bapo_megatron.clipping import Clipping
+from bapo_megatron.config import AlgorithmConfig, BatchConfig
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.policy.passes import packed
+from bapo_megatron.types import MicroBatch
+from benchmarks.common import in_turns, machine, one_process, random_samples, save_model, torch_policy, write
+
+
+@dataclass(frozen=True)
+class Size:
+    """The model and the update."""
+
+    hidden: int
+    layers: int
+    vocab: int
+    longest: int = 2048
+    samples: int = 16
+    pack: int = 4096
+    rounds: int = 5
+
+    @property
+    def name(self) -> str:
+        return f"{self.layers} layers, hidden {self.hidden}, vocabulary {self.vocab:,}"
+
+
+SIZES = (Size(256, 8, 8192), Size(512, 8, 8192), Size(512, 4, 32768))
+QUICK = (Size(64, 2, 512, longest=64, samples=8, pack=128, rounds=1),)
+
+
+def of_policy(policy: MegatronPolicy, samples: Sequence[Sample], size: Size) -> Callable[[], object]:
+    """One update with all sums of the exact search, at the bounds of the update before."""
+    clipping = Clipping(AlgorithmConfig(bounds=replace(paper(), scope="lagged")))
+    packs = pack_samples(samples, size.pack, "token", policy.pack_layout)
+
+    def step() -> None:
+        loss, _ = clipping.loss(policy, packs, on_policy=False)
+        clipping.observe(policy.update(packs, loss).sums)
+
+    return step
+
+
+def of_megatron(policy: MegatronPolicy, samples: Sequence[Sample], size: Size) -> Callable[[], object]:
+    """One step of the same model as megatron-core alone would make it: GPTModel ends with its own loss."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    [wrapped] = policy._model
+    wrapped.module.__class__ = GPTModel
+    packs = pack_samples(samples, size.pack, "token", policy.pack_layout)
+
+    def forward(iterator: Any, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        pack: MicroBatch = next(iterator)
+        losses = model(
+            pack.token_T[None],
+            pack.position_T[None],
+            attention_mask=None,
+            labels=pack.label_T[None],
+            packed_seq_params=packed(pack),
+        )
+
+        def loss(loss_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total = (loss_1T[0] * pack.mask_T).sum()
+            return total, pack.mask_T.sum().to(torch.int), {"loss": total.detach()}
+
+        return losses, loss
+
+    def step() -> None:
+        wrapped.zero_grad_buffer()
+        policy._optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(packs),
+            model=wrapped,
+            num_microbatches=len(packs),
+            seq_length=size.pack,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        policy._schedule.step(increment=1)
+        policy._optimizer.step()
+
+    return step
+
+
+def of_transformers(folder: Path, samples: Sequence[Sample], size: Size) -> Callable[[], object]:
+    """One step on padded batches that hold as many tokens as a pack, documents sorted by length."""
+    import transformers
+
+    model = transformers.Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    batches = padded_batches(samples, size.pack)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for token_BL, mask_BL, label_BL in batches:
+            model(input_ids=token_BL, attention_mask=mask_BL, labels=label_BL).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def padded_batches(samples: Sequence[Sample], tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Ids, attention mask and labels; no batch has more than ``tokens``, padding included."""
+    rows = sorted((torch.from_numpy(sample.token_ids).long() for sample in samples), key=len, reverse=True)
+    batches = []
+    while rows:
+        count = max(1, tokens // len(rows[0]))
+        taken, rows = rows[:count], rows[count:]
+        pad = torch.nn.utils.rnn.pad_sequence
+        ids = pad(taken, batch_first=True)
+        labels = pad(taken, batch_first=True, padding_value=-100)
+        batches.append((ids, (labels >= 0).long(), labels))
+    return batches
+
+
+def measure(size: Size) -> tuple[int, dict[str, float]]:
+    """Tokens of an update, and the seconds of each loop."""
+    samples = random_samples(size.samples, size.longest, size.vocab)
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_model(Path(folder), size.hidden, size.layers, size.vocab, size.longest)
+        batch = BatchConfig(pack_tokens=size.pack)
+        loops = {
+            "Policy.update": of_policy(torch_policy(path, batch), samples, size),
+            "bare megatron-core": of_megatron(torch_policy(path, batch), samples, size),
+            "transformers + AdamW": of_transformers(path, samples, size),
+        }
+        return sum(sample.positions for sample in samples), in_turns(loops, size.rounds)
+
+
+def rows(size: Size) -> list[str]:
+    tokens, seconds = measure(size)
+    bare = seconds["bare megatron-core"]
+    return [
+        f"| {size.name} | {name} | {tokens / value:,.0f} | {bare / value:.2f} |"
+        for name, value in seconds.items()
+    ]
+
+
+def report(sizes: Sequence[Size]) -> str:
+    table = "\n".join(line for size in sizes for line in rows(size))
+    one = sizes[0]
+    return f"""# Speed of an update
+
+Command: `python -m benchmarks.policy_step`
+
+{machine()}, two threads, float32, one process.
+{one.samples} documents of up to {one.longest:,} tokens in packs of at most {one.pack:,}.
+Medians of {one.rounds} rounds in which the loops take turns.
+
+| model | loop | tokens/s | speed / bare |
+|---|---|---:|---:|
+{table}
+
+*bare megatron-core* is the same model, optimizer, packs and schedule with GPTModel's own cross entropy and
+nothing else. *Policy.update* also gives entropies, the BAPO loss and all sums that are logged, and never
+holds a pack's logits. *transformers* pads batches of documents of like length. The attention of the two
+megatron loops is ours: megatron-core has none for packed documents on a CPU.
+"""
+
+
+def main(arguments: list[str]) -> None:
+    with one_process():
+        if arguments == ["--quick"]:
+            print(report(QUICK))
+        else:
+            write("policy_step", report(SIZES))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

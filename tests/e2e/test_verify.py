@@ -1,0 +1,295 @@
+"""`bapo verify-parallel` as a user runs it, on sound layouts and on layouts that were broken on purpose.
+
+The processes are forked from the test, so what it breaks is broken in them; each break applies to the
+checked layout only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from bapo_megatron import cli
+from bapo_megatron.distributed import free_port
+from bapo_megatron.policy import attention, megatron
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.policy.passes import Passes
+from bapo_megatron.types import TokenStats
+from bapo_megatron.verify.certificate import read_certificate, write_certificate
+from tests.models import save_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
+
+ROOT = Path(__file__).parents[2]
+TP2_PP2 = ["--parallel.tensor=2", "--parallel.pipeline=2"]
+COMMAND = ["-m", "bapo_megatron.cli", "verify-parallel", "recipes/demo_cpu.py"]
+LAUNCHED = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+SMALL = ["--tokens=600", "--longest=64", "--batch.pack-tokens=112"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process forked from one that has computed with several threads may use no more than one."""
+    monkeypatch.setattr("bapo_megatron.distributed.os.cpu_count", lambda: 1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tied embeddings, and no tokenizer: the check needs none."""
+    return save_tiny_model("llama", tmp_path_factory.mktemp("model"))
+
+
+def verify(model: Path, *flags: str) -> int:
+    arguments = ["verify-parallel", str(ROOT / "recipes/demo_cpu.py"), f"--model.hf-path={model}"]
+    try:
+        return cli.run([*arguments, "--data.path=absent.jsonl", *SMALL, *flags])
+    except SystemExit as exit:
+        return int(exit.code)
+
+
+def output(capfd: pytest.CaptureFixture[str]) -> str:
+    printed = capfd.readouterr()
+    assert "Traceback" not in printed.err, printed.err[-3000:]
+    return printed.out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        TP2_PP2,
+        ["--parallel.data=2", "--reference.tensor=2", "--reference.sequence"],
+        ["--parallel.context=2", "--parallel.pipeline=2"],
+    ],
+    ids=["tp2-pp2", "dp2-against-tp2-sp", "cp2-pp2"],
+)
+def test_a_sound_layout(
+    flags: list[str],
+    model: Path,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, printed = verify(model, *flags, "--tolerance.token-absolute=2e-6"), output(capfd)
+    assert code == 0, printed
+    for quantity in ("log-probs", "entropies", "contribution sums", "bounds", "loss", "gradient norm"):
+        [line] = [line for line in printed.splitlines() if line.startswith(quantity)]
+        assert line.endswith("ok")
+    assert re.search(r"all 6 quantities agree over \d{3} tokens of \d+ samples", printed)
+    assert list(tmp_path.iterdir()) == []  # no run directory
+
+
+def break_log_prob(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of the first pack is off by 0.01 at the checked layout."""
+    sound = MegatronPolicy.log_probs
+
+    def log_probs(self: MegatronPolicy, batches: list) -> list[TokenStats]:
+        stats = sound(self, batches)
+        if torch.distributed.get_world_size() > 1:
+            stats[0].log_prob_T[5] += 0.01
+        return stats
+
+    monkeypatch.setattr(MegatronPolicy, "log_probs", log_probs)
+
+
+def break_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TP rank 1 holds a wrong row of its last weight matrix."""
+    sound = megatron.build_optimizer
+
+    def build_optimizer(settings: object, model: list, dtype: torch.dtype) -> object:
+        if parallel_state.get_tensor_model_parallel_rank() == 1:
+            matrices = [weight for weight in model[0].parameters() if weight.dim() == 2]
+            with torch.no_grad():
+                matrices[-1][0] *= 1.1
+        return sound(settings, model, dtype)
+
+    monkeypatch.setattr(megatron, "build_optimizer", build_optimizer)
+
+
+def break_loss_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last data-parallel rank is left out of every reduced sum."""
+    sound = Passes._sum_over_ranks
+
+    def sum_over_ranks(self: Passes, outputs: list) -> torch.Tensor:
+        if parallel_state.get_data_parallel_rank() > 0:
+            outputs = [torch.zeros_like(values) for values in outputs]
+        return sound(self, outputs)
+
+    monkeypatch.setattr(Passes, "_sum_over_ranks", sum_over_ranks)
+
+
+def break_key_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys stay in the order in which the context-parallel ranks hold them."""
+    monkeypatch.setattr(attention, "gathered_rows", lambda bounds, _size: torch.arange(bounds[-1]))
+
+
+def break_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two copies of the tied embedding, on first and last stage, do not exchange their gradients."""
+    module = sys.modules["megatron.core.distributed.finalize_model_grads"]  # a function hides its name
+    monkeypatch.setattr(module, "_allreduce_word_embedding_grads", lambda *_args, **_kwargs: None)
+
+
+BREAKS = {
+    "one log-prob": (break_log_prob, ["--parallel.tensor=2"], "log-probs"),
+    "a shard": (break_shard, TP2_PP2, "log-probs"),
+    "the order of keys": (break_key_order, ["--parallel.context=2"], "log-probs"),
+    "a reduction": (break_loss_sums, ["--parallel.data=2"], "contribution sums"),
+    "a gradient": (break_gradient, ["--parallel.pipeline=2"], "gradient norm"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_layout_is_named(
+    name: str, model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it, flags, quantity = BREAKS[name]
+    break_it(monkeypatch)
+    code, printed = verify(model, *flags), output(capfd)
+    assert code == 1, printed
+    last = printed.strip().splitlines()[-1]
+    assert last.startswith(f"the layouts differ, first in the {quantity}: ")
+    if quantity == "log-probs":
+        where = r"sample \d+, token \d+ of \d+ \(.*, id \d+\): -\d+\.\d+ in the reference, -\d+\.\d+ here"
+        assert re.search(where, last), last
+    if name == "one log-prob":
+        assert "1 of " in last
+
+
+def test_a_log_prob_that_is_nan(
+    model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table still comes, and the first token is named."""
+
+    def log_probs(self: MegatronPolicy, batches: list) -> list[TokenStats]:
+        stats = sound(self, batches)
+        if torch.distributed.get_world_size() > 1:
+            stats[0].log_prob_T[:3] = torch.nan
+        return stats
+
+    sound = MegatronPolicy.log_probs
+    monkeypatch.setattr(MegatronPolicy, "log_probs", log_probs)
+    code, printed = verify(model, "--parallel.tensor=2"), output(capfd)
+    assert code == 1
+    assert re.search(r"first in the log-probs: at sample \d+, token 1 of", printed)
+    assert "nan here; 3 of" in printed
+
+
+def test_a_certificate_of_one_layout_is_checked_at_another(
+    model: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "reference.npz"
+    assert verify(model, "--parallel.tensor=2", f"--save={path}") == 0
+    assert read_certificate(path).made["parallel.tensor"] == 2
+    assert verify(model, "--parallel.pipeline=2", f"--certificate={path}") == 0
+    printed = output(capfd)
+    assert "reference:   TP 2, PP 1" in printed
+    assert "this layout: TP 1, PP 2" in printed
+    stored = read_certificate(path)
+    stored.tokens.entropies[1][3] += 0.5
+    write_certificate(path, stored)
+    assert verify(model, "--parallel.pipeline=2", f"--certificate={path}") == 1
+    assert "first in the entropies: at sample 1, token 4 of 64" in output(capfd)
+
+
+def test_bfloat16_layouts_are_within_their_tolerance(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, printed = verify(model, *TP2_PP2, "--model.dtype=bfloat16"), output(capfd)
+    assert code == 0, printed
+    assert "0.5 + 0.05 rel, mean 0.1" in printed
+    assert verify(model, *TP2_PP2, "--model.dtype=bfloat16", "--tolerance.token-mean=1e-6") == 1
+
+
+def test_under_torchrun_with_a_certificate(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "reference.npz"
+    assert verify(model, f"--save={path}") == 0
+    agreed = torchrun(model, f"--certificate={path}")
+    assert agreed.returncode == 0, agreed.stderr[-3000:]
+    assert "all 6 quantities agree" in agreed.stdout
+    assert agreed.stdout.count("all 6 quantities") == 1
+
+
+def test_every_rank_of_a_launcher_ends_with_the_same_code(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "reference.npz"
+    assert verify(model, f"--save={path}") == 0
+    flags = [f"--model.hf-path={model}", *SMALL, "--parallel.tensor=2", f"--certificate={path}"]
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *COMMAND, *flags, "--tolerance.token-absolute=-1"],
+            cwd=ROOT,
+            env={**os.environ, **LAUNCHED, "MASTER_PORT": port, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    first, second = (process.communicate(timeout=200)[0].decode() for process in ranks)
+    assert [process.returncode for process in ranks] == [1, 1]
+    assert "first in the log-probs: at sample 0, token 1 of 2" in first
+    assert second == ""
+
+
+def torchrun(model: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.run(
+        [
+            sys.executable,
+            *launcher,
+            *COMMAND,
+            f"--model.hf-path={model}",
+            "--parallel.tensor=2",
+            *SMALL,
+            *flags,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--longest=1"], "longest=1 must be from 2 to 112"),
+        (["--longest=113"], "longest=113 must be from 2 to 112"),
+        (["--tokens=65"], "tokens=65 must be at least 66"),
+        (["--parallel.tensor=3"], "parallel.tensor=3 does not divide"),
+        (["--reference.pipeline=3"], "the reference's layout (--reference.*): parallel.pipeline"),
+        (["--reference.sequence"], "the reference's layout (--reference.*): parallel.sequence needs"),
+        (["--certificate=absent.npz"], "absent.npz does not exist"),
+        (["--save=absent/c.npz"], "the folder absent does not exist"),
+    ],
+)
+def test_bad_input(flags: list[str], message: str, model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert verify(model, *flags) == 2
+    assert message in capfd.readouterr().err
+
+
+def test_a_certificate_of_something_else(
+    model: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "reference.npz"
+    assert verify(model, f"--save={path}") == 0
+    other = save_tiny_model("llama", tmp_path / "other", seed=1)
+    capfd.readouterr()
+    assert verify(other, f"--certificate={path}", "--seed=5", "--rollout.temperature=0.5") == 2
+    message = capfd.readouterr().err
+    assert "canary.seed: 0 in the certificate, 5 here" in message
+    assert "rollout.temperature: 1.0 in the certificate, 0.5 here" in message
+    assert "model.weights_sha256: " in message
+    assert "config_sha256" not in message
+
+
+def test_a_launcher_without_a_certificate(
+    model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert verify(model, "--parallel.tensor=2") == 2
+    assert "--certificate FILE" in capfd.readouterr().err

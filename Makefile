@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_RUN := runs/demo_cpu
 
-.PHONY: setup demo test lint format clean
+.PHONY: setup demo test lint format gpu-check clean
 
 setup: $(VENV)/.done
 
@@ -38,6 +38,10 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Needs a GPU with its own torch: PYTHON=... names the interpreter, nothing is installed.
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_FLAGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@ from bapo_megatron.build import load_problems
 from bapo_megatron.config import ModelConfig, ParallelConfig, RunConfig, SftConfig
 from bapo_megatron.data.tokenizer import load_tokenizer
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.policy.device import attention_problem
 from bapo_megatron.policy.hf_config import ModelShape, read_model_shape
 from bapo_megatron.policy.hf_reader import HfReader
 from bapo_megatron.policy.layout import layout_problems
@@ -58,6 +59,8 @@ def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
     shape = read_model_shape(model.hf_path)
     HfReader(model.hf_path).check(shape)
     problems = list(layout_problems(parallel, shape))
+    if problem := attention_problem(model.dtype):
+        problems.append(f"model.dtype={model.dtype}: {problem}")
     if problems:
         raise ConfigError("\n".join(problems))
     return shape

@@ -130,8 +130,8 @@ class MicroBatch:
     """float32: log pi_rollout(label)."""
     version_T: Tensor
     """int32: policy version that sampled the label."""
-    cu_seqlens: Tensor
-    """int32 [documents + 1]."""
+    cu_seqlens: tuple[int, ...]
+    """[documents + 1]."""
     max_seqlen: int
     rows: tuple[tuple[int, int, int], ...]
     """For each real document: index of its sample in the update, offset in the pack, predicting tokens

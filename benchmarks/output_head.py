@@ -48,7 +48,7 @@ def fused(hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor) -> None:
 
 
 def chunked(hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor) -> None:
-    ones_T = torch.ones(label_T.numel())
+    ones_T = torch.ones_like(label_T, dtype=torch.float32)
     batch = MicroBatch(
         token_T=label_T,
         label_T=label_T,
@@ -58,7 +58,7 @@ def chunked(hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor) -> None:
         advantage_T=ones_T,
         rollout_log_prob_T=ones_T,
         version_T=label_T,
-        cu_seqlens=torch.tensor([0, label_T.numel()]),
+        cu_seqlens=(0, label_T.numel()),
         max_seqlen=label_T.numel(),
         rows=(),
     )

@@ -28,8 +28,8 @@ from bapo_megatron.algo.bapo import paper
 from bapo_megatron.clipping import Clipping
 from bapo_megatron.config import AlgorithmConfig, BatchConfig
 from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.policy.attention import DocumentPack
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.policy.passes import packed
 from bapo_megatron.types import MicroBatch
 from benchmarks.common import in_turns, machine, one_process, random_samples, save_model, torch_policy, write
 
@@ -83,7 +83,7 @@ def of_megatron(policy: MegatronPolicy, samples: Sequence[Sample], size: Size) -
             pack.position_T[None],
             attention_mask=None,
             labels=pack.label_T[None],
-            packed_seq_params=packed(pack),
+            packed_seq_params=DocumentPack.of(pack.cu_seqlens, pack.max_seqlen, policy.device),
         )
 
         def loss(loss_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

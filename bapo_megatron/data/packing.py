@@ -125,7 +125,7 @@ def _build(
     bounds += _padding_bounds(bounds[-1], length, layout.document_multiple)
     return MicroBatch(
         **columns,
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+        cu_seqlens=tuple(bounds),
         max_seqlen=max(end - start for start, end in pairwise(bounds)),
         rows=tuple(rows),
     )

@@ -2,8 +2,8 @@
 
 Under context parallelism keys and values are gathered over the CP ranks (they are small: grouped-query heads)
 and each rank's queries attend to the part of their document that lies before them. There is no mask tensor.
-Half precision on a GPU goes through torch's variable-length flash kernel in one call; elsewhere whole
-documents go in padded batches (``padded_attention.py``) and chunks one by one (``prefix_attention.py``).
+Half precision on a GPU goes through ``flash_attention.py``; elsewhere whole documents go in padded batches
+(``padded_attention.py``) and chunks one by one (``prefix_attention.py``).
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank.
 """
@@ -11,9 +11,9 @@ Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for th
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -21,11 +21,34 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
+from bapo_megatron.policy.flash_attention import flash_attention
 from bapo_megatron.policy.padded_attention import padded_attention
 from bapo_megatron.policy.prefix_attention import prefix_attention
 from bapo_megatron.policy.zigzag import gathered_rows, segments
+
+
+@dataclass
+class DocumentPack(PackedSeqParams):  # type: ignore[misc]
+    """megatron-core's description of a pack, for Transformer Engine, and ours beside it."""
+
+    bounds: tuple[int, ...] = ()
+    """``cu_seqlens`` on the host: a layer that read it from a GPU would wait for all work before it."""
+
+    @classmethod
+    def of(cls, bounds: tuple[int, ...], longest: int, device: torch.device) -> DocumentPack:
+        """A whole pack with documents ``bounds[d]:bounds[d + 1]``, the longest of so many tokens."""
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=cu_seqlens,
+            cu_seqlens_kv_padded=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            bounds=bounds,
+        )
 
 
 class DocumentAttention(MegatronModule):  # type: ignore[misc]
@@ -53,7 +76,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        packed_seq_params: PackedSeqParams | None = None,
+        packed_seq_params: DocumentPack | None = None,
         **_kwargs: Any,
     ) -> Tensor:
         """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]; [tokens, h*d].
@@ -62,13 +85,13 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         """
         if packed_seq_params is None:
             raise ValueError("this attention takes thd packs only")
-        bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
+        bounds = packed_seq_params.bounds
         rank = 0
         if self.group is not None:
             rank = self.group.rank()
             key, value = self._whole(torch.stack([key, value], 1), bounds).unbind(1)
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-            return _variable_length(query, key, value, bounds, self.size, rank, self.scale).flatten(1)
+            return flash_attention(query, key, value, bounds, self.size, rank, self.scale).flatten(1)
         if self.size == 1:
             return padded_attention(query, key, value, bounds, self.scale).flatten(1)
         return _by_segment(query, key, value, bounds, self.size, rank, self.scale).flatten(1)
@@ -78,7 +101,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         gathered = gather_from_sequence_parallel_region(
             x_LKHD, tensor_parallel_output_grad=True, group=self.group
         )
-        rows = gathered_rows(bounds, self.size).to(gathered.device)
+        rows = _rows_on(bounds, self.size, gathered.device)
         whole: Tensor = _Reorder.apply(gathered, rows)  # type: ignore[no-untyped-call]
         return whole
 
@@ -106,51 +129,9 @@ def _by_segment(
     return torch.cat(outputs)
 
 
-def _variable_length(
-    query_LHD: Tensor,
-    key_THD: Tensor,
-    value_THD: Tensor,
-    bounds: tuple[int, ...],
-    size: int,
-    rank: int,
-    scale: float,
-) -> Tensor:
-    """All chunks in one call of the flash kernel, whose causal mask ends at the last query and key."""
-    plan = _key_plan(bounds, size, rank, query_LHD.device)
-    if size > 1:  # two chunks of a document see overlapping keys: (2 x size + 1) chunks instead of 2 x size
-        key_THD, value_THD = key_THD[plan.key_rows], value_THD[plan.key_rows]
-    out = varlen_attn(
-        query_LHD,
-        key_THD,
-        value_THD,
-        plan.query_bounds,
-        plan.key_bounds,
-        plan.most_queries,
-        plan.most_keys,
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=query_LHD.size(1) != key_THD.size(1),
-    )
-    return cast(Tensor, out)
-
-
-class _KeyPlan:
-    """What the flash kernel wants to know of a rank's chunks."""
-
-    def __init__(self, bounds: tuple[int, ...], size: int, rank: int, device: torch.device) -> None:
-        parts = [s for s in segments(bounds, size, rank) if s.queries]
-        keys = [part.last_key - part.first_key for part in parts]
-        queries = [part.queries for part in parts]
-        rows = torch.cat([torch.arange(part.first_key, part.last_key) for part in parts])
-        self.key_rows = rows.to(device)
-        self.query_bounds = torch.tensor([0, *accumulate(queries)], dtype=torch.int32, device=device)
-        self.key_bounds = torch.tensor([0, *accumulate(keys)], dtype=torch.int32, device=device)
-        self.most_queries, self.most_keys = max(queries), max(keys)
-
-
-@lru_cache(maxsize=16)  # every layer of a micro-batch asks for the same one
-def _key_plan(bounds: tuple[int, ...], size: int, rank: int, device: torch.device) -> _KeyPlan:
-    return _KeyPlan(bounds, size, rank, device)
+@lru_cache(maxsize=16)  # every layer of a micro-batch asks for the same ones
+def _rows_on(bounds: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    return gathered_rows(bounds, size).to(device)
 
 
 class _Reorder(torch.autograd.Function):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,6 +22,24 @@ _thread = threading.local()
 def has_cuda() -> bool:
     """Whether this process trains on a GPU."""
     return torch.cuda.is_available()
+
+
+def uses_transformer_engine() -> bool:
+    """Whether layers come from Transformer Engine; its kernels need a GPU."""
+    return has_cuda() and find_spec("transformer_engine") is not None
+
+
+def attention_problem(dtype: str) -> str | None:
+    """What is missing for attention in ``dtype`` on this machine, with the fix; None if nothing is."""
+    if dtype == "float32" or not has_cuda() or uses_transformer_engine():
+        return None
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if release >= (2, 11):
+        return None
+    return (
+        f"torch {torch.__version__} has no variable-length attention with a window (torch 2.11 has): "
+        "install transformer-engine[pytorch], or a newer torch"
+    )
 
 
 def backend() -> str:

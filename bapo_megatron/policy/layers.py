@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,12 +9,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from bapo_megatron.policy.attention import DocumentAttention
-from bapo_megatron.policy.device import has_cuda
-
-
-def uses_transformer_engine() -> bool:
-    """Whether layers come from Transformer Engine; its kernels need a GPU."""
-    return has_cuda() and find_spec("transformer_engine") is not None
+from bapo_megatron.policy.device import uses_transformer_engine
 
 
 def layer_spec(qk_norm: bool) -> tuple[ModuleSpec, type]:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from bapo_megatron.policy.attention import DocumentPack
 from bapo_megatron.policy.model import PolicyModel
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.zigzag import positions, slice_batch
@@ -55,7 +55,7 @@ class Passes:
 
         def keep(stats: TokenStats, _part: MicroBatch) -> Tensor:
             values, batch = next(here)
-            held = positions(tuple(batch.cu_seqlens.tolist()), size, rank)
+            held = positions(batch.cu_seqlens, size, rank)
             values[:, held.to(values.device)] = torch.stack(stats)
             return torch.zeros(1)
 
@@ -147,7 +147,7 @@ class Passes:
             input_ids=part.token_T[None],
             position_ids=part.position_T[None],
             attention_mask=None,
-            packed_seq_params=packed(part),
+            packed_seq_params=DocumentPack.of(part.cu_seqlens, part.max_seqlen, self._device),
             **extra,
         )
         return hidden
@@ -190,16 +190,3 @@ def _share_stats(values: Tensor) -> None:
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     if pipeline.size() > 1:
         dist.broadcast(values, parallel_state.get_pipeline_model_parallel_last_rank(), pipeline)
-
-
-def packed(batch: MicroBatch) -> PackedSeqParams:
-    """Where the documents of a whole pack lie, as megatron-core's attention takes it."""
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
-        cu_seqlens_q_padded=batch.cu_seqlens,
-        cu_seqlens_kv_padded=batch.cu_seqlens,
-        max_seqlen_q=batch.max_seqlen,
-        max_seqlen_kv=batch.max_seqlen,
-    )

@@ -66,4 +66,4 @@ def slice_batch(batch: MicroBatch, size: int, rank: int) -> MicroBatch:
     """The part of a pack that ``rank`` holds; ``cu_seqlens`` and ``rows`` still describe the whole pack."""
     if size == 1:
         return batch
-    return batch.take(positions(tuple(batch.cu_seqlens.tolist()), size, rank))
+    return batch.take(positions(batch.cu_seqlens, size, rank))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import types
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core.packed_seq_params import PackedSeqParams
 
 from bapo_megatron.policy import attention
-from bapo_megatron.policy.attention import DocumentAttention
+from bapo_megatron.policy.attention import DocumentAttention, DocumentPack
+from bapo_megatron.policy.flash_attention import flash_attention
 from bapo_megatron.policy.padded_attention import groups_of_like_length
 from bapo_megatron.policy.prefix_attention import prefix_attention
 from bapo_megatron.policy.zigzag import positions
@@ -38,8 +39,8 @@ def test_agrees_with_a_dense_mask_and_its_gradient(lengths: list[int]) -> None:
     q, k, v = (torch.randn(tokens, heads, 8, generator=generator) for heads in (4, 2, 2))
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     wide = [x.double().requires_grad_() for x in (q, k, v)]
-    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    bounds = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
+    packed = DocumentPack.of(bounds, max(lengths), q.device)
     ours = DocumentAttention(CONFIG)(*inputs, None, packed_seq_params=packed)
     expected = dense(*wide, lengths)
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
@@ -76,8 +77,17 @@ def flash_varlen(
     q, k, v, query_bounds, key_bounds, most_queries, most_keys, *, scale, window_size, enable_gqa
 ):  # type: ignore[no-untyped-def]
     """What torch's variable-length kernel computes: each sequence, causal up to the last query and key."""
-    assert window_size == (-1, 0)
     assert enable_gqa
+    bounds = query_bounds, key_bounds, most_queries, most_keys
+    return flash_varlen_of_torch_2_11(q, k, v, *bounds, scale=scale, window_size=window_size, groups=2)
+
+
+def flash_varlen_of_torch_2_11(
+    q, k, v, query_bounds, key_bounds, most_queries, most_keys, *, scale, window_size, groups=1
+):  # type: ignore[no-untyped-def]
+    """The same without grouped-query heads."""
+    assert window_size == (-1, 0)
+    assert q.size(1) == groups * k.size(1)
     outputs = []
     for (q0, q1), (k0, k1) in zip(
         pairwise(query_bounds.tolist()), pairwise(key_bounds.tolist()), strict=True
@@ -90,14 +100,15 @@ def flash_varlen(
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("kernel", ["segments", "variable length"])
-def test_chunks_of_all_ranks_make_the_whole(size: int, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "varlen_attn", flash_varlen)
+@pytest.mark.parametrize("kernel", [None, flash_varlen, flash_varlen_of_torch_2_11])
+def test_chunks_of_all_ranks_make_the_whole(size: int, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel:
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     lengths = [8, 24, 0, 16]
     bounds = tuple(torch.tensor([0, *lengths]).cumsum(0).tolist())
     q, k, v = (torch.randn(sum(lengths), heads, 8) for heads in (4, 2, 2))
     expected = dense(q, k, v, lengths).unflatten(1, (4, 8))
-    run = attention._by_segment if kernel == "segments" else attention._variable_length
+    run = flash_attention if kernel else attention._by_segment
     for rank in range(size):
         held = positions(bounds, size, rank)
         ours = run(q[held], k, v, bounds, size, rank, 8**-0.5)

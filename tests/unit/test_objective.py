@@ -36,7 +36,7 @@ def pack(
         advantage_T=torch.tensor(advantages),
         rollout_log_prob_T=torch.tensor(rollout),
         version_T=torch.tensor(versions, dtype=torch.int32),
-        cu_seqlens=torch.tensor([0, count], dtype=torch.int32),
+        cu_seqlens=(0, count),
         max_seqlen=count,
         rows=((0, 0, count),),
     )

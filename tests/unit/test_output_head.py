@@ -22,7 +22,7 @@ def batch_of(labels: torch.Tensor, weights: torch.Tensor) -> MicroBatch:
         advantage_T=zeros,
         rollout_log_prob_T=zeros,
         version_T=zeros.int(),
-        cu_seqlens=torch.tensor([0, labels.numel()], dtype=torch.int32),
+        cu_seqlens=(0, labels.numel()),
         max_seqlen=labels.numel(),
         rows=(),
     )

@@ -38,7 +38,7 @@ def test_fields_stand_at_the_predicting_token() -> None:
     assert pack.advantage_T.tolist() == [0, -0.5, -0.5]
     assert pack.rollout_log_prob_T.tolist() == [0, -1, -2]
     assert pack.version_T.tolist() == [0, 4, 4]
-    assert pack.cu_seqlens.tolist() == [0, 3]
+    assert pack.cu_seqlens == (0, 3)
     assert pack.rows == ((0, 0, 3),)
 
 
@@ -46,7 +46,7 @@ def test_documents_follow_each_other_and_positions_restart() -> None:
     [pack] = pack_samples([sample([1], [2]), sample([3, 4], [5, 6, 7])], pack_tokens=16)
     assert pack.token_T.tolist() == [3, 4, 5, 6, 1]
     assert pack.position_T.tolist() == [0, 1, 2, 3, 0]
-    assert pack.cu_seqlens.tolist() == [0, 4, 5]
+    assert pack.cu_seqlens == (0, 4, 5)
     assert pack.rows == ((1, 0, 4), (0, 4, 1))
 
 
@@ -54,14 +54,14 @@ def test_length_is_rounded_up_and_padding_counts_nowhere() -> None:
     [pack] = pack_samples([sample([1], [2, 3])], 16, layout=PackLayout(length_multiple=4))
     assert pack.token_T.tolist() == [1, 2, 0, 0]
     assert pack.mask_T.tolist() == [1, 1, 0, 0]
-    assert pack.cu_seqlens.tolist() == [0, 2, 4]
+    assert pack.cu_seqlens == (0, 2, 4)
 
 
 def test_long_padding_is_cut_into_documents() -> None:
     samples = [sample([1], [2] * 1299), sample([1], [2])]
     layouts = [PackLayout(rank, 2, fixed_length=True) for rank in range(2)]
     packs = [pack_samples(samples, 1400, layout=layout)[0] for layout in layouts]
-    assert [pack.cu_seqlens.tolist() for pack in packs] == [[0, 1299], [0, 1, 513, 1025, 1299]]
+    assert [pack.cu_seqlens for pack in packs] == [(0, 1299), (0, 1, 513, 1025, 1299)]
 
 
 def test_sequence_mean_weighs_every_response_alike() -> None:
@@ -74,7 +74,7 @@ def test_documents_are_padded_to_their_multiple() -> None:
     """4 and 1 positions take 4 and 4; the pack of 8 is padded to 12 by a document of 4."""
     layout = PackLayout(length_multiple=12, document_multiple=4)
     [pack] = pack_samples([sample([3, 4], [5, 6, 7]), sample([1], [2], advantage=-1.0)], 12, "token", layout)
-    assert pack.cu_seqlens.tolist() == [0, 4, 8, 12]
+    assert pack.cu_seqlens == (0, 4, 8, 12)
     assert pack.token_T.tolist() == [3, 4, 5, 6, 1, 0, 0, 0, 0, 0, 0, 0]
     assert pack.label_T.tolist() == [4, 5, 6, 7, 2, 0, 0, 0, 0, 0, 0, 0]
     assert pack.position_T.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 0, 0, 0]
@@ -88,15 +88,15 @@ def test_documents_that_only_fit_without_their_padding_do_not_share_a_pack() -> 
     """5 and 5 take 8 and 8, which is more than 12."""
     layout = PackLayout(length_multiple=4, document_multiple=4)
     packs = pack_samples([sample([1], [2] * 5)] * 2, 12, layout=layout)
-    assert [pack.cu_seqlens.tolist() for pack in packs] == [[0, 8], [0, 8]]
+    assert [pack.cu_seqlens for pack in packs] == [(0, 8), (0, 8)]
 
 
 def test_padding_documents_obey_the_multiple() -> None:
     """512 is no multiple of 6, so padding is cut into 510; a multiple above 512 is itself the piece."""
     [pack] = pack_samples([sample([1], [2] * 5)], 1200, layout=PackLayout(0, 1, 1200, document_multiple=6))
-    assert pack.cu_seqlens.tolist() == [0, 6, 516, 1026, 1200]
+    assert pack.cu_seqlens == (0, 6, 516, 1026, 1200)
     [pack] = pack_samples([sample([1], [2])], 1800, layout=PackLayout(0, 1, 1800, document_multiple=600))
-    assert pack.cu_seqlens.tolist() == [0, 600, 1200, 1800]
+    assert pack.cu_seqlens == (0, 600, 1200, 1800)
 
 
 def test_packs_are_padded_to_the_longest_only_where_asked() -> None:
@@ -111,10 +111,10 @@ def test_a_rank_without_samples_gets_dummies() -> None:
     for samples in ([], [sample([1], [2] * 7)]):
         [dummy] = pack_samples(samples, 8, layout=PackLayout(1, 2, length_multiple=4, document_multiple=2))
         assert dummy.mask_T.tolist() == [0, 0, 0, 0]
-        assert dummy.cu_seqlens.tolist() == [0, 4]
+        assert dummy.cu_seqlens == (0, 4)
         assert dummy.rows == ()
     [dummy] = pack_samples([], 8, layout=PackLayout(1, 2, length_multiple=4, fixed_length=True))
-    assert dummy.cu_seqlens.tolist() == [0, 4]
+    assert dummy.cu_seqlens == (0, 4)
 
 
 def test_a_sample_without_positions_takes_no_room() -> None:
@@ -123,7 +123,7 @@ def test_a_sample_without_positions_takes_no_room() -> None:
     assert pack.token_T.tolist() == [1, 2]
     assert pack.mask_T.tolist() == [1, 1]
     assert pack.rollout_log_prob_T.tolist() == [-1, -2]
-    assert pack.cu_seqlens.tolist() == [0, 2]
+    assert pack.cu_seqlens == (0, 2)
     assert pack.rows == ((0, 0, 2), (1, 2, 0), (2, 2, 0))
 
 
@@ -160,7 +160,7 @@ def test_ranks_share_the_samples_and_the_shape(
         assert len({pack.token_T.numel() for pack in packs}) == 1
     else:
         for pack in packs:
-            documents = int(pack.cu_seqlens[len(pack.rows)])
+            documents = pack.cu_seqlens[len(pack.rows)]
             assert pack.token_T.numel() - max(1, documents) < multiple * document
 
 
@@ -168,7 +168,7 @@ def check_shape(pack: MicroBatch, multiple: int, document: int) -> None:
     assert pack.token_T.numel() <= 50
     assert pack.token_T.numel() % multiple == 0
     assert pack.cu_seqlens[-1] == pack.token_T.numel()
-    assert not (pack.cu_seqlens % document).any()
+    assert all(bound % document == 0 for bound in pack.cu_seqlens)
     for row, (_, start, length) in enumerate(pack.rows):
         assert start == pack.cu_seqlens[row]
         assert 0 <= pack.cu_seqlens[row + 1] - start - length < document
@@ -206,5 +206,5 @@ def test_updates_share_the_groups(count: int, updates: int, seed: int) -> None:
 
 def test_packing_builds_tensors_of_the_stated_types() -> None:
     [pack] = pack_samples([sample([1], [2])], 8)
-    assert pack.version_T.dtype == pack.cu_seqlens.dtype == torch.int32
+    assert pack.version_T.dtype == torch.int32
     assert pack.mask_T.dtype == pack.rollout_log_prob_T.dtype == torch.float32

@@ -56,11 +56,11 @@ def test_every_field_of_a_pack_is_cut_alike() -> None:
     """The rule that keeps parallelism out of the algorithm: index one field, index them all."""
     layout = PackLayout(document_multiple=4, length_multiple=4)
     [pack] = pack_samples(random_samples(5, seed=2), 400, layout=layout)
-    held = positions(tuple(pack.cu_seqlens.tolist()), 2, 1)
+    held = positions(pack.cu_seqlens, 2, 1)
     part = slice_batch(pack, 2, 1)
     names = [name for name in vars(pack) if name.endswith("_T")]
     assert len(names) == 8
     for name in names:
         assert torch.equal(getattr(part, name), getattr(pack, name)[held]), name
-    assert torch.equal(part.cu_seqlens, pack.cu_seqlens)
+    assert part.cu_seqlens == pack.cu_seqlens
     assert slice_batch(pack, 1, 0) is pack

@@ -1,0 +1,76 @@
+"""The variable-length flash kernel on the chunks of context-parallel ranks, against a float64 reference.
+
+No process groups: each rank's call is made in turn with all keys at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.policy.flash_attention import flash_attention
+from bapo_megatron.policy.zigzag import positions, segments
+from benchmarks.gpu.rows import Row, Size
+
+HEADS, KV_HEADS, WIDTH = 8, 2, 128
+LIMIT = 0.02
+"""Of the largest error relative to the largest entry. bfloat16 has 8 significant bits: 2^-8 = 0.004."""
+
+
+def rows(size: Size, _folder: Path) -> Iterator[Row]:
+    if not size.cuda:
+        yield Row("variable-length flash attention", "not run: it needs a GPU")
+        return
+    for context in (1, 2, 4):
+        for name, error in errors(size, context).items():
+            yield Row(f"CP {context}: {name}", f"{error:.1e} of the largest", f"{LIMIT}", error < LIMIT)
+
+
+def errors(size: Size, context: int) -> dict[str, float]:
+    """Largest error of the output and of each gradient, relative to the largest entry."""
+    multiple = 2 * context if context > 1 else 1
+    bounds = tuple(accumulate((-(-n // multiple) * multiple for n in size.documents), initial=0))
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(bounds[-1], heads, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    drawn = [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes]
+    *inputs, grad = drawn
+    ours = _ours([x.clone().requires_grad_() for x in inputs], grad, bounds, context)
+    wide = _reference([x.double().requires_grad_() for x in inputs], grad.double(), bounds)
+    names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
+    return {
+        name: float((a.double() - b).abs().max() / b.abs().max())
+        for name, a, b in zip(names, ours, wide, strict=True)
+    }
+
+
+def _ours(inputs: list[Tensor], grad: Tensor, bounds: tuple[int, ...], context: int) -> list[Tensor]:
+    q, k, v = inputs
+    whole = torch.empty_like(q)
+    for rank in range(context):
+        held = positions(bounds, context, rank).cuda()
+        out = flash_attention(q[held], k, v, bounds, context, rank, WIDTH**-0.5)
+        out.backward(grad[held])
+        whole[held] = out.detach()
+    return [whole, *(x.grad for x in inputs)]  # type: ignore[list-item]
+
+
+def _reference(inputs: list[Tensor], grad: Tensor, bounds: tuple[int, ...]) -> list[Tensor]:
+    """Softmax in float64, a block of 512 queries at a time."""
+    q, k, v = inputs
+    whole = torch.empty_like(q)
+    for part in segments(bounds, 1, 0):
+        for start in range(part.first_key, part.last_key, 512):
+            end = min(start + 512, part.last_key)
+            keys, values = (x[part.first_key : end].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q[start:end], keys) * WIDTH**-0.5
+            position = torch.arange(part.first_key, end, device="cuda")
+            later = position[None] > position[start - part.first_key :, None]
+            weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+            out = torch.einsum("hqk,khd->qhd", weights, values)
+            out.backward(grad[start:end])
+            whole[start:end] = out.detach()
+    return [whole, *(x.grad for x in inputs)]  # type: ignore[list-item]

@@ -1,0 +1,132 @@
+"""An update of one policy on one process: allocated memory against the plan's, tokens/s, and MFU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bapo_megatron.algo.bapo import paper
+from bapo_megatron.clipping import Clipping
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.plan.hardware import GB, GPUS
+from bapo_megatron.plan.job import Job
+from bapo_megatron.plan.memory import stage_memory
+from bapo_megatron.plan.options import PlanOptions
+from bapo_megatron.policy.device import uses_transformer_engine
+from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
+from bapo_megatron.policy.hf_config import read_model_shape
+from bapo_megatron.policy.megatron import MegatronPolicy
+from benchmarks.gpu.rows import Row, Size, seconds
+
+LIMIT = 0.15
+"""Largest part by which allocated memory may miss the plan, estimates included."""
+
+
+def rows(size: Size, folder: Path) -> Iterator[Row]:
+    path = save(size, folder / "policy")
+    for recompute in ("none", "selective", "full"):
+        try:
+            yield from of_mode(size, path, BatchConfig(pack_tokens=size.pack, recompute=recompute))
+        except torch.cuda.OutOfMemoryError:
+            yield Row(f"recompute {recompute}", "out of memory")
+        torch.cuda.empty_cache()
+
+
+def save(size: Size, path: Path) -> Path:
+    """The model with random weights, as a Hugging Face folder."""
+    import transformers
+
+    config = transformers.Qwen2Config(
+        hidden_size=size.hidden,
+        intermediate_size=size.ffn,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        vocab_size=size.vocab,
+        max_position_embeddings=size.pack,
+        tie_word_embeddings=False,
+    )
+    transformers.Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def of_mode(size: Size, path: Path, batch: BatchConfig) -> Iterator[Row]:
+    """One recompute mode."""
+    model = ModelConfig(path, dtype="bfloat16")
+    policy = MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(), planned_updates=100)
+    samples = draw(size)
+    packs = pack_samples(samples, size.pack, "token", policy.pack_layout)
+    clipping = Clipping(AlgorithmConfig(bounds=paper()))
+
+    def update() -> None:
+        loss, _ = clipping.loss(policy, packs, on_policy=True)
+        policy.update(packs, loss)
+
+    took = seconds(update, rounds=2)
+    tokens = sum(sample.positions for sample in samples)
+    name = f"recompute {batch.recompute}"
+    yield Row(f"{name}: speed", f"{tokens / took:,.0f} tokens/s{utilization(path, samples, took)}")
+    if size.cuda:
+        torch.cuda.reset_peak_memory_stats()
+        update()
+        measured, planned = torch.cuda.max_memory_allocated() / GB, predicted(path, batch, size) / GB
+        off = abs(measured / planned - 1)
+        yield Row(
+            f"{name}: memory", f"{measured:.1f} GB, planned {planned:.1f}", f"within {LIMIT}", off < LIMIT
+        )
+
+
+def draw(size: Size) -> list[Sample]:
+    """One sample for each pack, which fills it."""
+    generator = np.random.default_rng(0)
+    return [
+        Sample(
+            token_ids=generator.integers(0, size.vocab, size.pack).astype(np.int32),
+            log_probs_R=np.full(size.pack - 8, -np.log(size.vocab), np.float32),
+            versions_R=np.zeros(size.pack - 8, np.int32),
+            advantage=float(generator.normal()),
+        )
+        for _ in range(size.packs)
+    ]
+
+
+def predicted(path: Path, batch: BatchConfig, size: Size) -> float:
+    """Bytes that the plan gives an update, its reserve for CUDA, NCCL and fragments excepted."""
+    run = RunConfig(
+        name="gpu-check",
+        model=ModelConfig(path),
+        data=DataConfig(path, max_prompt_tokens=8),
+        rollout=RolloutConfig(prompts_per_step=1, group_size=size.packs, max_response_tokens=size.pack - 8),
+        batch=batch,
+    )
+    job = Job(run, read_model_shape(path), PlanOptions(mean_response_tokens=size.pack - 8))
+    memory = stage_memory(job, 0, "te" if uses_transformer_engine() else "torch")
+    return memory.training - memory.reserve
+
+
+def utilization(path: Path, samples: list[Sample], took: float) -> str:
+    """Model FLOPs utilization, where the GPU is known."""
+    peak = next((gpu.peak for gpu in GPUS.values() if _is(gpu.name)), None)
+    if peak is None:
+        return ""
+    shape = read_model_shape(path)
+    lengths = [sample.positions for sample in samples]
+    flops = sum(n * linear_flops_per_token(shape) + attention_flops(shape, n) for n in lengths)
+    return f", {3 * flops / took / peak:.0%} of the peak"
+
+
+def _is(name: str) -> bool:
+    return torch.cuda.is_available() and name.split("-")[0].upper() in torch.cuda.get_device_name()

@@ -1,0 +1,34 @@
+"""The chunked output layer against full logits and Megatron's fused cross entropy, at a real vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.rows import Row, Size, peak_gib, seconds
+from benchmarks.output_head import chunked, full_logits, fused
+
+TOKENS = 8192
+
+
+def rows(size: Size, _folder: Path) -> Iterator[Row]:
+    tokens = min(TOKENS, size.pack)
+    dtype = torch.bfloat16 if size.cuda else torch.float32
+    hidden_TH = torch.randn(tokens, size.hidden, device=size.device, dtype=dtype).requires_grad_()
+    weight_VH = torch.randn(size.vocab, size.hidden, device=size.device, dtype=dtype) / size.hidden**0.5
+    weight_VH.requires_grad_()
+    label_T = torch.randint(0, size.vocab, (tokens,), device=size.device)
+    times = {}
+    for name, way in {"fused": fused, "full logits": full_logits, "chunked": chunked}.items():
+        run = partial(way, hidden_TH, weight_VH, label_T)
+        times[name] = seconds(run)
+        peak = peak_gib(run)
+        memory = "" if peak is None else f", {peak:.2f} GiB"
+        limit, ok = "", None
+        if name == "chunked" and size.cuda:
+            limit, ok = "1.15 of fused", times[name] <= 1.15 * times["fused"]
+        title = f"{name}, {tokens:,} x {size.vocab:,}, hidden {size.hidden:,}"
+        yield Row(title, f"{times[name] * 1e3:.1f} ms{memory}", limit, ok)

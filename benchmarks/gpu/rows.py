@@ -1,0 +1,85 @@
+"""What the sections share: a row of the report, and how large to measure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding; a check if it has a limit."""
+
+    name: str
+    measured: str
+    limit: str = ""
+    ok: bool | None = None
+    """None: told, not judged."""
+
+    def line(self) -> str:
+        """The row of a markdown table."""
+        verdict = {None: "", True: "ok", False: "FAILED"}[self.ok]
+        return f"| {self.name} | {self.measured} | {self.limit} | {verdict} |"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large to measure; the defaults are for a GPU of 80 GB or more."""
+
+    device: Literal["cuda", "cpu"]
+    hidden: int = 1536
+    layers: int = 28
+    heads: int = 12
+    kv_heads: int = 2
+    ffn: int = 8960
+    vocab: int = 151936
+    """With the above the shape of Qwen2.5-1.5B."""
+    pack: int = 16384
+    packs: int = 4
+    documents: tuple[int, ...] = (4096, 8192, 64, 1, 16384)
+    """Lengths in the attention check."""
+    canary_tokens: int = 4096
+
+    @classmethod
+    def tiny(cls, device: Literal["cuda", "cpu"]) -> Size:
+        """Seconds on a CPU."""
+        return cls(device, 64, 2, 4, 2, 128, 512, pack=256, packs=2, documents=(64, 16), canary_tokens=256)
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device == "cuda"
+
+
+def seconds(run: Callable[[], object], rounds: int = 3) -> float:
+    """The fastest of some rounds after one that warms up."""
+    run()
+    times = []
+    for _ in range(rounds):
+        _wait()
+        start = time.perf_counter()
+        run()
+        _wait()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def peak_gib(run: Callable[[], object]) -> float | None:
+    """GiB that ``run`` allocates on the GPU above what is there before; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    _wait()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    _wait()
+    return float(torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

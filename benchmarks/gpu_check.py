@@ -1,0 +1,86 @@
+"""What one GPU can show that a CPU cannot: kernels, parity with the CPU, memory against the plan, speed.
+
+    make gpu-check
+    python -m benchmarks.gpu_check --device cpu   # the same program at tiny size, where there is no GPU
+
+Ends with 0 if every check held, 1 if one did not, 2 where there is no GPU. Writes
+benchmarks/results/gpu_check.md and .json (not at tiny size). docs/gpu.md says what each check means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import RESULTS, one_process
+from benchmarks.gpu import environment, kernel, memory_and_speed, output_layer, parity
+from benchmarks.gpu.rows import Row, Size
+
+
+@dataclass(frozen=True)
+class Section:
+    """One group of checks."""
+
+    title: str
+    run: Callable[[Size, Path], Iterator[Row]]
+
+
+SECTIONS = (
+    Section("Environment", environment.rows),
+    Section("Attention kernel against float64", kernel.rows),
+    Section("GPU against CPU", parity.rows),
+    Section("Output layer", output_layer.rows),
+    Section("Memory and speed of an update", memory_and_speed.rows),
+)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="tiny size, nothing written")
+    options = parser.parse_args(arguments)
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif not torch.cuda.is_available():
+        print("no CUDA device; --device cpu runs what needs none, at tiny size", file=sys.stderr)
+        return 2
+    tiny = options.quick or options.device == "cpu"
+    size = Size.tiny(options.device) if tiny else Size(options.device)
+    found: dict[str, list[Row]] = {}
+    with one_process(), tempfile.TemporaryDirectory() as folder:
+        for section in SECTIONS:
+            print(f"\n## {section.title}\n", flush=True)
+            found[section.title] = []
+            for row in section.run(size, Path(folder)):
+                found[section.title].append(row)
+                print(row.line(), flush=True)
+    if not tiny:
+        keep(found)
+    failed = [row for rows in found.values() for row in rows if row.ok is False]
+    print(f"\n{len(failed)} checks failed" if failed else "\nevery check held")
+    return 1 if failed else 0
+
+
+def keep(found: dict[str, list[Row]]) -> None:
+    """Write the results."""
+    records = {title: [dataclasses.asdict(row) for row in rows] for title, rows in found.items()}
+    (RESULTS / "gpu_check.json").write_text(json.dumps(records, indent=1) + "\n")
+    head = ["", "| | measured | limit | |", "|---|---|---|---|"]
+    tables = [
+        "\n".join([f"## {title}", *head, *(row.line() for row in rows)]) for title, rows in found.items()
+    ]
+    text = "\n\n".join(["# One GPU", "Command: `make gpu-check`", *tables])
+    (RESULTS / "gpu_check.md").write_text(f"{text}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

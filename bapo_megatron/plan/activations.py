@@ -4,7 +4,7 @@ Every entry is a tensor that autograd saves, once for each storage. ``torch`` is
 ``policy/layers.py`` on a CPU, which the tests measure. ``te`` is Transformer Engine's, after Korthikanti et
 al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4,
 adapted: no dropout and no score matrix (flash attention keeps one log-sum-exp for each head), grouped-query
-attention, a gated MLP, and the unfused RoPE and SwiGLU that ``policy/model.py`` asks for.
+attention, a gated MLP, and the fused RoPE and SwiGLU that ``policy/model.py`` asks for on a GPU.
 
 Letters: h hidden, q and kv widths of queries and of keys, f MLP width, d head width; t TP size;
 s ranks that norms are split over (t under sequence parallelism, else 1); b bytes of an activation.
@@ -115,15 +115,11 @@ class _Widths:
         """Bytes of cosines and sines, for the queries and again for the keys."""
         return 4.0 * self.b * self.d
 
-    @property
-    def gated(self) -> float:
-        """Bytes of gate and up (2f), silu(gate), up once more (megatron adds a zero offset), product."""
-        return 5 * self.b * self.f
-
 
 def _torch_layer(w: _Widths) -> _Layer:
     """torch's RMSNorm on a CPU keeps its input and the normalized input in float32, and a number a row."""
     norm = 2 * _FP32 * w.h + _FP32
+    gated = 5 * w.b * w.f  # gate and up (2f), silu(gate), up once more (megatron adds a zero offset), product
     qk_norm = 0.0
     if w.qk_norm:
         qk_norm = _FP32 * (w.q + w.kv + w.heads + w.kv_heads)
@@ -138,9 +134,9 @@ def _torch_layer(w: _Widths) -> _Layer:
         core=core,
         core_arguments=w.b * (w.q + w.kv) + w.fused - shared_fused,
         core_again=core,
-        mlp=norm + w.b * w.h + w.gated,
+        mlp=norm + w.b * w.h + gated,
         mlp_arguments=norm + w.b * w.h,
-        mlp_again=w.gated,
+        mlp_again=gated,
         shared_input=w.b * w.h if w.b == _FP32 else 0.0,
     )
 
@@ -148,18 +144,19 @@ def _torch_layer(w: _Widths) -> _Layer:
 def _te_layer(w: _Widths) -> _Layer:
     """Norms are fused into the matrix that follows and keep their input as it came; flash attention."""
     norm = w.b * w.h + _FP32
+    gated = 3 * w.b * w.f  # gate and up (2f), product
     qk_norm = w.copied_queries + _FP32 * (w.heads + w.kv_heads) if w.qk_norm else 0.0
     arguments = w.b * (w.q + w.kv) + w.fused
     statistics = _FP32 * w.heads + (2 * w.b * w.kv if w.ring else 0.0)
     return _Layer(
         input=w.b * w.h,
         norm=norm,
-        always=norm + w.b * w.h + w.rope + qk_norm + w.b * w.q,  # the last is also attention's output
+        always=norm + w.b * w.h + qk_norm + w.b * w.q,  # the last is also attention's output
         core=arguments + statistics,
         core_arguments=arguments,
         core_again=statistics + w.b * w.q,
-        mlp=norm + w.b * w.h + w.gated,
+        mlp=norm + w.b * w.h + gated,
         mlp_arguments=w.b * w.h,
-        mlp_again=_FP32 + w.b * w.h + w.gated,
+        mlp_again=_FP32 + w.b * w.h + gated,
         shared_input=w.b * w.h,
     )

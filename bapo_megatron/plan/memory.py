@@ -131,8 +131,8 @@ def host_bytes(job: Job) -> float:
 
 
 def _workspace(job: Job) -> float:
-    """Gradients of gate, up, silu(gate) and product (4f), of the hidden state, and the gathered input."""
-    entries = 4 * job.shape.ffn / job.parallel.tensor + 2 * job.shape.hidden
+    """Gradients of gate, up and product (3f), of the hidden state, and the gathered input."""
+    entries = 3 * job.shape.ffn / job.parallel.tensor + 2 * job.shape.hidden
     return job.tokens * job.element * entries
 
 

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor
 
 from bapo_megatron.config import BatchConfig, ParallelConfig
-from bapo_megatron.policy.device import has_cuda
+from bapo_megatron.policy.device import has_cuda, uses_transformer_engine
 from bapo_megatron.policy.hf_config import ModelShape
 from bapo_megatron.policy.layers import layer_spec
 
@@ -59,13 +59,14 @@ def transformer_config(
         perform_initialization=True,
         use_cpu_initialization=not has_cuda(),
         calculate_per_token_loss=True,
-        # Fused kernels that need apex or JIT; Transformer Engine brings its own.
-        bias_activation_fusion=False,
+        # Compiled, SwiGLU keeps its input alone; on a CPU, where nothing is compiled, it is slower.
+        bias_activation_fusion=has_cuda(),
+        apply_rope_fusion=uses_transformer_engine(),
+        # Kernels of apex, or for what these models do not have.
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
         # Batched point-to-point calls give wrong results with the interleaved schedule on gloo.
         batch_p2p_comm=has_cuda(),
         # Stages tell each other the length of each pack; the interleaved schedule cannot.

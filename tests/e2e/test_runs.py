@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,26 @@ def test_kill_9_and_restart_end_bitwise_equal(killed_after: int, whole: Path, tm
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     kinds = [row["kind"] for row in read_jsonl(run_dir / "events.jsonl")]
     assert kinds.count("resume") == (1 if killed_after >= 2 else 0)
+
+
+def test_lagged_bounds_come_back(whole: Path, tmp_path: Path) -> None:
+    """They follow from the update before, which a continuation has not made."""
+    flags = [f"--rollout.replay={whole}", "--algorithm.bounds.scope=lagged", "--steps=4"]
+    unbroken, run_dir = tmp_path / "unbroken", tmp_path / "killed"
+    finish(start(unbroken, *flags))
+    process = start(run_dir, *flags)
+    wait_for_steps(process, run_dir, 3)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    finish(start(run_dir, *flags))
+    assert "resume" in [row["kind"] for row in read_jsonl(run_dir / "events.jsonl")]
+    assert results(run_dir, "updates.jsonl") == results(unbroken, "updates.jsonl")
+    rows = read_jsonl(run_dir / "updates.jsonl")
+    of_first_update = next(row for row in rows if row["step"] == 3)
+    assert of_first_update["bapo/clip_high_distance"] != 0  # not searched anew
+    for earlier, later in pairwise(rows):  # the bounds exact for one update are those of the next
+        exact = earlier["bapo/clip_high"] - earlier["bapo/clip_high_distance"]
+        assert later["bapo/clip_high"] == pytest.approx(exact)
 
 
 def test_ctrl_c_says_how_to_go_on(whole: Path, tmp_path: Path) -> None:

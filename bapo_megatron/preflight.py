@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bapo_megatron.build import load_problems
 from bapo_megatron.config import ModelConfig, ParallelConfig, RunConfig, SftConfig
 from bapo_megatron.data.tokenizer import load_tokenizer
@@ -59,7 +61,7 @@ def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
     shape = read_model_shape(model.hf_path)
     HfReader(model.hf_path).check(shape)
     problems = list(layout_problems(parallel, shape))
-    if problem := attention_problem(model.dtype):
+    if problem := attention_problem(getattr(torch, model.dtype)):
         problems.append(f"model.dtype={model.dtype}: {problem}")
     if problems:
         raise ConfigError("\n".join(problems))

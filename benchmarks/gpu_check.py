@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         print("no CUDA device; --device cpu runs what needs none, at tiny size", file=sys.stderr)
         return 2
     tiny = options.quick or options.device == "cpu"
-    size = Size.tiny(options.device) if tiny else Size(options.device)
+    size = Size.smallest(options.device) if tiny else Size(options.device)
     found: dict[str, list[Row]] = {}
     with one_process(), tempfile.TemporaryDirectory() as folder:
         for section in SECTIONS:

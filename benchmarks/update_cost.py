@@ -128,8 +128,9 @@ Command: `python -m benchmarks.update_cost`
 {machine()}, two threads, float32, one process.
 A Qwen2 of {size.layers} layers, hidden {size.hidden}, vocabulary {size.vocab:,}, random weights. An update is
 {size.samples} samples of up to {size.longest:,} tokens ({positions:,} in all), packs of up to {size.pack:,}.
-Medians of {size.rounds} rounds in which the ways take turns. The peak is what an update allocates on top of
-weights, gradients and optimizer state.
+Medians of {size.rounds} rounds in which the ways take turns. The peak is what a process
+grows by in an update, on top of weights, gradients and optimizer state; what the allocator keeps is part of
+it, so differences below 0.2 GiB mean nothing.
 
 {table(size, "none")}
 

@@ -24,14 +24,17 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def uses_transformer_engine() -> bool:
-    """Whether layers come from Transformer Engine; its kernels need a GPU."""
-    return has_cuda() and find_spec("transformer_engine") is not None
+def uses_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether layers come from Transformer Engine: on a GPU, in half precision.
+
+    Its attention takes packed documents in half precision only.
+    """
+    return dtype != torch.float32 and has_cuda() and find_spec("transformer_engine") is not None
 
 
-def attention_problem(dtype: str) -> str | None:
+def attention_problem(dtype: torch.dtype) -> str | None:
     """What is missing for attention in ``dtype`` on this machine, with the fix; None if nothing is."""
-    if dtype == "float32" or not has_cuda() or uses_transformer_engine():
+    if dtype == torch.float32 or not has_cuda() or uses_transformer_engine(dtype):
         return None
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release >= (2, 11):

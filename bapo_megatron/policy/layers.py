@@ -1,4 +1,4 @@
-"""The transformer layer spec: Transformer Engine's where it is installed with a GPU, else plain torch."""
+"""The spec of a layer: Transformer Engine's on a GPU in half precision, where installed, else torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from bapo_megatron.policy.attention import DocumentAttention
 from bapo_megatron.policy.device import uses_transformer_engine
 
 
-def layer_spec(qk_norm: bool) -> tuple[ModuleSpec, type]:
+def layer_spec(qk_norm: bool, dtype: torch.dtype) -> tuple[ModuleSpec, type]:
     """The spec of one layer, and the class of the final norm."""
-    if uses_transformer_engine():
+    if uses_transformer_engine(dtype):
         from megatron.core.extensions.transformer_engine import TENorm
 
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm), TENorm

@@ -28,7 +28,7 @@ from bapo_megatron.policy.flops import attention_weight
 from bapo_megatron.policy.hf_config import read_model_shape
 from bapo_megatron.policy.hf_reader import HfReader
 from bapo_megatron.policy.model import build_chunks, transformer_config
-from bapo_megatron.policy.optimizer import build_optimizer, build_schedule
+from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.passes import Passes
 from bapo_megatron.policy.weights import WeightMap
@@ -65,6 +65,7 @@ class MegatronPolicy:
         self._weights.load(HfReader(model.hf_path), chunks, shape.tied)
         self._model = self._wrap([chunk.to(self.device) for chunk in chunks], dtype)
         self._optimizer = build_optimizer(optimizer, self._model, dtype)
+        self._clip_grad = optimizer.clip_grad
         self._schedule = build_schedule(optimizer, self._optimizer, planned_updates)
         self._config.finalize_model_grads_func = finalize_model_grads
         group = parallel_state.get_tensor_model_parallel_group()
@@ -107,8 +108,8 @@ class MegatronPolicy:
     def update(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> UpdateResult:
         """One optimizer step.
 
-        A loss that is not finite raises FloatingPointError, a gradient that is not RuntimeError (by
-        megatron-core, on the rank that meets it); either way the weights stay as they were.
+        A loss or a gradient that is not finite, on any rank, raises FloatingPointError on all of them; the
+        weights stay as they were.
         """
         for chunk in self._model:
             chunk.zero_grad_buffer()
@@ -118,11 +119,9 @@ class MegatronPolicy:
             raise FloatingPointError(f"the loss of update {self.version + 1} is {sums[0].item()}")
         self._schedule.step(increment=1)
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
-        stepped, grad_norm, _ = self._optimizer.step()
-        if not stepped:
-            raise FloatingPointError(f"the gradient of update {self.version + 1} is not finite")
+        grad_norm = clipped_step(self._optimizer, self._clip_grad)
         self.version += 1
-        return UpdateResult(sums, float(grad_norm), learning_rate)
+        return UpdateResult(sums, grad_norm, learning_rate)
 
     def hf_weights(self) -> NamedTensors:
         """All weights under their HF names, whole, on every rank. Collective."""
@@ -145,7 +144,7 @@ class MegatronPolicy:
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
-            check_for_nan_in_grad=True,
+            check_for_nan_in_grad=False,  # see clipped_step
             average_in_collective=False,
         )
         return [

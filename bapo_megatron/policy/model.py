@@ -61,7 +61,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Compiled, SwiGLU keeps its input alone; on a CPU, where nothing is compiled, it is slower.
         bias_activation_fusion=has_cuda(),
-        apply_rope_fusion=uses_transformer_engine(),
+        apply_rope_fusion=uses_transformer_engine(dtype),
         # Kernels of apex, or for what these models do not have.
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -115,7 +115,7 @@ def build_chunks(config: TransformerConfig, shape: ModelShape, max_positions: in
 def _chunk(
     config: TransformerConfig, shape: ModelShape, max_positions: int, stage: int | None
 ) -> PolicyModel:
-    layer, final_norm = layer_spec(shape.qk_norm)
+    layer, final_norm = layer_spec(shape.qk_norm, config.params_dtype)
     layers = get_num_layers_to_build(config, vp_stage=stage)
     alone = stage is None
     return PolicyModel(

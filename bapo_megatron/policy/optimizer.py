@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from bapo_megatron.config import OptimizerConfig
@@ -28,6 +30,23 @@ def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.
         use_distributed_optimizer=True,
     )
     return megatron_optimizer.get_megatron_optimizer(settings, list(model), use_gloo_process_groups=False)
+
+
+def clipped_step(optimizer: Any, clip_grad: float) -> float:
+    """One step on the gradients in the buffers, clipped; their norm before. Collective.
+
+    FloatingPointError, on every rank, if the norm is not finite; then nothing is stepped. Megatron's own
+    check of the gradients raises on the rank that meets a nan, and leaves the others waiting for it.
+    """
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"the gradient norm is {norm}")
+    for part in optimizer.chained_optimizers:
+        if parameters := part.get_parameters():
+            clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=norm)
+    optimizer.step_with_ready_grads()
+    return norm
 
 
 def build_schedule(config: OptimizerConfig, optimizer: Any, planned_updates: int) -> OptimizerParamScheduler:

@@ -57,7 +57,7 @@ class Passes:
             values, batch = next(here)
             held = positions(batch.cu_seqlens, size, rank)
             values[:, held.to(values.device)] = torch.stack(stats)
-            return torch.zeros(1)
+            return torch.zeros(1, device=self._device)
 
         self.forward(batches, keep)
         for values in found:

@@ -25,11 +25,14 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def prefix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """softmax(scale q k^T) v, where query i of n sees the keys up to ``keys - n + i``."""
     queries, keys = q.size(2), k.size(2)
+    if q.is_cuda:
+        # Float32, where the kernel that keeps no scores knows no grouped queries. Half precision goes
+        # another way (attention.py).
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     if queries == keys:
         gqa = q.size(1) != k.size(1)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-    if q.is_cuda:  # in float32; half precision takes the variable-length kernel (attention.py)
-        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    if q.is_cuda:
         mask: Any = causal_lower_right(queries, keys)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     out: Tensor = _PrefixAttention.apply(q, k, v, scale)  # type: ignore[no-untyped-call]

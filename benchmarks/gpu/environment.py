@@ -24,8 +24,8 @@ def rows(size: Size, _folder: Path) -> Iterator[Row]:
     for name in PACKAGES:
         yield Row(name, _version(name))
     yield Row("Python", platform.python_version())
-    yield Row("layers", "Transformer Engine" if uses_transformer_engine() else "torch")
-    problem = attention_problem("bfloat16")
+    yield Row("bfloat16 layers", "Transformer Engine" if uses_transformer_engine(torch.bfloat16) else "torch")
+    problem = attention_problem(torch.bfloat16)
     yield Row("bfloat16 attention", problem or "available", "available", problem is None)
 
 

@@ -17,8 +17,9 @@ from bapo_megatron.policy.zigzag import positions, segments
 from benchmarks.gpu.rows import Row, Size
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 128
+BLOCK = 256
 LIMIT = 0.02
-"""Of the largest error relative to the largest entry. bfloat16 has 8 significant bits: 2^-8 = 0.004."""
+"""Of the error of any block of tokens, relative to the block. bfloat16 has 8 bits: 2^-8 = 0.004."""
 
 
 def rows(size: Size, _folder: Path) -> Iterator[Row]:
@@ -27,11 +28,14 @@ def rows(size: Size, _folder: Path) -> Iterator[Row]:
         return
     for context in (1, 2, 4):
         for name, error in errors(size, context).items():
-            yield Row(f"CP {context}: {name}", f"{error:.1e} of the largest", f"{LIMIT}", error < LIMIT)
+            yield Row(f"CP {context}: {name}", f"{error:.1e} in the worst block", f"{LIMIT}", error < LIMIT)
 
 
 def errors(size: Size, context: int) -> dict[str, float]:
-    """Largest error of the output and of each gradient, relative to the largest entry."""
+    """Largest relative error of a block of the output and of each gradient.
+
+    By blocks, since late in a long document outputs are small: an average over many values.
+    """
     multiple = 2 * context if context > 1 else 1
     bounds = tuple(accumulate((-(-n // multiple) * multiple for n in size.documents), initial=0))
     generator = torch.Generator("cuda").manual_seed(0)
@@ -41,10 +45,12 @@ def errors(size: Size, context: int) -> dict[str, float]:
     ours = _ours([x.clone().requires_grad_() for x in inputs], grad, bounds, context)
     wide = _reference([x.double().requires_grad_() for x in inputs], grad.double(), bounds)
     names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
-    return {
-        name: float((a.double() - b).abs().max() / b.abs().max())
-        for name, a, b in zip(names, ours, wide, strict=True)
-    }
+    return {name: _worst_block(a.double() - b, b) for name, a, b in zip(names, ours, wide, strict=True)}
+
+
+def _worst_block(error_THD: Tensor, reference_THD: Tensor) -> float:
+    parts = zip(error_THD.split(BLOCK), reference_THD.split(BLOCK), strict=True)
+    return max(float(error.norm() / reference.norm()) for error, reference in parts)
 
 
 def _ours(inputs: list[Tensor], grad: Tensor, bounds: tuple[int, ...], context: int) -> list[Tensor]:

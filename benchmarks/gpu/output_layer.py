@@ -28,7 +28,7 @@ def rows(size: Size, _folder: Path) -> Iterator[Row]:
         peak = peak_gib(run)
         memory = "" if peak is None else f", {peak:.2f} GiB"
         limit, ok = "", None
-        if name == "chunked" and size.cuda:
+        if name == "chunked" and size.cuda and not size.tiny:
             limit, ok = "1.15 of fused", times[name] <= 1.15 * times["fused"]
         title = f"{name}, {tokens:,} x {size.vocab:,}, hidden {size.hidden:,}"
         yield Row(title, f"{times[name] * 1e3:.1f} ms{memory}", limit, ok)

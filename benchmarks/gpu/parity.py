@@ -25,9 +25,9 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
         compared = _verify([*flags, f"--certificate={certificate}"], {})
         for line in compared.stdout.splitlines():
             columns = re.split(r"\s{2,}", line.strip())
-            if len(columns) == 7 and columns[-1] in ("ok", "tie", "differs"):
+            if len(columns) == 7 and columns[-1] in ("ok", "tie", "DIFFERS"):
                 name, _, _, apart, _, tolerance, verdict = columns
-                yield Row(f"{dtype}: {name}", apart, tolerance, verdict != "differs")
+                yield Row(f"{dtype}: {name}", apart, tolerance, verdict != "DIFFERS")
         yield Row(f"{dtype}: all", _last_line(compared), "exit code 0", compared.returncode == 0)
 
 

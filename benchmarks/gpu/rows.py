@@ -44,10 +44,14 @@ class Size:
     """Lengths in the attention check."""
     canary_tokens: int = 4096
 
+    tiny: bool = False
+    """Too small for times and memory to be judged."""
+
     @classmethod
-    def tiny(cls, device: Literal["cuda", "cpu"]) -> Size:
+    def smallest(cls, device: Literal["cuda", "cpu"]) -> Size:
         """Seconds on a CPU."""
-        return cls(device, 64, 2, 4, 2, 128, 512, pack=256, packs=2, documents=(64, 16), canary_tokens=256)
+        shape = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 512}
+        return cls(device, **shape, pack=256, packs=2, documents=(64, 16), canary_tokens=256, tiny=True)
 
     @property
     def cuda(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, Para
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.state.export import export_hf
-from bapo_megatron.types import MicroBatch, TokenStats
+from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 from tests.models import random_samples, save_tiny_model, tiny_model
 from tests.workers import run_layout
 
@@ -155,24 +156,54 @@ def nan_loss(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
     return weighted_loss(stats, batch) * torch.nan
 
 
-def update_with_nan(folder: Path, samples: list[Sample]) -> tuple[str, bool, int]:
-    policy = policy_on(folder)
+class NanGradient(torch.autograd.Function):
+    """The loss itself stays finite."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.nan
+
+
+def nan_gradient(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
+    return NanGradient.apply(weighted_loss(stats, batch))
+
+
+def update_with_nan(
+    folder: Path, samples: list[Sample], parallel: ParallelConfig, broken: TokenFn
+) -> tuple[str, bool, int]:
+    """Only the last replica's loss is broken."""
+    policy = policy_on(folder, parallel=parallel)
+    layout = policy.pack_layout
+    loss = broken if layout.data_rank == layout.data_size - 1 else weighted_loss
     before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     message = ""
     try:
-        policy.update(pack_samples(samples, 96), nan_loss)
-    except (FloatingPointError, RuntimeError) as error:
+        policy.update(pack_samples(samples, 96, "token", layout), loss)
+    except FloatingPointError as error:
         message = str(error)
     same = all(torch.equal(before[name], tensor) for name, tensor in policy.hf_weights())
     return message, same, policy.version
 
 
-def test_a_nan_stops_the_update_and_spares_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [ONE, ParallelConfig(data=2), ParallelConfig(tensor=2, context=2)])
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [(nan_loss, "the loss of update 1 is nan"), (nan_gradient, "the gradient norm is nan")],
+)
+def test_a_nan_on_one_replica_stops_every_rank_and_spares_the_weights(
+    parallel: ParallelConfig, broken: TokenFn, says: str, tmp_path: Path
+) -> None:
     folder = save_tiny_model("qwen2", tmp_path)
-    [(message, same, version)] = run_layout(update_with_nan, ONE, folder, random_samples(3))
-    assert "nan" in message.lower()
-    assert same
-    assert version == 0
+    for message, same, version in run_layout(
+        update_with_nan, parallel, folder, random_samples(5), parallel, broken
+    ):
+        assert message == says
+        assert same
+        assert version == 0
 
 
 def export(folder: Path, parallel: ParallelConfig, output: Path, shard_bytes: int) -> None:

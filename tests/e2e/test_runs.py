@@ -232,8 +232,10 @@ def test_one_run_directory_has_one_run(whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "twice"
     first = start(run_dir)
     wait_for_steps(first, run_dir, 1)
+    os.killpg(first.pid, signal.SIGSTOP)  # so that it cannot end while the second starts
     second = start(run_dir, "--parallel.tensor=2")
     output = second.communicate(timeout=200)[0].decode()
+    os.killpg(first.pid, signal.SIGCONT)
     assert second.returncode == 2, output[-2000:]
     assert "another process is writing to the run" in output
     assert "Traceback" not in output

@@ -9,9 +9,11 @@ MEGATRON ?= megatron-core==0.16.1
 TORCH_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+SGLANG_VENV := .venv-sglang
+SGLANG_PINS := bapo_megatron/rollout/sglang_cpu/requirements.txt
 DEMO_RUN := runs/demo_cpu
 
-.PHONY: setup demo test lint format gpu-check clean
+.PHONY: setup sglang demo test lint format gpu-check clean
 
 setup: $(VENV)/.done
 
@@ -22,12 +24,21 @@ $(VENV)/.done: setup.py constraints.txt Makefile
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
+# SGLang in an environment of its own: it pins packages that this project's environment must not have.
+sglang: $(SGLANG_VENV)/.done
+
+$(SGLANG_VENV)/.done: $(SGLANG_PINS) Makefile
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) "$(TORCH)"
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $(SGLANG_PINS)
+	touch $@
+
 demo: setup
 	$(BIN)/bapo train recipes/demo_cpu.py --run-dir $(DEMO_RUN)
 	$(BIN)/bapo report $(DEMO_RUN)
 	@echo "The plots are in $(DEMO_RUN)/report: open $(DEMO_RUN)/report/index.html"
 
-test: setup
+test: setup sglang
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 lint: setup
@@ -44,4 +55,4 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_FLAGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

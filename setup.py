@@ -24,13 +24,14 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["bapo_megatron*"]),
-    package_data={"bapo_megatron": ["*.html"]},
+    package_data={"bapo_megatron": ["*.html", "rollout/sglang_cpu/requirements.txt"]},
     install_requires=[
         "torch>=2.6,<2.14",
         "megatron-core==0.16.1",
         "numpy>=1.26,<3",
         "packaging",
         "psutil>=5",  # without it a checkpoint of megatron-core hangs
+        "aiohttp>=3.10,<4",
         "einops>=0.8,<1",
         "safetensors>=0.5,<1",
         "transformers>=5.0,<6",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,15 @@ from bapo_megatron.data.prompts import PromptSet, load_prompts
 from bapo_megatron.data.tokenizer import load_tokenizer
 from bapo_megatron.distributed import is_main, share
 from bapo_megatron.interfaces import Engine, Policy, Sampler, WeightSync
-from bapo_megatron.policy.device import select_device
+from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.record import Recorder
 from bapo_megatron.reward.math import MathReward, check_ground_truth
 from bapo_megatron.rollout.journal import ReplaySampler
 from bapo_megatron.rollout.local import LocalEngine
 from bapo_megatron.rollout.sampler import GroupSampler
+from bapo_megatron.rollout.sglang.engine import SglangEngine
+from bapo_megatron.rollout.sglang.servers import servers_of
 from bapo_megatron.state.checkpoint import CheckpointStore
 from bapo_megatron.state.run_directory import store_config
 from bapo_megatron.sync.in_process import InProcessSync
@@ -46,7 +48,8 @@ class Run:
 def open_run(config: RunConfig) -> Iterator[Run]:
     """The run of ``config``, continued from its newest whole checkpoint if it has one."""
     policy = build_policy(config)
-    engine = _engine(config) if is_main() and config.rollout.replay is None else None
+    opened = ExitStack()
+    engine = opened.enter_context(_engine(config)) if is_main() and config.rollout.replay is None else None
     sampler = _sampler(config, engine) if is_main() else None
     sync = InProcessSync(engine)
     store = CheckpointStore(config.directory, config.checkpoint.keep_last)
@@ -63,8 +66,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     finally:
         if recorder:
             recorder.close()
-        if engine:
-            engine.close()
+        opened.close()
 
 
 def _continue(policy: Policy, clipping: Clipping, sampler: Sampler | None, store: CheckpointStore) -> int:
@@ -91,10 +93,20 @@ def build_policy(config: RunConfig) -> MegatronPolicy:
     )
 
 
-def _engine(config: RunConfig) -> Engine:
-    return LocalEngine(
-        config.model.hf_path, config.rollout.max_batch, config.model.dtype, str(select_device())
-    )
+@contextmanager
+def _engine(config: RunConfig) -> Iterator[Engine]:
+    """The engine of a run, with the servers that it starts."""
+    rollout, model = config.rollout, config.model
+    with ExitStack() as opened:
+        if rollout.engine == "local":
+            local = LocalEngine(model.hf_path, rollout.max_batch, model.dtype, str(select_device()))
+            yield opened.enter_context(closing(local))
+            return
+        urls = opened.enter_context(servers_of(config, has_cuda()))
+        timeout = 60 * rollout.sglang.update_minutes
+        staging = config.directory / "weights"
+        served = SglangEngine(urls, model.hf_path, staging, rollout.sglang.on_update, timeout)
+        yield opened.enter_context(closing(served))
 
 
 def _sampler(config: RunConfig, engine: Engine | None) -> Sampler:

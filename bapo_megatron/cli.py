@@ -25,6 +25,8 @@ usage: bapo COMMAND ...
   train RECIPE [flags]   run or continue a recipe; flags override its fields (--help lists them)
   sft RECIPE [flags]     supervised warm start of a model, written as a Hugging Face folder
   report RUN             plots and one HTML page of a run
+  rollout-server RECIPE [flags]
+                         an SGLang server with the recipe's model and settings, in the foreground
   plan RECIPE [flags]    memory, traffic and speed on a kind of GPU; exit code 1 if it does not fit
   verify-parallel RECIPE [flags]
                          does the recipe's layout compute what a smaller one does?
@@ -46,6 +48,7 @@ def run(arguments: Sequence[str]) -> int:
         "train": _train,
         "sft": _sft,
         "report": _report,
+        "rollout-server": _rollout_server,
         "plan": _plan,
         "verify-parallel": _verify_parallel,
     }
@@ -139,6 +142,19 @@ def _report(arguments: Sequence[str]) -> None:
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError("usage: bapo report RUN, with the directory of a run")
     print(write_report(Path(arguments[0])))
+
+
+def _rollout_server(arguments: Sequence[str]) -> None:
+    from bapo_megatron.config import RunConfig
+    from bapo_megatron.policy.device import has_cuda
+    from bapo_megatron.recipe import load_recipe
+    from bapo_megatron.rollout.sglang.process import ServeCommand, serve
+
+    recipe = _recipe("rollout-server", arguments)
+    default = ServeCommand(load_recipe(recipe, RunConfig))
+    command = _flags("rollout-server", recipe, ServeCommand, default, arguments)
+    command.run.check()
+    serve(command, has_cuda())
 
 
 def _plan(arguments: Sequence[str]) -> int:

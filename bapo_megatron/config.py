@@ -77,6 +77,35 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class SglangConfig:
+    """SGLang servers, for `rollout.engine=sglang`."""
+
+    urls: tuple[str, ...] = ()
+    """Servers that run already, e.g. http://node7:30000. None: the run starts servers of its own."""
+    servers: int = 1
+    """How many the run starts on rank 0's machine, each on `tensor` GPUs."""
+    python: Path | None = None
+    """Interpreter of SGLang's environment. None: BAPO_SGLANG_PYTHON, or .venv-sglang/bin/python."""
+    tensor: int = 1
+    """Tensor parallel size of a server."""
+    first_gpu: int = 0
+    """The first GPU of the first server that the run starts."""
+    memory_fraction: float = 0.85
+    """Share of a GPU's memory for weights and KV cache."""
+    context: int | None = None
+    """Longest sequence. None: the longest of the run."""
+    flags: tuple[str, ...] = ()
+    """More flags of sglang.launch_server."""
+    on_update: Literal["retract", "in_place"] = "retract"
+    """Responses in the making when weights change. `retract`: their keys and values are computed again under
+    the new weights. `in_place`: they keep the old ones; faster, but such servers have no prefix cache."""
+    start_minutes: float = 15.0
+    """Longest wait for a server to load its model."""
+    update_minutes: float = 10.0
+    """Longest wait for a server to load new weights."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """How responses are sampled."""
 
@@ -88,14 +117,16 @@ class RolloutConfig:
     """Of sampling, and of the trained distribution."""
     max_response_tokens: int = 8192
     """Responses are cut here, with finish reason `length`."""
-    engine: Literal["local"] = "local"
-    """`local`: in this process."""
+    engine: Literal["local", "sglang"] = "local"
+    """`local`: in this process. `sglang`: servers, see `sglang`."""
     max_batch: int = 256
     """Requests that the local engine decodes at a time."""
     drop_uniform_groups: bool = True
     """Drop groups whose rewards are all equal (they teach nothing), and sample others."""
     resample_rounds: int = 2
     """Times that dropped groups are replaced in a step; then it trains on what there is."""
+    sglang: SglangConfig = field(default_factory=SglangConfig)
+    """The servers of `engine=sglang`."""
     replay: Path | None = None
     """Train on the stored rollouts of this run instead of sampling (to compare layouts or losses)."""
 

@@ -56,6 +56,7 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     yield from _bounds_problems(run.algorithm.bounds)
     yield from _hold_problems(run)
     yield from _pack_problems(run)
+    yield from _server_problems(run)
     if run.algorithm.updates_per_epoch > run.rollout.prompts_per_step:
         yield (
             f"algorithm.updates_per_epoch={run.algorithm.updates_per_epoch} is more than "
@@ -80,6 +81,9 @@ _AT_LEAST: dict[str, float] = {
     "rollout.group_size": 2,
     "rollout.max_response_tokens": 1,
     "rollout.max_batch": 1,
+    "rollout.sglang.servers": 1,
+    "rollout.sglang.tensor": 1,
+    "rollout.sglang.first_gpu": 0,
     "rollout.resample_rounds": 0,
     "algorithm.reuse_epochs": 1,
     "algorithm.updates_per_epoch": 1,
@@ -92,7 +96,15 @@ _AT_LEAST: dict[str, float] = {
     "checkpoint.every": 1,
     "checkpoint.keep_last": 0,
 }
-_ABOVE_ZERO = ("rollout.temperature", "optimizer.clip_grad", "optimizer.eps", "parallel.timeout_minutes")
+_ABOVE_ZERO = (
+    "rollout.temperature",
+    "rollout.sglang.memory_fraction",
+    "rollout.sglang.start_minutes",
+    "rollout.sglang.update_minutes",
+    "optimizer.clip_grad",
+    "optimizer.eps",
+    "parallel.timeout_minutes",
+)
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 
 
@@ -142,6 +154,22 @@ def _hold_problems(run: RunConfig) -> Iterator[str]:
         yield (
             f"batch.hold_forwards serves the exact search (algorithm.bounds.scope=update); with "
             f"scope={run.algorithm.bounds.scope} leave it out"
+        )
+
+
+def _server_problems(run: RunConfig) -> Iterator[str]:
+    sglang = run.rollout.sglang
+    for url in sglang.urls:
+        if not url.startswith(("http://", "https://")):
+            yield f"rollout.sglang.urls: {url!r} is no address; write it as http://HOST:PORT"
+    if len(set(sglang.urls)) < len(sglang.urls):
+        yield f"rollout.sglang.urls names a server twice: {', '.join(sorted(sglang.urls))}"
+    if sglang.memory_fraction >= 1:
+        yield f"rollout.sglang.memory_fraction={sglang.memory_fraction} must be below 1"
+    if sglang.context is not None and sglang.context < run.longest_sequence:
+        yield (
+            f"rollout.sglang.context={sglang.context} is less than data.max_prompt_tokens + "
+            f"rollout.max_response_tokens = {run.longest_sequence}: raise it, or leave it out"
         )
 
 

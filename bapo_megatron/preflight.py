@@ -16,6 +16,7 @@ from bapo_megatron.policy.hf_config import ModelShape, read_model_shape
 from bapo_megatron.policy.hf_reader import HfReader
 from bapo_megatron.policy.layout import layout_problems
 from bapo_megatron.rollout.journal import step_path
+from bapo_megatron.rollout.sglang.process import sglang_python
 from bapo_megatron.sft import load_solutions
 from bapo_megatron.state.export import check_output
 from bapo_megatron.state.metrics_log import check_logging
@@ -29,6 +30,9 @@ def check_run(config: RunConfig, read_dataset: bool = True) -> None:
     tokenizer = check_model(config.model, config.parallel)
     _check_context(config)
     check_same_run(config)
+    sglang = config.rollout.sglang
+    if config.rollout.engine == "sglang" and config.rollout.replay is None and not sglang.urls:
+        sglang_python(sglang.python)  # or say how to install it
     if config.rollout.replay is not None:
         _check_replay(config.rollout.replay, config)
     elif read_dataset:

@@ -60,7 +60,8 @@ class LocalEngine:
         """Answer every request, in their order. Raises ValueError, before any runs, if one is malformed."""
         if self._model is None:
             raise RuntimeError("the engine is closed")
-        check_requests(requests, self._model)
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        check_requests(requests, vocabulary, self._model.config.max_position_embeddings)
         ticket = self._abort_ticket
         # Rows of like length decode together: less padding.
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].input_ids))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from bapo_megatron.types import GenerateRequest
 
 
-def check_requests(requests: Sequence[GenerateRequest], model: Any) -> None:
-    """Raise ValueError that names the first malformed request and its mistake."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    context = model.config.max_position_embeddings
+def check_requests(requests: Sequence[GenerateRequest], vocabulary: int, context: int) -> None:
+    """Raise ValueError that names the first malformed request and its mistake.
+
+    ``vocabulary``: token ids are below it. ``context``: most tokens of prompt and response together.
+    """
     for request in requests:
         for problem in _problems(request, vocabulary, context):
             raise ValueError(f"request {request.request_id!r}: {problem}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -18,8 +19,17 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from bapo_megatron.distributed import free_port
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.local import LocalEngine
+from bapo_megatron.rollout.sglang.engine import SglangEngine
+from bapo_megatron.rollout.sglang.process import (
+    ServerProcess,
+    server_command,
+    server_environment,
+    sglang_python,
+)
 
 MAX_BATCH = 6
 """Small, so that most tests decode more requests than fit at a time."""
@@ -65,15 +75,68 @@ class EngineKind:
     """How to start an engine on a folder, and what it promises beyond the contract."""
 
     name: str
-    start: Callable[[Path, int], Engine]
+    start: Callable[[Path, int, pytest.FixtureRequest], Engine]
     """From a model folder and the largest batch (which a server may take as a hint)."""
     seeded: bool
     """Same seed, prefix and weights give the same tokens."""
 
 
-ENGINES = [
-    EngineKind("local", lambda folder, batch: LocalEngine(folder, batch, "float32", "cpu"), seeded=True)
-]
+class Servers:
+    """SGLang servers that tests share, one for each model: a start takes tens of seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: dict[Path, ServerProcess] = {}
+
+    def engine(self, model: Path) -> SglangEngine:
+        """An engine on the server of ``model``, which has the weights of that folder, as version 0."""
+        if model not in self._running:
+            self._running[model] = self._start(model)
+        engine = SglangEngine([self._running[model].url], model, self._folder / f"{model.name}-weights")
+        engine.resume()
+        if engine.weight_version != 0:
+            engine.update_weights(load_file(model / "model.safetensors").items(), 0)
+        return engine
+
+    def stop(self) -> None:
+        """End them all."""
+        for server in self._running.values():
+            server.stop(seconds=1)
+
+    def _start(self, model: Path) -> ServerProcess:
+        port = free_port()
+        flags = ["--dtype", "float32", "--max-total-tokens", "40000", "--skip-server-warmup"]
+        command = server_command(sglang_python(), model, "127.0.0.1", port, cuda=False, flags=flags)
+        log = self._folder / f"{model.name}.log"
+        server = ServerProcess(
+            command, server_environment(cuda=False, threads=1), f"http://127.0.0.1:{port}", log
+        )
+        server.wait_ready()
+        return server
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Real SGLang servers, started when a test first asks; skipped where SGLang is not installed."""
+    try:
+        sglang_python()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    started = Servers(tmp_path_factory.mktemp("servers"))
+    yield started
+    started.stop()
+
+
+def _local(folder: Path, batch: int, _request: pytest.FixtureRequest) -> Engine:
+    return LocalEngine(folder, batch, "float32", "cpu")
+
+
+def _sglang(folder: Path, _batch: int, request: pytest.FixtureRequest) -> Engine:
+    servers: Servers = request.getfixturevalue("servers")
+    return servers.engine(folder)
+
+
+ENGINES = [EngineKind("local", _local, seeded=True), EngineKind("sglang", _sglang, seeded=False)]
 """Every engine of the project; the suite runs on each."""
 
 
@@ -105,12 +168,12 @@ def kind(request: pytest.FixtureRequest) -> EngineKind:
 
 
 @pytest.fixture
-def start(kind: EngineKind) -> Iterator[Callable[..., Engine]]:
+def start(kind: EngineKind, request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     """``start(folder, max_batch=MAX_BATCH)`` is an engine on that model; closed at the end of the test."""
     engines: list[Engine] = []
 
     def start_one(folder: Path, max_batch: int = MAX_BATCH) -> Engine:
-        engines.append(kind.start(folder, max_batch))
+        engines.append(kind.start(folder, max_batch, request))
         return engines[-1]
 
     yield start_one

@@ -120,7 +120,7 @@ def test_length(start: Start, make_model: MakeModel) -> None:
 
 def test_stop_token_ends_and_is_included(start: Start, make_model: MakeModel) -> None:
     stop = tuple(range(0, 48, 6))
-    asked = mixed_requests(20, new=40, stop=stop)
+    asked = mixed_requests(20, new=1000, stop=stop)
     answers = start(make_model("qwen2")).generate(asked)
     assert {a.finish_reason for a in answers} == {"stop"}
     assert len({len(a.token_ids_R) for a in answers}) > 3

@@ -73,7 +73,8 @@ def test_imports_run_one_way(path: Path) -> None:
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_heavy_packages_stay_where_they_belong(path: Path) -> None:
     roots = {name.split(".")[0] for name in imports(path)}
-    assert "sglang" not in roots
+    if path.parent.name != "sglang_cpu":  # which runs in SGLang's own environment
+        assert "sglang" not in roots
     assert "nemo_run" not in roots
     if part(path) not in MEGATRON_ALLOWED:
         assert "megatron" not in roots

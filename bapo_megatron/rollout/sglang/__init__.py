@@ -1,0 +1,1 @@
+"""The ``sglang`` engine: a client of SGLang servers. SGLang itself is never imported here."""

@@ -1,0 +1,101 @@
+"""Weights on their way to the servers: an HF folder for each version, whole or not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bapo_megatron.errors import ConfigError
+
+_SHARD_BYTES = 2**30
+
+
+class WeightStaging:
+    """Writes versions of the model in ``hf_path`` into ``folder``."""
+
+    def __init__(self, folder: Path, hf_path: Path) -> None:
+        config_file = hf_path / "config.json"
+        if not config_file.is_file():
+            raise ConfigError(f"model.hf_path={hf_path}: no config.json there; give a Hugging Face folder")
+        config = json.loads(config_file.read_text())
+        self.vocabulary: int = config["vocab_size"]
+        self.context: int = config["max_position_embeddings"]
+        self._folder, self._hf_path = folder, hf_path
+        self._tied = bool(config.get("tie_word_embeddings", False))
+        self._shapes = _tensor_shapes(hf_path)
+
+    def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
+        """The folder with exactly the model's tensors. ValueError if they are not; then nothing remains."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        temporary, final = self._folder / f".v{version}.tmp", self._folder / f"v{version}"
+        for path in (temporary, final):
+            shutil.rmtree(path, ignore_errors=True)
+        temporary.mkdir()
+        try:
+            shutil.copyfile(self._hf_path / "config.json", temporary / "config.json")
+            _write_shards(self._checked(weights), temporary)
+            temporary.rename(final)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return final
+
+    def keep_only(self, folder: Path) -> None:
+        """Delete the other versions."""
+        for path in self._folder.iterdir():
+            if path != folder:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        seen: set[str] = set()
+        embedding: Tensor | None = None
+        for name, tensor in weights:
+            if name in seen:
+                raise ValueError(f"weight {name} was given twice")
+            seen.add(name)
+            if self._tied and name == "model.embed_tokens.weight":
+                embedding = tensor.detach().clone()
+            if self._tied and name == "lm_head.weight":
+                if embedding is None or not torch.equal(tensor, embedding):
+                    raise ValueError(f"weights {name} and model.embed_tokens.weight differ, but are tied")
+                continue
+            expected = self._shapes.get(name)
+            if expected is None:
+                raise ValueError(f"the model has no weight {name}")
+            if tuple(tensor.shape) != expected:
+                raise ValueError(
+                    f"weight {name} has shape {list(tensor.shape)}; the model's is {list(expected)}"
+                )
+            yield name, tensor
+        if missing := sorted(self._shapes.keys() - seen):
+            raise ValueError(f"{len(missing)} weights are missing: {', '.join(missing[:5])}")
+
+
+def _tensor_shapes(hf_path: Path) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(hf_path.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if not shapes:
+        raise ConfigError(f"model.hf_path={hf_path}: no safetensors files there")
+    return shapes
+
+
+def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
+    """Files of about a gigabyte, so that no more than that is held; loaders take every one of them."""
+    held: dict[str, Tensor] = {}
+    size = number = 0
+    for name, tensor in weights:
+        held[name] = tensor.detach().cpu().contiguous().clone()
+        size += held[name].nbytes
+        if size >= _SHARD_BYTES:
+            save_file(held, folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
+            held, size, number = {}, 0, number + 1
+    if held:
+        save_file(held, folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,90 @@
+"""What goes over the wire to an SGLang server, and what comes back. Read from SGLang 0.5.23.
+
+Log-probs are those of the softmax of logits / temperature: no top-p and no top-k is ever asked for, because
+SGLang's log-probs would not be those of the truncated distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bapo_megatron.types import FinishReason, GenerateRequest, Generation
+
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class BadReply(Exception):
+    """A server answered something that is no generation."""
+
+
+def generate_payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
+    """The body of ``POST /generate``; ``rid`` must be new to the server."""
+    params = request.params
+    return {
+        "rid": rid,
+        "input_ids": np.asarray(request.input_ids).tolist(),
+        "return_logprob": True,
+        "sampling_params": {
+            "temperature": params.temperature,
+            "max_new_tokens": params.max_new_tokens,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": not params.stop_token_ids,  # which would ignore stop_token_ids as well
+            "skip_special_tokens": False,
+        },
+    }
+
+
+def generation_of(request: GenerateRequest, reply: Any) -> Generation:
+    """The answer to ``request``. BadReply if it cannot be one: nothing of it may reach the training."""
+    try:
+        about = reply["meta_info"]
+        reason = about["finish_reason"]["type"]
+        tokens, log_probs = _tokens(about.get("output_token_logprobs") or [])
+        generation = Generation(
+            request_id=request.request_id,
+            token_ids_R=tokens,
+            log_probs_R=log_probs,
+            versions_R=_versions(about, len(tokens)),
+            finish_reason=_FINISH[reason],
+        )
+        listed = reply.get("output_ids")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise BadReply(f"no generation: {error!r} in {str(reply)[:300]}") from error
+    for problem in _problems(request, generation, listed):
+        raise BadReply(f"request {request.request_id!r}: {problem}")
+    return generation
+
+
+def _tokens(pairs: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and log-probs from ``[[log_prob, id, text], ...]``."""
+    if not pairs:
+        return np.zeros(0, np.int32), np.zeros(0, np.float32)
+    log_probs, tokens, *_ = zip(*pairs, strict=True)
+    return np.array(tokens, np.int32), np.array(log_probs, np.float32)
+
+
+def _versions(about: Mapping[str, Any], tokens: int) -> np.ndarray:
+    """The weight version of each token, from spans ``{version, start, end}`` or the one for all."""
+    versions_R = np.full(tokens, int(about["weight_version"]), np.int32)
+    for span in about.get("weight_versions") or []:
+        versions_R[int(span["start"]) : int(span["end"])] = int(span["version"])
+    return versions_R
+
+
+def _problems(request: GenerateRequest, found: Generation, listed: Any) -> list[str]:
+    problems = []
+    tokens, limit = found.token_ids_R, request.params.max_new_tokens
+    if listed is not None and list(listed) != tokens.tolist():
+        problems.append(f"{len(tokens)} log-probs belong to other tokens than the {len(listed)} listed")
+    if len(tokens) > limit:
+        problems.append(f"{len(tokens)} tokens where {limit} were asked for")
+    if not np.isfinite(found.log_probs_R).all() or (found.log_probs_R > 1e-4).any():
+        problems.append("a log-prob that is above 0 or not finite")
+    if found.finish_reason == "length" and len(tokens) != limit:
+        problems.append(f"finished by length after {len(tokens)} of {limit} tokens")
+    if found.finish_reason == "stop" and (not len(tokens) or tokens[-1] not in request.params.stop_token_ids):
+        problems.append("finished by a stop token that was not asked for")
+    return problems

@@ -1,0 +1,38 @@
+"""Stand-in for the CPU build of sgl-kernel, which is not on PyPI: the names that SGLang 0.5.23 imports.
+
+No operator is registered under ``torch.ops.sgl_kernel``, so SGLang finds no AMX support and takes its plain
+torch paths; of these functions it then calls one.
+"""
+
+from typing import Any, NoReturn
+
+
+def assign_req_to_token_pool_cpu(
+    requests: Any, table: Any, starts: Any, ends: Any, locations: Any, _width: int
+) -> None:
+    """Write each request's new cache locations into its row of the table, from its start to its end."""
+    taken = 0
+    for row, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        table[row, start:end] = locations[taken : taken + end - start].to(table.dtype)
+        taken += end - start
+
+
+_NEVER_CALLED = (
+    "copy_all_layer_kv_cache_cpu",
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "verify_tree_greedy_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEVER_CALLED:
+        raise AttributeError(name)
+
+    def absent(*_args: Any, **_kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"sgl_kernel.{name} is not in the stand-in for machines without a GPU")
+
+    return absent

@@ -1,0 +1,82 @@
+"""Stand-ins for what SGLang 0.5.23 imports and never calls on a CPU: torchvision's operators, and triton."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_library: Any = None
+
+
+def install() -> None:
+    """Make ``import sglang`` work. Idempotent."""
+    global _library
+    if _library is None:
+        _library = _torchvision_operators()
+        if importlib.util.find_spec("triton") is None:
+            _triton(_platform_stubs())
+
+
+def _torchvision_operators() -> Any:
+    """PyPI's torchvision is built for CUDA; its operators do not load, and importing it asks for two."""
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
+def _platform_stubs() -> ModuleType:
+    """The module with which SGLang itself stands in for triton on a Mac."""
+    found = importlib.util.find_spec("sglang")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("sglang is not installed in this environment")
+    path = Path(found.origin).with_name("_platform_stubs.py")
+    spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _triton(stubs: Any) -> None:
+    """A triton that can be imported, subclassed and asked for its version."""
+    sys.meta_path.insert(0, stubs._TritonFinder())
+
+    def module(name: str, *classes: str, **attributes: Any) -> None:
+        made = stubs._make_mock(name)
+        for one in classes:
+            setattr(made, one, type(one, (stubs._StubBase,), {}))
+        for key, value in attributes.items():
+            setattr(made, key, value)
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, made)
+
+    module(
+        "triton",
+        __version__="3.0.0",
+        cdiv=stubs._cdiv,
+        next_power_of_2=stubs._next_power_of_2,
+        Config=stubs._Config,
+    )
+    module("triton.language", constexpr=_Constant)
+    module("triton.runtime")
+    module("triton.runtime.jit", "JITFunction", "KernelInterface")
+    module("triton.runtime.cache", triton_key=stubs._triton_key)
+    module("triton.runtime.autotuner", OutOfResources=type("OutOfResources", (Exception,), {}))
+    module("triton.compiler", "CompiledKernel")
+    module("triton.compiler.compiler", "ASTSource", triton_key=stubs._triton_key)
+    module("triton.backends")
+    module("triton.backends.compiler", "GPUTarget")
+
+
+class _Constant:
+    """``triton.language.constexpr``: holds a value."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value

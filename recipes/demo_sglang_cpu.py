@@ -1,0 +1,24 @@
+"""The demo with a real SGLang server: the package that samples on a cluster, unmodified, here on the CPU.
+
+    make sglang                                    # SGLang's own environment, once
+    bapo train recipes/demo_sglang_cpu.py
+
+The run starts one server, brings every new version of the weights to it, and ends it. SGLang does not promise
+the same tokens for the same seed, so two runs differ.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from bapo_megatron.config import RunConfig, SglangConfig
+from bapo_megatron.recipe import load_recipe
+
+
+def recipe() -> RunConfig:
+    """Ten steps of the demo, sampled by one server."""
+    run = load_recipe(Path(__file__).with_name("demo_cpu.py"), RunConfig)
+    # The key-value cache of 256 short responses; without a limit the server takes most of the memory.
+    server = SglangConfig(servers=1, flags=("--max-total-tokens", "65536"))
+    return replace(
+        run, name="demo_sglang_cpu", steps=10, rollout=replace(run.rollout, engine="sglang", sglang=server)
+    )

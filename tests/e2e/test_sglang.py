@@ -1,0 +1,101 @@
+"""The demo's run with real SGLang servers, shortened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.sglang.process import sglang_python
+from bapo_megatron.state.logs import read_jsonl
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+SHORT = ["--steps=3", "--rollout.prompts-per-step=6", "--rollout.group-size=4", "--checkpoint.every=1"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _installed() -> None:
+    try:
+        sglang_python()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def start(run_dir: Path, *flags: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "bapo_megatron.cli", "train", "recipes/demo_sglang_cpu.py"]
+    return subprocess.Popen(
+        [*command, *SHORT, f"--run-dir={run_dir}", *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def servers_of(run_dir: Path) -> list[psutil.Process]:
+    """Processes whose output goes to the log of one of the run's servers."""
+    logs = {str(path) for path in (run_dir / "logs").glob("server-*.log")}
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.readlink(f"/proc/{process.pid}/fd/1") in logs and process.status() != "zombie":
+                found.append(process)
+        except OSError:
+            continue
+    return found
+
+
+def test_two_servers_sample_what_the_policy_trains_on(tmp_path: Path) -> None:
+    """Killed after its second step, continued; the servers end with the run however it ends."""
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "--rollout.sglang.servers=2")
+    wait_for_steps(process, run_dir, 2)
+    assert len(servers_of(run_dir)) >= 2
+    os.killpg(process.pid, signal.SIGKILL)  # the servers have groups of their own
+    process.communicate()
+    deadline = time.monotonic() + 30
+    while servers_of(run_dir):
+        assert time.monotonic() < deadline, "servers outlived their run"
+        time.sleep(0.2)
+    output = finish(start(run_dir, "--rollout.sglang.servers=2"))
+    assert "step 3/3" in output
+    updates = read_jsonl(run_dir / "updates.jsonl")
+    assert [row["version"] for row in updates] == list(range(1, len(updates) + 1))
+    # Each step samples with the weights that the step before has made, and with nothing older.
+    first_updates = [next(row for row in updates if row["step"] == step) for step in (1, 2, 3)]
+    for row in first_updates:
+        assert row["rollout/staleness_mean"] == 0
+        assert row["policy/ratio_gap"] < 1e-4  # mean |log ratio|: engine and trainer agree
+    assert updates[-1]["policy/ratio_gap"] > 1e-4  # and differ after updates
+    assert servers_of(run_dir) == []
+
+
+def test_a_server_that_cannot_start_is_shown(tmp_path: Path) -> None:
+    process = start(tmp_path / "run", "--rollout.sglang.flags", "nonsense")
+    output = process.communicate(timeout=200)[0].decode()
+    assert process.returncode != 0
+    assert "unrecognized arguments: nonsense" in output
+
+
+def finish(process: subprocess.Popen[bytes]) -> str:
+    output = process.communicate(timeout=400)[0].decode()
+    assert process.returncode == 0, output[-3000:]
+    return output
+
+
+def wait_for_steps(process: subprocess.Popen[bytes], run_dir: Path, steps: int) -> None:
+    log = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 400
+    while not log.exists() or log.read_bytes().count(b"\n") < steps:
+        assert process.poll() is None, process.communicate()[0].decode()[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,149 @@
+"""What is sent to an SGLang server, and that no nonsense is taken for an answer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.sglang.process import sglang_python
+from bapo_megatron.rollout.sglang.staging import WeightStaging
+from bapo_megatron.rollout.sglang.wire import BadReply, generate_payload, generation_of
+from bapo_megatron.types import GenerateRequest, SamplingParams
+from tests.models import save_tiny_model
+
+REQUEST = GenerateRequest("r", np.array([1, 2], np.int32), SamplingParams(0.7, 3, (9,), seed=4))
+
+# As SGLang 0.5.23 sends it, without the fields that nobody reads.
+REPLY: dict[str, Any] = {
+    "output_ids": [5, 6, 9],
+    "meta_info": {
+        "finish_reason": {"type": "stop", "matched": 9},
+        "weight_version": "8",
+        "output_token_logprobs": [[-0.5, 5, None], [-1.5, 6, None], [-0.25, 9, None]],
+        "weight_versions": [{"version": "7", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": 3}],
+    },
+}
+
+
+def test_the_request() -> None:
+    sent = generate_payload(REQUEST, "x1")
+    assert sent["rid"] == "x1"
+    assert sent["input_ids"] == [1, 2]
+    assert sent["return_logprob"] is True
+    assert sent["sampling_params"] == {
+        "temperature": 0.7,
+        "max_new_tokens": 3,
+        "stop_token_ids": [9],
+        "ignore_eos": False,
+        "skip_special_tokens": False,
+    }
+
+
+def test_without_stop_tokens_nothing_stops_it() -> None:
+    request = GenerateRequest("r", np.array([1]), SamplingParams(1.0, 3, ()))
+    assert generate_payload(request, "x")["sampling_params"]["ignore_eos"] is True
+
+
+def test_the_answer() -> None:
+    found = generation_of(REQUEST, REPLY)
+    assert found.request_id == "r"
+    assert found.token_ids_R.tolist() == [5, 6, 9]
+    assert found.log_probs_R.tolist() == [-0.5, -1.5, -0.25]
+    assert found.versions_R.tolist() == [7, 7, 8]
+    assert found.finish_reason == "stop"
+    assert {found.token_ids_R.dtype, found.versions_R.dtype} == {np.dtype(np.int32)}
+    assert found.log_probs_R.dtype == np.float32
+
+
+def test_an_abort_before_the_first_token() -> None:
+    meta = {"finish_reason": {"type": "abort", "message": "in the queue"}, "weight_version": "3"}
+    found = generation_of(REQUEST, {"output_ids": [], "meta_info": meta})
+    assert (len(found.token_ids_R), found.finish_reason) == (0, "abort")
+
+
+def changed(path: tuple[Any, ...], value: Any) -> Any:
+    reply = copy.deepcopy(REPLY)
+    place = reply
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return reply
+
+
+META = "meta_info"
+BAD: dict[str, tuple[Any, str]] = {
+    "text": ("busy", "no generation"),
+    "a list": ([REPLY], "no generation"),
+    "no meta_info": ({"output_ids": [5]}, "no generation"),
+    "an unknown finish reason": (changed((META, "finish_reason", "type"), "tired"), "no generation"),
+    "no finish reason": (changed((META, "finish_reason"), None), "no generation"),
+    "an unnumbered version": (changed((META, "weight_version"), "default"), "no generation"),
+    "other tokens": (changed(("output_ids",), [5, 6, 8]), "other tokens"),
+    "a token more": (changed(("output_ids",), [5, 6, 9, 9]), "other tokens"),
+    "a nan": (changed((META, "output_token_logprobs", 0, 0), float("nan")), "not finite"),
+    "a positive log-prob": (changed((META, "output_token_logprobs", 0, 0), 0.5), "above 0"),
+    "a log-prob that is none": (changed((META, "output_token_logprobs", 0, 0), None), "no"),
+    "another stop": (changed((META, "output_token_logprobs", 2, 1), 8), "other tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_nonsense_is_refused(name: str) -> None:
+    reply, says = BAD[name]
+    with pytest.raises(BadReply, match=says):
+        generation_of(REQUEST, reply)
+
+
+def test_a_length_that_is_none() -> None:
+    reply = changed((META, "finish_reason", "type"), "length")
+    reply["output_ids"] = reply["output_ids"][:2]
+    reply[META]["output_token_logprobs"] = reply[META]["output_token_logprobs"][:2]
+    with pytest.raises(BadReply, match="finished by length after 2 of 3 tokens"):
+        generation_of(REQUEST, reply)
+
+
+def test_a_stop_that_nobody_asked_for() -> None:
+    reply = changed(("output_ids",), [5, 6, 8])
+    reply[META]["output_token_logprobs"][2][1] = 8
+    with pytest.raises(BadReply, match="stop token that was not asked for"):
+        generation_of(REQUEST, reply)
+
+
+def test_more_tokens_than_were_asked_for() -> None:
+    reply = changed(("output_ids",), [5, 6, 7, 9])
+    reply[META]["output_token_logprobs"].insert(2, [-1.0, 7, None])
+    with pytest.raises(BadReply, match="4 tokens where 3 were asked for"):
+        generation_of(REQUEST, reply)
+
+
+def test_staged_weights_come_whole_or_not_at_all(tmp_path: Path) -> None:
+    model = save_tiny_model("qwen2", tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    staging = WeightStaging(tmp_path / "staging", model)
+    first = staging.write(weights.items(), 1)
+    found = load_file(first / "model-00000.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    with pytest.raises(ValueError, match="weights are missing"):
+        staging.write(list(weights.items())[:-1], 2)
+    assert [path.name for path in (tmp_path / "staging").iterdir()] == ["v1"]
+    second = staging.write(weights.items(), 3)
+    staging.keep_only(second)
+    assert [path.name for path in (tmp_path / "staging").iterdir()] == ["v3"]
+
+
+def test_a_missing_environment_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BAPO_SGLANG_PYTHON", raising=False)
+    with pytest.raises(ConfigError, match=r"no interpreter at .venv-sglang/bin/python: `make sglang`"):
+        sglang_python()
+    monkeypatch.setenv("BAPO_SGLANG_PYTHON", str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match="absent"):
+        sglang_python()

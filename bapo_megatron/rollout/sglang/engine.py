@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +50,7 @@ class SglangEngine:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="sglang-engine", daemon=True).start()
         self._one_control = threading.Lock()
-        self._closed = False
+        self._closed, self._failed = False, ""
         self._paused_at: int | None = None
         """The weight version at the caller's pause."""
         self._session, self._calls = self._wait(_in_loop())
@@ -70,6 +71,8 @@ class SglangEngine:
         """Answer every request, in order. ValueError, before any is sent, if one is malformed."""
         if self._closed:
             raise RuntimeError("the engine is closed")
+        if self._failed:
+            raise ServerError(f"no sampling after an update of weights that failed: {self._failed}")
         check_requests(requests, self._staging.vocabulary, self._staging.context)
         return self._wait(self._answer_all(requests))
 
@@ -95,11 +98,16 @@ class SglangEngine:
         """Take over new weights between two tokens. Requests in flight go on under them.
 
         ValueError if ``weights`` is not exactly the model; then, and if it raises, nothing has changed.
+        ServerError if a server does not take them; then nothing is sampled until an update succeeds.
         """
         with self._one_control:
             folder = self._staging.write(weights, version)
-            self._wait(self._load_weights(folder, version))
-            self._version = version
+            try:
+                self._wait(self._load_weights(folder, version))
+            except ServerError as error:  # some servers may have the new weights, and others the old ones
+                self._failed = str(error)
+                raise
+            self._version, self._failed = version, ""
             self._staging.keep_only(folder)
 
     def close(self) -> None:
@@ -107,7 +115,8 @@ class SglangEngine:
         if self._closed:
             return
         self._closed = True
-        self.abort()
+        with suppress(ServerError):  # a server that is gone runs nothing
+            self.abort()
         self._let_go()
 
     def _let_go(self) -> None:

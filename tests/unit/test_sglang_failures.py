@@ -1,0 +1,181 @@
+"""Servers that refuse, vanish or lie, played by a small HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from safetensors.torch import load_file
+
+from bapo_megatron.rollout.sglang.engine import SglangEngine
+from bapo_megatron.rollout.sglang.server import ServerError
+from bapo_megatron.types import GenerateRequest, SamplingParams
+from tests.models import save_tiny_model
+
+REQUEST = GenerateRequest("r", np.array([1, 2]), SamplingParams(1.0, 2, ()))
+
+
+class FakeServer:
+    """Answers like SGLang, or as it is told."""
+
+    def __init__(self) -> None:
+        self.version = "0"
+        self.answers: dict[str, tuple[int, Any]] = {}
+        """Path to the status and body that replace its own."""
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._runner, self.url = self._wait(self._start())
+
+    def stop(self) -> None:
+        """Close its port."""
+        self._wait(self._runner.cleanup())
+
+    async def _start(self) -> tuple[web.AppRunner, str]:
+        app = web.Application()
+        app.router.add_route("*", "/{path}", self._handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        return runner, f"http://127.0.0.1:{port}"
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        path = request.path.lstrip("/")
+        if path in self.answers:
+            status, body = self.answers[path]
+            return web.json_response(body, status=status)
+        body = await request.json() if request.can_read_body else {}
+        if path == "update_weights_from_disk":
+            self.version = body["weight_version"]
+        return web.json_response(self._answer(path))
+
+    def _answer(self, path: str) -> Any:
+        if path == "generate":
+            meta = {"finish_reason": {"type": "length"}, "weight_version": self.version}
+            pairs = [[-1.0, 3, None], [-2.0, 4, None]]
+            return {"output_ids": [3, 4], "meta_info": {**meta, "output_token_logprobs": pairs}}
+        return {"success": True, "weight_version": self.version}
+
+    def _wait(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=20)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_tiny_model("qwen2", tmp_path / "model")
+
+
+@pytest.fixture
+def engine(server: FakeServer, model: Path, tmp_path: Path) -> Iterator[SglangEngine]:
+    found = SglangEngine([server.url], model, tmp_path / "weights")
+    yield found
+    found.close()
+
+
+def weights(model: Path) -> Any:
+    return load_file(model / "model.safetensors").items()
+
+
+def test_a_sound_server(server: FakeServer, engine: SglangEngine, model: Path) -> None:
+    (answer,) = engine.generate([REQUEST])
+    assert answer.token_ids_R.tolist() == [3, 4]
+    engine.update_weights(weights(model), 5)
+    assert engine.weight_version == 5
+    assert engine.generate([REQUEST])[0].versions_R.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ((503, {"error": "overloaded"}), "status 503.*overloaded"),
+        ((200, {"text": "hello"}), "no generation"),
+        ((200, ["hello"]), "no generation"),
+    ],
+)
+def test_a_bad_answer_names_the_server(
+    answer: tuple[int, Any], says: str, server: FakeServer, engine: SglangEngine
+) -> None:
+    server.answers["generate"] = answer
+    with pytest.raises(ServerError, match=f"{server.url}.*{says}"):
+        engine.generate([REQUEST])
+    server.answers.clear()
+    assert len(engine.generate([REQUEST])) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "says"),
+    [
+        ("update_weights_from_disk", (400, {"message": "no space"}), "no space"),
+        (
+            "update_weights_from_disk",
+            (200, {"success": False, "message": "a shape"}),
+            "were not loaded.*a shape",
+        ),
+        ("model_info", (200, {"weight_version": "4"}), "has weights 4 after it was sent 5"),
+        ("model_info", (200, {"weight_version": "default"}), "start it with --weight-version 0"),
+    ],
+)
+def test_after_a_failed_update_nothing_is_sampled_until_one_succeeds(
+    path: str, answer: tuple[int, Any], says: str, server: FakeServer, engine: SglangEngine, model: Path
+) -> None:
+    server.answers[path] = answer
+    with pytest.raises(ServerError, match=says):
+        engine.update_weights(weights(model), 5)
+    assert engine.weight_version == 0
+    server.answers.clear()
+    with pytest.raises(ServerError, match="no sampling after an update of weights that failed"):
+        engine.generate([REQUEST])
+    engine.update_weights(weights(model), 6)
+    assert engine.generate([REQUEST])[0].versions_R.tolist() == [6, 6]
+
+
+def test_servers_of_several_versions_are_refused(server: FakeServer, model: Path, tmp_path: Path) -> None:
+    other = FakeServer()
+    other.version = "3"
+    with pytest.raises(ServerError, match=f"several versions: {server.url}: 0, {other.url}: 3"):
+        SglangEngine([server.url, other.url], model, tmp_path / "weights")
+    other.stop()
+
+
+def test_a_server_that_is_gone(model: Path, tmp_path: Path) -> None:
+    fake = FakeServer()
+    engine = SglangEngine([fake.url], model, tmp_path / "weights")
+    fake.stop()
+    with pytest.raises(ServerError, match=f"{fake.url}/generate"):
+        engine.generate([REQUEST])
+    engine.close()  # does not raise
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.generate([REQUEST])
+
+
+def test_requests_go_to_the_server_with_the_fewest(server: FakeServer, model: Path, tmp_path: Path) -> None:
+    other = FakeServer()
+    other.version = server.version = "0"
+    engine = SglangEngine([server.url, other.url], model, tmp_path / "weights")
+    counts = {id(server): 0, id(other): 0}
+    for fake in (server, other):
+        answer = fake._answer
+
+        def counted(path: str, fake: FakeServer = fake, answer: Any = answer) -> Any:
+            counts[id(fake)] += path == "generate"
+            return answer(path)
+
+        fake._answer = counted  # type: ignore[method-assign]
+    engine.generate([REQUEST] * 10)
+    assert sorted(counts.values()) == [5, 5]
+    engine.close()
+    other.stop()

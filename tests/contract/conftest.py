@@ -115,7 +115,7 @@ class Servers:
         return server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """Real SGLang servers, started when a test first asks; skipped where SGLang is not installed."""
     try:

@@ -91,12 +91,12 @@ class GroupSampler:
 
     async def start(self, first_step: int, state: dict[str, Any] | None) -> None:
         """Read the journal, and begin before ``first_step``; ``state``: that of the checkpoint before it."""
-        for damage in self._journal.replay(self._book.apply):
+        for damage in await asyncio.to_thread(self._journal.replay, self._book.apply):  # gigabytes of it
             self._report("journal_damaged", detail=damage)
         if not self._book.is_known and state:
             self._book.apply(Record("state", state, {}))
             self._report("journal_missing", detail=f"{self._folder}: what was in the making is lost")
-        self._steps.adopt(self._book)
+        await asyncio.to_thread(self._steps.adopt, self._book)
         if self._book.served < first_step - 1:
             self._book.apply(records.batched(first_step - 1, []))
         self._supply.reached = first_step - 1

@@ -2,8 +2,9 @@
 
 ``python -m bapo_megatron.rollout.service FD`` is what ``client.py`` starts. The first message is a ``Setup``;
 then one question at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or
-``("error", kind, text, events)``. When the pipe closes, because the trainer has ended in whatever way, this
-process ends too. What it has not written to the journal by then, no one has been told of.
+``("error", kind, text, events)``, with signs of life before it (``signs_of_life.py``). When the pipe closes,
+because the trainer has ended in whatever way, this process ends too. What it has not written to the journal
+by then, no one has been told of.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from bapo_megatron.rollout.sampler import EnginesGone, GroupSampler
 from bapo_megatron.rollout.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.sglang.fleet_broadcast import FleetBroadcast
 from bapo_megatron.rollout.sglang.server import ServerError, SglangServer
+from bapo_megatron.rollout.signs_of_life import answering, tell
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each request in flight
     pipe = Connection(int(sys.argv[1]))
     try:
-        setup: Setup = pipe.recv()
+        setup: Setup | None = pipe.recv()
+        if setup is None:  # the trainer has ended before it asked anything
+            return
         collect_seldom()
         asyncio.run(_serve(pipe, setup))
     except (EOFError, ConnectionResetError, BrokenPipeError):
@@ -126,7 +130,7 @@ def collect_seldom() -> None:
 async def _serve(pipe: Connection, setup: Setup) -> None:
     events: list[dict[str, Any]] = []
     async with AsyncExitStack() as opened:
-        sampler, fleet = await _open(setup, opened, partial(_note, events))
+        sampler, fleet = await answering(pipe, _open(setup, opened, partial(_note, events)))
         service = Service(sampler, FleetBroadcast(fleet, setup.config.rollout.sglang), events)
         while True:
             try:
@@ -135,9 +139,9 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
                 os._exit(0)  # the trainer is gone: the next one must not wait for engines to answer an abort
             if question is None:
                 break
-            reply = await service.answer(*question)
-            await asyncio.to_thread(pipe.send, reply)
-    pipe.send(("ok", None, events))
+            reply = await answering(pipe, service.answer(*question))
+            await asyncio.to_thread(tell, pipe, reply)
+    tell(pipe, ("ok", None, events))
 
 
 async def _open(
@@ -166,7 +170,8 @@ async def _engines(setup: Setup, opened: AsyncExitStack) -> list[Engine]:
         from bapo_megatron.rollout.local_model import LocalModel
 
         model = config.model
-        return [LocalEngine(LocalModel(model.hf_path, config.rollout.max_batch, model.dtype, setup.device))]
+        load = partial(LocalModel, model.hf_path, config.rollout.max_batch, model.dtype, setup.device)
+        return [LocalEngine(await asyncio.to_thread(load))]
     connector = aiohttp.TCPConnector(limit=0)  # as many as there are requests in flight
     session = await opened.enter_async_context(aiohttp.ClientSession(connector=connector))
     deadlines = Deadlines(60 * sglang.request_minutes, 60 * sglang.update_minutes)

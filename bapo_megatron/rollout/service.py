@@ -16,7 +16,7 @@ import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -28,7 +28,7 @@ import aiohttp
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.data.tokenizer import load_tokenizer
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.fleet import Fleet, Patience
@@ -50,6 +50,10 @@ class Setup:
     """Of SGLang servers; none for the local engine."""
     device: str
     """Of the local engine."""
+
+
+_TOLD = (ConfigError, RunStopped, EnginesGone, ServerError, OSError)
+"""Errors that the trainer is told; after others it starts this process again."""
 
 
 class Service:
@@ -78,8 +82,8 @@ class Service:
         }
         try:
             reply: tuple[Any, ...] = ("ok", await asked[method](*arguments))
-        except (ConfigError, EnginesGone, ServerError, OSError) as error:  # a full disk, for one
-            reply = ("error", type(error).__name__, str(error))
+        except _TOLD as error:
+            reply = _failed(error)
         events = self._events.copy()
         self._events.clear()
         return (*reply, events)
@@ -102,6 +106,10 @@ class Service:
         return self._sampler.state()
 
 
+def _failed(error: Exception) -> tuple[str, str, str]:
+    return "error", type(error).__name__, str(error)
+
+
 def main() -> None:
     """The process, from its setup to the end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what Ctrl-C means
@@ -116,6 +124,8 @@ def main() -> None:
         asyncio.run(_serve(pipe, setup))
     except (EOFError, ConnectionResetError, BrokenPipeError):
         os._exit(0)  # the trainer is gone; threads may still decode
+    except RunStopped as stopped:  # what engines had in hand at the end could not be written
+        sys.exit(f"sampler: {stopped}")
 
 
 def collect_seldom() -> None:
@@ -130,7 +140,12 @@ def collect_seldom() -> None:
 async def _serve(pipe: Connection, setup: Setup) -> None:
     events: list[dict[str, Any]] = []
     async with AsyncExitStack() as opened:
-        sampler, fleet = await answering(pipe, _open(setup, opened, partial(_note, events)))
+        try:
+            sampler, fleet = await answering(pipe, _open(setup, opened, partial(_note, events)))
+        except _TOLD as error:
+            await asyncio.to_thread(pipe.recv)  # whatever the trainer asks first
+            tell(pipe, (*_failed(error), events))
+            return
         service = Service(sampler, FleetBroadcast(fleet, setup.config.rollout.sglang), events)
         while True:
             try:
@@ -185,7 +200,8 @@ def _note(events: list[dict[str, Any]], kind: str, **fields: Any) -> None:
     """Keep an event for the trainer, and say it at once."""
     events.append({"kind": kind, **fields})
     told = ", ".join(f"{name}={value}" for name, value in fields.items())
-    print(f"sampler: {kind.replace('_', ' ')}: {told}", flush=True)
+    with suppress(OSError):  # a log on a full disk
+        print(f"sampler: {kind.replace('_', ' ')}: {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from bapo_megatron import __version__
+from bapo_megatron.disk import writing
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.files import sync_file, sync_folder, write_atomically
 
@@ -50,8 +51,17 @@ class CheckpointStore:
         self.keep_last = keep_last
 
     def save(self, step: int, save_policy: Callable[[Path], None], trainer: dict[str, Any]) -> None:
-        """Write the checkpoint of ``step``. Collective; the files are on disk when it returns."""
+        """Write the checkpoint of ``step``. Collective; the files are on disk when it returns.
+
+        RunStopped, on the rank that meets it, if the disk does not take it; the older ones stay.
+        """
         final = self.folder / f"step_{step:06d}"
+        with writing(f"the checkpoint of step {step}", final):
+            self._save(step, final, save_policy, trainer)
+
+    def _save(
+        self, step: int, final: Path, save_policy: Callable[[Path], None], trainer: dict[str, Any]
+    ) -> None:
         temporary = self.folder / f".{final.name}.tmp"
         _on_main(lambda: self._start(temporary))
         save_policy(temporary / "policy")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bapo_megatron.errors import RunStopped
 from bapo_megatron.rollout.book import Book
 from bapo_megatron.rollout.journal import read_step, step_groups, steps_in
 from bapo_megatron.rollout.record_log import Record, read_records
@@ -172,7 +173,7 @@ def test_a_full_disk_is_told_and_the_journal_stays_whole(tmp_path: Path) -> None
                     return getattr(self.file, name)
 
             whole, log._file = log._file, Full(log._file)  # type: ignore[assignment]
-            with pytest.raises(OSError, match="No space left"):
+            with pytest.raises(RunStopped, match=r"journal/segments-.*: No space left"):
                 await world.batch(2)
             log._file = whole
         async with world.sampling(first_step=2):

@@ -29,9 +29,9 @@ def writing(what: str, path: Path) -> Iterator[None]:
     """A disk that does not take ``what``, which is written to ``path``, ends the run with one message."""
     try:
         yield
-    except (ConfigError, RunStopped):
+    except (ConfigError, RunStopped, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         if (problem := _problem(error)) is None:
             raise
         for earlier in _chain(error):  # to close what could not be written fails as well

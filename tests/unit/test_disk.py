@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from bapo_megatron.disk import DiskError, writing
 from bapo_megatron.distributed import free_port
@@ -101,6 +102,16 @@ def test_writers_that_hide_what_the_disk_said(disk: Path, writer: str) -> None:
     told = "the file could not be written to .*file: (No space|a file was cut)"
     with pytest.raises(DiskError, match=told), writing("the file", path):
         save_file(tensors, path) if writer == "safetensors" else torch.save(tensors, path)
+
+
+def test_a_checkpoint_that_several_ranks_write() -> None:
+    """What torch raises on every rank then says of the failure only in its text."""
+    try:
+        raise RuntimeError("Worker failure: [Errno 28] No space left on device")
+    except RuntimeError as error:
+        failure = _wrap_exception(error)
+    with pytest.raises(DiskError, match="No space left"), writing("the checkpoint", Path("x")):
+        raise CheckpointException("write", {1: failure})
 
 
 def test_an_export(disk: Path, model: Path) -> None:

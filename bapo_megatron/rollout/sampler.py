@@ -96,12 +96,12 @@ class GroupSampler:
         if not self._book.is_known and state:
             self._book.apply(Record("state", state, {}))
             self._report("journal_missing", detail=f"{self._folder}: what was in the making is lost")
-        await asyncio.to_thread(self._steps.adopt, self._book)
+        self._journal.begin(self._book.state())
+        await asyncio.to_thread(self._steps.adopt, self._book, self._keep)
         if self._book.served < first_step - 1:
-            self._book.apply(records.batched(first_step - 1, []))
+            self._keep(records.batched(first_step - 1, []))
         self._supply.reached = first_step - 1
         self._next_number = self._book.next_number
-        self._journal.begin(self._book.state())
         for group in self._book.open.values():
             self._go_on(group)
         self._advancing = asyncio.create_task(self._run())
@@ -240,6 +240,10 @@ class GroupSampler:
             self._drop_stale(list(self._book.open.values()), self._book.weights_step + 1)
             self._dispatch.unpark()
             self._supply.is_open = not self._closing
+
+    def _keep(self, record: Record) -> None:
+        self._journal.commit([record])
+        self._book.apply(record)
 
     def _go_on(self, group: OpenGroup) -> None:
         """A group that has begun, or that the journal has brought back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -132,6 +133,36 @@ def test_damage_is_told_with_its_offset_and_costs_only_what_it_hit(tmp_path: Pat
         assert f"at offset {second.offset} are damaged" in told["detail"]
         assert 2 in {request.prefix_tokens for request in engine.asked}  # from before the hole
         assert [len(r.token_ids_R) for group in batch.groups for r in group.rollouts] == [7] * 6
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+@pytest.mark.parametrize("record", ["in the journal", "lost with a kill"])
+def test_the_tokens_of_a_damaged_step_are_not_counted_as_trained(tmp_path: Path, record: str) -> None:
+    """Its header can be read, so that the step is taken for given until somebody asks for it."""
+
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, **SETTINGS)
+        async with world.sampling():
+            for step in (1, 2, 3):
+                await world.train(step)
+            world.kill()
+        if record == "lost with a kill":
+            (log,) = world.journal.glob("segments-*.log")
+            found = [r for r in read_records(log) if isinstance(r, Record) and r.kind == "batch"]
+            os.truncate(log, next(r.offset for r in found if r.fields["step"] == 2))
+        path = world.journal / "step_000002.npz"
+        content = bytearray(path.read_bytes())
+        content[content.index(b"token_ids.npy") + 150] ^= 1
+        path.write_bytes(content)
+        async with world.sampling(first_step=2):
+            for step in (2, 3):
+                metrics = (await world.train(step)).metrics
+        assert sorted(path.name for path in world.journal.glob("*.lost"))[0] == "step_000002.lost"
+        tokens = check_accounts(world)
+        assert tokens["dropped_lost"] > 0
+        assert metrics["sampler/tokens_trained"] == tokens["trained"]
+        assert metrics["sampler/tokens_dropped"] == tokens["dropped"]
 
     asyncio.run(asyncio.wait_for(check(), 90))
 

@@ -15,6 +15,7 @@ from bapo_megatron.data.prompts import PromptSet, load_prompts
 from bapo_megatron.data.tokenizer import load_tokenizer
 from bapo_megatron.distributed import is_main, share
 from bapo_megatron.interfaces import Policy, Sampler, WeightSync
+from bapo_megatron.interrupt import Interrupt
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.record import Recorder
@@ -29,6 +30,10 @@ from bapo_megatron.sync.broadcast import WeightBroadcast
 from bapo_megatron.sync.broadcast_sync import BroadcastSync
 from bapo_megatron.sync.disk import DiskSync
 from bapo_megatron.sync.staging import WeightStaging
+from bapo_megatron.types import Metrics
+
+Within = tuple[int, list[Metrics]]
+"""A step that a checkpoint has cut: the policy's version at its start, and its updates so far."""
 
 
 @dataclass
@@ -46,17 +51,22 @@ class Run:
     """Rank 0's."""
     first_step: int
     """1 for a new run, else the step after the checkpoint that it continues."""
+    within: Within | None
+    """The part of the first step that is done already."""
+    interrupt: Interrupt
 
 
 @contextmanager
-def open_run(config: RunConfig) -> Iterator[Run]:
+def open_run(config: RunConfig, interrupt: Interrupt) -> Iterator[Run]:
     """The run of ``config``, continued from its newest whole checkpoint if it has one."""
     policy = build_policy(config)
-    store = CheckpointStore(config.directory, config.checkpoint.keep_last)
+    store = CheckpointStore(config.directory, config.checkpoint)
     clipping = Clipping(config.algorithm, config.batch.hold_forwards)
     latest = share(store.latest() if is_main() else None)
-    first_step = latest.step + 1 if latest else 1
+    first_step, within = latest.step + 1 if latest else 1, None
     if latest:
+        store.newest = latest.moment
+        within = latest.trainer["within"] and tuple(latest.trainer["within"])
         policy.load(latest.policy, latest.trainer["version"])
         clipping.load_state(latest.trainer["clipping"])
     with ExitStack() as opened:
@@ -76,7 +86,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         if samples and config.rollout.sglang.sync == "broadcast":
             sync = _broadcast_sync(config, policy, sampler, disk, recorder)
         sync.push(policy, first_step - 1)
-        yield Run(config, policy, clipping, sync, store, sampler, recorder, first_step)
+        yield Run(config, policy, clipping, sync, store, sampler, recorder, first_step, within, interrupt)
 
 
 def _broadcast_sync(

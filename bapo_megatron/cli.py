@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from bapo_megatron.ending import end_with
-from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.errors import ConfigError, Interrupted, RunStopped
 
 if TYPE_CHECKING:
     from bapo_megatron.config import RunConfig, SftConfig
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command.
 
     The exit code: 0 done, 1 the plan does not fit or the doctor has found a problem, 2 bad input,
-    3 the run cannot go on now, 130 interrupted; other errors propagate.
+    3 the run cannot go on now, 85 it was told to stop and is saved, 130 interrupted; other errors propagate.
     ``verify-parallel`` ends with SystemExit(1) where a layout differs.
     """
     commands: dict[str, Callable[[Sequence[str]], int | None]] = {
@@ -65,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
             raise ConfigError(f"unknown command {arguments[0]!r}; there are {', '.join(commands)}")
         _quiet()
         return commands[arguments[0]](arguments[1:]) or 0
-    except (ConfigError, RunStopped) as error:
+    except (ConfigError, Interrupted, RunStopped) as error:
         return end_with(error)
     except KeyboardInterrupt:
         print(
@@ -101,16 +101,19 @@ def train_process(config: RunConfig) -> None:
     from bapo_megatron.disk import writing
     from bapo_megatron.distributed import is_main
     from bapo_megatron.finish import finish
+    from bapo_megatron.interrupt import Interrupt
     from bapo_megatron.policy.layout import parallel_processes
     from bapo_megatron.state.run_directory import only_writer
     from bapo_megatron.train import train
 
     _quiet()
+    interrupt = Interrupt()
     with (
+        interrupt.heeding(),
         writing("a file of the run, or its output,", config.directory),
         parallel_processes(config.parallel),
         only_writer(config.directory) if is_main() else nullcontext(),
-        open_run(config) as run,
+        open_run(config, interrupt) as run,
     ):
         train(run)
         finish(run)

@@ -234,6 +234,10 @@ class CheckpointConfig:
     """Steps between checkpoints; the last step always has one."""
     keep_last: int = 2
     """Older ones are deleted once a newer one is whole; 0 keeps all."""
+    keep_every: int | None = None
+    """Those of every so many steps are kept for ever."""
+    background: bool = True
+    """Write while the training goes on. Meanwhile the machine's memory holds what is saved once more."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.errors import ConfigError, Interrupted, RunStopped
 
 _ERRORS = [
     os.strerror(number)
@@ -29,7 +29,7 @@ def writing(what: str, path: Path) -> Iterator[None]:
     """A disk that does not take ``what``, which is written to ``path``, ends the run with one message."""
     try:
         yield
-    except (ConfigError, RunStopped, KeyboardInterrupt, SystemExit):
+    except (ConfigError, Interrupted, RunStopped, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
         if (problem := _problem(error)) is None:

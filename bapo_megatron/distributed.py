@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from bapo_megatron.ending import end_with
-from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.errors import ConfigError, Interrupted, RunStopped
+from bapo_megatron.interrupt import SIGNALS
 
 T = TypeVar("T")
 
@@ -76,8 +78,9 @@ def run_processes(
         _entry, (worker, args, environment), world_size, join=False, start_method=method
     )
     try:
-        while not started.join():
-            pass
+        with _passed_on(started.processes):
+            while not started.join():
+                pass
     except ProcessExitedException as failure:
         sys.exit(failure.exit_code)  # it has said why
     finally:
@@ -91,9 +94,26 @@ def _entry(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
     try:
         worker(*args)
-    except (ConfigError, RunStopped) as error:
-        all_know = type(error) is RunStopped  # then one says it
+    except (ConfigError, Interrupted, RunStopped) as error:
+        all_know = type(error) in (Interrupted, RunStopped)  # then one says it
         sys.exit(end_with(error, say=rank == 0 or not all_know))
+
+
+@contextmanager
+def _passed_on(processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """Signals that tell a run to stop reach its processes."""
+
+    def tell(number: int, _frame: Any) -> None:
+        for process in processes:
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, number)
+
+    before = {number: signal.signal(number, tell) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:

@@ -6,11 +6,11 @@ import os
 import sys
 from contextlib import suppress
 
-from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.errors import ConfigError, Interrupted, RunStopped
 
 
-def end_with(error: ConfigError | RunStopped, say: bool = True) -> int:
-    """Print the message, if this process is to ``say`` it; the exit code, 2 or 3.
+def end_with(error: ConfigError | Interrupted | RunStopped, say: bool = True) -> int:
+    """Print the message, if this process is to ``say`` it; the exit code, 2, 3 or 85.
 
     A log on a full disk takes no message, and what is left in a buffer would change the exit code.
     """
@@ -24,4 +24,6 @@ def end_with(error: ConfigError | RunStopped, say: bool = True) -> int:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return 2 if wrong else 3
+    if wrong:
+        return 2
+    return 85 if isinstance(error, Interrupted) else 3

@@ -13,5 +13,9 @@ class CheckpointError(ConfigError):
     """A checkpoint is incomplete or damaged."""
 
 
+class Interrupted(Exception):
+    """The run was told to stop and is saved. The command line says so and exits with code 85."""
+
+
 class RunStopped(Exception):
     """The run cannot go on now; its steps are saved. The command line prints why and exits with code 3."""

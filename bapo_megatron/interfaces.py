@@ -24,6 +24,16 @@ NamedTensors = Iterator[tuple[str, Tensor]]
 """Weights under their Hugging Face names."""
 
 
+class Saving(Protocol):
+    """A checkpoint that is being written while the training goes on."""
+
+    def is_written(self) -> bool:
+        """Whether this rank's part is on disk, or has failed."""
+
+    def finish(self) -> None:
+        """Make the parts a whole, when all are written. Collective; raises if one has failed."""
+
+
 class Policy(Protocol):
     """The trained model. Parallelism is its secret: callers see packs, sums and updates."""
 
@@ -59,8 +69,8 @@ class Policy(Protocol):
     def hf_weights(self) -> NamedTensors:
         """All weights, tensor by tensor. Every rank of a replica must run the iterator to its end."""
 
-    def save(self, path: Path) -> None:
-        """Write model, optimizer and schedule. Collective."""
+    def save(self, path: Path) -> Saving:
+        """Begin to write model, optimizer and schedule as they are now. Collective."""
 
     def load(self, path: Path, version: int) -> None:
         """Read what ``save`` wrote at ``version``, at any layout. Collective."""

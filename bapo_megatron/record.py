@@ -14,6 +14,7 @@ from bapo_megatron.algo.objective import update_metric_names
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config_checks import flat
 from bapo_megatron.progress import Progress
+from bapo_megatron.state.checkpoint import Saved
 from bapo_megatron.state.logs import EventLog
 from bapo_megatron.state.metrics_log import MetricsLog
 from bapo_megatron.types import Metrics, StepBatch
@@ -50,9 +51,15 @@ class Recorder:
         if on_gap == "warn":
             print(f"warning: {message}", flush=True)
 
-    def checkpoint(self, step: int, seconds: float) -> None:
-        """Note a checkpoint and what it took."""
-        self._events.event("checkpoint", step=step, seconds=round(seconds, 3))
+    def saving(self, step: int, stall_s: float) -> None:
+        """Note that a checkpoint is being written, and how long the training stood still for it."""
+        self._events.event("saving", step=step, stall_s=round(stall_s, 3))
+
+    def checkpoint(self, saved: Saved) -> None:
+        """Note a checkpoint that is whole."""
+        self._events.event(
+            "checkpoint", step=saved.step, updates=saved.updates, seconds=round(saved.seconds, 3)
+        )
 
     def export(self, step: int, path: Path) -> None:
         """Note the final Hugging Face folder."""
@@ -82,9 +89,14 @@ class StepClock:
         self._laps[f"time/{part}_s"] = now - self._last
         self._last = now
 
+    @property
+    def total_s(self) -> float:
+        """From the beginning to the last lap."""
+        return self._last - self._start
+
     def metrics(self) -> Metrics:
         """All laps, and their sum."""
-        return {**self._laps, "time/step_s": self._last - self._start}
+        return {**self._laps, "time/step_s": self.total_s}
 
 
 def step_metrics(

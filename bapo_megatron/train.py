@@ -7,7 +7,6 @@ prompts -> rollouts -> rewards -> advantages -> packed micro-batches -> bounds -
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Any, Literal
 
 from bapo_megatron.alarm import check_gap
@@ -20,14 +19,15 @@ from bapo_megatron.errors import RunStopped
 from bapo_megatron.interfaces import Sampler
 from bapo_megatron.old_log_probs import with_old_log_probs
 from bapo_megatron.record import StepClock, step_metrics
+from bapo_megatron.saving import checkpoint, save_now, settle, stop_if_told
 from bapo_megatron.types import Metrics, MicroBatch, StepBatch
 
-WAIT_S = 30.0
+WAIT_S = 5.0
 """How long rank 0 waits for groups before it tells the others that there are none yet."""
 
 
 def train(run: Run) -> None:
-    """Run every step that is left, on every rank alike."""
+    """Run every step that is left, on every rank alike. Interrupted, when it is saved, if told to stop."""
     for step in range(run.first_step, run.config.steps + 1):
         clock = StepClock()
         batch = next_batch(run, step)
@@ -39,8 +39,10 @@ def train(run: Run) -> None:
         if run.recorder:
             run.recorder.step(step, updates, step_metrics(batch, updates, clock, run.config.algorithm.bounds))
         check_gap(run.config.algorithm, step, updates, run.recorder)
+        run.interrupt.took(step_s=clock.total_s)
         if _is_due(run, step):
             checkpoint(run, step)
+        settle(run, wait=step == run.config.steps)
 
 
 def next_batch(run: Run, step: int) -> StepBatch:
@@ -49,14 +51,15 @@ def next_batch(run: Run, step: int) -> StepBatch:
     The ranks meet every ``WAIT_S`` seconds: however long sampling takes, no collective times out.
     """
     while True:
+        stop_if_told(run, step - 1)
+        settle(run)
         batch: Any = share(_asked(run.sampler, step) if run.sampler else None)
         if isinstance(batch, StepBatch):
             return batch
         if batch == "weights":
             run.sync.push(run.policy, step - 1)
         elif batch is not None:
-            if step > run.first_step and not _is_due(run, step - 1):
-                checkpoint(run, step - 1)
+            save_now(run, step - 1)
             raise batch
 
 
@@ -69,18 +72,28 @@ def _asked(sampler: Sampler, step: int) -> StepBatch | RunStopped | Literal["wei
 
 
 def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
-    """Every update of one step: reuse_epochs passes of updates_per_epoch updates each."""
-    algorithm, step_version = run.config.algorithm, run.policy.version
+    """Every update of one step: reuse_epochs passes of updates_per_epoch updates each.
+
+    A step that a checkpoint has cut goes on behind its last update.
+    """
+    algorithm = run.config.algorithm
+    version, done = run.within or (run.policy.version, [])
+    run.within = None
     groups = [samples_of(group, algorithm.advantage) for group in batch.groups]
     if algorithm.old_log_probs == "trainer":
         groups = with_old_log_probs(
             run.policy, groups, run.config.batch.pack_tokens, algorithm.importance_cap
         )
-    return [
-        {"epoch": epoch, **update(run, part, step_version)}
+    parts = [
+        (epoch, part)
         for epoch in range(algorithm.reuse_epochs)
         for part in split_into_updates(groups, algorithm.updates_per_epoch, (run.config.seed, step, epoch))
     ]
+    for epoch, part in parts[len(done) :]:
+        if done and algorithm.old_log_probs == "rollout":  # those of the trainer belong to the step's start
+            stop_if_told(run, step - 1, (version, done))
+        done.append({"epoch": epoch, **update(run, part, version)})
+    return done
 
 
 def update(run: Run, groups: Sequence[Sequence[Sample]], step_version: int) -> Metrics:
@@ -114,15 +127,3 @@ def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool) -> Metrics:
 
 def _is_due(run: Run, step: int) -> bool:
     return step % run.config.checkpoint.every == 0 or step == run.config.steps
-
-
-def checkpoint(run: Run, step: int) -> None:
-    """Write all that a continuation after ``step`` needs."""
-    start = perf_counter()
-    sampler = share(run.sampler.state() if run.sampler else None)
-    state = {"version": run.policy.version, "sampler": sampler, "clipping": run.clipping.state()}
-    run.checkpoints.save(step, run.policy.save, state)
-    if run.sampler:
-        run.sampler.checkpointed(step)
-    if run.recorder:
-        run.recorder.checkpoint(step, perf_counter() - start)

@@ -24,6 +24,7 @@ from torch import Tensor
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.interfaces import NamedTensors
 from bapo_megatron.policy import megatron_checkpoint
+from bapo_megatron.policy.background_save import BackgroundSave
 from bapo_megatron.policy.device import select_device
 from bapo_megatron.policy.flops import attention_weight
 from bapo_megatron.policy.hf_config import read_model_shape
@@ -134,9 +135,9 @@ class MegatronPolicy:
         """All weights under their HF names, whole, on every rank. Collective."""
         return self._weights.gather()
 
-    def save(self, path: Path) -> None:
-        """Write model and optimizer into ``path`` as a torch_dist checkpoint. Collective."""
-        megatron_checkpoint.save(path, self._model, self._optimizer)
+    def save(self, path: Path) -> BackgroundSave:
+        """Begin to write model and optimizer into ``path`` as a torch_dist checkpoint. Collective."""
+        return megatron_checkpoint.save(path, self._model, self._optimizer)
 
     def load(self, path: Path, version: int) -> None:
         """Read what ``save`` wrote at ``version``, at this layout or another. Collective."""

@@ -18,6 +18,8 @@ from megatron.core.dist_checkpointing.serialization import (
     get_default_save_sharded_strategy,
 )
 
+from bapo_megatron.policy.background_save import BackgroundSave, results_die_with_this_process
+
 _CONTENT = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -25,19 +27,22 @@ _CONTENT = {
 }
 
 
-def save(path: Path, model: Sequence[Any], optimizer: Any) -> None:
-    """Write the checkpoint into ``path``. Collective; returns when this rank's part is written."""
+def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
+    """Begin to write the checkpoint into ``path``. Collective."""
     if dist.get_rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     for _, adam in _torch_adams(optimizer):
         _create_adam_state(adam)
-    dist_checkpointing.save(
+    results_die_with_this_process()
+    request = dist_checkpointing.save(
         _state(model, optimizer, loading=False),
         str(path),
         get_default_save_sharded_strategy("torch_dist", 1),
+        async_sharded_save=True,
         content_metadata=_CONTENT,
     )
+    return BackgroundSave(request)
 
 
 def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:

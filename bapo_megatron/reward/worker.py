@@ -11,6 +11,7 @@ import math
 import os
 import re
 import resource
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO
@@ -30,6 +31,8 @@ DETAIL_CHARACTERS = 500
 def main() -> None:
     """Serve questions until the input ends."""
     lifeline.end_with(int(sys.argv[1]))
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # told to every process of a job: the trainer's business
+        signal.signal(number, lambda *_: None)
     questions, answers = _private_channel()
     try:
         notes, answer = _prepared(json.loads(questions.readline()))

@@ -113,6 +113,8 @@ def _failed(error: Exception) -> tuple[str, str, str]:
 def main() -> None:
     """The process, from its setup to the end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what Ctrl-C means
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # Slurm may tell every process of a job to stop
+        signal.signal(number, lambda *_: None)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each request in flight
     pipe = Connection(int(sys.argv[1]))

@@ -1,31 +1,39 @@
 """Checkpoints of a run: whole or absent.
 
-    checkpoints/step_000120/  policy/ (torch_dist)  trainer.json  manifest.json
+    checkpoints/step_000120/             policy/ (torch_dist)  trainer.json  manifest.json
+    checkpoints/step_000120_update_003/  within step 121, after 3 of its updates
 
-A checkpoint is written under a temporary name, its manifest (with the size and digest of every other
-file) last, then renamed. A folder without a manifest that matches its files does not count.
+A checkpoint is written under a temporary name while the training goes on; its manifest (with the size and
+digest of every other file) comes last, then it is renamed. A folder without a manifest that matches its files
+does not count.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 from typing import Any
 
-import torch.distributed as dist
-
 from bapo_megatron import __version__
+from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.disk import writing
+from bapo_megatron.distributed import share
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.files import sync_file, sync_folder, write_atomically
+from bapo_megatron.files import write_atomically
+from bapo_megatron.interfaces import Saving
+from bapo_megatron.state.pending import MANIFEST, PendingCheckpoint, digest, on_main, remove
 
-_NAME = re.compile(r"step_(\d{6,})")
-_MANIFEST = "manifest.json"
+_NAME = re.compile(r"step_(\d{6,})(?:_update_(\d{3,}))?")
+_POLL_S = 0.05
+
+Moment = tuple[int, int]
+"""Steps that were finished, and updates of the next one that were made."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +41,14 @@ class Checkpoint:
     """A whole checkpoint on disk."""
 
     path: Path
-    step: int
+    moment: Moment
     trainer: dict[str, Any]
-    """What the loop needs to go on, as given to ``save``."""
+    """What the loop needs to go on, as given to ``begin``."""
+
+    @property
+    def step(self) -> int:
+        """The last that was finished."""
+        return self.moment[0]
 
     @property
     def policy(self) -> Path:
@@ -43,32 +56,57 @@ class Checkpoint:
         return self.path / "policy"
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What has been written."""
+
+    step: int
+    updates: int
+    """Of the step after it."""
+    seconds: float
+    """From its beginning until it was on disk with its digests, on the slowest rank."""
+
+
 class CheckpointStore:
-    """The checkpoints of one run."""
+    """The checkpoints of one run. What writes is collective."""
 
-    def __init__(self, run_dir: Path, keep_last: int) -> None:
+    def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
         self.folder = run_dir / "checkpoints"
-        self.keep_last = keep_last
+        self._config = config
+        self._pending: PendingCheckpoint | None = None
+        self.newest: Moment = (0, 0)
+        """Of which a checkpoint was begun, or that the run continues."""
 
-    def save(self, step: int, save_policy: Callable[[Path], None], trainer: dict[str, Any]) -> None:
-        """Write the checkpoint of ``step``. Collective; the files are on disk when it returns.
+    def begin(self, moment: Moment, save_policy: Callable[[Path], Saving], trainer: dict[str, Any]) -> None:
+        """Begin to write the checkpoint of ``moment``, when the one before it is whole. ``settle`` ends it.
 
         RunStopped, on the rank that meets it, if the disk does not take it; the older ones stay.
         """
-        final = self.folder / f"step_{step:06d}"
+        self.settle(wait=True)
+        step, updates = moment
+        final = self.folder / (f"step_{step:06d}" + (f"_update_{updates:03d}" if updates else ""))
+        temporary = self.folder / f".{final.name}.{share(uuid.uuid4().hex[:8])}.tmp"
         with writing(f"the checkpoint of step {step}", final):
-            self._save(step, final, save_policy, trainer)
+            on_main(lambda: self._start(temporary))
+            on_main(lambda: write_atomically(temporary / "trainer.json", json.dumps(trainer, indent=2)))
+            saving = save_policy(temporary / "policy")
+        about = {"step": step, "updates": updates, "code_version": __version__}
+        self._pending, self.newest = PendingCheckpoint(saving, temporary, final, about), moment
 
-    def _save(
-        self, step: int, final: Path, save_policy: Callable[[Path], None], trainer: dict[str, Any]
-    ) -> None:
-        temporary = self.folder / f".{final.name}.tmp"
-        _on_main(lambda: self._start(temporary))
-        save_policy(temporary / "policy")
-        _on_main(lambda: write_atomically(temporary / "trainer.json", json.dumps(trainer, indent=2)))
-        manifest = {"step": step, "code_version": __version__, "files": _digests(temporary)}
-        _on_main(lambda: _publish(temporary, final, manifest))
-        _on_main(lambda: self._delete_all_but(step))
+    def settle(self, wait: bool) -> Saved | None:
+        """The checkpoint that has become whole since the last call, if one has, or after a ``wait``."""
+        pending = self._pending
+        if pending is None:
+            return None
+        step, updates = self.newest
+        with writing(f"the checkpoint of step {step}", pending.final):
+            while not pending.advance():
+                if not wait:
+                    return None
+                sleep(_POLL_S)
+            self._pending = None
+            on_main(lambda: self._delete_all_but(self.newest))
+        return Saved(step, updates, pending.seconds)
 
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint, None if there never was one. Reads every byte of it.
@@ -77,9 +115,9 @@ class CheckpointStore:
         erase the run's record, and that is for a person to decide.
         """
         problems = []
-        for step, path in sorted(self._folders(), reverse=True):
+        for moment, path in sorted(self._folders(), reverse=True):
             try:
-                return _read(path, step)
+                return _read(path, moment)
             except CheckpointError as error:
                 problems.append(f"{path}: {error}")
                 print(f"passing over {problems[-1]}", flush=True)
@@ -91,10 +129,10 @@ class CheckpointStore:
             )
         return None
 
-    def _folders(self) -> Iterator[tuple[int, Path]]:
+    def _folders(self) -> Iterator[tuple[Moment, Path]]:
         for path in self.folder.glob("step_*"):
             if match := _NAME.fullmatch(path.name):
-                yield int(match[1]), path
+                yield (int(match[1]), int(match[2] or 0)), path
 
     def _start(self, temporary: Path) -> None:
         """An empty folder to write into; what a killed process left half-written or half-deleted goes."""
@@ -102,58 +140,21 @@ class CheckpointStore:
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
 
-    def _delete_all_but(self, newest: int) -> None:
+    def _delete_all_but(self, newest: Moment) -> None:
         """Keep ``newest`` and those before it that are to be kept. Later ones were passed over: they go."""
-        earlier = sorted(folder for folder in self._folders() if folder[0] <= newest)
-        stale = [folder for folder in self._folders() if folder[0] > newest]
-        for _, path in stale + (earlier[: -self.keep_last] if self.keep_last else []):
-            _remove(path)
+        every, last = self._config.keep_every, self._config.keep_last
+        found = sorted(self._folders())
+        recent = [moment for moment, _ in found if moment <= newest][-last:]
+        for moment, path in found:
+            step, updates = moment
+            is_milestone = every is not None and step % every == 0 and not updates and moment <= newest
+            if not (moment in recent or is_milestone):
+                remove(path)
 
 
-def _on_main(action: Callable[[], None]) -> None:
-    """Do it on rank 0 while the others wait; an error there ends them all."""
-    if dist.get_rank() == 0:
-        action()
-    dist.barrier()
-
-
-def _remove(path: Path) -> None:
-    """Delete a checkpoint; its name goes first, so that no half of it is ever met under it."""
-    hidden = path.with_name(f".{path.name}.deleted")
-    path.rename(hidden)
-    shutil.rmtree(hidden)
-
-
-def _digests(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of every file, each synced to disk. Collective: the ranks share the work."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    mine = {}
-    for path in files[dist.get_rank() :: dist.get_world_size()]:
-        sync_file(path)
-        mine[str(path.relative_to(folder))] = _digest(path)
-    parts: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, mine)
-    return {name: value for part in parts for name, value in sorted(part.items())}
-
-
-def _digest(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _publish(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
-    write_atomically(temporary / _MANIFEST, json.dumps(manifest, indent=2))
-    for folder in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
-        sync_folder(folder)
-    if final.exists():  # broken, or the run was continued from an older one
-        _remove(final)
-    temporary.rename(final)
-    sync_folder(final.parent)
-
-
-def _read(path: Path, step: int) -> Checkpoint:
+def _read(path: Path, moment: Moment) -> Checkpoint:
     try:
-        manifest = json.loads((path / _MANIFEST).read_text())
+        manifest = json.loads((path / MANIFEST).read_text())
         files = dict(manifest["files"])
     except FileNotFoundError:
         raise CheckpointError("it has no manifest") from None
@@ -162,6 +163,6 @@ def _read(path: Path, step: int) -> Checkpoint:
     for name, recorded in files.items():
         if not (path / name).is_file():
             raise CheckpointError(f"{name} is missing")
-        if _digest(path / name) != recorded:
+        if digest(path / name) != recorded:
             raise CheckpointError(f"{name} differs from the manifest")
-    return Checkpoint(path, step, json.loads((path / "trainer.json").read_text()))
+    return Checkpoint(path, moment, json.loads((path / "trainer.json").read_text()))

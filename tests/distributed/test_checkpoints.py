@@ -14,6 +14,7 @@ from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, Para
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
 from tests.models import random_samples, save_tiny_model
+from tests.saves import complete
 from tests.workers import run_layout
 
 pytestmark = pytest.mark.distributed
@@ -51,8 +52,11 @@ def save_and_go_on(
         policy.load(path, 2)
     else:
         go(2)
-        policy.save(path)
-    return [go(2), {name: tensor.clone() for name, tensor in policy.hf_weights()}]
+        saving = policy.save(path)
+    steps = go(2)  # while it is being written
+    if not load:
+        complete(saving)
+    return [steps, {name: tensor.clone() for name, tensor in policy.hf_weights()}]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,7 @@ def save_before_any_update(folder: Path, samples: list[Sample], path: Path) -> t
         return [(float(r.sums[0]), r.grad_norm) for r in results]
 
     fresh = policy()
-    fresh.save(path)
+    complete(fresh.save(path))
     loaded = policy()
     loaded.load(path, 0)
     return go(fresh), go(loaded)

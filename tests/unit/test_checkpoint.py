@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.distributed import free_port
-from bapo_megatron.errors import CheckpointError
+from bapo_megatron.errors import CheckpointError, RunStopped
+from bapo_megatron.interfaces import Saving
 from bapo_megatron.state.checkpoint import CheckpointStore
+from tests.saves import Written, save, write_policy
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,19 +25,11 @@ def one_process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def write_policy(content: bytes) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        (path / "deep").mkdir(parents=True)
-        (path / "deep/weights.bin").write_bytes(content)
-
-    return write
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    store = CheckpointStore(tmp_path, keep_last=2)
+    store = CheckpointStore(tmp_path, CheckpointConfig())
     for step in (10, 20):
-        store.save(step, write_policy(b"weights of %d" % step), {"version": step * 4})
+        save(store, step, write_policy(b"weights of %d" % step), {"version": step * 4})
     return store
 
 
@@ -46,14 +41,14 @@ def test_the_newest_is_found_with_its_state(store: CheckpointStore) -> None:
 
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:
-    assert CheckpointStore(tmp_path, 2).latest() is None
+    assert CheckpointStore(tmp_path, CheckpointConfig()).latest() is None
 
 
 def test_old_ones_are_deleted_and_zero_keeps_all(store: CheckpointStore, tmp_path: Path) -> None:
-    store.save(30, write_policy(b"x"), {})
+    save(store, 30, write_policy(b"x"), {})
     assert sorted(path.name for path in store.folder.iterdir()) == ["step_000020", "step_000030"]
-    keeper = CheckpointStore(tmp_path, keep_last=0)
-    keeper.save(40, write_policy(b"x"), {})
+    keeper = CheckpointStore(tmp_path, CheckpointConfig(keep_last=0))
+    save(keeper, 40, write_policy(b"x"), {})
     assert len(list(keeper.folder.iterdir())) == 3
 
 
@@ -97,21 +92,21 @@ def test_a_damaged_one_is_passed_over_and_named(
 
 
 def test_a_failed_save_leaves_the_older_ones_and_is_cleaned_up(store: CheckpointStore) -> None:
-    def fail(path: Path) -> None:
+    def fail(path: Path) -> Saving:
         write_policy(b"half")(path)
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left"):
-        store.save(30, fail, {})
+    with pytest.raises(RunStopped, match="No space left"):
+        save(store, 30, fail, {})
     assert store.latest().step == 20
-    store.save(30, write_policy(b"whole"), {})
+    save(store, 30, write_policy(b"whole"), {})
     assert store.latest().step == 30
     assert not list(store.folder.glob(".*"))
 
 
 def test_a_broken_checkpoint_of_the_same_step_is_replaced(store: CheckpointStore) -> None:
     (store.folder / "step_000020/manifest.json").unlink()
-    store.save(20, write_policy(b"again"), {"version": 1})
+    save(store, 20, write_policy(b"again"), {"version": 1})
     assert store.latest().trainer == {"version": 1}
 
 
@@ -121,10 +116,10 @@ def test_foreign_names_are_ignored(store: CheckpointStore) -> None:
 
 
 def test_the_newest_save_is_kept_though_broken_ones_have_later_steps(store: CheckpointStore) -> None:
-    store.save(30, write_policy(b"x"), {})
+    save(store, 30, write_policy(b"x"), {})
     for step in (20, 30):
         truncate(store.folder / f"step_{step:06d}")
-    store.save(10, write_policy(b"continued from before"), {"version": 7})
+    save(store, 10, write_policy(b"continued from before"), {"version": 7})
     assert store.latest().trainer == {"version": 7}
     assert [path.name for path in store.folder.iterdir()] == ["step_000010"]
 
@@ -136,3 +131,56 @@ def test_all_broken_is_an_error_and_not_a_new_beginning(store: CheckpointStore) 
         store.latest()
     assert "step_000010" in str(caught.value)
     assert "move" in str(caught.value)
+
+
+class Slow(Written):
+    """Not done before it is told so."""
+
+    is_done = False
+
+    def is_written(self) -> bool:
+        return self.is_done
+
+
+def test_the_training_goes_on_until_it_is_whole(store: CheckpointStore) -> None:
+    saving = Slow()
+    store.begin((30, 0), lambda path: (write_policy(b"slow")(path), saving)[1], {})
+    for _ in range(3):
+        assert store.settle(wait=False) is None
+        assert store.latest().step == 20
+    saving.is_done = True
+    while (saved := store.settle(wait=False)) is None:
+        pass
+    assert (saved.step, saved.updates) == (30, 0)
+    assert store.settle(wait=True) is None
+    assert store.latest().step == 30
+
+
+def test_the_next_one_waits_for_the_one_before(store: CheckpointStore) -> None:
+    store.begin((30, 0), write_policy(b"first"), {})
+    store.begin((40, 0), write_policy(b"second"), {})
+    assert store.latest().step == 30
+    store.settle(wait=True)
+    assert store.latest().step == 40
+
+
+def test_one_within_a_step_comes_after_the_step_before_and_before_its_own(store: CheckpointStore) -> None:
+    store.begin((20, 3), write_policy(b"within"), {"within": 1})
+    store.settle(wait=True)
+    latest = store.latest()
+    assert latest is not None
+    assert (latest.moment, latest.trainer) == ((20, 3), {"within": 1})
+    assert latest.path.name == "step_000020_update_003"
+    save(store, 21, write_policy(b"x"), {})
+    assert store.latest().moment == (21, 0)
+
+
+def test_milestones_are_kept_for_ever(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_every=20))
+    for step in (10, 20, 30, 40, 50):
+        save(store, step, write_policy(b"x"), {})
+    assert sorted(path.name for path in store.folder.iterdir()) == [
+        "step_000020",
+        "step_000040",
+        "step_000050",
+    ]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
+from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.disk import DiskError, writing
 from bapo_megatron.distributed import free_port
 from bapo_megatron.errors import ConfigError, RunStopped
@@ -26,6 +27,7 @@ from bapo_megatron.state.logs import EventLog, read_jsonl
 from bapo_megatron.sync.staging import WeightStaging
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
 from tests.models import save_tiny_model
+from tests.saves import save, write_policy
 from tests.small_disk import fill, small_disk
 
 FULL = r"No space left on device \(\d+ MB and [\d,]+ files are free there now\)"
@@ -72,21 +74,16 @@ def test_weights(disk: Path, model: Path) -> None:
 
 
 def test_a_checkpoint(disk: Path) -> None:
-    store = CheckpointStore(disk, keep_last=2)
+    store = CheckpointStore(disk, CheckpointConfig())
+    save(store, 10, write_policy(bytes(100_000)), {})
 
-    def policy(path: Path) -> None:
-        path.mkdir()
-        (path / "weights.bin").write_bytes(bytes(100_000))
-
-    store.save(10, policy, {})
-
-    def save() -> None:
+    def again() -> None:
         latest = store.latest()
         assert latest is not None
         assert latest.step == 10
-        store.save(20, policy, {})
+        save(store, 20, write_policy(bytes(100_000)), {})
 
-    full_then_not(disk, save, disk / "checkpoints/step_000020")
+    full_then_not(disk, again, disk / "checkpoints/step_000020")
     latest = store.latest()
     assert latest is not None
     assert latest.step == 20

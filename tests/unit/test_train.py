@@ -80,11 +80,42 @@ def group(rewards: list[float], lengths: list[int]) -> Group:
     return Group(Prompt(0, np.array([1, 2], np.int32), "", ""), rollouts)
 
 
+class Told:
+    """An ``Interrupt`` that has a reason from the given question on."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.asked = at, 0
+
+    def reason(self) -> str | None:
+        self.asked += 1
+        return "told to stop" if self.at is not None and self.asked >= self.at else None
+
+    def took(self, **seconds: float) -> None: ...
+
+
+class Store:
+    """A ``CheckpointStore`` that writes nothing."""
+
+    def __init__(self) -> None:
+        self.newest = (0, 0)
+        self.begun: list[tuple[tuple[int, int], dict[str, Any]]] = []
+        self._is_pending = False
+
+    def begin(self, moment: tuple[int, int], save: object, trainer: dict[str, Any]) -> None:
+        self.newest, self._is_pending = moment, True
+        self.begun.append((moment, trainer))
+
+    def settle(self, wait: bool) -> Saved | None:
+        is_pending, self._is_pending = self._is_pending, False
+        return Saved(*self.newest, 1.0) if is_pending else None
+
+
 def run_with(**algorithm: object) -> tuple[Run, RecordingPolicy]:
     policy = RecordingPolicy()
     config = dataclasses.replace(CONFIG, algorithm=AlgorithmConfig(**algorithm))
     clipping = Clipping(config.algorithm)
-    return Run(config, policy, clipping, None, None, None, None, 1), policy  # type: ignore[arg-type]
+    run = Run(config, policy, clipping, None, Store(), None, None, 1, None, Told())  # type: ignore[arg-type]
+    return run, policy
 
 
 @pytest.mark.parametrize(
@@ -156,19 +187,63 @@ def test_the_ranks_meet_while_groups_are_in_the_making(monkeypatch: pytest.Monke
     assert met == [None, None, StepBatch((), {})]
 
 
-@pytest.mark.parametrize(("step", "saved"), [(1, []), (11, []), (13, [12])])
+@pytest.mark.parametrize(("step", "newest", "saved"), [(1, 0, []), (11, 10, []), (13, 10, [(12, 0)])])
 def test_a_run_without_engines_saves_what_it_has(
-    step: int, saved: list[int], monkeypatch: pytest.MonkeyPatch
+    step: int, newest: int, saved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps 10, 20, ... have checkpoints anyway, and before step 1 there is nothing to save."""
-    checkpoints: list[int] = []
-    monkeypatch.setattr("bapo_megatron.train.share", lambda value: value)
-    monkeypatch.setattr("bapo_megatron.train.checkpoint", lambda run, step: checkpoints.append(step))
+    """Unless there is a checkpoint of that moment, and before step 1 there is nothing to save."""
+    alone(monkeypatch)
     run, _ = run_with()
+    run.checkpoints.newest = (newest, 0)
     run.sampler = EndlessSampler(stops=True)  # type: ignore[assignment]
     with pytest.raises(RunStopped, match="no engine is left"):
         next_batch(run, step)
-    assert checkpoints == saved
+    assert [moment for moment, _ in run.checkpoints.begun] == saved  # type: ignore[attr-defined]
+
+
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other ranks to tell."""
+    for module in ("train", "saving"):
+        monkeypatch.setattr(f"bapo_megatron.{module}.share", lambda value: value)
+
+
+def test_a_run_that_is_told_to_stop_while_it_waits_saves_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    run, _ = run_with()
+    run.sampler = EndlessSampler(stops=False)  # type: ignore[assignment]
+    run.interrupt = Told(at=2)  # type: ignore[assignment]
+    with pytest.raises(Interrupted, match="told to stop; saved after step 3$"):
+        next_batch(run, 4)
+    assert [moment for moment, _ in run.checkpoints.begun] == [(3, 0)]  # type: ignore[attr-defined]
+
+
+def test_a_step_that_is_cut_goes_on_behind_its_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What two processes make of a step, one after the other, is what one makes of it."""
+    alone(monkeypatch)
+    several: dict[str, Any] = {"reuse_epochs": 2, "updates_per_epoch": 2}
+    batch = StepBatch(tuple(group([0.0, 1.0], [1, 1]) for _ in range(3)), {})
+    whole, _ = run_with(**several)
+    expected = train_on(whole, 5, batch)
+    first, policy = run_with(**several)
+    first.interrupt = Told(at=3)  # type: ignore[assignment]
+    with pytest.raises(Interrupted, match="saved after step 4 and 3 updates of the next"):
+        train_on(first, 5, batch)
+    [(moment, trainer)] = first.checkpoints.begun  # type: ignore[attr-defined]
+    assert moment == (4, 3)
+    second, fresh = run_with(**several)
+    fresh.version = trainer["version"]
+    second.within = tuple(json.loads(json.dumps(trainer["within"])))  # type: ignore[assignment]
+    assert train_on(second, 5, batch) == expected
+    assert len(fresh.losses) == 1
+    assert len(policy.losses) == 3
+    assert train_on(second, 6, batch)[0]["version"] == 15
+
+
+def test_log_probs_of_the_trainer_belong_to_the_start_of_a_step() -> None:
+    """So a step that uses them is not cut."""
+    run, _ = run_with(updates_per_epoch=2, old_log_probs="trainer")
+    run.interrupt = Told(at=1)  # type: ignore[assignment]
+    assert len(train_on(run, 5, StepBatch(tuple(group([0.0, 1.0], [1, 1]) for _ in range(3)), {}))) == 2
 
 
 def test_a_step_makes_its_updates_and_counts_staleness() -> None:

@@ -1,0 +1,69 @@
+"""Being told to stop: by SIGUSR1 or SIGTERM, as Slurm sends them, or by the clock of the job.
+
+The run finishes the update in hand, saves, and ends with exit code 85: the same command continues it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+_MARGIN_S = 60.0
+"""Of a job's time, for what comes after the save: barriers, closing files, and the requeue."""
+
+
+class Interrupt:
+    """Whether the run is to stop, which all ranks learn at the same moment."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+        self._ends_at = _job_end()
+        self._longest_step_s = 0.0
+        self._longest_save_s = 0.0
+
+    @contextmanager
+    def heeding(self) -> Iterator[None]:
+        """Signals are taken note of within the block, instead of ending this process."""
+        before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def took(self, step_s: float = 0.0, save_s: float = 0.0) -> None:
+        """A step, or a save, has taken so long: the job's end is planned by it."""
+        self._longest_step_s = max(self._longest_step_s, step_s)
+        self._longest_save_s = max(self._longest_save_s, save_s)
+
+    def reason(self) -> str | None:
+        """Why the run is to stop, None if it is not. Collective; any rank's reason is enough."""
+        if self._reason is None and self._is_late():
+            self._reason = "the job's time ends before another step would"
+        told = torch.tensor([self._reason is not None], dtype=torch.int32)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return (self._reason or "another rank was told to stop") if told.item() else None
+
+    def _is_late(self) -> bool:
+        """Another step and a save would not fit into the job."""
+        if self._ends_at is None:
+            return False
+        return time.time() + self._longest_step_s + self._longest_save_s + _MARGIN_S > self._ends_at
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._reason = f"told to stop by {signal.Signals(number).name}"
+
+
+def _job_end() -> float | None:
+    """When Slurm ends this job, in seconds since 1970."""
+    told = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(told) if told.isdigit() else None

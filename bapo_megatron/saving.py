@@ -1,0 +1,52 @@
+"""When the state of a run goes to disk: checkpoints that are due, and the one before the run stops."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from bapo_megatron.build import Run, Within
+from bapo_megatron.distributed import share
+from bapo_megatron.errors import Interrupted
+
+
+def checkpoint(run: Run, step: int, within: Within | None = None) -> None:
+    """Begin to write all that a continuation after ``step``, or ``within`` the next, needs. Collective."""
+    start = perf_counter()
+    state = {
+        "version": run.policy.version,
+        "sampler": share(run.sampler.state() if run.sampler else None),
+        "clipping": run.clipping.state(),
+        "within": within,
+    }
+    run.checkpoints.begin((step, len(within[1]) if within else 0), run.policy.save, state)
+    if not run.config.checkpoint.background:
+        settle(run, wait=True)
+    if run.recorder:
+        run.recorder.saving(step, perf_counter() - start)
+
+
+def settle(run: Run, wait: bool = False) -> None:
+    """If a checkpoint has become whole it counts from now on: what only earlier ones needed may go."""
+    saved = run.checkpoints.settle(wait)
+    if saved is None:
+        return
+    run.interrupt.took(save_s=saved.seconds)
+    if run.sampler:
+        run.sampler.checkpointed(saved.step)
+    if run.recorder:
+        run.recorder.checkpoint(saved)
+
+
+def save_now(run: Run, step: int, within: Within | None = None) -> None:
+    """Return when a checkpoint of this moment counts."""
+    if (step, len(within[1]) if within else 0) > run.checkpoints.newest:
+        checkpoint(run, step, within)
+    settle(run, wait=True)
+
+
+def stop_if_told(run: Run, step: int, within: Within | None = None) -> None:
+    """Interrupted, when all is saved, if a signal or the clock says so. Collective."""
+    if reason := run.interrupt.reason():
+        save_now(run, step, within)
+        updates = f" and {len(within[1])} updates of the next" if within else ""
+        raise Interrupted(f"{reason}; saved after step {step}{updates}")

@@ -32,7 +32,7 @@ def settle(run: Run, wait: bool = False) -> None:
         return
     run.interrupt.took(save_s=saved.seconds)
     if run.sampler:
-        run.sampler.checkpointed(saved.step)
+        run.sampler.checkpointed(run.checkpoints.oldest_step())
     if run.recorder:
         run.recorder.checkpoint(saved)
 

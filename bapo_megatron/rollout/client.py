@@ -91,9 +91,9 @@ class SamplerClient:
             return {}
         return found
 
-    def checkpointed(self, step: int) -> None:
-        """A checkpoint is durable: the journal may drop what only earlier steps needed."""
-        self._ask("checkpointed")
+    def checkpointed(self, oldest: int) -> None:
+        """A checkpoint is durable: the journal may drop what no continuation from ``oldest`` on needs."""
+        self._ask("checkpointed", oldest)
 
     def close(self) -> None:
         """End it; what engines have in hand is kept."""

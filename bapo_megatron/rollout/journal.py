@@ -92,7 +92,7 @@ class ReplaySampler:
         """Nothing."""
         return {}
 
-    def checkpointed(self, step: int) -> None:
+    def checkpointed(self, oldest: int) -> None:
         """The other run's record stays."""
 
     def close(self) -> None:

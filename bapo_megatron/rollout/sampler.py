@@ -155,8 +155,10 @@ class GroupSampler:
         """What a continuation needs if the journal is lost: the place in the dataset, and the counts."""
         return self._book.state().fields
 
-    async def checkpointed(self) -> None:
-        """Begin a new file of the journal and delete those that nothing needs any more."""
+    async def checkpointed(self, oldest: int) -> None:
+        """Begin a new file of the journal; delete what no continuation after step ``oldest`` needs."""
+        if (keep := self._rollout.keep_steps) is not None:
+            await asyncio.to_thread(self._steps.delete, min(oldest, self._book.served - keep))
         async with self._advanced:
             self._journal.begin(self._book.state())
             self._journal.collect([*self._book.open, *self._book.finished])

@@ -34,6 +34,13 @@ class StepFiles:
             if step > book.served or book.knows(numbers):
                 keep(batched(step, numbers))
 
+    def delete(self, last: int) -> None:
+        """Delete those of the steps up to ``last``, also what was put aside of them."""
+        for kind in ("npz", "lost"):
+            for path in self._folder.glob(f"step_*.{kind}"):
+                if int(path.stem.removeprefix("step_")) <= last:
+                    path.unlink()
+
     def is_readable(self, step: int) -> bool:
         """Whether the file of ``step`` can be given again. If not, it and those after it are put aside."""
         try:

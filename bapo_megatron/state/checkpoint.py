@@ -129,6 +129,10 @@ class CheckpointStore:
             )
         return None
 
+    def oldest_step(self) -> int:
+        """Of the checkpoints that are there; 0 if there is none."""
+        return min((step for (step, _), _ in self._folders()), default=0)
+
     def _folders(self) -> Iterator[tuple[Moment, Path]]:
         for path in self.folder.glob("step_*"):
             if match := _NAME.fullmatch(path.name):

@@ -173,10 +173,35 @@ def test_old_files_go_when_nothing_in_them_is_needed(tmp_path: Path) -> None:
         async with world.sampling(rounds=False):
             for step in range(1, 13):
                 await world.train(step)
-                await world.sampler.checkpointed()
+                await world.sampler.checkpointed(step)
                 assert len(list(world.journal.glob("segments-*.log"))) <= 4
         check_accounts(world)
         assert len(steps_in(world.journal)) == 12
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+def test_old_steps_go_but_not_those_that_a_continuation_needs(tmp_path: Path) -> None:
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, keep_steps=3, **SETTINGS)
+        async with world.sampling():
+            for step in range(1, 9):
+                await world.train(step)
+                if step == 2:
+                    (world.journal / "step_000001.npz").rename(world.journal / "step_000001.lost")
+                if step == 6:
+                    await world.sampler.checkpointed(2)
+                    assert steps_in(world.journal) == [3, 4, 5, 6]
+                    assert not list(world.journal.glob("*.lost"))
+            await world.sampler.checkpointed(8)
+            assert steps_in(world.journal) == [6, 7, 8]
+        engine = world.engines[0]
+        engine.asked.clear()
+        async with world.sampling(first_step=7):
+            for step in (7, 8):
+                await world.train(step)
+        assert engine.asked == []  # they were given what they had
+        assert "step_lost" not in world.event_kinds()
 
     asyncio.run(asyncio.wait_for(check(), 90))
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from bapo_megatron.algo.bapo import balanced, published_code
 from bapo_megatron.build import Run
 from bapo_megatron.clipping import Clipping
 from bapo_megatron.config import AlgorithmConfig, BatchConfig, DataConfig, ModelConfig, RunConfig
-from bapo_megatron.errors import RunStopped
+from bapo_megatron.errors import Interrupted, RunStopped
+from bapo_megatron.state.checkpoint import Saved
 from bapo_megatron.train import next_batch, train_on
 from bapo_megatron.types import (
     Group,

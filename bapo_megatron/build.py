@@ -8,12 +8,14 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bapo_megatron.certificate import LEARNING_RATE, certificate, differences
 from bapo_megatron.clipping import Clipping
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.difficulty import within_difficulty
 from bapo_megatron.data.prompts import PromptSet, load_prompts
 from bapo_megatron.data.tokenizer import load_tokenizer
 from bapo_megatron.distributed import is_main, share
+from bapo_megatron.errors import ResumeError
 from bapo_megatron.interfaces import Policy, Sampler, WeightSync
 from bapo_megatron.interrupt import Interrupt
 from bapo_megatron.policy.device import has_cuda, select_device
@@ -24,13 +26,14 @@ from bapo_megatron.rollout.client import SamplerClient
 from bapo_megatron.rollout.journal import ReplaySampler
 from bapo_megatron.rollout.service import Setup
 from bapo_megatron.rollout.sglang.servers import are_local, servers_of
-from bapo_megatron.state.checkpoint import CheckpointStore
+from bapo_megatron.state.checkpoint import Checkpoint, CheckpointStore
 from bapo_megatron.state.run_directory import store_config
 from bapo_megatron.sync.broadcast import WeightBroadcast
 from bapo_megatron.sync.broadcast_sync import BroadcastSync
 from bapo_megatron.sync.disk import DiskSync
 from bapo_megatron.sync.staging import WeightStaging
 from bapo_megatron.types import Metrics
+from bapo_megatron.watchdog import Watchdog
 
 Within = tuple[int, list[Metrics]]
 """A step that a checkpoint has cut: the policy's version at its start, and its updates so far."""
@@ -54,6 +57,7 @@ class Run:
     within: Within | None
     """The part of the first step that is done already."""
     interrupt: Interrupt
+    watchdog: Watchdog
 
 
 @contextmanager
@@ -85,8 +89,26 @@ def open_run(config: RunConfig, interrupt: Interrupt) -> Iterator[Run]:
         samples = config.rollout.engine == "sglang" and config.rollout.replay is None
         if samples and config.rollout.sglang.sync == "broadcast":
             sync = _broadcast_sync(config, policy, sampler, disk, recorder)
+        if latest and first_step <= config.steps:
+            _check_certificate(config, policy, sampler, latest)
         sync.push(policy, first_step - 1)
-        yield Run(config, policy, clipping, sync, store, sampler, recorder, first_step, within, interrupt)
+        watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
+        yield Run(
+            *(config, policy, clipping, sync, store, sampler, recorder, first_step, within),
+            *(interrupt, watchdog),
+        )
+
+
+def _check_certificate(
+    config: RunConfig, policy: Policy, sampler: Sampler | None, latest: Checkpoint
+) -> None:
+    """ResumeError, on every rank, if the run would not go on where it was."""
+    found = certificate(config, policy, share(sampler.state() if sampler else None))
+    lines = differences(config, latest.trainer["certificate"], found)
+    if any(name.startswith("optimizer.") for name in config.allow_change):
+        lines = [line for line in lines if not line.startswith(LEARNING_RATE)]
+    if lines:
+        raise ResumeError(f"{latest.path} does not come back as it was saved:\n" + "\n".join(lines))
 
 
 def _broadcast_sync(

@@ -267,6 +267,11 @@ class RunConfig:
     """Of shuffling, sampling and the split into updates."""
     run_dir: Path | None = None
     """Run directory; an existing one is continued."""
+    allow_change: tuple[str, ...] = ()
+    """Fields, such as optimizer.lr, that may differ from those that the existing run was started with."""
+    hang_minutes: float = 60.0
+    """A process that makes no update for so long, and does not wait for rollouts, prints all its stacks and
+    ends. 0: never."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -13,6 +13,10 @@ class CheckpointError(ConfigError):
     """A checkpoint is incomplete or damaged."""
 
 
+class ResumeError(ConfigError):
+    """What was loaded is not what the checkpoint says was saved. No step was made."""
+
+
 class Interrupted(Exception):
     """The run was told to stop and is saved. The command line says so and exits with code 85."""
 

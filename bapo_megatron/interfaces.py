@@ -66,6 +66,13 @@ class Policy(Protocol):
     def update(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> UpdateResult:
         """One optimizer step on element 0 of ``loss``, divided by the update's count of unmasked tokens."""
 
+    @property
+    def learning_rate(self) -> float:
+        """That of the last update, 0 before the first."""
+
+    def optimizer_digest(self) -> list[float]:
+        """A few sums over the optimizer's whole state, exact for one layout. Collective, equal everywhere."""
+
     def hf_weights(self) -> NamedTensors:
         """All weights, tensor by tensor. Every rank of a replica must run the iterator to its end."""
 

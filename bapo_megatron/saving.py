@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 
 from bapo_megatron.build import Run, Within
+from bapo_megatron.certificate import certificate
 from bapo_megatron.distributed import share
 from bapo_megatron.errors import Interrupted
 
@@ -12,11 +13,13 @@ from bapo_megatron.errors import Interrupted
 def checkpoint(run: Run, step: int, within: Within | None = None) -> None:
     """Begin to write all that a continuation after ``step``, or ``within`` the next, needs. Collective."""
     start = perf_counter()
+    sampler = share(run.sampler.state() if run.sampler else None)
     state = {
         "version": run.policy.version,
-        "sampler": share(run.sampler.state() if run.sampler else None),
+        "sampler": sampler,
         "clipping": run.clipping.state(),
         "within": within,
+        "certificate": certificate(run.config, run.policy, sampler),
     }
     run.checkpoints.begin((step, len(within[1]) if within else 0), run.policy.save, state)
     if not run.config.checkpoint.background:
@@ -45,7 +48,8 @@ def save_now(run: Run, step: int, within: Within | None = None) -> None:
 
 
 def stop_if_told(run: Run, step: int, within: Within | None = None) -> None:
-    """Interrupted, when all is saved, if a signal or the clock says so. Collective."""
+    """Interrupted, when all is saved, if a signal or the clock says so. Collective; a sign of life."""
+    run.watchdog.beat()
     if reason := run.interrupt.reason():
         save_now(run, step, within)
         updates = f" and {len(within[1])} updates of the next" if within else ""

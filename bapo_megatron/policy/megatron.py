@@ -30,7 +30,7 @@ from bapo_megatron.policy.flops import attention_weight
 from bapo_megatron.policy.hf_config import read_model_shape
 from bapo_megatron.policy.hf_reader import HfReader
 from bapo_megatron.policy.model import build_chunks, transformer_config
-from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step
+from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step, state_sums
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.passes import Passes
 from bapo_megatron.policy.weights import WeightMap
@@ -126,10 +126,20 @@ class MegatronPolicy:
         if not torch.isfinite(sums[0]):
             raise FloatingPointError(f"the loss of update {self.version + 1} is {sums[0].item()}")
         self._schedule.step(increment=1)
-        learning_rate = float(self._optimizer.param_groups[0]["lr"])
         grad_norm = clipped_step(self._optimizer, self._clip_grad)
         self.version += 1
-        return UpdateResult(sums, grad_norm, learning_rate)
+        return UpdateResult(sums, grad_norm, self.learning_rate)
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the last update, 0 before the first."""
+        return float(self._optimizer.param_groups[0]["lr"]) if self.version else 0.0
+
+    def optimizer_digest(self) -> list[float]:
+        """Sums over weights and moments, see ``optimizer.state_sums``. Collective."""
+        sums = state_sums(self._optimizer).to(self.device)
+        dist.all_reduce(sums)
+        return [float(value) for value in sums.cpu()]
 
     def hf_weights(self) -> NamedTensors:
         """All weights under their HF names, whole, on every rank. Collective."""

@@ -25,7 +25,17 @@ FORMAT = 1
 # not what it computes. Names that end with a dot or an underscore stand for all that begin so.
 _STEPS = "steps"
 _MAY_CHANGE = (
-    *(_STEPS, "name", "run_dir", "parallel.", "checkpoint.", "logging.", "batch."),
+    *(
+        _STEPS,
+        "name",
+        "run_dir",
+        "allow_change",
+        "hang_minutes",
+        "parallel.",
+        "checkpoint.",
+        "logging.",
+        "batch.",
+    ),
     *("algorithm.gap_", "algorithm.on_gap"),
     *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),
     *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps", "rollout.sglang."),
@@ -59,21 +69,30 @@ def check_same_run(config: RunConfig) -> None:
     metrics = config.directory / "metrics.jsonl"
     if stored is None or not metrics.exists() or metrics.stat().st_size == 0:
         return  # no step was made yet: nothing to contradict
-    ours = _as_json(config)
-    changed = [
-        f"{name}: {stored.get(name)!r} in the run, {ours.get(name)!r} now"
-        for name in sorted(stored.keys() | ours.keys())
-        if stored.get(name) != ours.get(name) and not _may_change(name, config)
-    ]
-    if changed:
+    different = [change for change in changes(config, stored) if not _may_change(change[0], config)]
+    if different:
         raise ConfigError(
             f"the run {config.directory} was started with other settings:\n"
-            + "\n".join(changed)
-            + "\ngive them as they were to continue it, or another --run-dir to start anew"
+            + "\n".join(f"{name}: {then!r} in the run, {now!r} now" for name, then, now in different)
+            + "\ngive them as they were to continue it, or another --run-dir to start anew; to go on in spite "
+            + "of it: --allow-change "
+            + " ".join(name for name, *_ in different)
         )
 
 
+def changes(config: RunConfig, stored: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Fields that differ from a stored configuration: name, what was, what is."""
+    ours = _as_json(config)
+    return [
+        (name, stored.get(name), ours.get(name))
+        for name in sorted(stored.keys() | ours.keys())
+        if stored.get(name) != ours.get(name)
+    ]
+
+
 def _may_change(name: str, config: RunConfig) -> bool:
+    if name in config.allow_change:
+        return True
     if name == _STEPS and config.optimizer.decay != "constant":
         return False  # a schedule that decays is stretched over the steps: with more it is another one
     if name in _MAY_CHANGE:

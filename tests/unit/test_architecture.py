@@ -12,15 +12,16 @@ PACKAGE = Path(__file__).parents[2] / "bapo_megatron"
 
 # Lower layers first; a module may import from its own layer and from those before it.
 LAYERS = [
-    {"types", "errors", "files", "disk", "ending", "mkl"},
+    {"types", "errors", "files", "disk", "ending", "interrupt", "mkl", "watchdog"},
     {"algo"},
     {"config", "config_checks", "config_sglang"},
     {"interfaces", "distributed", "named_weights"},
     {"data", "reward"},
     {"rollout", "policy", "sync", "state"},
     {"progress", "report", "report_data", "report_panels", "report_plots", "recipe", "plan"},
-    {"record", "clipping", "old_log_probs", "alarm"},
+    {"record", "certificate", "clipping", "old_log_probs", "alarm"},
     {"build", "sft"},
+    {"saving"},
     {"preflight", "train"},
     {"finish", "verify", "doctor"},
     {"cli"},

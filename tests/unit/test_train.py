@@ -31,6 +31,7 @@ from bapo_megatron.types import (
     TokenStats,
     UpdateResult,
 )
+from bapo_megatron.watchdog import Watchdog
 
 CONFIG = RunConfig("test", ModelConfig(Path("m")), DataConfig(Path("d")), batch=BatchConfig(pack_tokens=8))
 
@@ -46,6 +47,9 @@ class RecordingPolicy:
         self.losses: list[torch.Tensor] = []
         self.searched: list[str] = []
         self.calls: list[str] = []
+
+    def save(self, path: Path) -> None:
+        raise AssertionError("the store of these tests writes nothing")
 
     def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> torch.Tensor:
         self.calls.append("old_sums")
@@ -108,6 +112,9 @@ class Store:
         self.newest, self._is_pending = moment, True
         self.begun.append((moment, trainer))
 
+    def oldest_step(self) -> int:
+        return 0
+
     def settle(self, wait: bool) -> Saved | None:
         is_pending, self._is_pending = self._is_pending, False
         return Saved(*self.newest, 1.0) if is_pending else None
@@ -117,7 +124,7 @@ def run_with(**algorithm: object) -> tuple[Run, RecordingPolicy]:
     policy = RecordingPolicy()
     config = dataclasses.replace(CONFIG, algorithm=AlgorithmConfig(**algorithm))
     clipping = Clipping(config.algorithm)
-    run = Run(config, policy, clipping, None, Store(), None, None, 1, None, Told())  # type: ignore[arg-type]
+    run = Run(config, policy, clipping, None, Store(), None, None, 1, None, Told(), Watchdog(0))  # type: ignore[arg-type]
     return run, policy
 
 
@@ -179,6 +186,11 @@ class EndlessSampler:
         if self._stops:
             raise RunStopped("no engine is left")
         return StepBatch((), {})
+
+    def state(self) -> dict[str, Any]:
+        return {"place": 7}
+
+    def checkpointed(self, oldest: int) -> None: ...
 
 
 def test_the_ranks_meet_while_groups_are_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,8 +254,9 @@ def test_a_step_that_is_cut_goes_on_behind_its_last_update(monkeypatch: pytest.M
     assert train_on(second, 6, batch)[0]["version"] == 15
 
 
-def test_log_probs_of_the_trainer_belong_to_the_start_of_a_step() -> None:
+def test_log_probs_of_the_trainer_belong_to_the_start_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a step that uses them is not cut."""
+    monkeypatch.setattr("bapo_megatron.train.with_old_log_probs", lambda policy, groups, *_: groups)
     run, _ = run_with(updates_per_epoch=2, old_log_probs="trainer")
     run.interrupt = Told(at=1)  # type: ignore[assignment]
     assert len(train_on(run, 5, StepBatch(tuple(group([0.0, 1.0], [1, 1]) for _ in range(3)), {}))) == 2

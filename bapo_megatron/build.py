@@ -76,9 +76,10 @@ def open_run(config: RunConfig, interrupt: Interrupt) -> Iterator[Run]:
     with ExitStack() as opened:
         recorder = sampler = staging = None
         if is_main():
-            if first_step <= config.steps:
-                store_config(config)
+            changed = store_config(config) if first_step <= config.steps else []
             recorder = opened.enter_context(closing(Recorder(config, first_step)))
+            if changed:
+                recorder.event({"kind": "config_changed", "fields": {name: now for name, _, now in changed}})
         if recorder and first_step <= config.steps:
             sampler = opened.enter_context(_sampler(config, recorder.event))
             sampler.start(first_step, latest.trainer["sampler"] if latest else None)

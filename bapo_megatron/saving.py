@@ -13,6 +13,7 @@ from bapo_megatron.errors import Interrupted
 def checkpoint(run: Run, step: int, within: Within | None = None) -> None:
     """Begin to write all that a continuation after ``step``, or ``within`` the next, needs. Collective."""
     start = perf_counter()
+    settle(run, wait=True)  # the one before
     sampler = share(run.sampler.state() if run.sampler else None)
     state = {
         "version": run.policy.version,

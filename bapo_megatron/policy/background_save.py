@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import pickle
+import queue
 import signal
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.managers import SyncManager
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
-from torch import multiprocessing
 
 
 class BackgroundSave:
@@ -35,12 +36,31 @@ class BackgroundSave:
             finalize()
 
 
-def results_die_with_this_process() -> None:
-    """Have megatron pass results through a process that ends with this one, also if it is killed."""
-    if filesystem_async._results_queue is None:
-        manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-        manager.start(_die_with_parent)
-        filesystem_async._results_queue = manager.Queue()
+def new_results() -> None:
+    """Have megatron pass the results of the next save through memory that both processes have.
+
+    Its own way is a third process, which takes seconds to start and outlives a trainer that is killed.
+    """
+    filesystem_async._results_queue = _Results()
+
+
+class _Results:
+    """What megatron needs of a queue: a forked process puts one object, this one takes it."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("results")
+
+    def put(self, result: Any) -> None:
+        with open(os.dup(self._descriptor), "wb") as file:
+            pickle.dump(result, file)
+
+    def get_nowait(self) -> Any:
+        with open(self._descriptor, "rb") as file:
+            file.seek(0)
+            try:
+                return pickle.load(file)
+            except EOFError:
+                raise queue.Empty from None
 
 
 def _with_parent(write: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

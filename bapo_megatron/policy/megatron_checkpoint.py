@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.serialization import (
     get_default_save_sharded_strategy,
 )
 
-from bapo_megatron.policy.background_save import BackgroundSave, results_die_with_this_process
+from bapo_megatron.policy.background_save import BackgroundSave, new_results
 
 _CONTENT = {
     "singleton_local_shards": False,
@@ -34,7 +34,7 @@ def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
     dist.barrier()
     for _, adam in _torch_adams(optimizer):
         _create_adam_state(adam)
-    results_die_with_this_process()
+    new_results()
     request = dist_checkpointing.save(
         _state(model, optimizer, loading=False),
         str(path),

@@ -78,11 +78,11 @@ class CheckpointStore:
         """Of which a checkpoint was begun, or that the run continues."""
 
     def begin(self, moment: Moment, save_policy: Callable[[Path], Saving], trainer: dict[str, Any]) -> None:
-        """Begin to write the checkpoint of ``moment``, when the one before it is whole. ``settle`` ends it.
+        """Begin to write the checkpoint of ``moment``; the one before it is settled. ``settle`` ends it.
 
         RunStopped, on the rank that meets it, if the disk does not take it; the older ones stay.
         """
-        self.settle(wait=True)
+        assert self._pending is None, "settle the checkpoint before"
         step, updates = moment
         final = self.folder / (f"step_{step:06d}" + (f"_update_{updates:03d}" if updates else ""))
         temporary = self.folder / f".{final.name}.{share(uuid.uuid4().hex[:8])}.tmp"

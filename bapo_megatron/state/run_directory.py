@@ -25,17 +25,8 @@ FORMAT = 1
 # not what it computes. Names that end with a dot or an underscore stand for all that begin so.
 _STEPS = "steps"
 _MAY_CHANGE = (
-    *(
-        _STEPS,
-        "name",
-        "run_dir",
-        "allow_change",
-        "hang_minutes",
-        "parallel.",
-        "checkpoint.",
-        "logging.",
-        "batch.",
-    ),
+    *(_STEPS, "name", "run_dir", "allow_change", "hang_minutes"),
+    *("parallel.", "checkpoint.", "logging.", "batch."),
     *("algorithm.gap_", "algorithm.on_gap"),
     *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),
     *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps", "rollout.sglang."),
@@ -74,8 +65,8 @@ def check_same_run(config: RunConfig) -> None:
         raise ConfigError(
             f"the run {config.directory} was started with other settings:\n"
             + "\n".join(f"{name}: {then!r} in the run, {now!r} now" for name, then, now in different)
-            + "\ngive them as they were to continue it, or another --run-dir to start anew; to go on in spite "
-            + "of it: --allow-change "
+            + "\ngive them as they were to continue it, or another --run-dir to start anew\n"
+            + "to change them in this run: --allow-change "
             + " ".join(name for name, *_ in different)
         )
 
@@ -101,10 +92,12 @@ def _may_change(name: str, config: RunConfig) -> bool:
     return name.startswith(prefixes) and name not in _MAY_NOT_CHANGE
 
 
-def store_config(config: RunConfig) -> None:
-    """Write the resolved configuration into the run directory."""
+def store_config(config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """Write the resolved configuration into the run directory; how it differs from the one before."""
+    before = read_config(config.directory)
     stored = {"format": FORMAT, "config": _as_json(config)}
     write_atomically(config.directory / "config.json", json.dumps(stored, indent=2) + "\n")
+    return changes(config, before) if before else []
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:

@@ -156,14 +156,6 @@ def test_the_training_goes_on_until_it_is_whole(store: CheckpointStore) -> None:
     assert store.latest().step == 30
 
 
-def test_the_next_one_waits_for_the_one_before(store: CheckpointStore) -> None:
-    store.begin((30, 0), write_policy(b"first"), {})
-    store.begin((40, 0), write_policy(b"second"), {})
-    assert store.latest().step == 30
-    store.settle(wait=True)
-    assert store.latest().step == 40
-
-
 def test_one_within_a_step_comes_after_the_step_before_and_before_its_own(store: CheckpointStore) -> None:
     store.begin((20, 3), write_policy(b"within"), {"within": 1})
     store.settle(wait=True)

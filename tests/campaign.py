@@ -1,0 +1,230 @@
+"""A run that is killed many times, at random moments, against one that never was: the same bits at the end.
+
+    python -m tests.campaign --kills 200 [--seed 0]
+
+Two processes train the demo with the local engine. All of it, one rank, or the sampler is killed with -9, or
+it is told to stop by a signal; then the same command is started again. At the end metrics, updates and
+weights must be those of the run that was left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+from bapo_megatron import build, cli, finish, preflight, train  # noqa: F401  (imported once, for all lives)
+from bapo_megatron.state.logs import read_jsonl
+from bapo_megatron.types import Metrics
+from tests.processes import sampler_of
+
+ROOT = Path(__file__).parents[1]
+FLAGS = (
+    *("train", "recipes/demo_cpu.py", "--parallel.data=2", "--checkpoint.every=2"),
+    *("--rollout.prompts-per-step=4", "--rollout.group-size=4", "--optimizer.lr=2e-4"),
+    *("--algorithm.bounds.target=0.65", "--algorithm.reuse-epochs=2"),
+)
+STEPS_A_KILL = 0.5
+"""Steps of the run for each kill: there must be something left to harm."""
+HARMS = {"kill all": 4, "kill rank 0": 2, "kill rank 1": 2, "kill the sampler": 2, "SIGUSR1": 1, "SIGTERM": 1}
+INTERRUPTED = 85
+
+
+@dataclass
+class Outcome:
+    """What was done to a run, and what it cost."""
+
+    kills: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By what was done, and what the run was doing."""
+    repeated: int = 0
+    """Steps that were made again."""
+    starts: int = 0
+
+    def table(self) -> str:
+        """For people, in Markdown."""
+        phases = sorted({phase for _, phase in self.kills})
+        lines = ["| |" + "".join(f" {phase} |" for phase in phases), "|---|" + "---:|" * len(phases)]
+        for harm in HARMS:
+            cells = "".join(f" {self.kills[harm, phase]} |" for phase in phases)
+            lines.append(f"| {harm} |{cells}")
+        return "\n".join(lines)
+
+
+class Life:
+    """One process of the command, forked from this one, so that nothing is imported again."""
+
+    def __init__(self, run_dir: Path, steps: int) -> None:
+        self.began = time.time()
+        self._run_dir = run_dir
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _live([*FLAGS, f"--steps={steps}", f"--run-dir={run_dir}"], run_dir.with_suffix(".log"))
+
+    def code(self) -> int | None:
+        """Its exit code, negative for a signal; None while it lives."""
+        if self._code is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if found else None
+        return self._code
+
+    def wait(self, limit_s: float = 300.0) -> int:
+        """Its exit code, when it has ended."""
+        deadline = time.monotonic() + limit_s
+        while (code := self.code()) is None:
+            assert time.monotonic() < deadline, "a run neither goes on nor ends"
+            time.sleep(0.05)
+        return code
+
+    def phase(self) -> str:
+        """What it is doing."""
+        rows = read_jsonl(self._run_dir / "events.jsonl") if self._run_dir.exists() else []
+        begun = [row for row in rows if row["kind"] in ("start", "resume")]
+        started = [row for row in begun if _seconds(row["time"]) > self.began]
+        if not started:
+            return "starting"
+        if list((self._run_dir / "checkpoints").glob(".step_*")):
+            return "saving"
+        made = last_step(self._run_dir, "metrics.jsonl")
+        return "updating" if last_step(self._run_dir, "updates.jsonl") > made else "sampling"
+
+    def harm(self, kind: str) -> None:
+        """Do it, and see it end, if it is to end."""
+        if kind == "kill all":
+            os.killpg(self.pid, signal.SIGKILL)
+        elif kind.startswith("kill rank"):
+            ranks = [child.pid for child in _ranks(self.pid)]
+            number = int(kind[-1])
+            os.kill(ranks[number] if number < len(ranks) else self.pid, signal.SIGKILL)
+        elif kind == "kill the sampler":
+            if found := sampler_of(self.pid):
+                found.kill()
+            return
+        else:
+            os.kill(self.pid, getattr(signal, kind))
+        code = self.wait()
+        if kind.startswith("kill"):
+            assert code != 0
+        _clear(self.pid)
+
+
+def _live(arguments: list[str], log: Path) -> None:
+    code = 70
+    try:
+        os.setsid()
+        os.chdir(ROOT)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        code = cli.run(arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _ranks(pid: int) -> list[psutil.Process]:
+    """The training processes, by rank: forks of the command have its name."""
+    command = psutil.Process(pid).cmdline()
+    return sorted((c for c in psutil.Process(pid).children() if c.cmdline() == command), key=lambda c: c.pid)
+
+
+def _clear(pid: int) -> None:
+    """What is left of a life's group, as Slurm clears a job before it starts it again."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _seconds(stamp: str) -> float:
+    return datetime.fromisoformat(stamp).timestamp()
+
+
+def last_step(run_dir: Path, name: str) -> int:
+    """The newest step in a log; 0 if there is none."""
+    log = run_dir / name
+    rows = read_jsonl(log) if log.exists() else []
+    return int(rows[-1]["step"]) if rows else 0
+
+
+def results(run_dir: Path, name: str) -> list[Metrics]:
+    """The rows of a log without what depends on the clock."""
+    return [
+        {key: value for key, value in row.items() if not key.startswith("time/")}
+        for row in read_jsonl(run_dir / name)
+    ]
+
+
+def campaign(folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> Outcome:
+    """Harm a run ``kills`` times, let it end, and hold it to one that was left alone."""
+    chance, steps = random.Random(seed), max(6, int(STEPS_A_KILL * kills))
+    whole, harmed = folder / "whole", folder / "harmed"
+    alone = Life(whole, steps)
+    assert alone.wait(3600) == 0, whole.with_suffix(".log").read_text()[-3000:]
+    start_s = _seconds(read_jsonl(whole / "events.jsonl")[0]["time"]) - alone.began
+    step_s = (time.time() - alone.began - start_s) / steps
+    outcome = Outcome()
+    while sum(outcome.kills.values()) < kills and last_step(harmed, "metrics.jsonl") < steps:
+        _harmed_life(harmed, steps, chance, outcome, start_s + 4 * step_s)
+        say(f"{sum(outcome.kills.values())} of {kills}: step {last_step(harmed, 'metrics.jsonl')} of {steps}")
+    while (code := Life(harmed, steps).wait(3600)) != 0:
+        assert code == INTERRUPTED, harmed.with_suffix(".log").read_text()[-3000:]
+    outcome.starts += 1
+    for name in ("metrics.jsonl", "updates.jsonl"):
+        assert results(harmed, name) == results(whole, name), name
+    ours, theirs = ((run / "export/model.safetensors").read_bytes() for run in (harmed, whole))
+    assert ours == theirs, "the weights differ"
+    return outcome
+
+
+def _harmed_life(run_dir: Path, steps: int, chance: random.Random, outcome: Outcome, span_s: float) -> None:
+    """Start the run, harm it after a random time, and note what it cost."""
+    before = last_step(run_dir, "metrics.jsonl")
+    life = Life(run_dir, steps)
+    outcome.starts += 1
+    [kind] = chance.choices(list(HARMS), list(HARMS.values()))
+    end = time.monotonic() + chance.uniform(0, span_s)
+    while time.monotonic() < end and life.code() is None:
+        time.sleep(0.02)
+    if life.code() is not None:
+        assert life.code() == 0, run_dir.with_suffix(".log").read_text()[-3000:]
+        return  # it was done
+    phase = life.phase()
+    life.harm(kind)
+    outcome.kills[kind, phase] += 1
+    if kind == "kill the sampler":
+        time.sleep(chance.uniform(0, span_s))
+        life.harm("kill all")
+        outcome.kills["kill all", phase] += 1
+    resumed = [r["step"] for r in read_jsonl(run_dir / "events.jsonl") if r["kind"] == "resume"] or [1]
+    outcome.repeated += max(0, before - resumed[-1] + 1)
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = campaign(Path(folder), given.kills, given.seed, lambda text: print(text, flush=True))
+    print(outcome.table())
+    print(f"{outcome.starts} starts, {outcome.repeated} steps made again, results equal bit for bit")
+
+
+if __name__ == "__main__":
+    main()

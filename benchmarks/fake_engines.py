@@ -52,7 +52,9 @@ class Engines:
         body = await request.json() if request.can_read_body else {}
         if path == "update_weights_from_disk":
             self._version[engine] = body["weight_version"]
-        return web.json_response({"success": True, "weight_version": self._version[engine]})
+        version = self._version[engine]
+        reply = {"success": True, "weight_version": version, "per_engine_checksum": version}
+        return web.json_response(reply)
 
     async def idle(self, _request: web.Request) -> web.Response:
         """Requests in flight on average, tokens sampled, and seconds, since the last call."""

@@ -124,14 +124,13 @@ def _rate_part() -> Iterator[str]:
     yield ""
     yield f"{load.engines} engines with {load.places} requests each."
     yield ""
-    yield "| tokens a segment | offered | handled | handled / offered | places filled | processor | peak memory |"
+    yield "| tokens a segment | offered | handled | of the offer | places filled | processor | peak memory |"
     yield "|---:|---:|---:|---:|---:|---:|---:|"
     for way in (replace(load, rate=30.5), load, longer):
         found = measure(way)
-        offered = way.rate * way.engines * way.places
+        offered, handled = way.rate * way.engines * way.places, found.tokens_per_s
         yield (
-            f"| {way.segment} | {offered:,.0f} | {found.tokens_per_s:,.0f} | {found.tokens_per_s / offered:.2f} "
-            f"| {found.filled:.1%} | {found.processor:.2f} cores | {found.peak_gib:.1f} GiB |"
+            f"| {way.segment} | {offered:,.0f} | {handled:,.0f} | {handled / offered:.2f} | {found.filled:.1%} | {found.processor:.2f} cores | {found.peak_gib:.1f} GiB |"
         )
 
 
@@ -145,8 +144,8 @@ def _busy_part() -> Iterator[str]:
     yield ""
     yield f"{load.engines} engines with {load.places} requests each, lengths log-normal (median"
     yield f"{load.median:.0f}, sigma {load.sigma}), cut at {load.longest}; {load.prompts} groups of 16 a"
-    yield f"step, {load.train_s:.0f} s of training a step. Supply: responses that may be in the making for each"
-    yield "place, (staleness + 1) x responses of a step / places."
+    yield f"step, {load.train_s:.0f} s of training a step. Supply: responses that may be in the making for"
+    yield "each place, (staleness + 1) x responses of a step / places."
     yield ""
     yield "| partial rollout | supply | engine time busy | places filled | tokens/s | steps |"
     yield "|---|---:|---:|---:|---:|---:|"

@@ -130,7 +130,8 @@ def _rate_part() -> Iterator[str]:
         found = measure(way)
         offered, handled = way.rate * way.engines * way.places, found.tokens_per_s
         yield (
-            f"| {way.segment} | {offered:,.0f} | {handled:,.0f} | {handled / offered:.2f} | {found.filled:.1%} | {found.processor:.2f} cores | {found.peak_gib:.1f} GiB |"
+            f"| {way.segment} | {offered:,.0f} | {handled:,.0f} | {handled / offered:.2f} "
+            f"| {found.filled:.1%} | {found.processor:.2f} cores | {found.peak_gib:.1f} GiB |"
         )
 
 

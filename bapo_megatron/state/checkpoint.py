@@ -12,12 +12,14 @@ import hashlib
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron import __version__
 from bapo_megatron.disk import writing
@@ -26,6 +28,10 @@ from bapo_megatron.files import sync_file, sync_folder, write_atomically
 
 _NAME = re.compile(r"step_(\d{6,})")
 _MANIFEST = "manifest.json"
+
+_RANK_0_FIRST_S = 120.0
+"""torch tells what went wrong to rank 0 alone. The other ranks give it time to say so and to end the run: who
+fails first decides the exit code."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,12 @@ class CheckpointStore:
     ) -> None:
         temporary = self.folder / f".{final.name}.tmp"
         _on_main(lambda: self._start(temporary))
-        save_policy(temporary / "policy")
+        try:
+            save_policy(temporary / "policy")
+        except CheckpointException as error:
+            if not error.failures:
+                time.sleep(_RANK_0_FIRST_S)
+            raise
         _on_main(lambda: write_atomically(temporary / "trainer.json", json.dumps(trainer, indent=2)))
         manifest = {"step": step, "code_version": __version__, "files": _digests(temporary)}
         _on_main(lambda: _publish(temporary, final, manifest))

@@ -181,6 +181,18 @@ def test_a_full_disk_stops_the_run_and_room_continues_it(
         assert results(run_dir, "updates.jsonl") == results(whole, "updates.jsonl")
 
 
+def test_two_ranks_end_with_one_message_when_a_checkpoint_fails(tmp_path: Path) -> None:
+    """Only one of them knows what has failed."""
+    with small_disk(tmp_path / "disk", 40 * 2**10) as disk:
+        process = start(disk / "run", "--parallel.tensor=2")
+        wait_for_steps(process, disk / "run", 1)
+        fill(disk, 2500)
+        output = process.communicate(timeout=200)[0].decode()
+    assert process.returncode == 3, output[-3000:]
+    assert output.count("stopped: the checkpoint of step 2 could not be written") == 1
+    assert "Traceback" not in output
+
+
 def test_lagged_bounds_come_back(whole: Path, tmp_path: Path) -> None:
     """They follow from the update before, which a continuation has not made."""
     flags = [f"--rollout.replay={whole}", "--algorithm.bounds.scope=lagged", "--steps=4"]

@@ -142,7 +142,7 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
     async with AsyncExitStack() as opened:
         try:
             sampler, fleet = await answering(pipe, _open(setup, opened, partial(_note, events)))
-        except _TOLD as error:
+        except (ConfigError, RunStopped) as error:  # after any other the trainer tries again
             await asyncio.to_thread(pipe.recv)  # whatever the trainer asks first
             tell(pipe, (*_failed(error), events))
             return

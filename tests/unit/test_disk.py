@@ -87,6 +87,12 @@ def test_a_checkpoint(disk: Path) -> None:
         store.save(20, policy, {})
 
     full_then_not(disk, save, disk / "checkpoints/step_000020")
+    ballast = fill(disk, 8)
+    with pytest.raises(RunStopped):
+        store.save(30, policy, {})
+    store.clear_leftovers()  # as a continuation does, which needs the room
+    ballast.unlink()
+    assert sum(path.stat().st_size for path in disk.rglob("*.bin")) == 200_000
     latest = store.latest()
     assert latest is not None
     assert latest.step == 20

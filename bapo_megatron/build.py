@@ -54,6 +54,8 @@ def open_run(config: RunConfig) -> Iterator[Run]:
     policy = build_policy(config)
     store = CheckpointStore(config.directory, config.checkpoint.keep_last)
     clipping = Clipping(config.algorithm, config.batch.hold_forwards)
+    if is_main():
+        store.clear_leftovers()
     latest = share(store.latest() if is_main() else None)
     first_step = latest.step + 1 if latest else 1
     if latest:
@@ -118,11 +120,17 @@ def _sampler(config: RunConfig, on_event: Callable[[dict[str, Any]], None]) -> I
     if left_out := problems.found - len(problems.prompts):
         print(f"left out {left_out} prompts by their {config.data.difficulty}")
     with ExitStack() as opened:
-        urls: list[str] = []
+        servers = None
         if config.rollout.engine == "sglang":
-            urls = opened.enter_context(servers_of(config, has_cuda(), on_event))
-        setup = Setup(config, problems, tuple(urls), str(select_device()))
-        yield opened.enter_context(closing(SamplerClient(setup, on_event)))
+            servers = opened.enter_context(servers_of(config, has_cuda(), on_event))
+
+        def heard(event: dict[str, Any]) -> None:
+            on_event(event)
+            if servers:
+                servers.heed(event)
+
+        setup = Setup(config, problems, tuple(servers.urls if servers else ()), str(select_device()))
+        yield opened.enter_context(closing(SamplerClient(setup, heard)))
 
 
 def load_problems(config: RunConfig, tokenizer: Any) -> PromptSet:

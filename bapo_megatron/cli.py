@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from bapo_megatron.ending import end_with
 from bapo_megatron.errors import ConfigError, RunStopped
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command.
 
     The exit code: 0 done, 1 the plan does not fit or the doctor has found a problem, 2 bad input,
-    3 nothing to train on, 130 interrupted; other errors propagate.
+    3 the run cannot go on now, 130 interrupted; other errors propagate.
     ``verify-parallel`` ends with SystemExit(1) where a layout differs.
     """
     commands: dict[str, Callable[[Sequence[str]], int | None]] = {
@@ -64,12 +65,8 @@ def run(arguments: Sequence[str]) -> int:
             raise ConfigError(f"unknown command {arguments[0]!r}; there are {', '.join(commands)}")
         _quiet()
         return commands[arguments[0]](arguments[1:]) or 0
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RunStopped as stopped:
-        print(f"stopped: {stopped}\nthe same command continues the run", file=sys.stderr)
-        return 3
+    except (ConfigError, RunStopped) as error:
+        return end_with(error)
     except KeyboardInterrupt:
         print(
             "\nstopped; the same command continues from its last checkpoint, if it has one", file=sys.stderr
@@ -101,6 +98,7 @@ def train_process(config: RunConfig) -> None:
     from contextlib import nullcontext
 
     from bapo_megatron.build import open_run
+    from bapo_megatron.disk import writing
     from bapo_megatron.distributed import is_main
     from bapo_megatron.finish import finish
     from bapo_megatron.policy.layout import parallel_processes
@@ -109,6 +107,7 @@ def train_process(config: RunConfig) -> None:
 
     _quiet()
     with (
+        writing("a file of the run, or its output,", config.directory),
         parallel_processes(config.parallel),
         only_writer(config.directory) if is_main() else nullcontext(),
         open_run(config) as run,
@@ -135,11 +134,12 @@ def _sft(arguments: Sequence[str]) -> None:
 
 def sft_process(config: SftConfig) -> None:
     """One rank of a warm start."""
+    from bapo_megatron.disk import writing
     from bapo_megatron.policy.layout import parallel_processes
     from bapo_megatron.sft import run_sft
 
     _quiet()
-    with parallel_processes(config.parallel):
+    with writing("the model", config.output), parallel_processes(config.parallel):
         run_sft(config)
 
 

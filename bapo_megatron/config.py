@@ -119,6 +119,9 @@ class RolloutConfig:
     waits for the next. Needs max_staleness of 1 or more. None: no limit."""
     on_stale: Literal["resample", "drop", "train"] = "resample"
     """A group older than max_staleness: its prompt is sampled anew, or it is dropped, or trained on."""
+    keep_steps: int | None = 1000
+    """Steps whose rollouts are kept, 12 bytes a token; those since the oldest checkpoint always are. Only a
+    run that keeps all of them can be replayed from its beginning. None: all."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """The servers of `engine=sglang`."""
     replay: Path | None = None

@@ -96,6 +96,7 @@ _AT_LEAST: dict[str, float] = {
     "rollout.max_oversampling": 1,
     "rollout.max_staleness": 0,
     "rollout.segment_tokens": 1,
+    "rollout.keep_steps": 0,
     "rollout.budget_tokens": 1,
     "rollout.sglang.max_in_flight": 1,
     "reward.workers": 1,

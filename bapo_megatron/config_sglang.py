@@ -43,7 +43,8 @@ class SglangConfig:
     update_minutes: float = 10.0
     """Longest wait for a server to load new weights."""
     request_minutes: float = 60.0
-    """Longest wait for the answer to one request, a segment."""
+    """Longest wait for the answer to one request, in the server's queue and at work. Then it is aborted, and
+    goes on from the tokens that it has."""
     lost_minutes: float = 30.0
     """Longest wait while no server works; then the run saves a checkpoint and ends."""
     max_in_flight: int = 256

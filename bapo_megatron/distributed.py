@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
+from bapo_megatron.ending import end_with
 from bapo_megatron.errors import ConfigError, RunStopped
 
 T = TypeVar("T")
@@ -90,13 +91,9 @@ def _entry(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
     try:
         worker(*args)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except RunStopped as stopped:
-        if rank == 0:
-            print(f"stopped: {stopped}\nthe same command continues the run", file=sys.stderr)
-        sys.exit(3)
+    except (ConfigError, RunStopped) as error:
+        all_know = type(error) is RunStopped  # then one says it
+        sys.exit(end_with(error, say=rank == 0 or not all_know))
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from io import FileIO
 from pathlib import Path
 
 
@@ -26,6 +27,17 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def append_whole(file: FileIO, content: bytes, size: int) -> None:
+    """Write ``content`` behind the first ``size`` bytes of a file that has no more: all of it, or OSError."""
+    rest = memoryview(content)
+    try:
+        while rest:
+            rest = rest[file.write(rest) or 0 :]
+    except OSError:
+        file.truncate(size)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

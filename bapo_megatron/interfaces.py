@@ -126,8 +126,11 @@ class Sampler(Protocol):
     def state(self) -> dict[str, Any]:
         """What a continuation needs; plain JSON."""
 
-    def checkpointed(self, step: int) -> None:
-        """A checkpoint after ``step`` is durable: what only earlier steps needed may go."""
+    def checkpointed(self, oldest: int) -> None:
+        """A checkpoint is durable, and the oldest that is kept is of step ``oldest``.
+
+        What no continuation from there needs may go.
+        """
 
     def close(self) -> None:
         """End it."""

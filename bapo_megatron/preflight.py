@@ -17,7 +17,7 @@ from bapo_megatron.policy.hf_config import ModelShape, read_model_shape
 from bapo_megatron.policy.hf_reader import HfReader
 from bapo_megatron.policy.layout import layout_problems
 from bapo_megatron.reward.functions import is_built_in, load_function
-from bapo_megatron.rollout.journal import step_path
+from bapo_megatron.rollout.journal import step_path, steps_in
 from bapo_megatron.rollout.sglang.process import sglang_python
 from bapo_megatron.sft import load_solutions
 from bapo_megatron.state.export import check_output
@@ -113,6 +113,12 @@ def _check_replay(config: RunConfig) -> None:
         raise ConfigError(f"rollout.replay={replayed} holds no journal; give the directory of a run")
     if replayed.resolve() == config.directory.resolve():
         raise ConfigError(f"rollout.replay={replayed} is this run itself; give it another --run-dir")
+    recorded = steps_in(journal)
+    if recorded and recorded[0] > 1:
+        raise ConfigError(
+            f"rollout.replay={replayed} has only the rollouts since step {recorded[0]}, earlier ones were "
+            "deleted: replay a run that was made with --rollout.keep-steps None"
+        )
     for step in range(1, config.steps + 1):
         if not step_path(journal, step).is_file():
             raise ConfigError(

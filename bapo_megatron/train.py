@@ -123,6 +123,6 @@ def checkpoint(run: Run, step: int) -> None:
     state = {"version": run.policy.version, "sampler": sampler, "clipping": run.clipping.state()}
     run.checkpoints.save(step, run.policy.save, state)
     if run.sampler:
-        run.sampler.checkpointed(step)
+        run.sampler.checkpointed(run.checkpoints.oldest_step())
     if run.recorder:
         run.recorder.checkpoint(step, perf_counter() - start)

@@ -215,7 +215,7 @@ async def _train(load: Load, sampler: GroupSampler, steps: list[int]) -> None:
         steps.append(step)
         await asyncio.sleep(load.train_s)
         await sampler.load_weights(Path(f"v{step}"), step, step)
-        await sampler.checkpointed()
+        await sampler.checkpointed(0)
         for path in sampler._folder.glob("step_*.npz"):
             path.unlink()
 

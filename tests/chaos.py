@@ -2,7 +2,8 @@
 
     python -m tests.chaos --minutes 30 [--seed 0] [--sync broadcast]
 
-Servers, the sampler and the trainer are killed with -9, servers are stopped for a while with SIGSTOP. Then
+Servers, the sampler and the trainer are killed with -9, servers and the sampler are stopped for a while with
+SIGSTOP. Then
 the run goes on in peace for a few steps, and its books are checked: every token that was sampled was trained
 on, dropped by rule, or is still in the journal; no group was trained twice; the losses equal those of a
 replay of the journal.
@@ -21,6 +22,8 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+
+import psutil
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.prompts import load_prompts
@@ -46,7 +49,7 @@ FLAGS = [
 ]
 HARMS = (
     *("kill a server", "stop a server", "kill the sampler", "kill the sampler"),
-    *("kill the trainer", "kill everything"),
+    *("stop the sampler", "kill the trainer", "kill everything"),
 )
 
 
@@ -91,6 +94,11 @@ class Run:
                 os.killpg(group, signal.SIGCONT)
         elif kind == "kill the sampler" and (sampler := sampler_of(self.process.pid)):
             sampler.kill()
+        elif kind == "stop the sampler" and (sampler := sampler_of(self.process.pid)):
+            sampler.suspend()
+            time.sleep(chance.uniform(2, 25))
+            with contextlib.suppress(psutil.NoSuchProcess):
+                sampler.resume()
         elif kind == "kill the trainer":
             self.process.kill()  # alone: the sampler and the servers must notice
         elif kind == "kill everything":

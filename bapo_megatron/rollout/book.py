@@ -111,6 +111,8 @@ class Book:
         self.finished: dict[int, Finished] = {}
         self.tokens: Counter[str] = Counter()
         """Tokens: ``sampled``, ``trained``, and ``dropped_`` by reason."""
+        self._trained: dict[int, int] = {}
+        """Tokens that each step was given; its file may be lost."""
         self.judged: list[GroupSummary] = []
         """Groups that were judged since the last batch."""
         self.dropped: Counter[str] = Counter()
@@ -162,6 +164,7 @@ class Book:
             "weights_step": self.weights_step,
             "step_of": sorted(self._step_of.items()),
             "tokens": dict(self.tokens),
+            "trained": sorted(self._trained.items()),
             "judged": self.judged,
             "dropped": dict(self.dropped),
         }
@@ -181,6 +184,7 @@ class Book:
         self.served, self.weights_step = fields["served"], fields["weights_step"]
         self._step_of = dict(fields["step_of"])
         self.tokens, self.dropped = Counter(fields["tokens"]), Counter(fields["dropped"])
+        self._trained = dict(fields["trained"])
         self.judged = [GroupSummary(*summary) for summary in fields["judged"]]
 
     def _on_open(self, record: Record) -> None:
@@ -231,16 +235,22 @@ class Book:
             self.dropped[record.fields["reason"]] += 1
 
     def _on_batch(self, record: Record) -> None:
+        step = record.fields["step"]
         for number in record.fields["groups"]:
             group = self.finished.pop(number, None) or self.open.pop(number, None)
             if group is not None:
                 self.tokens["trained"] += group.tokens
-        self.served = max(self.served, record.fields["step"])
+                self._trained[step] = self._trained.get(step, 0) + group.tokens
+        self.served = max(self.served, step)
         self.judged.clear()
         self.dropped.clear()
 
     def _on_rewind(self, record: Record) -> None:
         self.served = min(self.served, record.fields["step"])
+        for step in [step for step in self._trained if step > self.served]:
+            lost = self._trained.pop(step)
+            self.tokens["trained"] -= lost
+            self.tokens["dropped_lost"] += lost
 
     def _on_weights(self, record: Record) -> None:
         version, step = record.fields["version"], record.fields["step"]

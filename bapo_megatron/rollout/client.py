@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,10 +16,23 @@ from typing import Any, Literal
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.rollout.journal import read_step
 from bapo_megatron.rollout.service import Setup
+from bapo_megatron.rollout.signs_of_life import ALIVE, LifeWatch
 from bapo_megatron.types import StepBatch
 
 _RESTARTS = 5
 """Deaths in a row, without a batch between them, after which the run gives up."""
+
+_SILENT_S = 300.0
+"""A process that has a question and gives no sign of life for so long is ended. Signs come from its event
+loop every few seconds, whatever engines are doing: loads of weights and long requests are not silence."""
+
+_END_S = 60.0
+"""How long a process may take to vanish. One that waits for a file system that hangs cannot be killed."""
+
+_CLOSE_S = 30.0
+"""How long it may take to end when it is asked to."""
+
+_SERVICE = "bapo_megatron.rollout.service"
 
 Event = Callable[[dict[str, Any]], None]
 """Takes note of what has happened: a kind and its fields."""
@@ -31,12 +45,14 @@ class SamplerDied(Exception):
 class SamplerClient:
     """A ``Sampler`` (see interfaces.py) in a process beside this one."""
 
-    def __init__(self, setup: Setup, on_event: Event) -> None:
-        self._setup, self._on_event = setup, on_event
+    def __init__(self, setup: Setup, on_event: Event, silent_s: float = _SILENT_S) -> None:
+        """``silent_s``: how long it may give no sign of life."""
+        self._setup, self._on_event, self._silent_s = setup, on_event, silent_s
         self._begin: tuple[int, dict[str, Any] | None] = (1, None)
         self._weights: tuple[Path, int, int] | None = None
         self._deaths = 0
         self._teller = ThreadPoolExecutor(1, thread_name_prefix="sampler")  # one question at a time
+        self._is_set_up = False
         self._process, self._pipe = self._launch()
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:
@@ -75,16 +91,17 @@ class SamplerClient:
             return {}
         return found
 
-    def checkpointed(self, step: int) -> None:
-        """A checkpoint is durable: the journal may drop what only earlier steps needed."""
-        self._ask("checkpointed")
+    def checkpointed(self, oldest: int) -> None:
+        """A checkpoint is durable: the journal may drop what no continuation from ``oldest`` on needs."""
+        self._ask("checkpointed", oldest)
 
     def close(self) -> None:
         """End it; what engines have in hand is kept."""
         try:
-            self._pipe.send(None)
-            if self._pipe.poll(30):
-                self._pipe.recv()
+            with LifeWatch(self._process, self._pipe, _CLOSE_S):
+                self._pipe.send(None)
+                while self._pipe.recv() == ALIVE:
+                    pass
         except (OSError, EOFError):
             pass  # it is gone already
         self._pipe.close()
@@ -92,7 +109,8 @@ class SamplerClient:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """The answer of the process, of the next one if it dies meanwhile."""
@@ -105,11 +123,18 @@ class SamplerClient:
                     return None
 
     def _exchange(self, method: str, *arguments: Any) -> Any:
+        watch = LifeWatch(self._process, self._pipe, self._silent_s)
         try:
-            self._pipe.send((method, arguments))
-            kind, *rest, events = self._pipe.recv()
+            with watch:
+                if not self._is_set_up:
+                    self._pipe.send(self._setup)
+                    self._is_set_up = True
+                self._pipe.send((method, arguments))
+                while (reply := self._pipe.recv()) == ALIVE:
+                    watch.heard()
         except (EOFError, OSError) as error:
-            raise SamplerDied(f"exit code {self._process.wait()}") from error
+            raise SamplerDied(self._end(watch.verdict)) from error
+        kind, *rest, events = reply
         for event in events:
             self._on_event(event)
         if kind == "ok":
@@ -135,10 +160,24 @@ class SamplerClient:
             except SamplerDied as death:
                 why = str(death)
 
+    def _end(self, verdict: str | None) -> str:
+        """Why the process has ended. RunStopped if it does not: the journal stays locked then."""
+        try:
+            code = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            try:
+                code = self._process.wait(_END_S)
+            except subprocess.TimeoutExpired as error:
+                raise RunStopped(
+                    f"the sampler's process {self._process.pid} cannot be ended; its file system may hang"
+                ) from error
+        return verdict or f"exit code {code}"
+
     def _launch(self) -> tuple[subprocess.Popen[bytes], Connection]:
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", "bapo_megatron.rollout.service", str(theirs.fileno())]
+        command = [sys.executable, "-m", _SERVICE, str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
-        ours.send(self._setup)
+        self._is_set_up = False
         return process, ours

@@ -8,6 +8,7 @@ confirmed the present weights. All of this happens in one event loop.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -50,6 +51,8 @@ class Patience:
     """For an abort of everything."""
     update_s: float = 600.0
     """For new weights, with all that belongs to it."""
+    hang_s: float = 120.0
+    """An engine that has not answered for so long, or not taken weights in time, hangs: it is to be ended."""
 
 
 @dataclass(eq=False)
@@ -61,8 +64,11 @@ class Member:
     load: int = 0
     """Requests in flight."""
     flights: set[asyncio.Task[Generation]] = field(default_factory=set)
-    heard_at: float = 0.0
+    heard_at: float = field(default_factory=time.monotonic)
     """When it was last heard of."""
+    told_s: float = 0.0
+    """How long nothing more is said of its hanging, since ``told_at``."""
+    told_at: float = -math.inf
     came_at: float = 0.0
     """When it came, or came back."""
     is_busy: bool = False
@@ -237,12 +243,14 @@ class Fleet:
             member.is_up, self.down_since = True, None
             member.heard_at = member.came_at = time.monotonic()
             self.comings += 1
+            member.told_at, member.told_s = -math.inf, 0.0
             self._report("engine_ready", engine=member.engine.name, version=version, engines=self.up)
             self.changed.set()
 
     async def _or_lose(self, member: Member, call: Coroutine[Any, Any, Any], limit_s: float) -> bool:
         """Whether ``call`` succeeded in time, at an engine that did not fall silent. If not, it is lost."""
-        reason = await self._failure(member, asyncio.create_task(call), limit_s)
+        task = asyncio.create_task(call)
+        reason = await self._failure(member, task, limit_s)
         if reason is None:
             return True
         if member.is_up:
@@ -254,37 +262,58 @@ class Fleet:
 
     async def _failure(self, member: Member, call: asyncio.Task[Any], limit_s: float) -> str | None:
         """What went wrong with ``call``. One at an engine that falls silent is not waited for to the end."""
-        began = seen = time.monotonic()
+        began = member.heard_at = time.monotonic()
         while not call.done():
             await asyncio.wait({call}, timeout=self._patience.heartbeat_s)
             if call.done():
                 break
-            if await member.engine.is_alive():
-                seen = time.monotonic()
+            await self._listen(member)
             now = time.monotonic()
-            if now - seen > self._patience.silent_s:
+            if (silent_s := now - member.heard_at) > self._patience.silent_s:
                 call.cancel()
-                return f"no answer for {now - seen:.0f} s"
+                return f"no answer for {silent_s:.0f} s"
             if now - began > limit_s:
                 call.cancel()
-                return f"not done in {limit_s:g} s"
+                self._hangs(member, reason := f"not done in {limit_s:g} s")
+                return reason
         if call.cancelled():
             return "the call was given up"
         error = call.exception()
-        return None if error is None else str(error) or repr(error)
+        if error is None:
+            return None
+        reason = str(error) or repr(error)
+        if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
+            self._hangs(member, reason)
+        return reason
+
+    async def _listen(self, member: Member) -> bool:
+        """Whether the engine answers."""
+        if not await member.engine.is_alive():
+            return False
+        member.heard_at = time.monotonic()
+        return True
+
+    def _hangs(self, member: Member, reason: str) -> None:
+        """Say that it is to be ended: it answers, perhaps, but does nothing. Again and again, ever later."""
+        now = time.monotonic()
+        if now - member.told_at >= member.told_s:
+            member.told_at, member.told_s = now, max(self._patience.hang_s, 2 * member.told_s)
+            self._report("engine_hangs", engine=member.engine.name, reason=reason)
 
     async def _watch(self, member: Member) -> None:
         """Look at the engine again and again; bring it back when it answers."""
         patience = self._patience
         while True:
             await asyncio.sleep(patience.heartbeat_s + (0.0 if member.is_up else member.pause_s))
+            answers = await self._listen(member)
+            silent_s = time.monotonic() - member.heard_at
             if member.is_up:
-                if await member.engine.is_alive():
-                    member.heard_at = time.monotonic()
-                    if member.heard_at - member.came_at > _STEADY_S:
-                        self._worked_at = member.heard_at
-                elif time.monotonic() - member.heard_at > patience.silent_s:
+                if answers and member.heard_at - member.came_at > _STEADY_S:
+                    self._worked_at = member.heard_at
+                elif silent_s > patience.silent_s:
                     self.lose(member, f"no answer for {patience.silent_s:g} s")
+            elif silent_s > patience.hang_s:
+                self._hangs(member, f"no answer for {silent_s:.0f} s")
             elif self._weights is not None:
                 await self._update(member)
 

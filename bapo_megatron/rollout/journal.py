@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from bapo_megatron.disk import writing
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.files import write_atomically
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
@@ -27,12 +28,16 @@ def step_path(directory: Path, step: int) -> Path:
 
 
 def write_step(directory: Path, step: int, batch: StepBatch, numbers: Sequence[int] = ()) -> Path:
-    """Record ``batch``. ``numbers``: those of its groups in the sampler's book."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Record ``batch``. ``numbers``: those of its groups in the sampler's book.
+
+    RunStopped if the disk does not take it; the file is not there then.
+    """
     content = io.BytesIO()
     np.savez(content, allow_pickle=False, **_arrays(batch, numbers))
     path = step_path(directory, step)
-    write_atomically(path, content.getvalue())
+    with writing(f"the rollouts of step {step}", path):
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content.getvalue())
     return path
 
 
@@ -87,7 +92,7 @@ class ReplaySampler:
         """Nothing."""
         return {}
 
-    def checkpointed(self, step: int) -> None:
+    def checkpointed(self, oldest: int) -> None:
         """The other run's record stays."""
 
     def close(self) -> None:

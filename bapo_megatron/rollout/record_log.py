@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from bapo_megatron.files import append_whole
+
 _MAGIC = b"BPR1"
 _HEAD = struct.Struct("<4s16sII")  # magic, kind, bytes of JSON, bytes of arrays
 _CHECK = struct.Struct("<I")
@@ -61,11 +63,9 @@ class RecordLog:
 
     def write(self, records: Iterable[Record]) -> None:
         """All of ``records`` are on disk when this returns. If it raises OSError (a full disk), none is."""
-        content = memoryview(b"".join(encode(record) for record in records))
+        content = b"".join(encode(record) for record in records)
         try:
-            written = 0
-            while written < len(content):
-                written += self._file.write(content[written:]) or 0
+            append_whole(self._file, content, self.size)
             os.fsync(self._file.fileno())
         except OSError:
             self._file.truncate(self.size)

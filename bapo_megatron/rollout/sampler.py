@@ -91,17 +91,17 @@ class GroupSampler:
 
     async def start(self, first_step: int, state: dict[str, Any] | None) -> None:
         """Read the journal, and begin before ``first_step``; ``state``: that of the checkpoint before it."""
-        for damage in self._journal.replay(self._book.apply):
+        for damage in await asyncio.to_thread(self._journal.replay, self._book.apply):  # gigabytes of it
             self._report("journal_damaged", detail=damage)
         if not self._book.is_known and state:
             self._book.apply(Record("state", state, {}))
             self._report("journal_missing", detail=f"{self._folder}: what was in the making is lost")
-        self._steps.adopt(self._book)
+        self._journal.begin(self._book.state())
+        await asyncio.to_thread(self._steps.adopt, self._book, self._keep)
         if self._book.served < first_step - 1:
-            self._book.apply(records.batched(first_step - 1, []))
+            self._keep(records.batched(first_step - 1, []))
         self._supply.reached = first_step - 1
         self._next_number = self._book.next_number
-        self._journal.begin(self._book.state())
         for group in self._book.open.values():
             self._go_on(group)
         self._advancing = asyncio.create_task(self._run())
@@ -155,8 +155,10 @@ class GroupSampler:
         """What a continuation needs if the journal is lost: the place in the dataset, and the counts."""
         return self._book.state().fields
 
-    async def checkpointed(self) -> None:
-        """Begin a new file of the journal and delete those that nothing needs any more."""
+    async def checkpointed(self, oldest: int) -> None:
+        """Begin a new file of the journal; delete what no continuation after step ``oldest`` needs."""
+        if (keep := self._rollout.keep_steps) is not None:
+            await asyncio.to_thread(self._steps.delete, min(oldest, self._book.served - keep))
         async with self._advanced:
             self._journal.begin(self._book.state())
             self._journal.collect([*self._book.open, *self._book.finished])
@@ -240,6 +242,10 @@ class GroupSampler:
             self._drop_stale(list(self._book.open.values()), self._book.weights_step + 1)
             self._dispatch.unpark()
             self._supply.is_open = not self._closing
+
+    def _keep(self, record: Record) -> None:
+        self._journal.commit([record])
+        self._book.apply(record)
 
     def _go_on(self, group: OpenGroup) -> None:
         """A group that has begun, or that the journal has brought back."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from bapo_megatron.disk import writing
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.files import sync_folder
 from bapo_megatron.rollout.record_log import Damage, Record, RecordLog, read_records
@@ -29,9 +30,10 @@ class SegmentJournal:
     """The record files in ``folder``. Raises ConfigError if another process writes there."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._lock = _locked(folder / ".lock")
+        with writing("the journal", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(folder / ".lock")
         self._groups: dict[Path, set[int]] = {}
         """Numbers of the groups that each file tells of."""
         self._log: RecordLog | None = None
@@ -55,7 +57,8 @@ class SegmentJournal:
             self._log.close()
         number = max((_number(path) for path in self._paths()), default=0) + 1
         path = self._folder / f"segments-{number:06d}.log"
-        self._log, self._groups[path] = RecordLog(path), set()
+        with writing("the journal", path):
+            self._log, self._groups[path] = RecordLog(path), set()
         self.commit([state])
         sync_folder(self._folder)
 
@@ -65,9 +68,10 @@ class SegmentJournal:
         return self._log is not None and self._log.size >= FILE_BYTES
 
     def commit(self, records: Sequence[Record]) -> None:
-        """All of ``records`` are on disk when this returns; none of them is if it raises OSError."""
+        """All of ``records`` are on disk when this returns; none of them is if it raises RunStopped."""
         assert self._log is not None
-        self._log.write(records)
+        with writing("the journal", self._log.path):
+            self._log.write(records)
         for record in records:
             self._groups[self._log.path].update(_numbers(record))
 

@@ -2,8 +2,9 @@
 
 ``python -m bapo_megatron.rollout.service FD`` is what ``client.py`` starts. The first message is a ``Setup``;
 then one question at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or
-``("error", kind, text, events)``. When the pipe closes, because the trainer has ended in whatever way, this
-process ends too. What it has not written to the journal by then, no one has been told of.
+``("error", kind, text, events)``, with signs of life before it (``signs_of_life.py``). When the pipe closes,
+because the trainer has ended in whatever way, this process ends too. What it has not written to the journal
+by then, no one has been told of.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -27,7 +28,7 @@ import aiohttp
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.data.tokenizer import load_tokenizer
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.fleet import Fleet, Patience
@@ -36,6 +37,7 @@ from bapo_megatron.rollout.sampler import EnginesGone, GroupSampler
 from bapo_megatron.rollout.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.sglang.fleet_broadcast import FleetBroadcast
 from bapo_megatron.rollout.sglang.server import ServerError, SglangServer
+from bapo_megatron.rollout.signs_of_life import answering, tell
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Setup:
     """Of SGLang servers; none for the local engine."""
     device: str
     """Of the local engine."""
+
+
+_TOLD = (ConfigError, RunStopped, EnginesGone, ServerError, OSError)
+"""Errors that the trainer is told; after others it starts this process again."""
 
 
 class Service:
@@ -76,8 +82,8 @@ class Service:
         }
         try:
             reply: tuple[Any, ...] = ("ok", await asked[method](*arguments))
-        except (ConfigError, EnginesGone, ServerError, OSError) as error:  # a full disk, for one
-            reply = ("error", type(error).__name__, str(error))
+        except _TOLD as error:
+            reply = _failed(error)
         events = self._events.copy()
         self._events.clear()
         return (*reply, events)
@@ -100,6 +106,10 @@ class Service:
         return self._sampler.state()
 
 
+def _failed(error: Exception) -> tuple[str, str, str]:
+    return "error", type(error).__name__, str(error)
+
+
 def main() -> None:
     """The process, from its setup to the end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what Ctrl-C means
@@ -107,11 +117,15 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each request in flight
     pipe = Connection(int(sys.argv[1]))
     try:
-        setup: Setup = pipe.recv()
+        setup: Setup | None = pipe.recv()
+        if setup is None:  # the trainer has ended before it asked anything
+            return
         collect_seldom()
         asyncio.run(_serve(pipe, setup))
     except (EOFError, ConnectionResetError, BrokenPipeError):
         os._exit(0)  # the trainer is gone; threads may still decode
+    except RunStopped as stopped:  # what engines had in hand at the end could not be written
+        sys.exit(f"sampler: {stopped}")
 
 
 def collect_seldom() -> None:
@@ -126,7 +140,12 @@ def collect_seldom() -> None:
 async def _serve(pipe: Connection, setup: Setup) -> None:
     events: list[dict[str, Any]] = []
     async with AsyncExitStack() as opened:
-        sampler, fleet = await _open(setup, opened, partial(_note, events))
+        try:
+            sampler, fleet = await answering(pipe, _open(setup, opened, partial(_note, events)))
+        except (ConfigError, RunStopped) as error:  # after any other the trainer tries again
+            await asyncio.to_thread(pipe.recv)  # whatever the trainer asks first
+            tell(pipe, (*_failed(error), events))
+            return
         service = Service(sampler, FleetBroadcast(fleet, setup.config.rollout.sglang), events)
         while True:
             try:
@@ -135,9 +154,9 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
                 os._exit(0)  # the trainer is gone: the next one must not wait for engines to answer an abort
             if question is None:
                 break
-            reply = await service.answer(*question)
-            await asyncio.to_thread(pipe.send, reply)
-    pipe.send(("ok", None, events))
+            reply = await answering(pipe, service.answer(*question))
+            await asyncio.to_thread(tell, pipe, reply)
+    tell(pipe, ("ok", None, events))
 
 
 async def _open(
@@ -166,7 +185,8 @@ async def _engines(setup: Setup, opened: AsyncExitStack) -> list[Engine]:
         from bapo_megatron.rollout.local_model import LocalModel
 
         model = config.model
-        return [LocalEngine(LocalModel(model.hf_path, config.rollout.max_batch, model.dtype, setup.device))]
+        load = partial(LocalModel, model.hf_path, config.rollout.max_batch, model.dtype, setup.device)
+        return [LocalEngine(await asyncio.to_thread(load))]
     connector = aiohttp.TCPConnector(limit=0)  # as many as there are requests in flight
     session = await opened.enter_async_context(aiohttp.ClientSession(connector=connector))
     deadlines = Deadlines(60 * sglang.request_minutes, 60 * sglang.update_minutes)
@@ -180,7 +200,8 @@ def _note(events: list[dict[str, Any]], kind: str, **fields: Any) -> None:
     """Keep an event for the trainer, and say it at once."""
     events.append({"kind": kind, **fields})
     told = ", ".join(f"{name}={value}" for name, value in fields.items())
-    print(f"sampler: {kind.replace('_', ' ')}: {told}", flush=True)
+    with suppress(OSError):  # a log on a full disk
+        print(f"sampler: {kind.replace('_', ' ')}: {told}", flush=True)
 
 
 if __name__ == "__main__":

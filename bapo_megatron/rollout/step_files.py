@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.book import Book, batched
 from bapo_megatron.rollout.fleet import Report
 from bapo_megatron.rollout.journal import read_step, step_groups, step_path, steps_in
+from bapo_megatron.rollout.record_log import Record
 
 
 class StepFiles:
@@ -16,8 +18,11 @@ class StepFiles:
     def __init__(self, folder: Path, report: Report) -> None:
         self._folder, self._report = folder, report
 
-    def adopt(self, book: Book) -> None:
-        """What a step's file holds belongs to it, also if the record of that is damaged or missing."""
+    def adopt(self, book: Book, keep: Callable[[Record], None]) -> None:
+        """What a step's file holds belongs to it, also if the record of that is damaged or missing.
+
+        ``keep``: called with the record, which the book must have afterwards.
+        """
         for step in steps_in(self._folder):
             try:
                 numbers = step_groups(self._folder, step)
@@ -27,7 +32,14 @@ class StepFiles:
                     return
                 continue
             if step > book.served or book.knows(numbers):
-                book.apply(batched(step, numbers))
+                keep(batched(step, numbers))
+
+    def delete(self, last: int) -> None:
+        """Delete those of the steps up to ``last``, also what was put aside of them."""
+        for kind in ("npz", "lost"):
+            for path in self._folder.glob(f"step_*.{kind}"):
+                if int(path.stem.removeprefix("step_")) <= last:
+                    path.unlink()
 
     def is_readable(self, step: int) -> bool:
         """Whether the file of ``step`` can be given again. If not, it and those after it are put aside."""

@@ -12,19 +12,26 @@ import hashlib
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron import __version__
+from bapo_megatron.disk import writing
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.files import sync_file, sync_folder, write_atomically
 
 _NAME = re.compile(r"step_(\d{6,})")
 _MANIFEST = "manifest.json"
+
+_RANK_0_FIRST_S = 120.0
+"""torch tells what went wrong to rank 0 alone. The other ranks give it time to say so and to end the run: who
+fails first decides the exit code."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,25 @@ class CheckpointStore:
         self.keep_last = keep_last
 
     def save(self, step: int, save_policy: Callable[[Path], None], trainer: dict[str, Any]) -> None:
-        """Write the checkpoint of ``step``. Collective; the files are on disk when it returns."""
+        """Write the checkpoint of ``step``. Collective; the files are on disk when it returns.
+
+        RunStopped, on the rank that meets it, if the disk does not take it; the older ones stay.
+        """
         final = self.folder / f"step_{step:06d}"
+        with writing(f"the checkpoint of step {step}", final):
+            self._save(step, final, save_policy, trainer)
+
+    def _save(
+        self, step: int, final: Path, save_policy: Callable[[Path], None], trainer: dict[str, Any]
+    ) -> None:
         temporary = self.folder / f".{final.name}.tmp"
         _on_main(lambda: self._start(temporary))
-        save_policy(temporary / "policy")
+        try:
+            save_policy(temporary / "policy")
+        except CheckpointException as error:
+            if not error.failures:
+                time.sleep(_RANK_0_FIRST_S)
+            raise
         _on_main(lambda: write_atomically(temporary / "trainer.json", json.dumps(trainer, indent=2)))
         manifest = {"step": step, "code_version": __version__, "files": _digests(temporary)}
         _on_main(lambda: _publish(temporary, final, manifest))
@@ -81,15 +102,23 @@ class CheckpointStore:
             )
         return None
 
+    def clear_leftovers(self) -> None:
+        """Delete what a process that was killed, or met a full disk, left half-written or half-deleted."""
+        for leftover in self.folder.glob(".step_*"):
+            shutil.rmtree(leftover)
+
+    def oldest_step(self) -> int:
+        """Of the checkpoints that are there; 0 if there is none."""
+        return min((step for step, _ in self._folders()), default=0)
+
     def _folders(self) -> Iterator[tuple[int, Path]]:
         for path in self.folder.glob("step_*"):
             if match := _NAME.fullmatch(path.name):
                 yield int(match[1]), path
 
     def _start(self, temporary: Path) -> None:
-        """An empty folder to write into; what a killed process left half-written or half-deleted goes."""
-        for leftover in self.folder.glob(".step_*"):
-            shutil.rmtree(leftover)
+        """An empty folder to write into."""
+        self.clear_leftovers()
         temporary.mkdir(parents=True)
 
     def _delete_all_but(self, newest: int) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bapo_megatron.disk import writing
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.files import sync_file, sync_folder, write_atomically
 
@@ -25,17 +26,19 @@ def export_hf(
     """Write ``weights`` to ``output`` beside a verbatim copy of ``reference``'s config and tokenizer.
 
     Collective: every rank runs the iterator, rank 0 writes. ``output`` appears whole, under its name,
-    at the end; an earlier export is replaced, anything else there is refused (ConfigError).
+    at the end; an earlier export is replaced, anything else there is refused (ConfigError). RunStopped if the
+    disk does not take it.
     """
     check_output(output)
     if dist.get_rank() == 0:
-        temporary = output.with_name(f".{output.name}.tmp")
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir(parents=True)
-        _copy_reference(reference, temporary)
-        _write_shards(weights, temporary, shard_bytes)
-        _publish(temporary, output)
+        with writing("the exported model", output):
+            temporary = output.with_name(f".{output.name}.tmp")
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            temporary.mkdir(parents=True)
+            _copy_reference(reference, temporary)
+            _write_shards(weights, temporary, shard_bytes)
+            _publish(temporary, output)
     else:
         for _ in weights:
             pass

@@ -8,32 +8,37 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from bapo_megatron.disk import writing
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.files import write_atomically
+from bapo_megatron.files import append_whole, write_atomically
 
 Row = dict[str, Any]
 
-# Larger than any line, so that a flush is one write call and a kill tears at most the last line.
-_BUFFER_BYTES = 1 << 20
-
 
 class JsonlLog:
-    """A log that is open for writing. Every line is flushed: nothing is lost with the process."""
+    """A log that is open for writing. Every line is one write call: nothing is lost with the process, and a
+    kill tears at most the last line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_tail(path)
-        self._file = path.open("ab", buffering=_BUFFER_BYTES)
+        self._one_writer = threading.Lock()
+        self._file = path.open("ab", buffering=0)
 
     def append(self, row: Row) -> None:
-        """Write one line. Infinities and NaN become null: strict JSON has no other way to say them."""
-        self._file.write(_line(row))
-        self._file.flush()
+        """Write one line. Infinities and NaN become null: strict JSON has no other way to say them.
+
+        RunStopped if the disk does not take it; the lines before it stay.
+        """
+        with writing("a line", self.path), self._one_writer:  # events come from several threads
+            append_whole(self._file, _line(row), self._file.seek(0, os.SEEK_END))
 
     def rewind(self, step: int) -> None:
         """Drop the lines of later steps than ``step``, which a resumed run is about to write again."""
@@ -43,7 +48,7 @@ class JsonlLog:
             return
         self._file.close()
         write_atomically(self.path, b"".join(line + b"\n" for line in kept))
-        self._file = self.path.open("ab", buffering=_BUFFER_BYTES)
+        self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
         """Release the file."""

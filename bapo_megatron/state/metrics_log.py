@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bapo_megatron.config import LoggingConfig
+from bapo_megatron.disk import writing
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.files import write_atomically
 from bapo_megatron.state.logs import JsonlLog, finite_json
@@ -47,6 +48,7 @@ class MetricsLog:
         self._updates = JsonlLog(run_dir / "updates.jsonl")
         for log in (self._steps, self._updates):
             log.rewind(resume_step)
+        self._run_dir = run_dir
         self._boards = _boards(run_dir, logging, resume_step, run_config)
 
     def write_step(self, step: int, metrics: Metrics) -> None:
@@ -54,7 +56,8 @@ class MetricsLog:
         self._steps.append({"step": step, **metrics})
         numbers = {name: value for name, value in finite_json(metrics).items() if value is not None}
         for board in self._boards:
-            board.write(step, numbers)
+            with writing("what the boards show", self._run_dir):
+                board.write(step, numbers)
 
     def write_update(self, step: int, metrics: Metrics) -> None:
         """Write the metrics of one update of ``step``. Only to updates.jsonl: boards show steps."""

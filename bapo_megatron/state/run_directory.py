@@ -21,11 +21,16 @@ from bapo_megatron.files import write_atomically
 FORMAT = 1
 """Version of the directory's layout. A program that meets another refuses."""
 
-# What may differ when a run is continued: how far, where and how it is shown, but not what it computes.
+# What may differ when a run is continued: how far, where, how fast, how it is shown, what it waits for; but
+# not what it computes. Names that end with a dot or an underscore stand for all that begin so.
+_STEPS = "steps"
 _MAY_CHANGE = (
-    *("steps", "run_dir", "parallel.", "checkpoint.", "logging.", "batch."),
+    *(_STEPS, "name", "run_dir", "parallel.", "checkpoint.", "logging.", "batch."),
     *("algorithm.gap_", "algorithm.on_gap"),
+    *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),
+    *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps", "rollout.sglang."),
 )
+_MAY_NOT_CHANGE = ("rollout.sglang.on_update",)  # tokens after new weights attend to other keys and values
 
 
 def check_writable(directory: Path) -> None:
@@ -55,12 +60,10 @@ def check_same_run(config: RunConfig) -> None:
     if stored is None or not metrics.exists() or metrics.stat().st_size == 0:
         return  # no step was made yet: nothing to contradict
     ours = _as_json(config)
-    # A schedule that decays is stretched over the steps: with more of them it is another schedule.
-    may_change = _MAY_CHANGE if config.optimizer.decay == "constant" else _MAY_CHANGE[1:]
     changed = [
         f"{name}: {stored.get(name)!r} in the run, {ours.get(name)!r} now"
         for name in sorted(stored.keys() | ours.keys())
-        if stored.get(name) != ours.get(name) and not name.startswith(may_change)
+        if stored.get(name) != ours.get(name) and not _may_change(name, config)
     ]
     if changed:
         raise ConfigError(
@@ -68,6 +71,15 @@ def check_same_run(config: RunConfig) -> None:
             + "\n".join(changed)
             + "\ngive them as they were to continue it, or another --run-dir to start anew"
         )
+
+
+def _may_change(name: str, config: RunConfig) -> bool:
+    if name == _STEPS and config.optimizer.decay != "constant":
+        return False  # a schedule that decays is stretched over the steps: with more it is another one
+    if name in _MAY_CHANGE:
+        return True
+    prefixes = tuple(allowed for allowed in _MAY_CHANGE if allowed.endswith((".", "_")))
+    return name.startswith(prefixes) and name not in _MAY_NOT_CHANGE
 
 
 def store_config(config: RunConfig) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
+from bapo_megatron.disk import writing
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.named_weights import exactly
 from bapo_megatron.sync.shards import write_shards
@@ -31,9 +32,24 @@ class WeightStaging:
             self._shapes.pop("lm_head.weight", None)  # some folders hold it twice
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
-        """The folder with exactly the model's tensors. ValueError if they are not; then nothing remains."""
+        """The folder with exactly the model's tensors. ValueError if they are not; then nothing remains.
+
+        RunStopped if the disk does not take them; nothing remains then either.
+        """
+        final = self._folder / f"v{version}"
+        with writing(f"weights of version {version}", final):
+            self._write(weights, final)
+        return final
+
+    def keep_only(self, folder: Path) -> None:
+        """Delete the other versions."""
+        for path in self._folder.iterdir():
+            if path != folder:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _write(self, weights: Iterable[tuple[str, Tensor]], final: Path) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        temporary, final = self._folder / f".v{version}.tmp", self._folder / f"v{version}"
+        temporary = self._folder / f".{final.name}.tmp"
         for path in (temporary, final):
             shutil.rmtree(path, ignore_errors=True)
         temporary.mkdir()
@@ -43,13 +59,6 @@ class WeightStaging:
             temporary.rename(final)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        return final
-
-    def keep_only(self, folder: Path) -> None:
-        """Delete the other versions."""
-        for path in self._folder.iterdir():
-            if path != folder:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _tensor_shapes(hf_path: Path) -> dict[str, tuple[int, ...]]:

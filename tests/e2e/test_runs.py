@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from bapo_megatron.state.logs import read_jsonl
 from bapo_megatron.types import Metrics
 from tests.processes import sampler_of
+from tests.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.e2e
 
@@ -156,6 +157,40 @@ def test_kill_9_of_the_sampler_costs_nothing(whole: Path, tmp_path: Path) -> Non
     assert results(run_dir) == results(whole)
     kinds = [row["kind"] for row in read_jsonl(run_dir / "events.jsonl")]
     assert kinds.count("sampler_died") == 2
+
+
+@pytest.mark.parametrize("leave_kilobytes", [0, 2500])
+def test_a_full_disk_stops_the_run_and_room_continues_it(
+    leave_kilobytes: int, whole: Path, tmp_path: Path
+) -> None:
+    """With no room at all, whatever is written next fails; with 2.5 MB the next checkpoint, of 3.8 MB."""
+    with small_disk(tmp_path / "disk", 40 * 2**10) as disk:
+        run_dir = disk / "run"
+        process = start(run_dir)
+        wait_for_steps(process, run_dir, 1)
+        ballast = fill(disk, leave_kilobytes)
+        output = process.communicate(timeout=200)[0].decode()
+        assert process.returncode == 3, output[-3000:]
+        assert f"could not be written to {run_dir}" in output
+        assert "No space left on device (" in output or "a file was cut short (" in output
+        assert "Traceback" not in output
+        assert output.endswith("the same command continues the run\n")
+        ballast.unlink()
+        finish(start(run_dir))
+        assert results(run_dir) == results(whole)
+        assert results(run_dir, "updates.jsonl") == results(whole, "updates.jsonl")
+
+
+def test_two_ranks_end_with_one_message_when_a_checkpoint_fails(tmp_path: Path) -> None:
+    """Only one of them knows what has failed."""
+    with small_disk(tmp_path / "disk", 40 * 2**10) as disk:
+        process = start(disk / "run", "--parallel.tensor=2")
+        wait_for_steps(process, disk / "run", 1)
+        fill(disk, 2500)
+        output = process.communicate(timeout=200)[0].decode()
+    assert process.returncode == 3, output[-3000:]
+    assert output.count("stopped: the checkpoint of step 2 could not be written") == 1
+    assert "Traceback" not in output
 
 
 def test_lagged_bounds_come_back(whole: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "bapo_megatron"
 
 # Lower layers first; a module may import from its own layer and from those before it.
 LAYERS = [
-    {"types", "errors", "files", "mkl"},
+    {"types", "errors", "files", "disk", "ending", "mkl"},
     {"algo"},
     {"config", "config_checks", "config_sglang"},
     {"interfaces", "distributed", "named_weights"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from bapo_megatron.config import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
+    SglangConfig,
 )
 from bapo_megatron.config_checks import flat
 from bapo_megatron.errors import ConfigError
@@ -200,6 +202,37 @@ def test_a_run_is_continued_only_with_its_own_settings(tmp_path: Path) -> None:
         check_same_run(dataclasses.replace(decaying, steps=500))
     with pytest.raises(ConfigError, match=r"optimizer.lr: 2e-06 in the run, 0.1 now"):
         check_same_run(dataclasses.replace(run, optimizer=OptimizerConfig(lr=0.1)))
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "allowed"),
+    [
+        ("reward", {"workers": 7, "time_limit_s": 99.0, "memory_limit_mb": 9999}, True),
+        ("reward", {"code_case_limit_s": 9.0}, False),  # what a right program is
+        ("reward", {"function": "code"}, False),
+        ("rollout", {"max_batch": 7, "segment_tokens": 512, "keep_steps": None}, True),
+        ("rollout", {"max_staleness": 3}, False),
+        ("rollout", {"max_batch": 7, "budget_tokens": 8}, False),
+        ("rollout", {"sglang": SglangConfig(urls=("http://x:1",), tensor=4, sync="broadcast")}, True),
+        ("rollout", {"sglang": SglangConfig(on_update="in_place")}, False),
+        ("data", {"path": Path("elsewhere")}, False),
+    ],
+)
+def test_how_a_run_is_operated_may_change(
+    part: str, change: dict[str, Any], allowed: bool, tmp_path: Path
+) -> None:
+    """Servers have other addresses after each start of a job; judges get more time on slow machines."""
+    run = dataclasses.replace(GOOD, run_dir=tmp_path)
+    store_config(run)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    changed = dataclasses.replace(run, **{part: dataclasses.replace(getattr(run, part), **change)})
+    if allowed:
+        check_same_run(changed)
+        check_same_run(dataclasses.replace(run, name="another"))
+        return
+    with pytest.raises(ConfigError, match="was started with other settings") as refused:
+        check_same_run(changed)
+    assert str(refused.value).count(" in the run, ") == 1
 
 
 def test_a_run_directory_of_another_format_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.sampler import EnginesGone
 from bapo_megatron.types import GenerateRequest
+from tests import sampling
 from tests.sampling import ScriptedEngine, World, mixed, prompt_ids
 
 
@@ -202,6 +204,81 @@ def test_requests_go_to_the_engine_with_the_fewest_and_no_more_than_it_may_have(
             for engine in engines:
                 engine.gate.set()
             assert len((await world.batch(1)).groups) == 4
+
+    run(check())
+
+
+def hanging(world: World) -> list[str]:
+    """The engines that are to be ended, and why."""
+    return [f"{e['engine']}: {e['reason']}" for e in world.events if e["kind"] == "engine_hangs"]
+
+
+@pytest.mark.parametrize("how", ["for ever", "to its own deadline"])
+def test_an_engine_that_does_not_take_weights_in_time_is_to_be_ended(tmp_path: Path, how: str) -> None:
+    """It answers all the while, as a server whose ranks hang in a collective does."""
+
+    async def check() -> None:
+        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+        world = World(tmp_path, [bad, good])
+        async with world.sampling():
+            await world.batch(1)
+
+            async def hang(folder: Path, version: int, confirm: Confirm) -> None:
+                if how == "for ever":
+                    await asyncio.sleep(1000)
+                try:
+                    await asyncio.wait_for(asyncio.sleep(1000), 0.1)
+                except TimeoutError as error:
+                    raise RuntimeError("no answer within 60 s") from error
+
+            bad.load = hang  # type: ignore[method-assign]
+            await world.weights(1)
+            why = "not done in 1 s" if how == "for ever" else "no answer within 60 s"
+            assert hanging(world) == [f"bad: {why}"]
+            await asyncio.sleep(0.5)  # it is tried again, and not told again so soon
+            assert len(hanging(world)) == 1
+            assert world.fleet.up == 1
+
+    run(check())
+
+
+def test_an_engine_that_refuses_weights_does_not_hang(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+        world = World(tmp_path, [engine])
+        async with world.sampling():
+            await world.batch(1)
+
+            async def refuse(folder: Path, version: int, confirm: Confirm) -> None:
+                raise RuntimeError("these are of another model")
+
+            engine.load = refuse  # type: ignore[method-assign]
+            await world.weights(1)
+            await asyncio.sleep(0.2)
+            assert world.fleet.up == 0
+            assert hanging(world) == []
+
+    run(check())
+
+
+def test_an_engine_that_stays_silent_is_to_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, hang_s=0.4))
+
+    async def check() -> None:
+        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+        world = World(tmp_path, [bad, good])
+        async with world.sampling():
+            await world.batch(1)
+            bad.ready = False
+            await until(lambda: world.fleet.up == 1)
+            assert hanging(world) == []  # it may come back by itself
+            await until(lambda: len(hanging(world)) == 2)  # ever later: now and 0.4 s later
+            assert hanging(world)[0].startswith("bad: no answer for ")
+            bad.ready = True
+            await until(lambda: world.fleet.up == 2)
+            told = len(hanging(world))
+            await asyncio.sleep(1.0)
+            assert len(hanging(world)) == told
 
     run(check())
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bapo_megatron.errors import RunStopped
 from bapo_megatron.rollout.book import Book
 from bapo_megatron.rollout.journal import read_step, step_groups, steps_in
 from bapo_megatron.rollout.record_log import Record, read_records
@@ -135,16 +137,71 @@ def test_damage_is_told_with_its_offset_and_costs_only_what_it_hit(tmp_path: Pat
     asyncio.run(asyncio.wait_for(check(), 90))
 
 
+@pytest.mark.parametrize("record", ["in the journal", "lost with a kill"])
+def test_the_tokens_of_a_damaged_step_are_not_counted_as_trained(tmp_path: Path, record: str) -> None:
+    """Its header can be read, so that the step is taken for given until somebody asks for it."""
+
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, **SETTINGS)
+        async with world.sampling():
+            for step in (1, 2, 3):
+                await world.train(step)
+            world.kill()
+        if record == "lost with a kill":
+            (log,) = world.journal.glob("segments-*.log")
+            found = [r for r in read_records(log) if isinstance(r, Record) and r.kind == "batch"]
+            os.truncate(log, next(r.offset for r in found if r.fields["step"] == 2))
+        path = world.journal / "step_000002.npz"
+        content = bytearray(path.read_bytes())
+        content[content.index(b"token_ids.npy") + 150] ^= 1
+        path.write_bytes(content)
+        async with world.sampling(first_step=2):
+            for step in (2, 3):
+                metrics = (await world.train(step)).metrics
+        assert sorted(path.name for path in world.journal.glob("*.lost"))[0] == "step_000002.lost"
+        tokens = check_accounts(world)
+        assert tokens["dropped_lost"] > 0
+        assert metrics["sampler/tokens_trained"] == tokens["trained"]
+        assert metrics["sampler/tokens_dropped"] == tokens["dropped"]
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
 def test_old_files_go_when_nothing_in_them_is_needed(tmp_path: Path) -> None:
     async def check() -> None:
         world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, max_staleness=1, **SETTINGS)
         async with world.sampling(rounds=False):
             for step in range(1, 13):
                 await world.train(step)
-                await world.sampler.checkpointed()
+                await world.sampler.checkpointed(step)
                 assert len(list(world.journal.glob("segments-*.log"))) <= 4
         check_accounts(world)
         assert len(steps_in(world.journal)) == 12
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+def test_old_steps_go_but_not_those_that_a_continuation_needs(tmp_path: Path) -> None:
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, keep_steps=3, **SETTINGS)
+        async with world.sampling():
+            for step in range(1, 9):
+                await world.train(step)
+                if step == 2:
+                    (world.journal / "step_000001.npz").rename(world.journal / "step_000001.lost")
+                if step == 6:
+                    await world.sampler.checkpointed(2)
+                    assert steps_in(world.journal) == [3, 4, 5, 6]
+                    assert not list(world.journal.glob("*.lost"))
+            await world.sampler.checkpointed(8)
+            assert steps_in(world.journal) == [6, 7, 8]
+        engine = world.engines[0]
+        engine.asked.clear()
+        async with world.sampling(first_step=7):
+            for step in (7, 8):
+                await world.train(step)
+        assert engine.asked == []  # they were given what they had
+        assert "step_lost" not in world.event_kinds()
 
     asyncio.run(asyncio.wait_for(check(), 90))
 
@@ -172,7 +229,7 @@ def test_a_full_disk_is_told_and_the_journal_stays_whole(tmp_path: Path) -> None
                     return getattr(self.file, name)
 
             whole, log._file = log._file, Full(log._file)  # type: ignore[assignment]
-            with pytest.raises(OSError, match="No space left"):
+            with pytest.raises(RunStopped, match=r"journal/segments-.*: No space left"):
                 await world.batch(2)
             log._file = whole
         async with world.sampling(first_step=2):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,10 @@ class FakeServer:
         self.answers: dict[str, tuple[int, Any]] = {}
         """Path to the status and body that replace its own."""
         self.hangs: set[str] = set()
+        self.on_abort: list[int] = []
+        """Requests wait for an abort, and have so many tokens then: one entry for each."""
+        self.paused = False
+        self._aborted: dict[str, asyncio.Event] = {}
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._runner, self.url = self._wait(self._start())
@@ -61,13 +67,21 @@ class FakeServer:
         body = await request.json() if request.can_read_body else {}
         if path == "update_weights_from_disk":
             self.version = body["weight_version"]
+        if path in ("pause_generation", "continue_generation"):
+            self.paused = path == "pause_generation"
+        if path == "abort_request" and not self.paused and (event := self._aborted.get(body.get("rid"))):
+            event.set()
+        if path == "generate" and self.on_abort:
+            tokens = self.on_abort.pop(0)
+            await self._aborted.setdefault(body["rid"], asyncio.Event()).wait()
+            return web.json_response(self._answer(path, tokens, "abort"))
         return web.json_response(self._answer(path))
 
-    def _answer(self, path: str) -> Any:
+    def _answer(self, path: str, tokens: int = 2, reason: str = "length") -> Any:
         if path == "generate":
-            meta = {"finish_reason": {"type": "length"}, "weight_version": self.version}
-            pairs = [[-1.0, 3, None], [-2.0, 4, None]]
-            return {"output_ids": [3, 4], "meta_info": {**meta, "output_token_logprobs": pairs}}
+            meta = {"finish_reason": {"type": reason}, "weight_version": self.version}
+            pairs = [[-1.0, 3, None], [-2.0, 4, None]][:tokens]
+            return {"output_ids": [3, 4][:tokens], "meta_info": {**meta, "output_token_logprobs": pairs}}
         if path == "weights_checker":
             return {"per_engine_checksum": f"of {self.version}"}
         return {"success": True, "weight_version": self.version}
@@ -97,7 +111,7 @@ def engine(server: FakeServer, model: Path, tmp_path: Path) -> Iterator[Blocking
 
 def engine_on(server: FakeServer, model: Path, folder: Path) -> BlockingEngine:
     async def make() -> Engine:
-        deadlines = Deadlines(request_s=2.0, update_s=2.0)
+        deadlines = Deadlines(request_s=2.0, update_s=2.0, abort_s=0.5)
         return SglangEngine(
             SglangServer(server.url, aiohttp.ClientSession(), control_timeout=2.0),
             limits_of(model),
@@ -165,7 +179,6 @@ def test_an_update_that_fails_says_so(
 
 def test_a_server_that_hangs_has_a_deadline(server: FakeServer, engine: BlockingEngine, model: Path) -> None:
     for path, call in [
-        ("generate", lambda: engine.generate([REQUEST])),
         ("update_weights_from_disk", lambda: engine.update_weights(weights(model), 5)),
         ("pause_generation", engine.pause),
     ]:
@@ -173,6 +186,49 @@ def test_a_server_that_hangs_has_a_deadline(server: FakeServer, engine: Blocking
         with pytest.raises(ServerError, match=f"{server.url}/{path}: no answer within 2 s"):
             call()
     server.hangs = set()
+
+
+def test_a_request_that_is_overdue_gives_what_it_has(server: FakeServer, engine: BlockingEngine) -> None:
+    server.on_abort = [1]
+    (answer,) = engine.generate([REQUEST])
+    assert answer.token_ids_R.tolist() == [3]
+    assert answer.finish_reason == "abort"
+
+
+def test_a_server_that_answers_no_abort_fails(server: FakeServer, engine: BlockingEngine) -> None:
+    server.hangs = {"generate"}
+    with pytest.raises(ServerError, match=r"no answer within 2 s, nor to an abort within 0.5 s"):
+        engine.generate([REQUEST])
+
+
+def test_a_request_may_wait_in_the_queue_for_all_its_time(server: FakeServer, engine: BlockingEngine) -> None:
+    """Two wait, a third had its turn before them: the server works."""
+    server.on_abort = [0, 1, 0]
+    answers = engine.generate([REQUEST] * 3)
+    assert sorted(len(answer.token_ids_R) for answer in answers) == [0, 0, 1]
+    server.on_abort = [1]
+    assert len(engine.generate([REQUEST])[0].token_ids_R) == 1
+    server.on_abort = [0]
+    assert len(engine.generate([REQUEST])[0].token_ids_R) == 0
+
+
+def test_a_server_that_gives_no_request_a_token_fails(server: FakeServer, engine: BlockingEngine) -> None:
+    server.on_abort = [0, 0]
+    assert len(engine.generate([REQUEST])[0].token_ids_R) == 0
+    with pytest.raises(ServerError, match="no token for any request within 2 s"):
+        engine.generate([REQUEST])
+
+
+def test_a_pause_is_no_time_of_a_request(server: FakeServer, engine: BlockingEngine) -> None:
+    """A paused server answers no abort: it would be lost for a long load of weights."""
+    server.on_abort = [1]
+    running = ThreadPoolExecutor(1).submit(engine.generate, [REQUEST])
+    time.sleep(0.5)
+    engine.pause()
+    time.sleep(3.0)  # past the deadline and the time for an abort
+    assert not running.done()
+    engine.resume()
+    assert [answer.token_ids_R.tolist() for answer in running.result(20)] == [[3]]
 
 
 def test_a_server_that_is_gone(model: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ and is ended by an abort, and weights change between two tokens also while reque
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,13 +17,18 @@ from bapo_megatron.rollout.sglang.flights import Flight, Flights
 from bapo_megatron.rollout.sglang.server import PauseMode, ServerError, SglangServer
 from bapo_megatron.types import GenerateRequest, Generation
 
+_ABORT_AGAIN_S = 1.0
+"""A request that is between two states may miss an abort."""
+
 
 @dataclass(frozen=True)
 class Deadlines:
     """Longest waits for a server, in seconds."""
 
     request_s: float = 3600.0
-    """For the answer to one request."""
+    """For the answer to one request; then it is aborted, and what it has is its answer."""
+    abort_s: float = 60.0
+    """For the answer to that abort."""
     update_s: float = 600.0
     """For new weights."""
 
@@ -48,6 +54,8 @@ class SglangEngine:
         self._paused_at: int | None = None
         """The weight version at the caller's pause."""
         self._version: int | None = None
+        self._fruitless_since: float | None = None
+        """When a request first got no token in its whole time, if none has got any since."""
 
     async def weight_version(self) -> int:
         """The version that the server says it has."""
@@ -67,7 +75,7 @@ class SglangEngine:
             if not await self._flights.may_send(flight):
                 return nothing(request)
             flight.sent = True
-            answer = await self.server.generate(request, flight.rid, self._deadlines.request_s)
+            answer = await self._answer(request, flight)
             if answer.finish_reason == "abort" and not flight.aborted and not len(answer.token_ids_R):
                 raise ServerError(f"{self.name}: ended a request that nobody aborted")
             if len(answer.token_ids_R) and not 0 <= answer.token_ids_R.min() <= answer.token_ids_R.max() < (
@@ -132,6 +140,59 @@ class SglangEngine:
 
     async def close(self) -> None:
         """Nothing: the server goes on."""
+
+    async def _answer(self, request: GenerateRequest, flight: Flight) -> Generation:
+        """The server's answer; what it has at the deadline.
+
+        ServerError if it does not answer the abort either, or if requests get no token in all their time, one
+        after the other: those whose deadlines lie ``abort_s`` apart, while no other gets any.
+        """
+        loop, limits = asyncio.get_running_loop(), self._deadlines
+        overdue: list[asyncio.Task[None]] = []
+
+        def end() -> None:
+            overdue.append(asyncio.create_task(self._end(flight, patience)))
+
+        timer = loop.call_later(limits.request_s, end)
+        try:
+            async with asyncio.timeout(None) as patience:
+                answer = await self.server.generate(request, flight.rid)
+        except TimeoutError as error:
+            raise ServerError(
+                f"{self.name}: no answer within {limits.request_s:g} s, nor to an abort within "
+                f"{limits.abort_s:g} s"
+            ) from error
+        finally:
+            timer.cancel()
+            for task in overdue:
+                task.cancel()
+        if len(answer.token_ids_R):
+            self._fruitless_since = None
+        elif overdue:
+            self._note_fruitless(loop.time())
+        return answer
+
+    def _note_fruitless(self, now: float) -> None:
+        """Others may only have stood before it in the queue: then they bring tokens soon."""
+        if self._fruitless_since is None:
+            self._fruitless_since = now
+        elif now - self._fruitless_since > self._deadlines.abort_s:
+            raise ServerError(f"{self.name}: no token for any request within {self._deadlines.request_s:g} s")
+
+    async def _end(self, flight: Flight, patience: asyncio.Timeout) -> None:
+        """Abort one request, until it is answered or ``patience`` ends. A paused server would not answer."""
+        while True:
+            await self._flights.may_go_on()
+            async with self._one_control:
+                if self._flights.are_held:
+                    continue
+                flight.aborted = True
+                patience.reschedule(asyncio.get_running_loop().time() + self._deadlines.abort_s)
+                with suppress(ServerError):  # patience ends all the same
+                    while True:
+                        await self.server.abort(flight.rid)
+                        await asyncio.sleep(_ABORT_AGAIN_S)
+                return
 
     async def _resume(self) -> None:
         await self.server.resume()

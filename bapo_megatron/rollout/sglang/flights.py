@@ -31,6 +31,16 @@ class Flights:
             await self._changed.wait_for(lambda: self._open or flight.aborted)
         return not flight.aborted
 
+    @property
+    def are_held(self) -> bool:
+        """No request is sent now: the server is paused, or about to be."""
+        return not self._open
+
+    async def may_go_on(self) -> None:
+        """Wait until the gate is open."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._open)
+
     async def abort(self) -> list[Flight]:
         """Mark those that have begun; what of them waits at the gate is not sent any more."""
         for flight in self.all:

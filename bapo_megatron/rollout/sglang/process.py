@@ -122,7 +122,7 @@ class ServerProcess:
     def wait_ready(self, seconds: float = 300.0) -> None:
         """Until it takes requests. RuntimeError with the end of its log if it ends or takes longer."""
         deadline = time.monotonic() + seconds
-        while not self._is_ready():
+        while not self.is_ready():
             if self.process.poll() is not None:
                 raise RuntimeError(f"the server at {self.url} ended:\n{self._tail()}")
             if time.monotonic() > deadline:
@@ -140,7 +140,8 @@ class ServerProcess:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(seconds)
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
+        """Whether it takes requests."""
         try:
             with urllib.request.urlopen(f"{self.url}/ready", timeout=2) as response:
                 return bool(response.status == 200)

@@ -18,8 +18,9 @@ class WeightReceivers:
     """Servers that take one broadcast together. They must be paused, or have no request.
 
     In order: ``join`` once; then for each version ``begin``, ``receive`` for every bucket, ``finish``. All
-    raise ServerError, which names the servers. After an error weights may be mixed. End the servers that
-    hang: they pass data on, and others may wait for them. Then let new receivers, of the rest, ``join`` anew.
+    raise ServerError, which names the servers. After an error weights may be mixed. Servers that hang must be
+    ended: they pass data on, and others may wait for them. The fleet finds them when they do not take weights
+    from disk (``engine_hangs``). Then let new receivers ``join`` anew.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ class Response:
     tokens: int = 0
     finish_reason: FinishReason | None = None
     """``stop`` or ``length`` once it is whole."""
-    spent: int = 0
-    """Tokens sampled since the present weights came."""
+    by_version: Counter[int] = field(default_factory=Counter)
+    """Tokens by the version of the weights."""
 
     def arrays(self) -> list[np.ndarray]:
         """Token ids, log-probs and versions of all segments."""
@@ -76,7 +76,7 @@ class OpenGroup:
     @property
     def oldest_version(self) -> int | None:
         """Of its tokens; None before the first."""
-        return min((int(s[2].min()) for r in self.responses for s in r.segments if len(s[2])), default=None)
+        return min((version for response in self.responses for version in response.by_version), default=None)
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,8 @@ class Book:
         """Places of the dataset that were begun, over all epochs."""
         self.served = 0
         self.weights_step = 0
+        self._version = 0
+        """That of the weights that the engines have."""
         self._step_of: dict[int, int] = {}
         self.open: dict[int, OpenGroup] = {}
         self.finished: dict[int, Finished] = {}
@@ -131,6 +133,14 @@ class Book:
             return 0  # of weights that are on their way to the engines
         made = self._step_of.get(oldest_version)
         return step if made is None else step - 1 - made  # damage took the record of these weights
+
+    def spent(self, response: Response) -> int:
+        """Most tokens of the response under one version of the weights, of the present one and those to come.
+
+        Newer ones are there while weights are on their way, and after a trainer went on from a checkpoint.
+        """
+        counts = (count for version, count in response.by_version.items() if version >= self._version)
+        return max(counts, default=0)
 
     @property
     def is_known(self) -> bool:
@@ -180,13 +190,15 @@ class Book:
         self.next_number, self.taken = fields["next_number"], fields["taken"]
         self.served, self.weights_step = fields["served"], fields["weights_step"]
         self._step_of = dict(fields["step_of"])
+        self._version = max((v for v, step in self._step_of.items() if step == self.weights_step), default=0)
         self.tokens, self.dropped = Counter(fields["tokens"]), Counter(fields["dropped"])
         self.judged = [GroupSummary(*summary) for summary in fields["judged"]]
 
     def _on_open(self, record: Record) -> None:
         for number, epoch, index in record.fields["groups"]:
             self._group(number, epoch, index)
-        self.taken = record.fields["taken"]
+        if record.fields["taken"] is not None:
+            self.taken = record.fields["taken"]
 
     def _on_segments(self, record: Record) -> None:
         at = 0
@@ -199,7 +211,7 @@ class Book:
                 continue
             response.segments.append(part)
             response.tokens += length
-            response.spent += length
+            response.by_version.update(_counts(part[2]))
             response.finish_reason = reason
             self.tokens["sampled"] += length
 
@@ -244,12 +256,8 @@ class Book:
 
     def _on_weights(self, record: Record) -> None:
         version, step = record.fields["version"], record.fields["step"]
-        if self.weights_step == step and self._step_of.get(version) == step:
-            return  # brought again after a restart: nobody gets a new budget
         self._step_of[version] = self.weights_step = step
-        for group in self.open.values():
-            for response in group.responses:
-                response.spent = 0
+        self._version = version
 
     def _group(self, number: int, epoch: int, index: int) -> OpenGroup:
         """The open group, begun now if it is not known (its own record may have been damaged)."""
@@ -259,11 +267,20 @@ class Book:
         return self.open[number]
 
 
+def _counts(versions_R: np.ndarray) -> dict[int, int]:
+    """Tokens by version."""
+    found, counts = np.unique(versions_R, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+
+
 # --- records --------------------------------------------------------------------------------------
 
 
-def opened(groups: Sequence[tuple[int, int, int]], taken: int) -> Record:
-    """Groups begin: (number, epoch, index of the prompt). ``taken``: places of the dataset used so far."""
+def opened(groups: Sequence[tuple[int, int, int]], taken: int | None) -> Record:
+    """Groups begin: (number, epoch, index of the prompt).
+
+    ``taken``: places of the dataset used so far; None if these places were used before.
+    """
     return Record("open", {"groups": [list(group) for group in groups], "taken": taken}, {})
 
 

@@ -78,11 +78,12 @@ class GroupSampler:
         self._whole: list[OpenGroup] = []
         """Groups that wait for their judges."""
         self._judging: dict[int, asyncio.Task[None]] = {}
+        self._dropping: set[int] = set()
+        """Groups whose drop is not in the book yet."""
         self._resampled: Counter[tuple[int, int]] = Counter()
         self._news: list[Record] = []
         """Records that wait for their commit."""
-        self._changed = fleet.changed
-        self._advanced = asyncio.Condition()
+        self._changed, self._advanced = fleet.changed, asyncio.Condition()
         self._failure: Exception | None = None
         self._closing = False
         self._advancing: asyncio.Task[None] | None = None
@@ -96,12 +97,12 @@ class GroupSampler:
         if not self._book.is_known and state:
             self._book.apply(Record("state", state, {}))
             self._report("journal_missing", detail=f"{self._folder}: what was in the making is lost")
-        self._steps.adopt(self._book)
-        if self._book.served < first_step - 1:
-            self._book.apply(records.batched(first_step - 1, []))
-        self._supply.reached = first_step - 1
-        self._next_number = self._book.next_number
         self._journal.begin(self._book.state())
+        if missing := self._steps.missing(self._book, first_step):
+            self._journal.commit(missing)  # or the next process would count their groups once more
+            for record in missing:
+                self._book.apply(record)
+        self._supply.reached, self._next_number = first_step - 1, self._book.next_number
         for group in self._book.open.values():
             self._go_on(group)
         self._advancing = asyncio.create_task(self._run())
@@ -228,6 +229,7 @@ class GroupSampler:
             self._book.apply(record)
             if record.kind == "dropped":
                 self._dispatch.forget(record.fields["number"])
+                self._dropping.discard(record.fields["number"])
             elif record.kind == "open":
                 for number, _, _ in record.fields["groups"]:
                     self._go_on(self._book.open[number])
@@ -258,9 +260,9 @@ class GroupSampler:
         rewards = [one.reward for one in found]
         failures = [one.failure for one in found if one.failure]
         self._news.append(records.judged(group.number, rewards, failures))
-        if self._rollout.drop_uniform_groups and is_uniform(rewards):
-            self._news.append(records.dropped(group.number, "uniform"))
         del self._judging[group.number]
+        if self._rollout.drop_uniform_groups and is_uniform(rewards):
+            self._drop(group, "uniform")
         self._changed.set()
 
     async def _judged(self, prompt: Prompt, text: str, tokens: int) -> Judgement:
@@ -276,7 +278,7 @@ class GroupSampler:
         if count := self._supply.room:
             self._open(self._order.take(self._book.taken, count), self._book.taken + count)
 
-    def _open(self, places: Sequence[tuple[int, int]], taken: int) -> None:
+    def _open(self, places: Sequence[tuple[int, int]], taken: int | None) -> None:
         groups = [(self._next_number + n, epoch, index) for n, (epoch, index) in enumerate(places)]
         self._next_number += len(groups)
         self._news.append(records.opened(groups, taken))
@@ -319,23 +321,28 @@ class GroupSampler:
     def _drop_stale(self, groups: Sequence[OpenGroup | Finished], step: int) -> None:
         """Drop what is too old for ``step``, and begin its prompts anew if that is wanted."""
         for group in groups:
-            if self._must_go(group, step):
-                self._drop(group, "stale")
+            if self._must_go(group, step) and self._drop(group, "stale"):
                 place = (group.epoch, group.index)
                 if self._rollout.on_stale == "resample" and self._resampled[place] < MOST_RESAMPLES:
                     self._resampled[place] += 1
-                    self._open([place], self._book.taken)
+                    self._open([place], None)
 
     def _refuse(self, group: OpenGroup, why: str) -> None:
         self._report("request_refused", detail=why)
         self._drop(group, "refused")
 
-    def _drop(self, group: OpenGroup | Finished, reason: str) -> None:
+    def _drop(self, group: OpenGroup | Finished, reason: str) -> bool:
+        """Whether this is news: the book has the group until the record of its drop is there."""
+        if group.number in self._dropping:
+            return False
+        self._dropping.add(group.number)
         self._news.append(records.dropped(group.number, reason))
+        self._whole = [one for one in self._whole if one is not group]
         self._dispatch.forget(group.number)
         if task := self._judging.pop(group.number, None):
             task.cancel()
         self._changed.set()
+        return True
 
     def _check_engines(self) -> None:
         since, minutes = self._fleet.down_since, self._rollout.sglang.lost_minutes

@@ -13,6 +13,7 @@ from bapo_megatron.rollout.book import Book
 from bapo_megatron.rollout.journal import read_step, step_groups, steps_in
 from bapo_megatron.rollout.record_log import Record, read_records
 from tests import accounts
+from tests.raw_journal import keep_logs
 from tests.sampling import ScriptedEngine, World, prompt_ids
 
 SETTINGS = {"prompts_per_step": 3, "group_size": 2, "max_response_tokens": 12, "segment_tokens": 2}
@@ -28,9 +29,10 @@ def book_of(world: World) -> Book:
     return accounts.book_of(world.journal, world.dataset.prompts, world.config.rollout.group_size)
 
 
-def check_accounts(world: World) -> Counter[str]:
-    """Nothing lost, nothing twice."""
-    return accounts.check_accounts(world.journal, world.dataset.prompts, world.config.rollout.group_size)
+def check_accounts(world: World, logs: Path | None = None) -> Counter[str]:
+    """Nothing lost, nothing twice. ``logs``: a folder with those that were deleted, if any were."""
+    config, prompts = world.config.rollout, world.dataset.prompts
+    return accounts.check_accounts(logs or world.journal, world.journal, config, prompts).totals()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -141,9 +143,11 @@ def test_old_files_go_when_nothing_in_them_is_needed(tmp_path: Path) -> None:
         async with world.sampling(rounds=False):
             for step in range(1, 13):
                 await world.train(step)
+                keep_logs(world.journal, tmp_path / "kept")
                 await world.sampler.checkpointed()
                 assert len(list(world.journal.glob("segments-*.log"))) <= 4
-        check_accounts(world)
+        keep_logs(world.journal, tmp_path / "kept")
+        check_accounts(world, tmp_path / "kept")
         assert len(steps_in(world.journal)) == 12
 
     asyncio.run(asyncio.wait_for(check(), 90))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from bapo_megatron.config import RolloutConfig
+from bapo_megatron.data.prompts import load_prompts
+from bapo_megatron.data.tokenizer import load_tokenizer
 from bapo_megatron.rollout.book import Book
 from bapo_megatron.rollout.journal import step_groups, steps_in
 from bapo_megatron.rollout.record_log import Record, read_records
@@ -49,3 +53,13 @@ def check_book(book: Book, found: Audit) -> None:
     for number, group in live.items():
         one = book.open.get(number) or book.finished[number]
         assert ((one.epoch, one.index), one.tokens) == (group.place, group.tokens)
+
+
+def check_run(run_dir: Path, kept: Path) -> Audit:
+    """``check_accounts`` of a run of the command line, by its own settings. ``kept``: all of its logs."""
+    stored = json.loads((run_dir / "config.json").read_text())["config"]
+    names = {field.name for field in fields(RolloutConfig)} - {"sglang", "replay"}
+    config = RolloutConfig(**{name: stored[f"rollout.{name}"] for name in names})
+    tokenizer = load_tokenizer(Path(stored["model.hf_path"]))
+    prompts = load_prompts(Path(stored["data.path"]), tokenizer, stored["data.max_prompt_tokens"]).prompts
+    return check_accounts(kept, run_dir / "journal", config, prompts)

@@ -20,9 +20,10 @@ from tests.raw_journal import RawRecord, keep_logs, read_log
 from tests.sampling import EOS, ScriptedEngine, World
 from tests.virtual_time import turns
 
-WAYS = ("before", "torn", "between", "after", "full")
-"""Nothing of a write is there; a part of its bytes; some of its records; all of it, but nobody was told; or
-the disk was full in the middle of it, and the sampler has heard of that."""
+WAYS = ("before", "torn", "between", "after", "full", "power")
+"""Nothing of a write is there; a part of its bytes; some of its records; all of it, but nobody was told; the
+disk was full in the middle of it, and the sampler has heard of that; or the power fails, and of all logs only
+what was synced is left."""
 
 
 _WRITE = RecordLog.write
@@ -40,7 +41,9 @@ class Disk:
         self.writes = 0
         self._deadly: int | None = None
         self._way = ""
-        patch.setattr(os, "fsync", lambda _descriptor: None)
+        self._synced: dict[int, int] = {}
+        """Bytes of each file that survive a power failure, by inode."""
+        patch.setattr(os, "fsync", self._sync)
         patch.setattr(RecordLog, "write", lambda log, records: self._log(log, list(records)))
         patch.setattr("bapo_megatron.rollout.sampler.write_step", self._step)
 
@@ -54,11 +57,18 @@ class Disk:
         self.writes += 1
         return self._deadly is not None and self.writes > self._deadly
 
+    def _sync(self, descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        self._synced[status.st_ino] = status.st_size
+
     def _log(self, log: RecordLog, records: Sequence[Record]) -> None:
         if not self._is_deadly():
             _WRITE(log, records)
             return
-        if self._way == "before":
+        if self._way == "power":
+            for path in log.path.parent.glob("segments-*.log"):
+                os.truncate(path, self._synced.get(path.stat().st_ino, 0))
+        if self._way in ("before", "power"):
             raise Death("before a write")
         if self._way == "after":
             _WRITE(log, records)

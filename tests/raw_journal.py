@@ -107,7 +107,7 @@ def read_step_file(path: Path) -> tuple[list[RawGroup], dict[str, Any]]:
 
 def keep_logs(journal: Path, kept: Path) -> None:
     """Give every log a second name in ``kept``, so that it can be read when the run has deleted it."""
-    kept.mkdir(exist_ok=True)
+    kept.mkdir(parents=True, exist_ok=True)
     for path in journal.glob("segments-*.log"):
         with suppress(FileExistsError, FileNotFoundError):
             os.link(path, kept / path.name)

@@ -46,6 +46,9 @@ HARMS = (
     *("kill the trainer", "kill everything"),
 )
 
+PATIENCE_S = 900.0
+"""A run that makes no step for so long hangs: two servers start on two cores that others may use."""
+
 
 class Run:
     """The command, started again whenever it has ended."""
@@ -149,12 +152,12 @@ def harm_and_check(folder: Path, harms: Iterable[str], chance: random.Random, sy
     run = Run(folder / "run", sync)
     with keeping_logs(run.run_dir / "journal", folder / "kept"):
         try:
-            run.wait_for_steps(1, 400)
+            run.wait_for_steps(1, PATIENCE_S)
             for kind in harms:
                 done[kind] += run.harm(kind, chance)
                 print(f"{kind}, at {run.steps} steps", flush=True)
                 run.breathe(chance.uniform(1, 15), 90 if "server" not in kind else 0)
-            run.wait_for_steps(3, 400)
+            run.wait_for_steps(3, PATIENCE_S)
         finally:
             run.stop()
     tokens = check_run(run.run_dir, folder / "kept").totals()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,11 @@ class Death(Exception):
 class Disk:
     """The disk of one sampler after the other. Each writes until its ``deadly`` write, in one of ``WAYS``."""
 
-    def __init__(self, chance: np.random.Generator, patch: pytest.MonkeyPatch) -> None:
-        self._chance = chance
+    def __init__(
+        self, chance: np.random.Generator, patch: pytest.MonkeyPatch, counted: Callable[[], int]
+    ) -> None:
+        """``counted``: the tokens that the sampler counts now."""
+        self._chance, self._counted, self._written = chance, counted, 0
         self.writes = 0
         self._deadly: int | None = None
         self._way = ""
@@ -62,8 +65,12 @@ class Disk:
         self._synced[status.st_ino] = status.st_size
 
     def _log(self, log: RecordLog, records: Sequence[Record]) -> None:
+        if records[0].kind == "state":
+            self._written = records[0].fields["tokens"].get("sampled", 0)
+        assert self._counted() == self._written, "tokens count that are not on disk, or the other way round"
         if not self._is_deadly():
             _WRITE(log, records)
+            self._written += sum(len(r.arrays["versions"]) for r in records if r.kind == "segments")
             return
         if self._way == "power":
             for path in log.path.parent.glob("segments-*.log"):
@@ -139,7 +146,8 @@ class MortalRun:
     """A trainer that goes through its steps, with one sampler after the other."""
 
     def __init__(self, folder: Path, chance: np.random.Generator, patch: pytest.MonkeyPatch, **rollout: Any):
-        self._chance, self.disk = chance, Disk(chance, patch)
+        self._chance = chance
+        self.disk = Disk(chance, patch, lambda: self.world.sampler.state()["tokens"].get("sampled", 0))
         self.engines = [MoodyEngine(name, chance, failures=0.02) for name in ("one", "two")]
         settings = {"prompts_per_step": 2, "group_size": 2, "max_response_tokens": 12, "segment_tokens": 3}
         self.world = World(folder, self.engines, **{"prompts": 7, **settings, **rollout})

@@ -39,6 +39,10 @@ class EngineLost(Exception):
         """It was this request that failed, not another at the same engine."""
 
 
+class EnginesGone(Exception):
+    """No engine has worked for too long."""
+
+
 @dataclass(frozen=True)
 class Patience:
     """How long engines are waited for, in seconds."""
@@ -119,6 +123,11 @@ class Fleet:
         """The reasons of those in quarantine."""
         down = [m for m in self._members if not m.is_up]
         return "; ".join(f"{m.engine.name}: {m.reason}" for m in down)
+
+    def check(self, minutes: float) -> None:
+        """EnginesGone if no engine has worked for so long."""
+        if self.down_since is not None and time.monotonic() - self.down_since > 60 * minutes:
+            raise EnginesGone(f"no engine has worked for {minutes:g} minutes: {self.why_down()}")
 
     def reserve(self) -> Member | None:
         """The engine with the fewest requests, with one more counted for it; None if none has room."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.interfaces import Confirm
-from bapo_megatron.rollout.sampler import EnginesGone
+from bapo_megatron.rollout.fleet import EnginesGone
 from bapo_megatron.types import GenerateRequest
 from tests import sampling
 from tests.sampling import ScriptedEngine, World, mixed, prompt_ids

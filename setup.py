@@ -34,7 +34,6 @@ setup(
         "aiohttp>=3.10,<4",
         "einops>=0.8,<1",
         "orjson>=3.10,<4",
-        "pyarrow>=17",
         "safetensors>=0.5,<1",
         "transformers>=5.0,<6",
         "tokenizers>=0.22,<1",

@@ -66,6 +66,8 @@ def open_run(config: RunConfig, interrupt: Interrupt) -> Iterator[Run]:
     policy = build_policy(config)
     store = CheckpointStore(config.directory, config.checkpoint)
     clipping = Clipping(config.algorithm, config.batch.hold_forwards)
+    if is_main():
+        store.clear_leftovers()
     latest = share(store.latest() if is_main() else None)
     first_step, within = latest.step + 1 if latest else 1, None
     if latest:

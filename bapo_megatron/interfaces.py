@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -22,6 +22,9 @@ from bapo_megatron.types import (
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 """Weights under their Hugging Face names."""
+
+Confirm = Callable[[str], Awaitable[None]]
+"""Takes the digest of an engine's weights. Raises if they are not what other engines have."""
 
 
 class Saving(Protocol):
@@ -104,8 +107,11 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Go on after ``pause``."""
 
-    async def load(self, folder: Path, version: int) -> None:
-        """Take over the weights of an HF folder. Requests in flight go on; later tokens carry ``version``."""
+    async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
+        """Take over the weights of an HF folder. Requests in flight go on; later tokens carry ``version``.
+
+        No token is sampled from the new weights before ``confirm`` has returned.
+        """
 
     async def weight_version(self) -> int:
         """The version given with the last weights that were taken over; 0 for those it started with."""

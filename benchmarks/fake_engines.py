@@ -35,8 +35,8 @@ class Engines:
         self._rate, self._mu, self._sigma, self._longest = rate, math.log(median), sigma, longest
         self._version = ["0"] * count
         self._random = random.Random(0)
-        self._tokens = 0
-        self._busy = _Integral()
+        self._in_flight = [0] * count
+        self._places, self._working = _Integral(), _Integral()
         rows = [
             f"[-{(i % 7) + (i * 0.6180339887498949) % 1!r},{3 + i % 150_000},null]" for i in range(_TOKENS)
         ]
@@ -52,26 +52,32 @@ class Engines:
         body = await request.json() if request.can_read_body else {}
         if path == "update_weights_from_disk":
             self._version[engine] = body["weight_version"]
-        return web.json_response({"success": True, "weight_version": self._version[engine]})
+        version = self._version[engine]
+        reply = {"success": True, "weight_version": version, "per_engine_checksum": version}
+        return web.json_response(reply)
 
     async def idle(self, _request: web.Request) -> web.Response:
-        """Requests in flight on average, tokens sampled, and seconds, since the last call."""
-        mean, seconds = self._busy.take()
-        tokens, self._tokens = self._tokens, 0
-        return web.json_response({"in_flight": mean, "tokens": tokens, "seconds": seconds})
+        """Requests in flight, and engines with any, on average since the last call."""
+        found = {"in_flight": self._places.take(), "working": self._working.take()}
+        return web.json_response(found)
 
     async def _generate(self, engine: int, body: bytes) -> web.Response:
         most = int(re.search(rb'"max_new_tokens": ?(\d+)', body)[1])  # type: ignore[index]
         start = body.count(b",", body.index(b'"input_ids"'))
         tokens, stops = self._length(start, most)
         version = self._version[engine]
-        self._busy.add(1)
+        self._count(engine, 1)
         try:
             await asyncio.sleep(tokens / self._rate)
         finally:
-            self._busy.add(-1)
-        self._tokens += tokens
+            self._count(engine, -1)
         return web.Response(body=self._answer(tokens, stops, version), content_type="application/json")
+
+    def _count(self, engine: int, change: int) -> None:
+        before = self._in_flight[engine]
+        self._in_flight[engine] += change
+        self._places.add(change)
+        self._working.add((before + change > 0) - (before > 0))
 
     def _length(self, start: int, most: int) -> tuple[int, bool]:
         """Tokens of this segment, and whether the response stops with it: log-normal, given ``start``."""
@@ -113,11 +119,11 @@ class _Integral:
         self._sum += self._value * (now - self._last)
         self._value, self._last = self._value + change, now
 
-    def take(self) -> tuple[float, float]:
+    def take(self) -> float:
         self.add(0)
         seconds = self._last - self._start
         mean, self._sum, self._start = self._sum / max(seconds, 1e-9), 0.0, self._last
-        return mean, seconds
+        return mean
 
 
 async def serve(engines: Engines) -> None:

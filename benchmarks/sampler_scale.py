@@ -71,8 +71,10 @@ class Found:
 
     tokens_per_s: float
     """Written to the journal."""
-    busy: float
-    """Filled share of the engines' places."""
+    working: float
+    """Share of the engines' time in which they had a request."""
+    filled: float
+    """Share of the engines' places with a request."""
     processor: float
     """Processor seconds a second of the sampler's process."""
     peak_gib: float
@@ -117,39 +119,44 @@ def main() -> None:
 
 def _rate_part() -> Iterator[str]:
     load = Load(256, 64, 61.0, 4000, 1.2, 65_536, 1024, 4, 512, 20.0, warm_s=50, measured_s=40)
+    longer = replace(load, segment=4096, warm_s=100, measured_s=60)
     yield "## Tokens a second"
     yield ""
-    yield f"{load.engines} engines with {load.places} requests each, {load.segment} tokens a segment."
+    yield f"{load.engines} engines with {load.places} requests each."
     yield ""
-    yield "| offered | handled | handled / offered | places filled | processor | peak memory |"
-    yield "|---:|---:|---:|---:|---:|---:|"
-    for rate in (30.5, 61.0):
-        found = measure(replace(load, rate=rate))
-        offered = rate * load.engines * load.places
+    yield "| tokens a segment | offered | handled | of the offer | places filled | processor | peak memory |"
+    yield "|---:|---:|---:|---:|---:|---:|---:|"
+    for way in (replace(load, rate=30.5), load, longer):
+        found = measure(way)
+        offered, handled = way.rate * way.engines * way.places, found.tokens_per_s
         yield (
-            f"| {offered:,.0f} | {found.tokens_per_s:,.0f} | {found.tokens_per_s / offered:.2f} "
-            f"| {found.busy:.1%} | {found.processor:.2f} cores | {found.peak_gib:.1f} GiB |"
+            f"| {way.segment} | {offered:,.0f} | {handled:,.0f} | {handled / offered:.2f} "
+            f"| {found.filled:.1%} | {found.processor:.2f} cores | {found.peak_gib:.1f} GiB |"
         )
 
 
 def _busy_part() -> Iterator[str]:
-    load = Load(32, 16, 244.0, 250, 1.2, 4096, 256, 2, 32, 3.0, warm_s=25, measured_s=50)
+    load = Load(32, 16, 244.0, 250, 1.2, 4096, 256, 1, 32, 3.0, warm_s=25, measured_s=50)
     ways = {
-        "on: 2 steps of staleness": load,
-        "on: 4 steps of staleness": replace(load, staleness=4),
         "off: each step waits for its longest": replace(load, staleness=0, segment=None),
+        **{f"on: {s} steps of staleness": replace(load, staleness=s) for s in (1, 3, 7)},
     }
     yield "## Engines kept busy"
     yield ""
     yield f"{load.engines} engines with {load.places} requests each, lengths log-normal (median"
     yield f"{load.median:.0f}, sigma {load.sigma}), cut at {load.longest}; {load.prompts} groups of 16 a"
-    yield f"step, {load.train_s:.0f} s of training a step."
+    yield f"step, {load.train_s:.0f} s of training a step. Supply: responses that may be in the making for"
+    yield "each place, (staleness + 1) x responses of a step / places."
     yield ""
-    yield "| partial rollout | places filled | tokens/s | steps |"
-    yield "|---|---:|---:|---:|"
+    yield "| partial rollout | supply | engine time busy | places filled | tokens/s | steps |"
+    yield "|---|---:|---:|---:|---:|---:|"
     for name, way in ways.items():
         found = measure(way)
-        yield f"| {name} | {found.busy:.1%} | {found.tokens_per_s:,.0f} | {found.steps} |"
+        supply = (way.staleness + 1) * way.prompts * 16 / (way.engines * way.places)
+        yield (
+            f"| {name} | {supply:.0f} | {found.working:.1%} | {found.filled:.1%} "
+            f"| {found.tokens_per_s:,.0f} | {found.steps} |"
+        )
 
 
 def measure(load: Load) -> Found:
@@ -187,7 +194,8 @@ async def _measure(load: Load, url: str, folder: Path) -> Found:
         seconds = time.monotonic() - start
         found = Found(
             tokens_per_s=(sampler.state()["tokens"]["sampled"] - before) / seconds,
-            busy=seen["in_flight"] / (load.engines * load.places),
+            working=seen["working"] / load.engines,
+            filled=seen["in_flight"] / (load.engines * load.places),
             processor=(sum(process.cpu_times()[:2]) - busy_before) / seconds,
             peak_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
             steps=len(steps) - taken,

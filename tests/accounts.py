@@ -1,19 +1,24 @@
-"""An independent reading of a run's journal: every token that was sampled, and what became of it."""
+"""What became of every token that was sampled: the journal as the package reads it, and as the audit does."""
 
 from __future__ import annotations
 
-from collections import Counter
+import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
+from bapo_megatron.config import RolloutConfig
+from bapo_megatron.data.prompts import load_prompts
+from bapo_megatron.data.tokenizer import load_tokenizer
 from bapo_megatron.rollout.book import Book
-from bapo_megatron.rollout.journal import read_step, step_groups, steps_in
+from bapo_megatron.rollout.journal import step_groups, steps_in
 from bapo_megatron.rollout.record_log import Record, read_records
 from bapo_megatron.types import Prompt
+from tests.audit import Audit, audit
 
 
 def book_of(journal: Path, prompts: Sequence[Prompt], group_size: int) -> Book:
-    """What the journal says."""
+    """What the package makes of the journal."""
     book = Book(prompts, group_size)
     for path in sorted(journal.glob("segments-*.log")):
         for record in read_records(path):
@@ -25,19 +30,36 @@ def book_of(journal: Path, prompts: Sequence[Prompt], group_size: int) -> Book:
     return book
 
 
-def check_accounts(journal: Path, prompts: Sequence[Prompt], group_size: int) -> Counter[str]:
-    """Tokens sampled = trained + dropped + kept; the step files hold what was trained, each group once."""
-    book = book_of(journal, prompts, group_size)
-    dropped = sum(count for kind, count in book.tokens.items() if kind.startswith("dropped_"))
-    assert book.tokens["sampled"] == book.tokens["trained"] + dropped + book.live_tokens, book.tokens
-    steps = steps_in(journal)
-    groups = [number for step in steps for number in step_groups(journal, step)]
-    assert len(set(groups)) == len(groups), "a group is in two steps"
-    in_files = sum(
-        len(rollout.token_ids_R)
-        for step in steps
-        for group in read_step(journal, step).groups
-        for rollout in group.rollouts
-    )
-    assert in_files == book.tokens["trained"]
-    return Counter({**book.tokens, "dropped": dropped, "kept": book.live_tokens})
+def check_accounts(logs: Path, journal: Path, config: RolloutConfig, prompts: Sequence[Prompt]) -> Audit:
+    """Nothing lost, nothing twice, every rule kept; and the package's book says the same.
+
+    ``logs``: a folder with all logs of the journal, also those that it has deleted.
+    """
+    found = audit(logs, journal, config, prompts)
+    check_book(book_of(journal, prompts, config.group_size), found)
+    return found
+
+
+def check_book(book: Book, found: Audit) -> None:
+    """The book, from the logs that the journal has left, agrees with an audit of all of them."""
+    ours = found.totals()
+    assert +book.tokens == +found.tokens
+    assert book.live_tokens == ours["kept"]
+    assert (book.next_number, book.taken) == (len(found.groups), found.taken)
+    assert (book.served, book.weights_step) == (found.served, found.weights_step)
+    live = found.live
+    assert {*book.open, *book.finished} == live.keys()
+    assert book.finished.keys() == {number for number, group in live.items() if group.rewards}
+    for number, group in live.items():
+        one = book.open.get(number) or book.finished[number]
+        assert ((one.epoch, one.index), one.tokens) == (group.place, group.tokens)
+
+
+def check_run(run_dir: Path, kept: Path) -> Audit:
+    """``check_accounts`` of a run of the command line, by its own settings. ``kept``: all of its logs."""
+    stored = json.loads((run_dir / "config.json").read_text())["config"]
+    names = {field.name for field in fields(RolloutConfig)} - {"sglang", "replay"}
+    config = RolloutConfig(**{name: stored[f"rollout.{name}"] for name in names})
+    tokenizer = load_tokenizer(Path(stored["model.hf_path"]))
+    prompts = load_prompts(Path(stored["data.path"]), tokenizer, stored["data.max_prompt_tokens"]).prompts
+    return check_accounts(kept, run_dir / "journal", config, prompts)

@@ -3,10 +3,9 @@
     python -m tests.chaos --minutes 30 [--seed 0] [--sync broadcast]
 
 Servers, the sampler and the trainer are killed with -9, servers and the sampler are stopped for a while with
-SIGSTOP. Then
-the run goes on in peace for a few steps, and its books are checked: every token that was sampled was trained
-on, dropped by rule, or is still in the journal; no group was trained twice; the losses equal those of a
-replay of the journal.
+SIGSTOP. Then the run goes on in peace for a few steps, and its books are checked (tests/audit.py): every
+token that was sampled was trained on, dropped by rule, or is still in the journal; no group was trained
+twice; the losses equal those of a replay of the journal.
 """
 
 from __future__ import annotations
@@ -21,25 +20,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
 
-from bapo_megatron.config import RunConfig
-from bapo_megatron.data.prompts import load_prompts
-from bapo_megatron.data.tokenizer import load_tokenizer
-from bapo_megatron.recipe import load_recipe
 from bapo_megatron.state.logs import read_jsonl
-from tests.accounts import check_accounts
+from tests.accounts import check_run
 from tests.processes import sampler_of, servers_of
+from tests.raw_journal import keeping_logs
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes/demo_sglang_cpu.py"
-GROUP_SIZE = 4
 FLAGS = [
     "--steps=100000",
     "--rollout.prompts-per-step=4",
-    f"--rollout.group-size={GROUP_SIZE}",
+    "--rollout.group-size=4",
     "--rollout.segment-tokens=8",
     "--rollout.max-staleness=2",
     "--rollout.sglang.servers=2",
@@ -51,6 +47,9 @@ HARMS = (
     *("kill a server", "stop a server", "kill the sampler", "kill the sampler"),
     *("stop the sampler", "kill the trainer", "kill everything"),
 )
+
+PATIENCE_S = 900.0
+"""A run that makes no step for so long hangs: two servers start on two cores that others may use."""
 
 
 class Run:
@@ -81,8 +80,8 @@ class Run:
         log = self.run_dir / "metrics.jsonl"
         return log.read_bytes().count(b"\n") if log.exists() else 0
 
-    def harm(self, kind: str, chance: random.Random) -> None:
-        """Do it, and start the command again if it was hit."""
+    def harm(self, kind: str, chance: random.Random) -> bool:
+        """Do it, and start the command again if it was hit. False if there was nothing to harm."""
         servers = [s for s in servers_of(self.run_dir) if os.getpgid(s.pid) == s.pid]
         if kind == "kill a server" and servers:
             os.killpg(chance.choice(servers).pid, signal.SIGKILL)
@@ -103,9 +102,12 @@ class Run:
             self.process.kill()  # alone: the sampler and the servers must notice
         elif kind == "kill everything":
             os.killpg(self.process.pid, signal.SIGKILL)
+        else:
+            return False
         if "trainer" in kind or "everything" in kind:
             self.process.wait()
             self.start()
+        return True
 
     def wait_for_steps(self, more: int, limit_s: float) -> None:
         """Until so many steps were made from now on. AssertionError if they are not, or the run ends."""
@@ -140,37 +142,35 @@ def main() -> None:
     parser.add_argument("--sync", choices=("disk", "broadcast"), default="disk")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        harm_and_check(Path(folder), given.minutes, given.seed, given.sync)
+        chance = random.Random(given.seed)
+        harm_and_check(Path(folder), harms_for(given.minutes, chance), chance, given.sync)
 
 
-def harm_and_check(folder: Path, minutes: float, seed: int, sync: str) -> Counter[str]:
-    """Harm a run for that long, then hold it to its books. What was done, and the tokens."""
-    chance, done = random.Random(seed), Counter[str]()
+def harms_for(minutes: float, chance: random.Random) -> Iterator[str]:
+    """Any of them, until the time is over."""
+    end = time.monotonic() + 60 * minutes
+    while time.monotonic() < end:
+        yield chance.choice(HARMS)
+
+
+def harm_and_check(folder: Path, harms: Iterable[str], chance: random.Random, sync: str) -> Counter[str]:
+    """Do these harms to a run, then hold it to its books. What was done, and the tokens."""
+    done = Counter[str]()
     run = Run(folder / "run", sync)
-    try:
-        run.wait_for_steps(1, 400)
-        end = time.monotonic() + 60 * minutes
-        while time.monotonic() < end:
-            kind = chance.choice(HARMS)
-            run.harm(kind, chance)
-            done[kind] += 1
-            print(f"{kind}, at {run.steps} steps", flush=True)
-            run.breathe(chance.uniform(1, 15), 90 if "server" not in kind else 0)
-        run.wait_for_steps(3, 400)
-    finally:
-        run.stop()
-    tokens = check_books(run.run_dir)
+    with keeping_logs(run.run_dir / "journal", folder / "kept"):
+        try:
+            run.wait_for_steps(1, PATIENCE_S)
+            for kind in harms:
+                done[kind] += run.harm(kind, chance)
+                print(f"{kind}, at {run.steps} steps", flush=True)
+                run.breathe(chance.uniform(1, 15), 90 if "server" not in kind else 0)
+            run.wait_for_steps(3, PATIENCE_S)
+        finally:
+            run.stop()
+    tokens = check_run(run.run_dir, folder / "kept").totals()
     check_replay(folder)
     print(dict(done), dict(tokens), f"{run.steps} steps")
     return done + tokens
-
-
-def check_books(run_dir: Path) -> Counter[str]:
-    """Nothing lost, nothing twice."""
-    config = load_recipe(RECIPE, RunConfig)
-    tokenizer = load_tokenizer(config.model.hf_path)
-    prompts = load_prompts(config.data.path, tokenizer, config.data.max_prompt_tokens).prompts
-    return check_accounts(run_dir / "journal", prompts, GROUP_SIZE)
 
 
 def check_replay(folder: Path) -> None:

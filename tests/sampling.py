@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from bapo_megatron.interfaces import Confirm
 from bapo_megatron.reward.pool import Judgement
 from bapo_megatron.rollout.fleet import Fleet, Patience
 from bapo_megatron.rollout.journal import read_step
@@ -53,6 +54,8 @@ class ScriptedEngine:
         """Called before each answer; may raise."""
         self.told_version: int | None = None
         """What it claims to have, if not the truth."""
+        self.digest: str | None = None
+        """That of its weights, if they are not those of the folder."""
         self.gate = asyncio.Event()
         """Answers wait for it, if ``holds`` says so."""
         self.gate.set()
@@ -99,8 +102,9 @@ class ScriptedEngine:
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
 
-    async def load(self, folder: Path, version: int) -> None:
+    async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
         self.folders.append(folder)
+        await confirm(self.digest or folder.name)
         self.version = version
 
     async def weight_version(self) -> int:

@@ -44,7 +44,6 @@ PACKAGES = (
     Package("tokenizers", "tokenizers"),
     Package("safetensors", "safetensors"),
     Package("datasets", "datasets"),
-    Package("pyarrow", "pyarrow"),
     Package("math-verify", "math_verify"),
     Package("aiohttp", "aiohttp"),
     Package("numpy", "numpy"),

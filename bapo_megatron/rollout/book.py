@@ -21,10 +21,11 @@ import numpy as np
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.record_log import Record
 from bapo_megatron.rollout.rollout_metrics import GroupSummary
-from bapo_megatron.types import FinishReason, Generation, Group, Prompt, Rollout
+from bapo_megatron.types import FinishReason, Group, Prompt, Rollout
 
-_ARRAYS = ("token_ids", "log_probs", "versions")
-_DTYPES = (np.int32, np.float32, np.int32)
+ARRAYS = ("token_ids", "log_probs", "versions")
+DTYPES = (np.int32, np.float32, np.int32)
+"""What is kept of every token: names and types of the arrays."""
 
 
 @dataclass
@@ -36,14 +37,14 @@ class Response:
     tokens: int = 0
     finish_reason: FinishReason | None = None
     """``stop`` or ``length`` once it is whole."""
-    spent: int = 0
-    """Tokens sampled since the present weights came."""
+    by_version: Counter[int] = field(default_factory=Counter)
+    """Tokens by the version of the weights."""
 
     def arrays(self) -> list[np.ndarray]:
         """Token ids, log-probs and versions of all segments."""
         if len(self.segments) > 1:
             self.segments = [tuple(np.concatenate(parts) for parts in zip(*self.segments, strict=True))]
-        return list(self.segments[0]) if self.segments else [np.zeros(0, dtype) for dtype in _DTYPES]
+        return list(self.segments[0]) if self.segments else [np.zeros(0, dtype) for dtype in DTYPES]
 
     def rollout(self, reward: float) -> Rollout:
         """The whole response with its reward."""
@@ -76,7 +77,7 @@ class OpenGroup:
     @property
     def oldest_version(self) -> int | None:
         """Of its tokens; None before the first."""
-        return min((int(s[2].min()) for r in self.responses for s in r.segments if len(s[2])), default=None)
+        return min((version for response in self.responses for version in response.by_version), default=None)
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ class Book:
         """Places of the dataset that were begun, over all epochs."""
         self.served = 0
         self.weights_step = 0
+        self._version = 0
+        """That of the weights that the engines have."""
         self._step_of: dict[int, int] = {}
         self.open: dict[int, OpenGroup] = {}
         self.finished: dict[int, Finished] = {}
@@ -133,6 +136,14 @@ class Book:
             return 0  # of weights that are on their way to the engines
         made = self._step_of.get(oldest_version)
         return step if made is None else step - 1 - made  # damage took the record of these weights
+
+    def spent(self, response: Response) -> int:
+        """Most tokens of the response under one version of the weights, of the present one and those to come.
+
+        Newer ones are there while weights are on their way, and after a trainer went on from a checkpoint.
+        """
+        counts = (count for version, count in response.by_version.items() if version >= self._version)
+        return max(counts, default=0)
 
     @property
     def is_known(self) -> bool:
@@ -183,6 +194,7 @@ class Book:
         self.next_number, self.taken = fields["next_number"], fields["taken"]
         self.served, self.weights_step = fields["served"], fields["weights_step"]
         self._step_of = dict(fields["step_of"])
+        self._version = max((v for v, step in self._step_of.items() if step == self.weights_step), default=0)
         self.tokens, self.dropped = Counter(fields["tokens"]), Counter(fields["dropped"])
         self._trained = dict(fields["trained"])
         self.judged = [GroupSummary(*summary) for summary in fields["judged"]]
@@ -190,11 +202,12 @@ class Book:
     def _on_open(self, record: Record) -> None:
         for number, epoch, index in record.fields["groups"]:
             self._group(number, epoch, index)
-        self.taken = record.fields["taken"]
+        if record.fields["taken"] is not None:
+            self.taken = record.fields["taken"]
 
     def _on_segments(self, record: Record) -> None:
         at = 0
-        arrays = [record.arrays[name] for name in _ARRAYS]
+        arrays = [record.arrays[name] for name in ARRAYS]
         for number, epoch, index, sample, start, length, reason in record.fields["parts"]:
             part = tuple(array[at : at + length] for array in arrays)
             at += length
@@ -203,7 +216,7 @@ class Book:
                 continue
             response.segments.append(part)
             response.tokens += length
-            response.spent += length
+            response.by_version.update(_counts(part[2]))
             response.finish_reason = reason
             self.tokens["sampled"] += length
 
@@ -254,12 +267,8 @@ class Book:
 
     def _on_weights(self, record: Record) -> None:
         version, step = record.fields["version"], record.fields["step"]
-        if self.weights_step == step and self._step_of.get(version) == step:
-            return  # brought again after a restart: nobody gets a new budget
         self._step_of[version] = self.weights_step = step
-        for group in self.open.values():
-            for response in group.responses:
-                response.spent = 0
+        self._version = version
 
     def _group(self, number: int, epoch: int, index: int) -> OpenGroup:
         """The open group, begun now if it is not known (its own record may have been damaged)."""
@@ -269,63 +278,10 @@ class Book:
         return self.open[number]
 
 
-# --- records --------------------------------------------------------------------------------------
-
-
-def opened(groups: Sequence[tuple[int, int, int]], taken: int) -> Record:
-    """Groups begin: (number, epoch, index of the prompt). ``taken``: places of the dataset used so far."""
-    return Record("open", {"groups": [list(group) for group in groups], "taken": taken}, {})
-
-
-@dataclass(frozen=True)
-class Part:
-    """A segment that an engine returned, and where it belongs."""
-
-    group: OpenGroup
-    sample: int
-    start: int
-    """Tokens of the response before it."""
-    generation: Generation
-    finish_reason: FinishReason | None
-    """Of the response, if it ends with this segment."""
-
-
-def segments(parts: Sequence[Part]) -> Record:
-    """Segments that arrived together: all of them are in the journal, or none."""
-    rows: list[list[Any]] = []
-    for part in parts:
-        group, length = part.group, len(part.generation.token_ids_R)
-        place = [group.number, group.epoch, group.index, part.sample]
-        rows.append([*place, part.start, length, part.finish_reason])
-    found = [part.generation for part in parts]
-    columns = [[g.token_ids_R for g in found], [g.log_probs_R for g in found], [g.versions_R for g in found]]
-    arrays = {
-        name: np.concatenate([np.zeros(0, dtype), *column]).astype(dtype)
-        for name, dtype, column in zip(_ARRAYS, _DTYPES, columns, strict=True)
-    }
-    return Record("segments", {"parts": rows}, arrays)
-
-
-def judged(number: int, rewards: Sequence[float], failures: Sequence[str]) -> Record:
-    """A whole group has its rewards. ``failures``: kinds of those that could not be judged."""
-    return Record("judged", {"number": number, "rewards": list(rewards), "failures": list(failures)}, {})
-
-
-def dropped(number: int, reason: str) -> Record:
-    """A group will not be trained on."""
-    return Record("dropped", {"number": number, "reason": reason}, {})
-
-
-def batched(step: int, numbers: Sequence[int]) -> Record:
-    """The groups of ``step``, whose file is on disk."""
-    return Record("batch", {"step": step, "groups": list(numbers)}, {})
-
-
-def rewound(step: int) -> Record:
-    """The files of the steps after ``step`` are gone: they will be sampled anew."""
-    return Record("rewind", {"step": step}, {})
-
-
-def weights_came(version: int, step: int) -> Record:
-    """Engines sample from the weights ``version`` now, which the updates of ``step`` have made."""
-    return Record("weights", {"version": version, "step": step}, {})
+def _counts(versions_R: np.ndarray) -> dict[int, int]:
+    """Tokens by version."""
+    first = versions_R[:1]
+    if (versions_R == first).all():  # nearly always, and several times as fast
+        return dict.fromkeys(first.tolist(), len(versions_R))
+    found, counts = np.unique(versions_R, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))

@@ -11,8 +11,9 @@ from functools import partial
 import numpy as np
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.rollout.book import Book, OpenGroup, Part
+from bapo_megatron.rollout.book import Book, OpenGroup
 from bapo_megatron.rollout.fleet import EngineLost, Fleet, Member
+from bapo_megatron.rollout.records import Part
 from bapo_megatron.rollout.requests import Dataset, request_seed
 from bapo_megatron.rollout.supply import Supply
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, SamplingParams

@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.interfaces import Engine
+from bapo_megatron.rollout.agreement import Agreement
 from bapo_megatron.types import GenerateRequest, Generation
 
 Report = Callable[..., None]
@@ -35,6 +37,10 @@ class EngineLost(Exception):
         super().__init__(message)
         self.with_this = with_this
         """It was this request that failed, not another at the same engine."""
+
+
+class EnginesGone(Exception):
+    """No engine has worked for too long."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,15 @@ class Member:
     """Why it is in quarantine."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    """The present weights, if they are in a folder."""
+
+    folder: Path
+    version: int
+    agreement: Agreement
+
+
 class Fleet:
     """All engines. ``most`` requests in flight at each."""
 
@@ -87,7 +102,7 @@ class Fleet:
         self._most = most
         self._report = report
         self._patience = patience or Patience()
-        self._weights: tuple[Path, int] | None = None
+        self._weights: _Weights | None = None
         self._gathered: list[Member] = []
         self.changed = asyncio.Event()
         """Set when an engine has come or gone."""
@@ -108,6 +123,11 @@ class Fleet:
         """The reasons of those in quarantine."""
         down = [m for m in self._members if not m.is_up]
         return "; ".join(f"{m.engine.name}: {m.reason}" for m in down)
+
+    def check(self, minutes: float) -> None:
+        """EnginesGone if no engine has worked for so long."""
+        if self.down_since is not None and time.monotonic() - self.down_since > 60 * minutes:
+            raise EnginesGone(f"no engine has worked for {minutes:g} minutes: {self.why_down()}")
 
     def reserve(self) -> Member | None:
         """The engine with the fewest requests, with one more counted for it; None if none has room."""
@@ -165,7 +185,7 @@ class Fleet:
 
     async def update(self, folder: Path, version: int) -> None:
         """Bring the weights in ``folder`` to every engine that works; to the others as they come back."""
-        self._weights = (folder, version)
+        self._weights = _Weights(folder, version, Agreement(self._patience.silent_s))
         up = [member for member in self._members if member.is_up]
         await asyncio.gather(*(self._update(member) for member in up or self._members))
 
@@ -211,27 +231,20 @@ class Fleet:
     async def _update(self, member: Member) -> None:
         """Weights to one engine. One that is up goes on with its requests; one that was lost starts clean."""
         assert self._weights is not None
-        folder, version = weights = self._weights
+        weights = self._weights
         if member.is_busy:
             return
-        if not member.is_up and not await member.engine.is_alive():
-            return
-        came_back = not member.is_up
-
-        async def load() -> Any:
-            if came_back:
-                await member.engine.abort()  # what it still does for nobody
-            await member.engine.load(folder, version)
-            if (told := await member.engine.weight_version()) != version:
-                raise RuntimeError(f"says it has weights {told} after it was sent {version}")
-
         member.is_busy = True
+        weights.agreement.expect(member.engine.name)
         try:
-            loaded = await self._or_lose(member, load(), self._patience.update_s)
+            if not member.is_up and not await member.engine.is_alive():
+                return
+            loaded = await self._or_lose(member, _load(member, weights), self._patience.update_s)
         finally:
             member.is_busy = False
-        if loaded and self._weights == weights:  # else newer ones came meanwhile
-            self._welcome(member, version)
+            await weights.agreement.release(member.engine.name)
+        if loaded and self._weights is weights:  # else newer ones came meanwhile
+            self._welcome(member, weights.version)
 
     def _welcome(self, member: Member, version: int) -> None:
         """It has the present weights, and takes requests."""
@@ -312,3 +325,13 @@ class Fleet:
                 self._hangs(member, f"no answer for {silent_s:.0f} s")
             elif self._weights is not None:
                 await self._update(member)
+
+
+async def _load(member: Member, weights: _Weights) -> None:
+    """Weights to an engine, which then has the right ones or is of no use."""
+    engine = member.engine
+    if not member.is_up:
+        await engine.abort()  # what it still does for nobody
+    await engine.load(weights.folder, weights.version, partial(weights.agreement.confirm, engine.name))
+    if (told := await engine.weight_version()) != weights.version:
+        raise RuntimeError(f"says it has weights {told} after it was sent {weights.version}")

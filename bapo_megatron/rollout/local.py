@@ -7,15 +7,18 @@ the same batches and samples the same tokens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.local_model import LocalModel
 from bapo_megatron.rollout.requests import check_request, nothing
 from bapo_megatron.types import GenerateRequest, Generation
@@ -70,9 +73,11 @@ class LocalEngine:
         """Go on after ``pause``."""
         await self._in_thread(self._model.resume)
 
-    async def load(self, folder: Path, version: int) -> None:
+    async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
         """Take over the weights of an HF folder between two tokens. Requests in flight go on under them."""
-        await self._in_thread(lambda: self._model.update_weights(_weights_in(folder), version))
+        staged = await self._in_thread(lambda: self._model.stage(_weights_in(folder)))
+        await confirm(await self._in_thread(partial(_digest, staged)))
+        await self._in_thread(partial(self._model.commit, staged, version))
 
     async def close(self) -> None:
         """Abort what runs and release the model."""
@@ -107,3 +112,12 @@ def _weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
                 yield name, file.get_tensor(name)
+
+
+def _digest(weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names and bytes."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        found.update(name.encode())
+        found.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()

@@ -112,14 +112,18 @@ class LocalModel:
             self._paused = False
             self._gate.notify_all()
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over new weights between two tokens. Requests in flight keep their key-value cache.
+    def stage(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copies of new weights, for ``commit``. Meanwhile the model's are held twice.
 
         All tensors are copied and checked before the first is taken over: if ``weights`` raises, or is not
-        exactly the model (ValueError), the engine keeps what it has. Meanwhile it holds the weights twice.
+        exactly the model (ValueError), the engine keeps what it has.
         """
         with self._one_update:
-            staged = self._weights.stage(weights)
+            return self._weights.stage(weights)
+
+    def commit(self, staged: dict[str, Tensor], version: int) -> None:
+        """Take over new weights between two tokens. Requests in flight keep their key-value cache."""
+        with self._one_update:
             self._update_waits = True
             with self._gate:
                 self._update_waits = False

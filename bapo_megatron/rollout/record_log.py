@@ -1,8 +1,10 @@
 """An append-only file of records that survives a kill at any byte.
 
 A record is a header (magic, kind, sizes, CRC of the header), a JSON object, and numpy arrays laid end to end,
-with a CRC over both. Reading goes on after damage: a torn tail is cut when the file is opened for writing,
-a damaged record is reported with its offset and skipped, and reading finds the next magic.
+with a CRC over both. The magic tells whether others follow that were written together with it: at the end
+of a file they count only if all of them are there. Reading goes on after damage: a torn tail is cut when the
+file is opened for writing, a damaged record is reported with its offset and skipped, and reading finds the
+next magic.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ import numpy as np
 
 from bapo_megatron.files import append_whole
 
-_MAGIC = b"BPR1"
+_MAGIC = b"BPR"
+_LAST, _MORE = _MAGIC + b"1", _MAGIC + b"+"
+"""Magic of the last of the records that were written together, and of those before it."""
+
 _HEAD = struct.Struct("<4s16sII")  # magic, kind, bytes of JSON, bytes of arrays
 _CHECK = struct.Struct("<I")
 _OVERHEAD = _HEAD.size + 2 * _CHECK.size
@@ -62,8 +67,12 @@ class RecordLog:
             self._file.truncate(self.size)
 
     def write(self, records: Iterable[Record]) -> None:
-        """All of ``records`` are on disk when this returns. If it raises OSError (a full disk), none is."""
-        content = b"".join(encode(record) for record in records)
+        """All of ``records`` are on disk when this returns. If it raises OSError (a full disk), none is.
+
+        After a kill all of them are read again, or none.
+        """
+        *others, last = records
+        content = b"".join([*(encode(record, more=True) for record in others), encode(last)])
         try:
             append_whole(self._file, content, self.size)
             os.fsync(self._file.fileno())
@@ -77,15 +86,15 @@ class RecordLog:
         self._file.close()
 
 
-def encode(record: Record) -> bytes:
-    """The bytes of a record."""
+def encode(record: Record, more: bool = False) -> bytes:
+    """The bytes of a record. ``more``: it counts only with those after it."""
     kind = record.kind.encode("ascii")
     if not 0 < len(kind) <= 16:
         raise ValueError(f"kind {record.kind!r} must have 1 to 16 characters")
     layout = [(name, array.dtype.str, array.shape) for name, array in record.arrays.items()]
     text = json.dumps({"fields": record.fields, "arrays": layout}).encode()
     data = b"".join(np.ascontiguousarray(array).tobytes() for array in record.arrays.values())
-    head = _HEAD.pack(_MAGIC, kind, len(text), len(data))
+    head = _HEAD.pack(_MORE if more else _LAST, kind, len(text), len(data))
     return b"".join(
         [head, _CHECK.pack(zlib.crc32(head)), text, data, _CHECK.pack(zlib.crc32(data, zlib.crc32(text)))]
     )
@@ -97,14 +106,26 @@ def read_records(path: Path) -> Iterator[Record | Damage]:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         at = 0
+        together: list[Record] = []
+        """Those that count only if what was written with them is there."""
         while at < len(content):
             found, end = _record_at(content, at)
-            if found is None:
-                start, at = at, _next_record(content, at + 1)
-                yield Damage(start, at - start, "torn at the end" if at == len(content) else "damaged")
-            else:
-                yield found
+            if found is not None:
+                together.append(found)
+                if content[at : at + len(_LAST)] == _LAST:
+                    yield from together
+                    together.clear()
                 at = end
+                continue
+            start, at = at, _next_record(content, at + 1)
+            if at < len(content):
+                yield from together
+                together.clear()
+                yield Damage(start, at - start, "damaged")
+            elif not together:
+                yield Damage(start, at - start, "torn at the end")
+        if together:
+            yield Damage(together[0].offset, at - together[0].offset, "torn at the end")
 
 
 def whole_end(path: Path) -> int:
@@ -128,7 +149,7 @@ def _next_record(content: mmap.mmap, start: int) -> int:
 
 def _record_at(content: mmap.mmap, at: int) -> tuple[Record | None, int]:
     """The record that begins at ``at`` and its end; None if there is no whole one."""
-    if len(content) - at < _OVERHEAD or content[at : at + len(_MAGIC)] != _MAGIC:
+    if len(content) - at < _OVERHEAD or content[at : at + len(_LAST)] not in (_LAST, _MORE):
         return None, at
     head = content[at : at + _HEAD.size]
     body = at + _HEAD.size + _CHECK.size

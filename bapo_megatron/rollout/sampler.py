@@ -8,7 +8,6 @@ journal, all in one record, and only then takes note of it; it judges whole grou
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from bapo_megatron.algo.filters import is_uniform
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.prompts import PromptOrder
 from bapo_megatron.reward.pool import Judgement
-from bapo_megatron.rollout import book as records
+from bapo_megatron.rollout import records
 from bapo_megatron.rollout.book import Book, Finished, OpenGroup
 from bapo_megatron.rollout.dispatch import Dispatch
 from bapo_megatron.rollout.fleet import Fleet, Report
@@ -36,10 +35,6 @@ MOST_RESAMPLES = 3
 
 _DRAIN_S = 5.0
 """How long the end of a run waits for the tokens that engines have in hand."""
-
-
-class EnginesGone(Exception):
-    """No engine has worked for ``rollout.sglang.lost_minutes``."""
 
 
 class Judge(Protocol):
@@ -78,11 +73,12 @@ class GroupSampler:
         self._whole: list[OpenGroup] = []
         """Groups that wait for their judges."""
         self._judging: dict[int, asyncio.Task[None]] = {}
+        self._dropping: set[int] = set()
+        """Groups whose drop is not in the book yet."""
         self._resampled: Counter[tuple[int, int]] = Counter()
         self._news: list[Record] = []
         """Records that wait for their commit."""
-        self._changed = fleet.changed
-        self._advanced = asyncio.Condition()
+        self._changed, self._advanced = fleet.changed, asyncio.Condition()
         self._failure: Exception | None = None
         self._closing = False
         self._advancing: asyncio.Task[None] | None = None
@@ -97,11 +93,12 @@ class GroupSampler:
             self._book.apply(Record("state", state, {}))
             self._report("journal_missing", detail=f"{self._folder}: what was in the making is lost")
         self._journal.begin(self._book.state())
-        await asyncio.to_thread(self._steps.adopt, self._book, self._keep)
-        if self._book.served < first_step - 1:
-            self._keep(records.batched(first_step - 1, []))
-        self._supply.reached = first_step - 1
-        self._next_number = self._book.next_number
+        missing = await asyncio.to_thread(self._steps.missing, self._book, first_step)
+        if missing:  # or the next process would count their groups once more
+            await asyncio.to_thread(self._journal.commit, missing)
+        for record in missing:
+            self._book.apply(record)
+        self._supply.reached, self._next_number = first_step - 1, self._book.next_number
         for group in self._book.open.values():
             self._go_on(group)
         self._advancing = asyncio.create_task(self._run())
@@ -129,7 +126,7 @@ class GroupSampler:
             async with asyncio.timeout(wait_s), self._advanced:
                 await self._advanced.wait_for(lambda: self._failure or self._chosen(step) is not None)
         except TimeoutError:
-            self._check_engines()
+            self._fleet.check(self._rollout.sglang.lost_minutes)
             return None
         if self._failure:
             raise self._failure
@@ -230,6 +227,7 @@ class GroupSampler:
             self._book.apply(record)
             if record.kind == "dropped":
                 self._dispatch.forget(record.fields["number"])
+                self._dropping.discard(record.fields["number"])
             elif record.kind == "open":
                 for number, _, _ in record.fields["groups"]:
                     self._go_on(self._book.open[number])
@@ -242,10 +240,6 @@ class GroupSampler:
             self._drop_stale(list(self._book.open.values()), self._book.weights_step + 1)
             self._dispatch.unpark()
             self._supply.is_open = not self._closing
-
-    def _keep(self, record: Record) -> None:
-        self._journal.commit([record])
-        self._book.apply(record)
 
     def _go_on(self, group: OpenGroup) -> None:
         """A group that has begun, or that the journal has brought back."""
@@ -264,9 +258,9 @@ class GroupSampler:
         rewards = [one.reward for one in found]
         failures = [one.failure for one in found if one.failure]
         self._news.append(records.judged(group.number, rewards, failures))
-        if self._rollout.drop_uniform_groups and is_uniform(rewards):
-            self._news.append(records.dropped(group.number, "uniform"))
         del self._judging[group.number]
+        if self._rollout.drop_uniform_groups and is_uniform(rewards):
+            self._drop(group, "uniform")
         self._changed.set()
 
     async def _judged(self, prompt: Prompt, text: str, tokens: int) -> Judgement:
@@ -282,7 +276,7 @@ class GroupSampler:
         if count := self._supply.room:
             self._open(self._order.take(self._book.taken, count), self._book.taken + count)
 
-    def _open(self, places: Sequence[tuple[int, int]], taken: int) -> None:
+    def _open(self, places: Sequence[tuple[int, int]], taken: int | None) -> None:
         groups = [(self._next_number + n, epoch, index) for n, (epoch, index) in enumerate(places)]
         self._next_number += len(groups)
         self._news.append(records.opened(groups, taken))
@@ -325,25 +319,25 @@ class GroupSampler:
     def _drop_stale(self, groups: Sequence[OpenGroup | Finished], step: int) -> None:
         """Drop what is too old for ``step``, and begin its prompts anew if that is wanted."""
         for group in groups:
-            if self._must_go(group, step):
-                self._drop(group, "stale")
+            if self._must_go(group, step) and self._drop(group, "stale"):
                 place = (group.epoch, group.index)
                 if self._rollout.on_stale == "resample" and self._resampled[place] < MOST_RESAMPLES:
                     self._resampled[place] += 1
-                    self._open([place], self._book.taken)
+                    self._open([place], None)
 
     def _refuse(self, group: OpenGroup, why: str) -> None:
         self._report("request_refused", detail=why)
         self._drop(group, "refused")
 
-    def _drop(self, group: OpenGroup | Finished, reason: str) -> None:
+    def _drop(self, group: OpenGroup | Finished, reason: str) -> bool:
+        """Whether this is news: the book has the group until the record of its drop is there."""
+        if group.number in self._dropping:
+            return False
+        self._dropping.add(group.number)
         self._news.append(records.dropped(group.number, reason))
+        self._whole = [one for one in self._whole if one is not group]
         self._dispatch.forget(group.number)
         if task := self._judging.pop(group.number, None):
             task.cancel()
         self._changed.set()
-
-    def _check_engines(self) -> None:
-        since, minutes = self._fleet.down_since, self._rollout.sglang.lost_minutes
-        if since is not None and time.monotonic() - since > 60 * minutes:
-            raise EnginesGone(f"no engine has worked for {minutes:g} minutes: {self._fleet.why_down()}")
+        return True

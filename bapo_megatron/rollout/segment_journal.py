@@ -30,9 +30,10 @@ class SegmentJournal:
     """The record files in ``folder``. Raises ConfigError if another process writes there."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._lock = _locked(folder / ".lock")
+        with writing("the journal", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(folder / ".lock")
         self._groups: dict[Path, set[int]] = {}
         """Numbers of the groups that each file tells of."""
         self._log: RecordLog | None = None

@@ -31,9 +31,9 @@ from bapo_megatron.data.tokenizer import load_tokenizer
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.reward.pool import RewardPool
-from bapo_megatron.rollout.fleet import Fleet, Patience
+from bapo_megatron.rollout.fleet import EnginesGone, Fleet, Patience
 from bapo_megatron.rollout.requests import Dataset, limits_of, stop_token_ids
-from bapo_megatron.rollout.sampler import EnginesGone, GroupSampler
+from bapo_megatron.rollout.sampler import GroupSampler
 from bapo_megatron.rollout.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.sglang.fleet_broadcast import FleetBroadcast
 from bapo_megatron.rollout.sglang.server import ServerError, SglangServer
@@ -144,7 +144,7 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
     async with AsyncExitStack() as opened:
         try:
             sampler, fleet = await answering(pipe, _open(setup, opened, partial(_note, events)))
-        except _TOLD as error:
+        except (ConfigError, RunStopped) as error:  # after any other the trainer tries again
             await asyncio.to_thread(pipe.recv)  # whatever the trainer asks first
             tell(pipe, (*_failed(error), events))
             return

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.book import Book, batched
+from bapo_megatron.rollout.book import Book
 from bapo_megatron.rollout.fleet import Report
 from bapo_megatron.rollout.journal import read_step, step_groups, step_path, steps_in
 from bapo_megatron.rollout.record_log import Record
+from bapo_megatron.rollout.records import batched
 
 
 class StepFiles:
@@ -18,21 +18,26 @@ class StepFiles:
     def __init__(self, folder: Path, report: Report) -> None:
         self._folder, self._report = folder, report
 
-    def adopt(self, book: Book, keep: Callable[[Record], None]) -> None:
-        """What a step's file holds belongs to it, also if the record of that is damaged or missing.
+    def missing(self, book: Book, first_step: int) -> list[Record]:
+        """Records that ``book`` lacks, because they are damaged or were never written.
 
-        ``keep``: called with the record, which the book must have afterwards.
+        What a step's file holds belongs to it, and the steps before ``first_step`` have their groups.
         """
+        missing, served = [], book.served
         for step in steps_in(self._folder):
             try:
                 numbers = step_groups(self._folder, step)
             except ConfigError as error:
-                if step > book.served:
+                if step > served:
                     self._lose(step, str(error))
-                    return
+                    break
                 continue
-            if step > book.served or book.knows(numbers):
-                keep(batched(step, numbers))
+            if step > served or book.knows(numbers):
+                missing.append(batched(step, numbers))
+                served = max(served, step)
+        if served < first_step - 1:
+            missing.append(batched(first_step - 1, []))
+        return missing
 
     def delete(self, last: int) -> None:
         """Delete those of the steps up to ``last``, also what was put aside of them."""

@@ -129,6 +129,11 @@ class CheckpointStore:
             )
         return None
 
+    def clear_leftovers(self) -> None:
+        """Delete what a process that was killed, or met a full disk, left half-written or half-deleted."""
+        for leftover in self.folder.glob(".step_*"):
+            shutil.rmtree(leftover)
+
     def oldest_step(self) -> int:
         """Of the checkpoints that are there; 0 if there is none."""
         return min((step for (step, _), _ in self._folders()), default=0)
@@ -139,9 +144,8 @@ class CheckpointStore:
                 yield (int(match[1]), int(match[2] or 0)), path
 
     def _start(self, temporary: Path) -> None:
-        """An empty folder to write into; what a killed process left half-written or half-deleted goes."""
-        for leftover in self.folder.glob(".step_*"):
-            shutil.rmtree(leftover)
+        """An empty folder to write into."""
+        self.clear_leftovers()
         temporary.mkdir(parents=True)
 
     def _delete_all_but(self, newest: Moment) -> None:

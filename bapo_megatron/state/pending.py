@@ -8,16 +8,21 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.files import sync_file, sync_folder, write_atomically
 from bapo_megatron.interfaces import Saving
 
 MANIFEST = "manifest.json"
+
+_RANK_0_FIRST_S = 120.0
+"""torch tells what went wrong to rank 0 alone. The other ranks give it time to say so and to end the run: who
+fails first decides the exit code."""
 
 Digests = dict[str, dict[str, Any]]
 """Size and SHA-256 by file name."""
@@ -41,7 +46,7 @@ class PendingCheckpoint:
         if self._digests is None:
             if not _everywhere(self._saving.is_written()):
                 return False
-            self._saving.finish()
+            self._finish_parts()
             dist.barrier()  # rank 0 has written its part of the whole
             files = sorted(path for path in self._temporary.rglob("*") if path.is_file())
             mine = files[dist.get_rank() :: dist.get_world_size()]
@@ -55,6 +60,14 @@ class PendingCheckpoint:
         found = {name: value for digests, _ in parts for name, value in sorted(digests.items())}
         on_main(lambda: self._publish({**self._about, "files": found}))
         return True
+
+    def _finish_parts(self) -> None:
+        try:
+            self._saving.finish()
+        except CheckpointException as error:
+            if not error.failures:
+                sleep(_RANK_0_FIRST_S)
+            raise
 
     def _digested(self, files: list[Path]) -> tuple[Digests, float]:
         """Those of ``files``, each synced to disk, and when that was done."""

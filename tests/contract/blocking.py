@@ -27,6 +27,8 @@ class BlockingEngine:
         self._staging = WeightStaging(staging, folder)
         self.weight_version = self._wait(self.engine.weight_version())
         self._closed = False
+        self.digests: list[str] = []
+        """Of all weights that it took over."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """Answer every request, in order."""
@@ -46,8 +48,11 @@ class BlockingEngine:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Through a folder, as in a run."""
         folder = self._staging.write(weights, version)
-        self._wait(self.engine.load(folder, version))
+        self._wait(self.engine.load(folder, version, self._confirm))
         self.weight_version = self._wait(self.engine.weight_version())
+
+    async def _confirm(self, digest: str) -> None:
+        self.digests.append(digest)
 
     def close(self) -> None:
         """Abort what runs, and close."""

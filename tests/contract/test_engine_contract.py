@@ -357,6 +357,18 @@ def test_update_changes_the_distribution(start: Start, make_model: MakeModel, fa
     assert {v for a in answers for v in a.versions_R.tolist()} == {3}
 
 
+def test_the_digest_tells_weights_apart_and_nothing_else(start: Start, make_model: MakeModel) -> None:
+    old, new = make_model("qwen2"), make_model("qwen2", seed=7)
+    engine = start(old)
+    for version, model in enumerate((old, new, new, old), start=1):
+        engine.update_weights(iter(tensors(model)), version)
+    first, second, again, back = engine.digests
+    assert first == back
+    assert second == again
+    assert first != second
+    assert len(first) > 20
+
+
 def test_tied_weights_may_come_once_or_twice(start: Start, make_model: MakeModel) -> None:
     new = tensors(make_model("qwen2_tied", seed=1))
     assert "lm_head.weight" not in dict(new)

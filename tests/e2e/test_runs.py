@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +19,9 @@ from safetensors.torch import load_file
 
 from bapo_megatron.state.logs import read_jsonl
 from bapo_megatron.types import Metrics
+from tests.accounts import check_run
 from tests.processes import sampler_of
+from tests.raw_journal import keeping_logs
 from tests.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.e2e
@@ -66,6 +70,15 @@ def finish(process: subprocess.Popen[bytes]) -> str:
     return output
 
 
+@contextmanager
+def audited(run_dir: Path) -> Iterator[None]:
+    """When the run is over, its journal is held to its rules."""
+    kept = run_dir.with_name("kept")
+    with keeping_logs(run_dir / "journal", kept):
+        yield
+    assert check_run(run_dir, kept).totals()["trained"] > 0
+
+
 def results(run_dir: Path, name: str = "metrics.jsonl") -> list[Metrics]:
     """The rows of a log without what depends on the clock."""
     return [
@@ -82,7 +95,8 @@ def exported(run_dir: Path) -> dict[str, torch.Tensor]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was never stopped."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    output = finish(start(run_dir))
+    with audited(run_dir):
+        output = finish(start(run_dir))
     assert "step 5/5" in output
     assert "reward 0." in output
     return run_dir
@@ -129,11 +143,12 @@ def test_the_export_loads_in_transformers(whole: Path) -> None:
 @pytest.mark.parametrize("killed_after", [1, 3])
 def test_kill_9_and_restart_end_bitwise_equal(killed_after: int, whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
-    process = start(run_dir)
-    wait_for_steps(process, run_dir, killed_after)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    finish(start(run_dir))
+    with audited(run_dir):
+        process = start(run_dir)
+        wait_for_steps(process, run_dir, killed_after)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        finish(start(run_dir))
     assert results(run_dir) == results(whole)
     assert results(run_dir, "updates.jsonl") == results(whole, "updates.jsonl")
     ours, theirs = exported(run_dir), exported(whole)
@@ -145,14 +160,15 @@ def test_kill_9_and_restart_end_bitwise_equal(killed_after: int, whole: Path, tm
 def test_kill_9_of_the_sampler_costs_nothing(whole: Path, tmp_path: Path) -> None:
     """Twice, at whatever it was doing: the next one goes on from the journal, to the same bits."""
     run_dir = tmp_path / "sampler"
-    process = start(run_dir)
-    for steps in (1, 3):
-        wait_for_steps(process, run_dir, steps)
-        time.sleep(0.3 * steps)
-        sampler = sampler_of(process.pid)
-        assert sampler is not None
-        sampler.kill()
-    output = finish(process)
+    with audited(run_dir):
+        process = start(run_dir)
+        for steps in (1, 3):
+            wait_for_steps(process, run_dir, steps)
+            time.sleep(0.3 * steps)
+            sampler = sampler_of(process.pid)
+            assert sampler is not None
+            sampler.kill()
+        output = finish(process)
     assert output.count("the sampler's process has ended (exit code -9)") == 2
     assert results(run_dir) == results(whole)
     kinds = [row["kind"] for row in read_jsonl(run_dir / "events.jsonl")]
@@ -179,6 +195,18 @@ def test_a_full_disk_stops_the_run_and_room_continues_it(
         finish(start(run_dir))
         assert results(run_dir) == results(whole)
         assert results(run_dir, "updates.jsonl") == results(whole, "updates.jsonl")
+
+
+def test_two_ranks_end_with_one_message_when_a_checkpoint_fails(tmp_path: Path) -> None:
+    """Only one of them knows what has failed."""
+    with small_disk(tmp_path / "disk", 40 * 2**10) as disk:
+        process = start(disk / "run", "--parallel.tensor=2")
+        wait_for_steps(process, disk / "run", 1)
+        fill(disk, 2500)
+        output = process.communicate(timeout=200)[0].decode()
+    assert process.returncode == 3, output[-3000:]
+    assert output.count("stopped: the checkpoint of step 2 could not be written") == 1
+    assert "Traceback" not in output
 
 
 def test_lagged_bounds_come_back(whole: Path, tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.distributed import free_port
@@ -102,6 +104,21 @@ def test_a_failed_save_leaves_the_older_ones_and_is_cleaned_up(store: Checkpoint
     save(store, 30, write_policy(b"whole"), {})
     assert store.latest().step == 30
     assert not list(store.folder.glob(".*"))
+
+
+@pytest.mark.parametrize(("failures", "waits"), [({}, [120.0]), ({1: (OSError(28, "full"), None)}, [])])
+def test_a_rank_that_does_not_know_what_failed_lets_the_other_speak(
+    failures: dict, waits: list[float], store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+
+    def fail(path: Path) -> None:
+        raise CheckpointException("write", failures)
+
+    with pytest.raises((CheckpointException, RunStopped)):
+        store.save(30, fail, {})
+    assert waited == waits
 
 
 def test_a_broken_checkpoint_of_the_same_step_is_replaced(store: CheckpointStore) -> None:

@@ -84,6 +84,12 @@ def test_a_checkpoint(disk: Path) -> None:
         save(store, 20, write_policy(bytes(100_000)), {})
 
     full_then_not(disk, again, disk / "checkpoints/step_000020")
+    ballast = fill(disk, 8)
+    with pytest.raises(RunStopped):
+        save(store, 30, write_policy(bytes(100_000)), {})
+    store.clear_leftovers()  # as a continuation does, which needs the room
+    ballast.unlink()
+    assert sum(path.stat().st_size for path in disk.rglob("*.bin")) == 200_000
     latest = store.latest()
     assert latest is not None
     assert latest.step == 20

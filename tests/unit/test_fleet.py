@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.rollout.sampler import EnginesGone
+from bapo_megatron.interfaces import Confirm
+from bapo_megatron.rollout.fleet import EnginesGone
 from bapo_megatron.types import GenerateRequest
 from tests import sampling
 from tests.sampling import ScriptedEngine, World, mixed, prompt_ids
@@ -102,7 +103,7 @@ def test_an_update_that_hangs_does_not_hold_the_others(tmp_path: Path) -> None:
             await world.batch(1)
             load = bad.load
 
-            async def hang(folder: Path, version: int) -> None:
+            async def hang(folder: Path, version: int, confirm: Confirm) -> None:
                 bad.ready = False
                 await asyncio.sleep(1000)
 
@@ -222,7 +223,7 @@ def test_an_engine_that_does_not_take_weights_in_time_is_to_be_ended(tmp_path: P
         async with world.sampling():
             await world.batch(1)
 
-            async def hang(folder: Path, version: int) -> None:
+            async def hang(folder: Path, version: int, confirm: Confirm) -> None:
                 if how == "for ever":
                     await asyncio.sleep(1000)
                 try:
@@ -248,7 +249,7 @@ def test_an_engine_that_refuses_weights_does_not_hang(tmp_path: Path) -> None:
         async with world.sampling():
             await world.batch(1)
 
-            async def refuse(folder: Path, version: int) -> None:
+            async def refuse(folder: Path, version: int, confirm: Confirm) -> None:
                 raise RuntimeError("these are of another model")
 
             engine.load = refuse  # type: ignore[method-assign]
@@ -278,5 +279,43 @@ def test_an_engine_that_stays_silent_is_to_be_ended(tmp_path: Path, monkeypatch:
             told = len(hanging(world))
             await asyncio.sleep(1.0)
             assert len(hanging(world)) == told
+
+    run(check())
+
+
+def test_an_engine_with_other_weights_than_the_rest_samples_nothing(tmp_path: Path) -> None:
+    async def check() -> None:
+        bad, *good = [ScriptedEngine(mixed, name) for name in ("bad", "one", "other")]
+        world = World(tmp_path, [bad, *good])
+        async with world.sampling():
+            await world.batch(1)
+            bad.digest = "of a broken file"
+            asked = len(bad.asked)
+            await world.weights(1)
+            assert world.fleet.up == 2
+            assert len((await world.batch(2)).groups) == 4
+            assert len(bad.asked) == asked
+            lost = [event["reason"] for event in world.events if event["kind"] == "engine_lost"]
+            assert len(lost) == 1
+            assert "different weights" in lost[0]
+            assert "bad: of a broken" in lost[0]
+            bad.digest = None
+            await until(lambda: world.fleet.up == 3)
+
+    run(check())
+
+
+def test_where_engines_differ_and_nobody_knows_who_is_right_all_load_again(tmp_path: Path) -> None:
+    async def check() -> None:
+        engines = [ScriptedEngine(mixed, name) for name in ("one", "other")]
+        world = World(tmp_path, engines)
+        async with world.sampling():
+            await world.batch(1)
+            engines[0].digest = "of a broken file"
+            await world.weights(1)
+            assert world.fleet.up == 0
+            engines[0].digest = None
+            await until(lambda: world.fleet.up == 2)
+            assert len((await world.batch(2)).groups) == 4
 
     run(check())

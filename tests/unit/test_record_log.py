@@ -26,9 +26,10 @@ RECORDS = [record(number) for number in range(5)]  # the first has empty arrays
 ENDS = np.cumsum([len(encode(one)) for one in RECORDS]).tolist()
 
 
-def write(path: Path) -> bytes:
+def write(path: Path, together: bool = False) -> bytes:
     log = RecordLog(path)
-    log.write(RECORDS)
+    for commit in [RECORDS] if together else [[one] for one in RECORDS]:
+        log.write(commit)
     log.close()
     return path.read_bytes()
 
@@ -67,6 +68,28 @@ def test_a_torn_tail_is_cut_and_writing_goes_on(tmp_path_factory: pytest.TempPat
     log.write([RECORDS[3]])
     log.close()
     assert check_survivors(path, [*kept, RECORDS[3]]) == []
+
+
+@pytest.mark.parametrize("size", [0, 1, *(end + more for end in ENDS[:-1] for more in (0, 1)), ENDS[-1] - 1])
+def test_of_records_written_together_all_are_there_or_none(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(encode(RECORDS[4]) + write(path, together=True)[:size])
+    damage = check_survivors(path, [RECORDS[4]])
+    start = len(encode(RECORDS[4]))
+    assert [(one.offset, one.size, one.reason) for one in damage] == [(start, size, "torn at the end")][:size]
+    log = RecordLog(path)
+    log.write(RECORDS[:2])
+    log.close()
+    assert check_survivors(path, [RECORDS[4], *RECORDS[:2]]) == []
+
+
+def test_damage_among_records_written_together_costs_only_what_it_hit(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    content = bytearray(write(path, together=True))
+    content[ENDS[1] + 40] ^= 1
+    path.write_bytes(content)
+    [damage] = check_survivors(path, [*RECORDS[:2], *RECORDS[3:]])
+    assert (damage.offset, damage.size, damage.reason) == (ENDS[1], ENDS[2] - ENDS[1], "damaged")
 
 
 @given(place=st.integers(0, ENDS[-1] - 1), flip=st.integers(1, 255))

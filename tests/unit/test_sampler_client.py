@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.rollout import client, signs_of_life
+from bapo_megatron.errors import RunStopped
+from bapo_megatron.rollout import client, service, signs_of_life
 from bapo_megatron.rollout.client import SamplerClient
 from bapo_megatron.rollout.signs_of_life import ALIVE, answering
 
@@ -92,3 +93,16 @@ def test_an_answer_in_the_making_gives_signs_of_life(monkeypatch: pytest.MonkeyP
     assert ours.recv() == ALIVE
     with pytest.raises(ValueError, match="wrong"):
         asyncio.run(answering(theirs, failing()))
+
+
+def test_what_goes_wrong_at_the_beginning_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ended with a traceback would be started five times more."""
+    ours, theirs = Pipe()
+
+    async def fail(*_: Any) -> None:
+        raise RunStopped("the journal could not be written")
+
+    monkeypatch.setattr(service, "_open", fail)
+    ours.send(("start", (1, None)))
+    asyncio.run(service._serve(theirs, None))  # type: ignore[arg-type]
+    assert ours.recv() == ("error", "RunStopped", "the journal could not be written", [])

@@ -82,6 +82,8 @@ class FakeServer:
             meta = {"finish_reason": {"type": reason}, "weight_version": self.version}
             pairs = [[-1.0, 3, None], [-2.0, 4, None]][:tokens]
             return {"output_ids": [3, 4][:tokens], "meta_info": {**meta, "output_token_logprobs": pairs}}
+        if path == "weights_checker":
+            return {"per_engine_checksum": f"of {self.version}"}
         return {"success": True, "weight_version": self.version}
 
     def _wait(self, coroutine: Any) -> Any:
@@ -158,6 +160,8 @@ def test_a_bad_answer_names_the_server(
             (200, {"success": False, "message": "a shape"}),
             "were not loaded.*a shape",
         ),
+        ("weights_checker", (500, {"message": "no memory"}), "status 500.*no memory"),
+        ("weights_checker", (200, {"success": False}), "no checksum of its weights"),
         ("model_info", (200, {"weight_version": "4"}), "has weights 4 after it was sent 5"),
         ("model_info", (200, {"weight_version": "default"}), "start it with --weight-version 0"),
     ],

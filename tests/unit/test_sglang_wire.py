@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from bapo_megatron.errors import ConfigError
@@ -118,38 +116,17 @@ def test_what_is_no_json_is_refused(body: bytes) -> None:
         generation_of(REQUEST, body)
 
 
-@settings(deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.floats(-100, 0, width=32), st.integers(0, 200_000), st.sampled_from([None, "x", "]],[["])
-        ),
-        min_size=1,
-        max_size=30,
-    ),
-    st.booleans(),
-)
-def test_both_ways_of_reading_agree(rows: list[tuple[float, int, str | None]], with_text: bool) -> None:
-    """With spaces it is read as JSON. Texts, which nobody asks for, do not confuse the quick way."""
-    pairs = [[value, token, text if with_text else None] for value, token, text in rows]
-    meta = {"finish_reason": {"type": "length"}, "weight_version": "3", "output_token_logprobs": pairs}
-    reply = {"output_ids": [token for _, token, _ in rows], "meta_info": meta}
-    request = GenerateRequest("r", np.array([1]), SamplingParams(1.0, len(rows), ()))
-    quick = generation_of(request, json.dumps(reply, separators=(",", ":")).encode())
-    slow = generation_of(request, wire(reply))
-    assert quick.token_ids_R.tolist() == slow.token_ids_R.tolist() == reply["output_ids"]
-    assert quick.log_probs_R.tobytes() == slow.log_probs_R.tobytes()
-    assert quick.token_ids_R.dtype == slow.token_ids_R.dtype == np.int32
-
-
-COMPACT = (",", ":")
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_nonsense_in_the_usual_form_is_refused(name: str) -> None:
-    reply, _ = BAD[name]
-    with pytest.raises(BadReply):
-        generation_of(REQUEST, json.dumps(reply, separators=COMPACT).encode())
+def test_a_reply_of_64k_tokens() -> None:
+    generator = np.random.default_rng(0)
+    token_ids = generator.integers(0, 150_000, 65_536).tolist()
+    log_probs = (-generator.random(65_536)).tolist()
+    rows = [[value, token, None] for value, token in zip(log_probs, token_ids, strict=True)]
+    meta = {"finish_reason": {"type": "length"}, "weight_version": "3", "output_token_logprobs": rows}
+    request = GenerateRequest("r", np.array([1]), SamplingParams(1.0, 65_536, ()))
+    found = generation_of(request, wire({"output_ids": token_ids, "meta_info": meta}))
+    assert found.token_ids_R.tolist() == token_ids
+    assert found.log_probs_R.tolist() == [float(np.float32(value)) for value in log_probs]
+    assert (found.token_ids_R.dtype, found.log_probs_R.dtype) == (np.int32, np.float32)
 
 
 def test_a_length_that_is_none() -> None:

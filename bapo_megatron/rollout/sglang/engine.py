@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.requests import ModelLimits, check_request, nothing
 from bapo_megatron.rollout.sglang.flights import Flight, Flights
 from bapo_megatron.rollout.sglang.server import PauseMode, ServerError, SglangServer
@@ -104,11 +105,11 @@ class SglangEngine:
             self._paused_at = None
             await self._resume()
 
-    async def load(self, folder: Path, version: int) -> None:
+    async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
         """Take over the weights of an HF folder between two tokens. Requests in flight go on under them.
 
-        ServerError if the server does not take them, or says afterwards that it has others. Its state is
-        unknown then: it must not sample before a load has succeeded.
+        ServerError if the server does not take them, or says afterwards that it has others, and what
+        ``confirm`` raises. Its state is unknown then: it must not sample before a load has succeeded.
         """
         async with self._one_control:
             self._flights.close_gate()
@@ -118,6 +119,7 @@ class SglangEngine:
             told = await self.weight_version()
             if told != version:
                 raise ServerError(f"{self.name}: says it has weights {told} after it was sent {version}")
+            await confirm(await self.server.checksum(timeout))
             if self._paused_at is None:
                 await self._resume()
 

@@ -15,8 +15,8 @@ from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Gen
 
 PauseMode = Literal["in_place", "retract"]
 
-_LONG_REPLY_BYTES = 20_000
-"""Of some hundred tokens. Longer ones are read by a thread, not in the event loop."""
+_LONG_REPLY_BYTES = 500_000
+"""Of some ten thousand tokens, which take milliseconds to read. A thread does it, and others go on."""
 
 
 class ServerError(RuntimeError):

@@ -7,12 +7,11 @@ SGLang's log-probs would not be those of the truncated distribution.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import orjson
-import pyarrow as pa
-from pyarrow import csv
 
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation
 
@@ -44,9 +43,9 @@ def generate_payload(request: GenerateRequest, rid: str) -> bytes:
 def generation_of(request: GenerateRequest, body: bytes) -> Generation:
     """The answer to ``request``. BadReply if it cannot be one: nothing of it may reach the training."""
     try:
-        reply, columns = _parsed(body)
+        reply = orjson.loads(body)
         about = reply["meta_info"]
-        tokens, log_probs = columns if columns else _tokens(about.get("output_token_logprobs") or [])
+        tokens, log_probs = _tokens(about.get("output_token_logprobs") or [])
         generation = Generation(
             request_id=request.request_id,
             token_ids_R=tokens,
@@ -62,57 +61,12 @@ def generation_of(request: GenerateRequest, body: bytes) -> Generation:
     return generation
 
 
-_ROWS, _IDS = b'"output_token_logprobs":', b'"output_ids":'
-_NUMBERS = b"0123456789.,-+eE[]nul"
-_TYPES = {"log_prob": pa.float64(), "id": pa.int32()}
-
-
-def _parsed(body: bytes) -> tuple[Any, tuple[np.ndarray, np.ndarray] | None]:
-    """The reply, and its token ids and log-probs where they stand in the usual form.
-
-    A reply is mostly ``[log_prob,id,null]``, thousands of times. Read as lines of text they need no Python
-    objects and no interpreter lock: a thread reads them while the event loop goes on.
-    """
-    rest, rows = _cut(body, _ROWS, b"[[", b"]]")
-    rest, ids = _cut(rest, _IDS, b"[", b"]")
-    if rows is None or ids is None:
-        return orjson.loads(body), None
-    reply = orjson.loads(rest)
-    table = _table(rows.replace(b"],[", b"\n"), ["log_prob", "id", "text"])
-    if any(column.null_count for column in table.columns):
-        return orjson.loads(body), None
-    reply["output_ids"] = _table(ids.replace(b",", b"\n"), ["id"])["id"].to_numpy()
-    return reply, (table["id"].to_numpy(), table["log_prob"].to_numpy().astype(np.float32))
-
-
-def _cut(body: bytes, name: bytes, opens: bytes, closes: bytes) -> tuple[bytes, bytes | None]:
-    """``body`` with null for the numbers after ``name``, and the numbers; None if there is more."""
-    start = body.find(name) + len(name)
-    end = body.find(closes, start)
-    if start < len(name) or end < 0 or body[start : start + len(opens)] != opens:
-        return body, None
-    numbers = body[start + len(opens) : end]
-    if not numbers or numbers.translate(None, _NUMBERS):
-        return body, None
-    return b"".join([body[:start], b"null", body[end + len(closes) :]]), numbers
-
-
-def _table(lines: bytes, names: list[str]) -> pa.Table:
-    """The columns of ``lines`` that are numbers."""
-    numbers = [name for name in names if name in _TYPES]
-    return csv.read_csv(
-        pa.BufferReader(lines),
-        read_options=csv.ReadOptions(column_names=names, use_threads=False),
-        convert_options=csv.ConvertOptions(column_types=_TYPES, include_columns=numbers),
-    )
-
-
-def _tokens(pairs: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
+def _tokens(rows: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
     """Ids and log-probs from ``[[log_prob, id, text], ...]``."""
-    if not pairs:
-        return np.zeros(0, np.int32), np.zeros(0, np.float32)
-    log_probs, tokens, *_ = zip(*pairs, strict=True)
-    return np.array(tokens, np.int32), np.array(log_probs, np.float32)
+    return (
+        np.fromiter(map(itemgetter(1), rows), np.int32, len(rows)),
+        np.fromiter(map(itemgetter(0), rows), np.float32, len(rows)),
+    )
 
 
 def _versions(about: Mapping[str, Any], tokens: int) -> np.ndarray:
@@ -126,8 +80,8 @@ def _versions(about: Mapping[str, Any], tokens: int) -> np.ndarray:
 def _problems(request: GenerateRequest, found: Generation, listed: Any) -> list[str]:
     problems = []
     tokens, limit = found.token_ids_R, request.params.max_new_tokens
-    if listed is not None and not np.array_equal(listed, tokens):
-        problems.append(f"{len(tokens)} log-probs belong to other tokens than the {len(listed)} listed")
+    if listed is not None and listed != tokens.tolist():
+        problems.append(f"its {len(tokens)} log-probs belong to other tokens than those it lists")
     if len(tokens) > limit:
         problems.append(f"{len(tokens)} tokens where {limit} were asked for")
     if not np.isfinite(found.log_probs_R).all() or (found.log_probs_R > 1e-4).any():

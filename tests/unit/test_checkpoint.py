@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -111,13 +110,14 @@ def test_a_rank_that_does_not_know_what_failed_lets_the_other_speak(
     failures: dict, waits: list[float], store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setattr("bapo_megatron.state.pending.sleep", waited.append)
 
-    def fail(path: Path) -> None:
-        raise CheckpointException("write", failures)
+    class Failed(Written):
+        def finish(self) -> None:
+            raise CheckpointException("write", failures)
 
     with pytest.raises((CheckpointException, RunStopped)):
-        store.save(30, fail, {})
+        save(store, 30, lambda path: (write_policy(b"half")(path), Failed())[1], {})
     assert waited == waits
 
 

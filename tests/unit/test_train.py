@@ -220,6 +220,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other ranks to tell."""
     for module in ("train", "saving"):
         monkeypatch.setattr(f"bapo_megatron.{module}.share", lambda value: value)
+    monkeypatch.setattr("bapo_megatron.saving.certificate", lambda *_: {})
 
 
 def test_a_run_that_is_told_to_stop_while_it_waits_saves_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,11 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     )
     for name, chunk in _named_chunks(model):
         chunk.load_state_dict(state[name], strict=True)
+    settings = [_settings(group) for group in optimizer.param_groups]
     with torch.no_grad():
         optimizer.load_state_dict(state["optimizer"])
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
     for _, adam in inner:
         _give_each_its_step(adam)
 
@@ -74,6 +77,11 @@ def _named_chunks(model: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         while hasattr(chunk, "module"):
             chunk = chunk.module
         yield ("model" if len(model) == 1 else f"model{number}"), chunk
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What the recipe says of a group of parameters: megatron would bring back what an earlier one said."""
+    return {name: value for name, value in group.items() if name not in ("params", "step")}
 
 
 def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:

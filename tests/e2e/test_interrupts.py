@@ -1,0 +1,139 @@
+"""Runs that are told to stop, changed, hung, and killed many times."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.state.logs import read_jsonl
+from tests.e2e.test_runs import ROOT, exported, finish, results, start, wait_for_steps
+
+pytestmark = pytest.mark.e2e
+
+TWO = ("--parallel.data=2",)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes that was left alone."""
+    run_dir = tmp_path_factory.mktemp("runs") / "alone"
+    finish(start(run_dir, *TWO))
+    return run_dir
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_saves_within_a_step_and_the_run_goes_on(
+    number: signal.Signals, alone: Path, tmp_path: Path
+) -> None:
+    """To the command alone, as srun sends it: its processes must hear of it."""
+    run_dir = tmp_path / "told"
+    process = start(run_dir, *TWO)
+    wait_for_steps(process, run_dir, 3)
+    os.kill(process.pid, number)
+    output = process.communicate(timeout=100)[0].decode()
+    assert process.returncode == 85, output[-3000:]
+    assert f"stopped: told to stop by {number.name}; saved after step" in output
+    assert "Traceback" not in output
+    names = [path.name for path in (run_dir / "checkpoints").iterdir()]
+    assert all(re.fullmatch(r"step_\d{6}(_update_\d{3})?", name) for name in names)
+    finish(start(run_dir, *TWO))
+    for log in ("metrics.jsonl", "updates.jsonl"):
+        assert results(run_dir, log) == results(alone, log)
+    ours, theirs = exported(run_dir), exported(alone)
+    assert all((tensor == theirs[name]).all() for name, tensor in ours.items())
+
+
+def test_a_job_that_is_about_to_end_makes_no_step_that_it_cannot_save(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")  # long ago
+    process = start(tmp_path / "late", *TWO)
+    output = process.communicate(timeout=100)[0].decode()
+    assert process.returncode == 85
+    assert "the job's time ends before another step would" in output
+    assert not (tmp_path / "late/checkpoints").exists()
+
+
+def test_another_recipe_is_refused_and_allowed_when_named(tmp_path: Path) -> None:
+    run_dir = tmp_path / "changed"
+    finish(start(run_dir, "--steps=2"))
+    other = ("--steps=4", "--optimizer.lr=1e-5")
+    process = start(run_dir, *other)
+    output = process.communicate(timeout=100)[0].decode()
+    assert process.returncode == 2
+    assert "optimizer.lr: 0.0002 in the run, 1e-05 now" in output
+    assert "--allow-change optimizer.lr" in output
+    finish(start(run_dir, *other, "--allow-change", "optimizer.lr"))
+    rows = read_jsonl(run_dir / "updates.jsonl")
+    rates = {step: max(row["policy/lr"] for row in rows if row["step"] == step) for step in (2, 3, 4)}
+    assert rates[2] > 1e-5
+    assert rates[3] <= 1e-5
+    assert rates[4] <= 1e-5
+    events = read_jsonl(run_dir / "events.jsonl")
+    [changed] = [row for row in events if row["kind"] == "config_changed"]
+    assert changed["fields"]["optimizer.lr"] == 1e-5
+
+
+def test_what_does_not_come_back_as_it_was_saved_is_not_trained_on(tmp_path: Path) -> None:
+    """Certificates are measured anew: here the stored ones are what is wrong."""
+    run_dir = tmp_path / "wrong"
+    finish(start(run_dir, "--steps=2"))
+    [newest] = sorted((run_dir / "checkpoints").glob("step_*"))[-1:]
+    trainer = json.loads((newest / "trainer.json").read_text())
+    trainer["certificate"]["canary"][0] += 0.001
+    trainer["certificate"]["optimizer"][1] *= 1 + 1e-9
+    (newest / "trainer.json").write_text(json.dumps(trainer))
+    _sign(newest, "trainer.json")
+    process = start(run_dir, "--steps=3")
+    output = process.communicate(timeout=100)[0].decode()
+    assert process.returncode == 2
+    assert "does not come back as it was saved" in output
+    assert "log-probs of the canary" in output
+    assert "digest of the optimizer" in output
+    assert "learning rate" not in output
+    assert len(read_jsonl(run_dir / "metrics.jsonl")) == 2
+
+
+def _sign(checkpoint: Path, name: str) -> None:
+    """Make the manifest agree with a file that was changed."""
+    from bapo_megatron.state.pending import digest
+
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"][name] = digest(checkpoint / name)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_run_that_hangs_prints_its_stacks_and_ends(tmp_path: Path) -> None:
+    """One rank is stopped: the other waits for it in a collective, and its watchdog ends it."""
+    run_dir = tmp_path / "hung"
+    process = start(run_dir, *TWO, "--hang-minutes=0.15")
+    wait_for_steps(process, run_dir, 1)
+    _, second = _ranks(process.pid)
+    os.kill(second, signal.SIGSTOP)
+    output = process.communicate(timeout=150)[0].decode()
+    assert process.returncode == 1, output[-2000:]
+    assert "Timeout (0:00:09)!" in output
+    assert "in stop_if_told" in output or "in update" in output or "in train_on" in output
+    finish(start(run_dir, *TWO))
+
+
+def _ranks(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    commands = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+    own = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return sorted(child for child, command in commands.items() if command == own)
+
+
+@pytest.mark.slow
+def test_thirty_kills_end_in_the_same_bits() -> None:
+    command = [sys.executable, "-m", "tests.campaign", "--kills", "30", "--seed", "5"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "results equal bit for bit" in done.stdout

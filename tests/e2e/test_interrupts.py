@@ -120,7 +120,7 @@ def test_a_run_that_hangs_prints_its_stacks_and_ends(tmp_path: Path) -> None:
     output = process.communicate(timeout=150)[0].decode()
     assert process.returncode == 1, output[-2000:]
     assert "Timeout (0:00:09)!" in output
-    assert "in stop_if_told" in output or "in update" in output or "in train_on" in output
+    assert "bapo_megatron/train.py" in output  # where it hung
     finish(start(run_dir, *TWO))
 
 

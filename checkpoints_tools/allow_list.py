@@ -101,10 +101,8 @@ class Record:
         self.state = state
 
     def field(self, name: str) -> Any:
-        """The attribute ``name`` of the object. CheckpointError if it has none."""
-        if not isinstance(self.state, dict) or name not in self.state:
-            raise CheckpointError(f"an object of {self.class_name} has no field {name}")
-        return self.state[name]
+        """The attribute ``name`` of the object; None if it has none."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
 
 
 def load_pickle(data: bytes, source: str, persistent: Callable[[Any], Any] | None = None) -> Any:

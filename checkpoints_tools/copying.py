@@ -47,7 +47,7 @@ def copy_tensors(
         buffer = memoryview(bytearray(BUFFER_BYTES))
         try:
             for name in names:
-                for band in _bands(source[name], destination[name]):
+                for band in bands(source[name], destination[name]):
                     if failed.is_set():
                         return
                     buffer = _copy(band, files, buffer)
@@ -106,7 +106,7 @@ class OpenFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class _Band:
+class Band:
     """Whole rows of a tensor, none of them an edge of a block, that fit into a buffer."""
 
     name: str
@@ -129,7 +129,7 @@ class _Band:
         return self.columns * ITEM_BYTES[self.written_type]
 
 
-def _bands(source: BlockTensor, destination: BlockTensor) -> Iterator[_Band]:
+def bands(source: BlockTensor, destination: BlockTensor) -> Iterator[Band]:
     rows = source.shape[0]
     columns = source.shape[1] if len(source.shape) == 2 else 1
     blocks = (*source.blocks, *destination.blocks)
@@ -139,7 +139,7 @@ def _bands(source: BlockTensor, destination: BlockTensor) -> Iterator[_Band]:
     for begin, end in pairwise(edges):
         read, written = readers.at(begin), writers.at(begin)
         for row in range(begin, end, step):
-            yield _Band(
+            yield Band(
                 source.name,
                 row,
                 min(step, end - row),
@@ -165,7 +165,7 @@ class _Sweep:
         return self._here
 
 
-def _copy(band: _Band, files: OpenFiles, buffer: memoryview) -> memoryview:
+def _copy(band: Band, files: OpenFiles, buffer: memoryview) -> memoryview:
     """Move one band. Returns the buffer, which had to grow if a single row is longer."""
     if all(_in_a_hole(band, block, files) for block in band.read):
         return buffer
@@ -173,15 +173,15 @@ def _copy(band: _Band, files: OpenFiles, buffer: memoryview) -> memoryview:
         buffer = memoryview(bytearray(band.rows * band.read_row))
     data = buffer[: band.rows * band.read_row]
     for block in band.read:
-        _move(os.preadv, files.reading(block.file), block, band, data, band.read_type)
+        move_rows(os.preadv, files.reading(block.file), block, band, data, band.read_type)
     if band.read_type != band.written_type:
         data = to_bfloat16(data, band.read_type)
     for block in band.written:
-        _move(os.pwritev, files.writing(block.file), block, band, data, band.written_type)
+        move_rows(os.pwritev, files.writing(block.file), block, band, data, band.written_type)
     return buffer
 
 
-def _in_a_hole(band: _Band, block: Block, files: OpenFiles) -> bool:
+def _in_a_hole(band: Band, block: Block, files: OpenFiles) -> bool:
     span = (band.rows - 1) * block.stride + block.columns * ITEM_BYTES[band.read_type]
     return files.is_hole(block.file, block.position + (band.row - block.row) * block.stride, span)
 
@@ -190,8 +190,8 @@ Transfer = Callable[[int, Sequence[memoryview], int], int]
 """``os.preadv`` or ``os.pwritev``."""
 
 
-def _move(
-    transfer: Transfer, descriptor: int, block: Block, band: _Band, data: memoryview, dtype: str
+def move_rows(
+    transfer: Transfer, descriptor: int, block: Block, band: Band, data: memoryview, dtype: str
 ) -> None:
     """Between a block's share of the band in its file and that in memory."""
     item = ITEM_BYTES[dtype]

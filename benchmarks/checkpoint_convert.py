@@ -92,7 +92,7 @@ def save_model(folder: Path, layers: int) -> int:
 
 
 def measure(folder: Path, rounds: int, oracle_rounds: int) -> dict[str, list[Run]]:
-    """Each candidate in turn, round after round, the model in the page cache, nothing waiting for the disk."""
+    """Each candidate in turn, round after round, with the model in the page cache and an idle disk."""
     hf, megatron, output = folder / "hf", folder / "megatron", folder / "output"
     run_process([*_TOOL, "to-megatron", hf, megatron])
     copy = ["cp", "-r"]
@@ -154,10 +154,11 @@ def render(runs: dict[str, list[Run]], nbytes: int, rounds: int) -> str:
         "Command: `python -m benchmarks.checkpoint_convert`",
         "",
         f"{platform.machine()} with {os.cpu_count()} cores. A model of {nbytes / 1e9:.2f} GB (the shape of",
-        f"R1-Distill-Qwen-1.5B, bfloat16, random bits), in the page cache. Medians of {rounds} rounds in which the",
-        "candidates take turns; *ratio* is the median over the rounds of the wall time over that of `cp -r` of the",
-        "same input in the same round, its range in brackets. Ours end when all is on disk (fsync); `cp -r` alone",
-        "does not wait for the disk.",
+        "R1-Distill-Qwen-1.5B, bfloat16, random bits), in the page cache. Medians of "
+        f"{rounds} rounds in which the",
+        "candidates take turns; *ratio* is the median over the rounds of the wall time over that of `cp -r`",
+        "of the same input in the same round, its range in brackets. Ours end when all is on disk (fsync);",
+        "`cp -r` alone does not wait for the disk.",
         "",
         "| candidate | wall, s | ratio | processor, s | peak memory, MiB |",
         "|---|---:|---:|---:|---:|",

@@ -56,7 +56,7 @@ class TorchDist:
         self.shape = shape
         self.metadata: Metadata = read_metadata(folder)
         self.common: dict[str, Any] = read_common(folder)
-        self.prefix = _prefix(self.metadata, folder)
+        self.prefix = find_prefix(self.metadata, folder)
         self.layout = layers_layout(self.metadata, self.prefix)
         self._table = mapping_table(shape)
         self._check_keys()
@@ -201,7 +201,8 @@ def layers_layout(metadata: Metadata, prefix: str) -> str:
     return "per_layer" if prefix + _FC1.format(layer=0) in metadata.tensors else "stacked"
 
 
-def _prefix(metadata: Metadata, folder: Path) -> str:
+def find_prefix(metadata: Metadata, folder: Path) -> str:
+    """What stands before the keys of the model. CheckpointError if there is none of megatron-core."""
     for prefix in _PREFIXES:
         if prefix + _EMBEDDING in metadata.tensors:
             return prefix

@@ -13,6 +13,7 @@ from checkpoints_tools.blocks import ITEM_BYTES, Block, BlockTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_COMPARED = 1 << 20  # bytes at a time
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
@@ -87,6 +88,21 @@ def read_safetensors(path: Path) -> list[BlockTensor]:
     if position != size:
         raise CheckpointError(f"{path} has {size} bytes; its header speaks of {position}")
     return tensors
+
+
+def same_bytes(one: BlockTensor, other: BlockTensor) -> bool:
+    """Are two tensors of such folders equal, bit for bit?"""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    (a,), (b,) = one.blocks, other.blocks
+    with a.file.open("rb") as file_a, b.file.open("rb") as file_b:
+        file_a.seek(a.position)
+        file_b.seek(b.position)
+        for begin in range(0, one.nbytes, _COMPARED):
+            count = min(_COMPARED, one.nbytes - begin)
+            if file_a.read(count) != file_b.read(count):
+                return False
+    return True
 
 
 def _tensor(path: Path, data: int, name: str, entry: Any) -> BlockTensor:

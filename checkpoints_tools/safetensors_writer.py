@@ -23,7 +23,7 @@ class Sharding:
     weight_map: Mapping[str, str] | None = None
     """The file of each tensor, as an index gives it."""
     index: bytes | None = None
-    """The index that goes with ``weight_map``; one is made where there is none."""
+    """The index that goes with ``weight_map``, kept as it is if the tensors still have the size it gives."""
 
 
 def plan_safetensors(
@@ -45,10 +45,18 @@ def plan_safetensors(
         output.sizes[path] = len(header) + sum(tensor.nbytes for tensor in placed)
         output.tensors.update((tensor.name, tensor) for tensor in placed)
     if set(weight_map.values()) != {SINGLE}:
-        total = sum(tensor.nbytes for tensor in output.tensors.values())
-        made = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        output.last[folder / INDEX] = sharding.index or (json.dumps(made, indent=2) + "\n").encode()
+        output.last[folder / INDEX] = _index(output, weight_map, sharding)
     return output
+
+
+def _index(output: OutputPlan, weight_map: Mapping[str, str], sharding: Sharding) -> bytes:
+    total = sum(tensor.nbytes for tensor in output.tensors.values())
+    if sharding.weight_map is not None and sharding.index is not None:
+        given = json.loads(sharding.index).get("metadata")
+        if isinstance(given, dict) and given.get("total_size") == total:
+            return sharding.index
+    made = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(made, indent=2) + "\n").encode()
 
 
 def _weight_map(
@@ -58,7 +66,10 @@ def _weight_map(
         known = sharding.weight_map
         if different := sorted(set(known) ^ set(tensors)):
             there = "is not in the index" if different[0] in tensors else "is in the index alone"
-            raise ConfigError(f"the index is one of another model: tensor {different[0]} {there}")
+            raise ConfigError(
+                f"the index is one of another model: tensor {different[0]} {there}; "
+                "--shard-gb deals the tensors to files anew"
+            )
         return known
     shards: list[list[str]] = [[]]
     filled = 0

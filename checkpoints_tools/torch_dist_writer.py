@@ -19,6 +19,7 @@ from bapo_megatron.policy.hf_names import Mapping as Parameter
 from bapo_megatron.policy.hf_names import checkpoint_key, mapping_table
 from checkpoints_tools.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.output_plan import PARTIAL, OutputPlan
+from checkpoints_tools.segments import cut_into_sources
 from checkpoints_tools.torch_archive import object_archive, tensor_archive
 from checkpoints_tools.torch_dist_metadata import BACKENDS, Piece, StoredKey, common, metadata
 
@@ -112,8 +113,13 @@ class _Planner:
             payload = begin + len(archive.before)
             self.output.around.append((self._path(file), begin, archive.before))
             self.output.around.append((self._path(file), payload + archive.payload, archive.after))
-            for name, block in _blocks(parameter, chunk, self._path(file), payload, ITEM_BYTES[dtype]):
-                self.blocks.setdefault(name.format(layer=layer), []).append(block)
+            row_bytes = chunk.columns * ITEM_BYTES[dtype]
+            stored = Block(
+                chunk.row, chunk.rows, chunk.column, chunk.columns, self._path(file), payload, row_bytes
+            )
+            parts = cut_into_sources(parameter.segments, len(parameter.hf_names), [stored])
+            for name, blocks in zip(parameter.hf_names, parts, strict=True):
+                self.blocks.setdefault(name.format(layer=layer), []).extend(blocks)
 
     def _place_extra_states(self) -> None:
         empty = object_archive([None])
@@ -161,27 +167,3 @@ def chunks(parameter: Parameter, item: int, grid: int) -> Iterator[Rectangle]:
 
 def _cuts(length: int, count: int) -> Iterator[tuple[int, int]]:
     return ((length * i // count, length * (i + 1) // count) for i in range(count))
-
-
-def _blocks(
-    parameter: Parameter, chunk: Rectangle, file: Path, payload: int, item: int
-) -> Iterator[tuple[str, Block]]:
-    """The parts of HF tensors in a chunk whose bytes begin at ``payload``."""
-    stride = chunk.columns * item
-    row = 0  # of the parameter, at which the segment begins
-    for segment in parameter.segments:
-        begin, end = max(row, chunk.row), min(row + segment.rows, chunk.row + chunk.rows)
-        if begin < end:
-            yield (
-                parameter.hf_names[segment.source],
-                Block(
-                    segment.row + begin - row,
-                    end - begin,
-                    chunk.column,
-                    chunk.columns,
-                    file,
-                    payload + (begin - chunk.row) * stride,
-                    stride,
-                ),
-            )
-        row += segment.rows

@@ -1,8 +1,8 @@
 """An output folder that appears whole or not at all.
 
-It is written under a hidden name beside its own and renamed when every byte is on disk. What a killed run has
-left is recognized by that name and removed by the next run for the same output; a lock on the folder keeps two
-runs from each other.
+It is written under a hidden name beside its own and renamed when every byte is on disk. What a killed run
+has left is recognized by that name and removed by the next run for the same output; a lock on the folder
+keeps two runs from each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
         replaced.rename(output)  # a run was killed between the two renames that replace an output
     for source in (source.resolve() for source in sources):
         if output == source or output in source.parents or source in output.parents:
-            raise ConfigError(f"output {output} and input {source} are, or lie in, one another: choose another")
+            raise ConfigError(
+                f"output {output} and input {source} are, or lie in, one another: choose another"
+            )
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise ConfigError(f"output {output} exists and is no folder")
     if output.is_mount():
@@ -50,7 +52,9 @@ def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
         if not overwrite:
             raise ConfigError(f"output {output} exists; --overwrite replaces it")
         if not any((output / mark).is_file() for mark in _MARKS):
-            raise ConfigError(f"output {output} exists and is no checkpoint, so --overwrite does not replace it")
+            raise ConfigError(
+                f"output {output} exists and is no checkpoint, so --overwrite does not replace it"
+            )
     return output
 
 
@@ -60,7 +64,8 @@ def check_space(output: Path, nbytes: int) -> int:
     free = shutil.disk_usage(folder).free
     if nbytes > free:
         raise ConfigError(
-            f"output {output} needs {nbytes:,} bytes and {folder} has {free:,} free: make room, or write elsewhere"
+            f"output {output} needs {nbytes:,} bytes and {folder} has {free:,} free: make room, or write "
+            "elsewhere"
         )
     return free
 

@@ -32,11 +32,16 @@ class Settings:
     def check(self) -> None:
         """ConfigError for a number of threads that cannot be."""
         if not 0 <= self.threads <= 256:
-            raise ConfigError(f"--threads {self.threads}: give a number from 1 to 256, or 0 to have it chosen")
+            raise ConfigError(
+                f"--threads {self.threads}: give a number from 1 to 256, or 0 to have it chosen"
+            )
 
     def thread_count(self) -> int:
         """Threads that copy."""
         return self.threads or min(8, len(os.sched_getaffinity(0)))
+
+
+DEFAULTS = Settings()
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def convert(
 ) -> Conversion:
     """Carry out a plan, made for ``temporary_folder(output)``.
 
-    ConfigError if the disk has not the space, or turns out not to have it. Only then is nothing left behind.
+    ConfigError if the disk has not the space, or turns out not to have it; nothing is left behind.
     """
     free = check_space(output, plan.nbytes - holes(tensors))
     result = Conversion(

@@ -25,7 +25,7 @@ def to_bfloat16(data: memoryview, dtype: str) -> memoryview:
         bits = np.frombuffer(data, np.uint32)
     else:
         raise ValueError(f"{dtype} is not converted to BF16")
-    return memoryview(_rounded(bits)).cast("B")
+    return _rounded(bits).data.cast("B")
 
 
 def _rounded(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:

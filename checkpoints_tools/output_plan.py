@@ -36,7 +36,7 @@ class OutputPlan:
         return sum(self.sizes.values()) + carried + sum(len(data) for data in self.last.values())
 
     def create(self) -> None:
-        """The folders, and the data files at their full size: zeros but for what stands between the tensors."""
+        """The folders, and the data files at full size: zeros but for what stands between the tensors."""
         for folder in {path.parent for path in (*self.sizes, *self.copied, *self.last)}:
             folder.mkdir(parents=True, exist_ok=True)
         by_file: dict[Path, list[tuple[int, bytes]]] = {path: [] for path in self.sizes}
@@ -66,7 +66,7 @@ class OutputPlan:
 
 
 def holes(tensors: Mapping[str, BlockTensor]) -> int:
-    """Bytes of the tensors' files for which the file system keeps no data: copies of them take no space either."""
+    """Bytes of the tensors' files for which the file system keeps no data; nor will it for a copy."""
     found = 0
     for path in {block.file for tensor in tensors.values() for block in tensor.blocks}:
         status = path.stat()

@@ -44,10 +44,9 @@ class Progress:
         took = max(now - self._began, 1e-9)
         speed = self._done / took
         left = (self._total - self._done) / speed if speed else 0.0
-        text = (
-            f"{100 * self._done / self._total:3.0f} %  {format_bytes(self._done)} of {format_bytes(self._total)}"
-            f"  {format_bytes(speed)}/s  {'took' if left == 0 else 'ETA'} {format_time(left or took)}"
-        )
+        end = f"ETA {format_time(left)}" if left else f"took {format_time(took)}"
+        share = f"{100 * self._done / self._total:3.0f} %"
+        text = f"{share}  {format_bytes(self._done)} of {format_bytes(self._total)}  {format_bytes(speed)}/s  {end}"
         self._stream.write(f"\r\033[K{text}" if self._terminal else f"{text}\n")
         self._stream.flush()
 

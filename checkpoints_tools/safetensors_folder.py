@@ -13,7 +13,6 @@ from checkpoints_tools.blocks import ITEM_BYTES, Block, BlockTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_COMPARED = 1 << 20  # bytes at a time
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
@@ -30,7 +29,11 @@ def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
             if weight_map is not None and weight_map.get(tensor.name) != file:
                 raise CheckpointError(
                     f"{folder / file} holds tensor {tensor.name}, which {INDEX} "
-                    + ("does not list" if tensor.name not in weight_map else f"places in {weight_map[tensor.name]}")
+                    + (
+                        "does not list"
+                        if tensor.name not in weight_map
+                        else f"places in {weight_map[tensor.name]}"
+                    )
                 )
             found[tensor.name] = tensor
     for name, file in (weight_map or {}).items():
@@ -54,7 +57,9 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
         raise CheckpointError(f"{index}: weight_map is no table of tensors")
     for name, file in weight_map.items():
         if not isinstance(file, str) or file != Path(file).name:
-            raise CheckpointError(f"{index}: tensor {name} is placed in {file!r}, which names no file beside it")
+            raise CheckpointError(
+                f"{index}: tensor {name} is placed in {file!r}, which names no file beside it"
+            )
     if single.exists() and SINGLE not in weight_map.values():
         raise CheckpointError(f"{folder} holds both {SINGLE} and {INDEX}, which does not list it: remove one")
     return weight_map
@@ -82,27 +87,13 @@ def read_safetensors(path: Path) -> list[BlockTensor]:
     for tensor in tensors:
         if tensor.blocks[0].position != position:
             raise CheckpointError(
-                f"{path}: tensor {tensor.name} begins at byte {tensor.blocks[0].position}, where {position} is next"
+                f"{path}: tensor {tensor.name} begins at byte {tensor.blocks[0].position}; the bytes from "
+                f"{position} on are next"
             )
         position += tensor.nbytes
     if position != size:
         raise CheckpointError(f"{path} has {size} bytes; its header speaks of {position}")
     return tensors
-
-
-def same_bytes(one: BlockTensor, other: BlockTensor) -> bool:
-    """Are two tensors of such folders equal, bit for bit?"""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    (a,), (b,) = one.blocks, other.blocks
-    with a.file.open("rb") as file_a, b.file.open("rb") as file_b:
-        file_a.seek(a.position)
-        file_b.seek(b.position)
-        for begin in range(0, one.nbytes, _COMPARED):
-            count = min(_COMPARED, one.nbytes - begin)
-            if file_a.read(count) != file_b.read(count):
-                return False
-    return True
 
 
 def _tensor(path: Path, data: int, name: str, entry: Any) -> BlockTensor:

@@ -1,4 +1,4 @@
-"""Plans a Hugging Face folder of safetensors files, byte for byte as the safetensors library would write it."""
+"""Plans a Hugging Face folder of safetensors files, byte for byte as the safetensors library writes them."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ def _index(output: OutputPlan, weight_map: Mapping[str, str], sharding: Sharding
     return (json.dumps(made, indent=2) + "\n").encode()
 
 
-def _weight_map(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], sharding: Sharding
-) -> Mapping[str, str]:
+def _weight_map(tensors: Mapping[str, tuple[str, tuple[int, ...]]], sharding: Sharding) -> Mapping[str, str]:
     if sharding.weight_map is not None:
         known = sharding.weight_map
         if different := sorted(set(known) ^ set(tensors)):

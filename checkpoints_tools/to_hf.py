@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.policy.hf_config import ModelShape, read_model_shape
 from bapo_megatron.policy.hf_names import hf_tensors
 from checkpoints_tools.atomic_output import check_output, temporary_folder
 from checkpoints_tools.blocks import BlockTensor
 from checkpoints_tools.carried import carried_files
-from checkpoints_tools.conversion import Conversion, Settings, convert
-from checkpoints_tools.locate import LATEST, Format, Location, hf_reference, locate
-from checkpoints_tools.mp_rank import MpRank
+from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
+from checkpoints_tools.locate import LATEST, Format
+from checkpoints_tools.opening import Checkpoint, open_checkpoint
 from checkpoints_tools.safetensors_folder import INDEX, SINGLE, read_weight_map
 from checkpoints_tools.safetensors_writer import Sharding, plan_safetensors
 from checkpoints_tools.torch_dist import TorchDist
@@ -36,7 +35,7 @@ def to_hf(
     origin: Origin = "model",
     step: str = LATEST,
     shard_bytes: int | None = None,
-    settings: Settings = Settings(),
+    settings: Settings = DEFAULTS,
 ) -> Conversion:
     """Write ``output``: safetensors with config, tokenizer and chat templates as they once came.
 
@@ -47,13 +46,13 @@ def to_hf(
     before anything is written, but for a disk that fills up.
     """
     settings.check()
-    location = locate(checkpoint, step)
-    if location.format is Format.HF:
-        raise ConfigError(f"{location.folder} is a Hugging Face folder already")
-    model = hf_reference(location, reference)
-    output = check_output(output, settings.overwrite, [location.folder, model])
-    shape = read_model_shape(model)
-    tensors = _tensors(location, shape, origin)
+    opened = open_checkpoint(checkpoint, step, reference)
+    source, model, shape = opened.location.folder, opened.reference, opened.shape
+    if opened.location.format is Format.HF:
+        raise ConfigError(f"{source} is a Hugging Face folder already")
+    output = check_output(output, settings.overwrite, [source, model])
+    found = opened.tensors if origin == "model" else _masters(opened)
+    tensors = {name: found[name] for name in hf_tensors(shape)}
     weight_map = None if shard_bytes is not None else _weight_map(model, tensors)
     if shape.tied and _OUTPUT in (weight_map or ()):
         tensors[_OUTPUT] = replace(tensors[_EMBEDDING], name=_OUTPUT)
@@ -67,22 +66,17 @@ def to_hf(
     plan.copied = {folder / name: path for name, path in files.items()}
     changed = dtype is not None or origin == "optimizer"
     plan.last[folder / _CONFIG] = _with_type(config, set(types.values())) if changed else config
-    return convert(location.folder, tensors, plan, output, settings)
+    return convert(source, tensors, plan, output, settings)
 
 
-def _tensors(location: Location, shape: ModelShape, origin: Origin) -> dict[str, BlockTensor]:
-    """The checkpoint's tensors in their natural order."""
-    if location.format is Format.MP_RANK:
-        if origin == "optimizer":
-            raise ConfigError(
-                f"{location.folder} is of format {location.format}, whose optimizer is not read; leave out "
-                "--from optimizer"
-            )
-        found = MpRank(location.folder, shape).tensors
-    else:
-        stored = TorchDist(location.folder, shape)
-        found = stored.tensors if origin == "model" else stored.optimizer_tensors("param")
-    return {name: found[name] for name in hf_tensors(shape)}
+def _masters(opened: Checkpoint) -> dict[str, BlockTensor]:
+    """The optimizer's fp32 weights."""
+    if not isinstance(opened.content, TorchDist):
+        raise ConfigError(
+            f"{opened.location.folder} is of format {opened.location.format}, whose optimizer is not read; "
+            "leave out --from optimizer"
+        )
+    return opened.content.optimizer_tensors("param")
 
 
 def _weight_map(model: Path, tensors: Iterable[str]) -> dict[str, str] | None:

@@ -12,9 +12,10 @@ from bapo_megatron.policy.hf_names import hf_tensors
 from checkpoints_tools.atomic_output import check_output, temporary_folder
 from checkpoints_tools.blocks import BlockTensor
 from checkpoints_tools.carried import FOLDER, carried_files, carried_index
-from checkpoints_tools.conversion import Conversion, Settings, convert
+from checkpoints_tools.comparing import first_difference
+from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
 from checkpoints_tools.locate import TRACKER
-from checkpoints_tools.safetensors_folder import read_safetensors_folder, same_bytes
+from checkpoints_tools.safetensors_folder import read_safetensors_folder
 from checkpoints_tools.torch_dist_writer import plan_torch_dist
 
 # Megatron-LM's name for weights that no training run of its own has saved: it then asks for no optimizer.
@@ -23,9 +24,7 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _SHOWN = 8
 
 
-def to_megatron(
-    hf_folder: Path, output: Path, grid: int = 8, settings: Settings = Settings()
-) -> Conversion:
+def to_megatron(hf_folder: Path, output: Path, grid: int = 8, settings: Settings = DEFAULTS) -> Conversion:
     """Write ``output/release/`` in torch_dist and the tracker file that names it.
 
     ``grid`` is the number of pieces into which a matrix is cut, so that a TP rank need not read all of it:
@@ -66,9 +65,9 @@ def model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
     if problems:
         more = f"\n... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(f"model folder {folder}:\n" + "\n".join(problems[:_SHOWN]) + more)
-    if copy is not None and not same_bytes(copy, found[_EMBEDDING]):
+    if copy is not None and (difference := first_difference(copy, found[_EMBEDDING])):
         raise CheckpointError(
-            f"model folder {folder}: config.json ties {_OUTPUT} to {_EMBEDDING}, but the two differ"
+            f"model folder {folder}: config.json ties {_OUTPUT} to {_EMBEDDING}, but it {difference}"
         )
     return found
 

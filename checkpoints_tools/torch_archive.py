@@ -1,4 +1,4 @@
-"""The bytes of ``torch.save`` around a tensor's own, so that an archive can be written in place and piece by piece.
+"""The bytes of ``torch.save`` around a tensor's own, so that an archive can be written in place, by pieces.
 
 An archive is a zip file. torch checks no checksum of its entries, and that of a tensor's bytes is left zero:
 to know it, every byte would have to pass through the processor once more.
@@ -41,7 +41,7 @@ class TensorArchive:
 
 
 def tensor_archive(dtype: str, shape: Sequence[int], position: int) -> TensorArchive:
-    """The archive of a contiguous tensor, for byte ``position`` of a file, where the tensor will be aligned."""
+    """The archive of a contiguous tensor for byte ``position`` of a file, in which the tensor is aligned."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)

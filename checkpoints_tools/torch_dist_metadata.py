@@ -1,5 +1,5 @@
-"""The pickles of a torch_dist checkpoint: ``.metadata`` says where each piece of each key lies, ``common.pt`` what
-all ranks share."""
+"""The pickles of a torch_dist checkpoint: ``.metadata``, which says where each piece of each key lies, and
+``common.pt``, what all ranks share."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from checkpoints_tools.torch_dist_metadata import BACKENDS, Piece, StoredKey, co
 
 DATA_FILES = 8  # each may be written by a thread of its own
 MOST_CHUNK_BYTES = 1 << 30  # a rank that needs a part of a chunk reads all of it
-# Modules of Transformer Engine keep a state of their own, which is nothing without FP8. megatron-core asks for
-# that of the modules that the loading model has, and refuses a checkpoint without it.
+# Modules of Transformer Engine keep a state of their own, which is nothing without FP8. megatron-core asks
+# for that of the modules that the loading model has, and refuses a checkpoint without it.
 _LAYER_MODULES = (
     "self_attention.core_attention",
     "self_attention.linear_qkv",
@@ -48,7 +48,11 @@ class Rectangle:
 
 
 def plan_torch_dist(
-    tensors: Mapping[str, BlockTensor], shape: ModelShape, folder: Path, grid: int, arguments: Mapping[str, Any]
+    tensors: Mapping[str, BlockTensor],
+    shape: ModelShape,
+    folder: Path,
+    grid: int,
+    arguments: Mapping[str, Any],
 ) -> OutputPlan:
     """The files of a torch_dist checkpoint in ``folder`` for all of a model's ``tensors``.
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ class MpRank:
         """The shards as blocks of the whole parameter. A replicated parameter is taken from rank 0."""
         rows, *rest = mapping.shape
         ranks = self.files.tensor
-        dim, parts = mapping.tp_dim, mapping.tp_parts
+        dim = mapping.tp_dim
         for rank, shard in enumerate(shards[: 1 if dim is None else None]):
             if shard.dtype not in ITEM_BYTES or shard.dtype != shards[0].dtype or not shard.contiguous:
                 raise CheckpointError(
@@ -167,14 +168,23 @@ class MpRank:
                     f"{shard.file}: {key} has shape {list(shard.shape)}; of {[rows, *rest]} in config.json, "
                     f"rank {rank} of {ranks} holds {local}"
                 )
-            columns = local[1] if rest else 1
-            stride = columns * ITEM_BYTES[shard.dtype]
-            height = local[0] // parts
-            column = rank * columns if dim == 1 else 0
-            for part in range(parts):
-                row = part * (rows // parts) + (rank * height if dim == 0 else 0)
-                position = shard.position + part * height * stride
-                yield Block(row, height, column, columns, shard.file, position, stride)
+            yield from shard_blocks(mapping, shard.shape, rank, shard.file, shard.position, shard.dtype)
+
+
+def shard_blocks(
+    mapping: Mapping, local: tuple[int, ...], rank: int, file: Path, position: int, dtype: str
+) -> Iterator[Block]:
+    """The blocks of a parameter that lie, contiguous from ``position`` on, in the shard of a tensor rank.
+
+    ``local`` is the shard's shape. Gate and up projection, one over the other in it, are two blocks.
+    """
+    rows, columns = local[0], prod(local[1:])
+    stride = columns * ITEM_BYTES[dtype]
+    height = rows // mapping.tp_parts
+    for part in range(mapping.tp_parts):
+        row = part * (mapping.shape[0] // mapping.tp_parts) + (rank * height if mapping.tp_dim == 0 else 0)
+        column = rank * columns if mapping.tp_dim == 1 else 0
+        yield Block(row, height, column, columns, file, position + part * height * stride, stride)
 
 
 def _rank_folders(folder: Path) -> dict[tuple[int, int], Path]:

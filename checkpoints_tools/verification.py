@@ -10,13 +10,12 @@ from typing import Any
 from bapo_megatron.errors import CheckpointError
 from checkpoints_tools.blocks import BlockTensor
 from checkpoints_tools.comparing import Difference, TensorReport, compare_tensors
-from checkpoints_tools.conversion import Settings
+from checkpoints_tools.conversion import DEFAULTS, Settings
 from checkpoints_tools.locate import LATEST, Format, hf_reference, locate
 from checkpoints_tools.opening import Checkpoint, open_checkpoint
 from checkpoints_tools.progress import Progress
 
 _SHOWN = 10
-_DEFAULTS = Settings()
 
 
 @dataclass
@@ -76,7 +75,7 @@ def verify(
     step: str = LATEST,
     digests: bool = False,
     weights_only: bool = False,
-    settings: Settings = _DEFAULTS,
+    settings: Settings = DEFAULTS,
 ) -> Verification:
     """Compare the checkpoints that two paths mean, tensor by tensor under their Hugging Face names.
 

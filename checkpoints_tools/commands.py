@@ -13,6 +13,7 @@ from bapo_megatron.errors import ConfigError
 from checkpoints_tools.conversion import Settings
 from checkpoints_tools.inspection import inspect_checkpoint
 from checkpoints_tools.inspection_text import as_text
+from checkpoints_tools.resharding import Target, reshard
 from checkpoints_tools.to_hf import to_hf
 from checkpoints_tools.to_megatron import to_megatron
 from checkpoints_tools.verification import verify
@@ -155,9 +156,58 @@ class Verify:
         return 0 if found.equal else 1
 
 
+@dataclass(frozen=True)
+class Reshard:
+    """A checkpoint in another grid of chunks, with another padding, or as legacy mp_rank folders.
+
+    The trainer loads torch_dist at any TP, PP, VPP, CP and DP as it is: that needs no reshard.
+    """
+
+    checkpoint: tyro.conf.Positional[Path]
+    """Its folder or one above it, of Megatron-LM or of a run; for --to mp_rank also a Hugging Face folder."""
+    out: tyro.conf.Positional[Path]
+    """Folder to write; it appears when it is whole."""
+    to: Target = "torch_dist"
+    """Format to write."""
+    grid: int = 8
+    """For torch_dist: pieces of each matrix, the largest TP that is to read no more than its part."""
+    tp: int = 1
+    """For mp_rank: tensor-parallel ranks."""
+    pp: int = 1
+    """For mp_rank: pipeline stages."""
+    vocab_multiple: int | None = None
+    """Pad the vocabulary to a multiple; without it torch_dist is not padded, and mp_rank to 128 x TP."""
+    weights_only: bool = False
+    """Leave the optimizer behind."""
+    hf_reference: Path | None = None
+    """Folder of the model with config.json and tokenizer, where the checkpoint carries none."""
+    step: str = "latest"
+    """Which checkpoint, if there are several: a number, or latest."""
+    flags: tyro.conf.OmitArgPrefixes[Flags] = field(default_factory=Flags)
+
+    def run(self) -> int:
+        """Convert, and print what was written."""
+        result = reshard(
+            self.checkpoint,
+            self.out,
+            self.to,
+            self.grid,
+            self.tp,
+            self.pp,
+            self.vocab_multiple,
+            self.weights_only,
+            self.hf_reference,
+            self.step,
+            self.flags.settings(),
+        )
+        print(result)
+        return 0
+
+
 COMMANDS: dict[str, type[Command]] = {
     "to-megatron": ToMegatron,
     "to-hf": ToHf,
+    "reshard": Reshard,
     "inspect": Inspect,
     "verify": Verify,
 }

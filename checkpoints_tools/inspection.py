@@ -143,7 +143,7 @@ def _read_torch_dist(folder: Path) -> _Content:
     weights = tuple(tensor for tensor in tensors if not tensor.key.startswith("optimizer."))
     layout = layers_layout(metadata, find_prefix(metadata, folder))
     kind = optimizer_format(metadata, common)
-    return _Content(layout, common, weights, kind, state, metadata.objects)
+    return _Content(layout, common, weights, kind, state, tuple(metadata.objects))
 
 
 def _read_mp_rank(folder: Path) -> _Content:

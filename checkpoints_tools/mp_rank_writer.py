@@ -43,7 +43,9 @@ class Ranks:
         if self.pipeline < 1 or shape.layers % self.pipeline:
             raise ConfigError(f"--pp {self.pipeline} does not divide the model's {shape.layers} layers")
         if self.tensor > 100 or self.pipeline > 1000:
-            raise ConfigError(f"--tp {self.tensor} --pp {self.pipeline}: the folders' names have no room for it")
+            raise ConfigError(
+                f"--tp {self.tensor} --pp {self.pipeline}: the folders' names have no room for it"
+            )
 
 
 def plan_mp_rank(
@@ -56,8 +58,8 @@ def plan_mp_rank(
 ) -> OutputPlan:
     """The files of a legacy checkpoint in ``folder`` for all of a model's ``tensors``.
 
-    Norms have Transformer Engine's names. ``arguments`` stand in it as those of the Megatron-LM run that would
-    have written it. ConfigError if the model cannot be cut so.
+    Norms have Transformer Engine's names. ``arguments`` stand in it as those of the Megatron-LM run that
+    would have written it. ConfigError if the model cannot be cut so.
     """
     ranks.check(shape)
     return _Planner(tensors, shape, folder, ranks).plan(arguments, iteration)

@@ -39,8 +39,8 @@ class StateArchive:
 def state_archive(value: Any, payloads: Sequence[int]) -> StateArchive:
     """A file of ``torch.save`` for ``value``, as ``pickle_writer.py`` has it.
 
-    Its tensors name the entries ``data/0``, ``data/1`` and so on, whose bytes ``payloads`` counts. ConfigError
-    for a tensor of 4 GiB or more.
+    Its tensors name the entries ``data/0``, ``data/1`` and so on, whose bytes ``payloads`` counts.
+    ConfigError for a tensor of 4 GiB or more.
     """
     archive = StateArchive()
     central = bytearray()

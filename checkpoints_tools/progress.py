@@ -46,7 +46,8 @@ class Progress:
         left = (self._total - self._done) / speed if speed else 0.0
         end = f"ETA {format_time(left)}" if left else f"took {format_time(took)}"
         share = f"{100 * self._done / self._total:3.0f} %"
-        text = f"{share}  {format_bytes(self._done)} of {format_bytes(self._total)}  {format_bytes(speed)}/s  {end}"
+        count = f"{format_bytes(self._done)} of {format_bytes(self._total)}"
+        text = f"{share}  {count}  {format_bytes(speed)}/s  {end}"
         self._stream.write(f"\r\033[K{text}" if self._terminal else f"{text}\n")
         self._stream.flush()
 

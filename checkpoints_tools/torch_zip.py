@@ -206,7 +206,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if position < 0:
-            raise ValueError(f"position {position} before the beginning")
+            raise OSError(f"position {position} before the beginning")  # as a file would
         self._position = position
         return position
 

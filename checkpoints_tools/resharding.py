@@ -80,6 +80,9 @@ def _check(to: str, grid: int, tensor: int, pipeline: int, multiple: int | None)
         raise ConfigError(f"--grid {grid}: give a number from 1 to 1024; 8 serves TP1 to TP8")
     if multiple is not None and multiple < 1:
         raise ConfigError(f"--vocab-multiple {multiple}: give a number above 0")
+    for flag, number in (("tp", tensor), ("pp", pipeline)):
+        if not 1 <= number <= 100:
+            raise ConfigError(f"--{flag} {number}: give a number from 1 to 100")
     if to == "torch_dist" and (tensor, pipeline) != (1, 1):
         raise ConfigError(
             "--tp and --pp are for --to mp_rank: torch_dist is loaded at any TP and PP as it is"

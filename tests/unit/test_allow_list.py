@@ -1,4 +1,4 @@
-"""No file runs code: what a pickle names becomes a constant, a container or an inert record, or is refused."""
+"""No file runs code: what a pickle names becomes a constant, a container or a record, or is refused."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def _written_at(common: Mapping[str, Any]) -> dict[str, int]:
 def _groups(tensors: Iterable[GlobalTensor], objects: Iterable[str]) -> list[KeyGroup]:
     counts: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for tensor in tensors:
-        entry = counts.setdefault((_pattern(tensor.key), tensor.dtype, tensor.shape), [0, 0])
+        entry = counts.setdefault((_pattern(tensor.key), tensor.dtype, tensor.shape), [0, 1])
         entry[0] += 1
         entry[1] = max(entry[1], len(tensor.chunks))
     for key in objects:

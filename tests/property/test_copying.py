@@ -1,0 +1,159 @@
+"""Copying between any two ways to cut a tensor into blocks of files moves every element to its place."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_megatron.errors import CheckpointError
+from checkpoints_tools import copying
+from checkpoints_tools.blocks import Block, BlockTensor
+from checkpoints_tools.copying import copy_tensors
+from checkpoints_tools.number_types import to_bfloat16
+
+Rectangles = list[tuple[int, int, int, int]]
+
+
+@st.composite
+def cut(draw: st.DrawFn, rows: int, columns: int) -> Rectangles:
+    """The rectangle, halved again and again along rows or columns."""
+    pieces = [(0, rows, 0, columns)]
+    for _ in range(draw(st.integers(0, 6))):
+        row, height, column, width = pieces.pop(draw(st.integers(0, len(pieces) - 1)))
+        if draw(st.booleans()) and height > 1:
+            at = draw(st.integers(1, height - 1))
+            pieces += [(row, at, column, width), (row + at, height - at, column, width)]
+        elif width > 1:
+            at = draw(st.integers(1, width - 1))
+            pieces += [(row, height, column, at), (row, height, column + at, width - at)]
+        else:
+            pieces.append((row, height, column, width))
+    return pieces
+
+
+def lay_out(
+    folder: Path, name: str, shape: tuple[int, int], pieces: Rectangles, gap: int, values: np.ndarray | None
+) -> BlockTensor:
+    """The pieces in two files, each row of a piece ``gap`` bytes behind the one before."""
+    contents = [bytearray(b"\xab" * 3), bytearray()]
+    blocks = []
+    for number, (row, rows, column, columns) in enumerate(pieces):
+        file = number % 2
+        stride = 2 * columns + gap
+        blocks.append(
+            Block(row, rows, column, columns, folder / f"{name}{file}", len(contents[file]), stride)
+        )
+        for r in range(row, row + rows):
+            held = b"" if values is None else values[r, column : column + columns].tobytes()
+            contents[file] += held.ljust(2 * columns, b"\0") + b"\xcd" * gap
+    for file, content in enumerate(contents):
+        (folder / f"{name}{file}").write_bytes(content)
+    return BlockTensor("w", "BF16", shape, tuple(blocks))
+
+
+def collect(tensor: BlockTensor) -> np.ndarray:
+    """The elements as the blocks say."""
+    found = np.zeros(tensor.shape, np.uint16)
+    for block in tensor.blocks:
+        content = block.file.read_bytes()
+        for r in range(block.rows):
+            at = block.position + r * block.stride
+            row = np.frombuffer(content[at : at + 2 * block.columns], np.uint16)
+            found[block.row + r, block.column : block.column + block.columns] = row
+    return found
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_element_arrives_and_nothing_else_changes(data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
+    values = np.arange(1, rows * columns + 1, dtype=np.uint16).reshape(rows, columns)
+    gaps = data.draw(st.tuples(st.sampled_from([0, 2, 5]), st.sampled_from([0, 2, 5])))
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "BUFFER_BYTES", data.draw(st.sampled_from([1, 40, 1 << 20])))
+        patch.setattr(copying, "_VECTORS", data.draw(st.sampled_from([1, 3, 1024])))
+        folder = Path(name)
+        shape = (rows, columns)
+        source = lay_out(folder, "source", shape, data.draw(cut(rows, columns)), gaps[0], values)
+        target = lay_out(folder, "target", shape, data.draw(cut(rows, columns)), gaps[1], None)
+        around = {block.file: _outside(target, block.file) for block in target.blocks}
+        seen: list[int] = []
+        copy_tensors({"w": source}, {"w": target}, threads=2, moved=seen.append)
+        assert (collect(target) == values).all()
+        assert sum(seen) == target.nbytes
+        assert {block.file: _outside(target, block.file) for block in target.blocks} == around
+
+
+def _outside(tensor: BlockTensor, file: Path) -> bytes:
+    """The bytes of a file that belong to no block."""
+    content = bytearray(file.read_bytes())
+    for block in tensor.blocks:
+        if block.file == file:
+            for r in range(block.rows):
+                at = block.position + r * block.stride
+                content[at : at + 2 * block.columns] = b"\0" * (2 * block.columns)
+    return bytes(content)
+
+
+def test_a_source_that_ends_early_is_named(tmp_path: Path) -> None:
+    values = np.ones((8, 4), np.uint16)
+    source = lay_out(tmp_path, "source", (8, 4), [(0, 8, 0, 4)], 0, values)
+    target = lay_out(tmp_path, "target", (8, 4), [(0, 8, 0, 2), (0, 8, 2, 2)], 0, None)
+    path = source.blocks[0].file
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match=r"source0 ends at byte 62, in the middle of tensor w"):
+        copy_tensors({"w": source}, {"w": target}, threads=1)
+
+
+def test_holes_stay_holes(tmp_path: Path) -> None:
+    """Four rows of a megabyte: data in the first and the third."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    row = 1 << 20
+    with source.open("wb") as file:
+        file.truncate(4 * row)
+        for number in (0, 2):
+            file.seek(number * row)
+            file.write(bytes([number + 1]) * row)
+    with target.open("wb") as file:
+        file.truncate(4 * row)
+
+    def tensor(path: Path) -> BlockTensor:
+        return BlockTensor("w", "BF16", (4, row // 2), (Block(0, 4, 0, row // 2, path, 0, row),))
+
+    copy_tensors({"w": tensor(source)}, {"w": tensor(target)}, threads=1)
+    assert target.read_bytes() == source.read_bytes()
+    assert target.stat().st_blocks * 512 < 2.5 * row
+
+
+@given(data=st.binary(min_size=4, max_size=400))
+@settings(max_examples=200, deadline=None)
+def test_rounding_is_that_of_torch(data: bytes) -> None:
+    import torch
+
+    for dtype, kind in (("F32", np.float32), ("F16", np.float16)):
+        values = np.frombuffer(data[: len(data) // 4 * 4], kind)
+        rounded = np.frombuffer(to_bfloat16(memoryview(values.tobytes()), dtype), np.int16)
+        expected = torch.from_numpy(values.copy()).bfloat16()
+        ours = torch.from_numpy(rounded.copy()).view(torch.bfloat16)
+        assert torch.equal(ours.isnan(), expected.isnan())
+        number = ~expected.isnan()
+        assert torch.equal(ours[number].view(torch.int16), expected[number].view(torch.int16))
+
+
+def test_rounding_at_the_edges() -> None:
+    """Ties to even both ways, the largest float, infinities, denormals, signed zero, NaNs."""
+    bits = np.array(
+        [0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x00000001, 0x00008000]
+        + [0x00018000, 0x80000000, 0x7F800001, 0xFFFFFFFF],
+        np.uint32,
+    )
+    rounded = np.frombuffer(to_bfloat16(memoryview(bits.tobytes()), "F32"), np.uint16)
+    expected = [0x3F80, 0x3F82, 0x3F81, 0x7F80, 0x7F80, 0xFF80, 0, 0, 2, 0x8000, 0x7FC0, 0x7FC0]
+    assert [hex(x) for x in rounded] == [hex(x) for x in expected]
+    with pytest.raises(ValueError, match="BF16 is not converted"):
+        to_bfloat16(memoryview(b"12"), "BF16")

@@ -1,0 +1,85 @@
+"""A 32B model is converted both ways in little memory: sparse files, in which only some tensors have data."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bapo_megatron.policy.hf_config import model_shape
+from bapo_megatron.policy.hf_names import hf_tensors
+from checkpoints_tools.safetensors_folder import read_safetensors_folder
+from checkpoints_tools.safetensors_writer import Sharding, plan_safetensors
+from tests.checkpoint_models import config_of
+
+MIB = 1 << 20
+# Qwen2.5-32B.
+CONFIG = config_of(
+    "qwen2",
+    hidden_size=5120,
+    intermediate_size=27648,
+    num_hidden_layers=64,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    vocab_size=152064,
+)
+FILLED = [
+    "model.layers.7.mlp.down_proj.weight",
+    "model.layers.7.self_attn.k_proj.weight",
+    "model.layers.63.mlp.gate_proj.weight",
+    "model.layers.63.self_attn.q_proj.bias",
+    "model.norm.weight",
+]
+
+
+def save_sparse_model(folder: Path) -> int:
+    """65 GB of holes, but for ``FILLED``. Returns the number of parameters."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    tensors = {name: ("BF16", size) for name, size in hf_tensors(model_shape(CONFIG, "test")).items()}
+    plan = plan_safetensors(tensors, folder, Sharding(4_000_000_000))
+    plan.create()
+    plan.complete()
+    generator = random.Random(0)
+    for name, tensor in read_safetensors_folder(folder).items():
+        if name in FILLED:
+            with tensor.blocks[0].file.open("r+b") as file:
+                file.seek(tensor.blocks[0].position)
+                for _ in range(0, tensor.nbytes, MIB):
+                    file.write(generator.randbytes(min(MIB, tensor.nbytes)))
+    return sum(tensor.nbytes for tensor in plan.tensors.values()) // 2
+
+
+def peak_mib(arguments: Sequence[object]) -> float:
+    """Of a ``bapo-ckpt`` process that succeeds."""
+    command = [sys.executable, "-m", "checkpoints_tools.cli", *map(str, arguments), "--threads", "8"]
+    child = os.posix_spawn(sys.executable, command, os.environ)
+    _, status, used = os.wait4(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    return used.ru_maxrss / 1024
+
+
+def content(folder: Path, name: str) -> bytes:
+    tensor = read_safetensors_folder(folder)[name]
+    with tensor.blocks[0].file.open("rb") as file:
+        file.seek(tensor.blocks[0].position)
+        return file.read(tensor.nbytes)
+
+
+def test_a_32b_model_takes_less_than_400_mib(tmp_path: Path) -> None:
+    parameters = save_sparse_model(tmp_path / "hf")
+    assert 32.7e9 < parameters < 32.8e9
+    assert peak_mib(["to-megatron", tmp_path / "hf", tmp_path / "megatron"]) < 400
+    assert peak_mib(["to-hf", tmp_path / "megatron", tmp_path / "back"]) < 400
+    apparent = sum(path.stat().st_size for path in (tmp_path / "back").iterdir())
+    assert apparent > 65e9
+    for name in FILLED:
+        assert content(tmp_path / "back", name) == content(tmp_path / "hf", name), name
+    assert content(tmp_path / "back", "model.layers.9.input_layernorm.weight") == bytes(2 * 5120)
+    on_disk = sum(path.stat().st_blocks * 512 for path in (tmp_path / "back").iterdir())
+    assert on_disk < 2e9, "holes stay holes"
+    rounded = tmp_path / "rounded"
+    assert peak_mib(["to-hf", tmp_path / "megatron", rounded, "--dtype", "bf16", "--shard-gb", "5"]) < 400

@@ -188,10 +188,13 @@ def _iteration(location: Location, common: Mapping[str, Any]) -> int | None:
 
 
 def _written_at(common: Mapping[str, Any]) -> dict[str, int]:
-    arguments = common.get("args")
-    if not isinstance(arguments, Record):
-        return {}
-    found = {name: arguments.field(field) for name, field in _PARALLEL.items()}
+    """As our trainer says, else as the arguments of Megatron-LM do."""
+    arguments, ours = common.get("args"), common.get("written_at")
+    found: dict[str, Any] = {}
+    if isinstance(ours, dict):
+        found = {name: ours.get(name) for name in _PARALLEL}
+    elif isinstance(arguments, Record):
+        found = {name: arguments.field(field) for name, field in _PARALLEL.items()}
     return {name: value for name, value in found.items() if type(value) is int}
 
 

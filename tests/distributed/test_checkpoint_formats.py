@@ -143,6 +143,55 @@ def test_a_resharded_checkpoint_continues_bitwise(
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
 
 
+def load_and_save(folder: Path, dtype: str, parallel: ParallelConfig, path: Path, again: Path) -> None:
+    policy = make_policy(folder, dtype, parallel)
+    policy.load(path, 1)
+    policy.save(again)
+
+
+ONE = ParallelConfig()
+TP2_PP2 = ParallelConfig(tensor=2, pipeline=2)
+TP2_SP_DP2 = ParallelConfig(tensor=2, data=2, sequence=True)
+PP2_VPP2 = ParallelConfig(pipeline=2, virtual=2)
+PP4 = ParallelConfig(pipeline=4)
+CP2_DP2 = ParallelConfig(context=2, data=2)
+DP2_PP2 = ParallelConfig(data=2, pipeline=2)
+
+
+@pytest.mark.parametrize(
+    ("written", "others"),
+    [
+        (TP2_PP2, [ONE, PP2_VPP2, TP2_SP_DP2]),
+        (PP2_VPP2, [TP2_PP2, CP2_DP2]),
+        (TP2_SP_DP2, [PP4, PP2_VPP2]),
+        (CP2_DP2, [TP2_SP_DP2, DP2_PP2]),
+        (ONE, [DP2_PP2, TP2_PP2]),
+    ],
+)
+def test_the_trainer_loads_its_checkpoints_at_any_layout(
+    written: ParallelConfig,
+    others: list[ParallelConfig],
+    models: dict[str, Path],
+    samples: list[Sample],
+    tmp_path: Path,
+) -> None:
+    """Loaded elsewhere and saved again, weights and optimizer are what they were, bit for bit."""
+    model, path = models["qwen2"], tmp_path / "policy"
+    [(saved, _), *_] = run_layout(save, written, model, "bfloat16", written, path, samples, STACKED)
+    assert inspect_checkpoint(path).written_at == sizes_of(written)
+    for number, other in enumerate(others):
+        again = tmp_path / f"again{number}"
+        run_layout(load_and_save, other, model, "bfloat16", other, path, again)
+        found = verify(path, again, reference=model)
+        assert (found.equal, found.tensors) == (True, 4 * len(saved)), found
+        assert inspect_checkpoint(again).written_at == sizes_of(other)
+
+
+def sizes_of(parallel: ParallelConfig) -> dict[str, int]:
+    names = ("tensor", "pipeline", "virtual", "context", "data")
+    return {name: getattr(parallel, name) or 1 for name in names}
+
+
 def save_legacy(folder: Path, parallel: ParallelConfig, path: Path) -> None:
     """As Megatron-LM does without dist_checkpointing: each rank's state in a file of its own."""
     policy = make_policy(folder, "bfloat16", parallel)

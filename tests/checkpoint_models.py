@@ -77,7 +77,9 @@ def save_tensors(folder: Path, tensors: dict[str, torch.Tensor], files: int = 1)
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         return
     names = sorted(tensors)
-    weight_map = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(names)}
+    weight_map = {
+        name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(names)
+    }
     for file in set(weight_map.values()):
         held = {name: tensors[name] for name in names if weight_map[name] == file}
         save_file(held, folder / file, {"format": "pt"})

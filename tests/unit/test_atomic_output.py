@@ -275,7 +275,9 @@ def test_a_real_disk_that_is_too_small(
     assert list(small_disk.iterdir()) == []
 
 
-def test_other_errors_are_not_hidden(convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_not_hidden(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def pwritev(*_: object) -> int:
         raise OSError(errno.EIO, "the disk is broken")
 

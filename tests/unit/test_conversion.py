@@ -140,9 +140,9 @@ def test_files_of_a_given_size(tmp_path: Path) -> None:
     assert {path.name for path in files} == set(index["weight_map"].values())
     assert len(files) > 3
     assert all(path.stat().st_size < 22_000 for path in files)
-    assert all(
-        torch.equal(bits(t), bits(whole[n])) for n, t in load_tensors(tmp_path / "back").items()
-    ), "the same bits"
+    assert all(torch.equal(bits(t), bits(whole[n])) for n, t in load_tensors(tmp_path / "back").items()), (
+        "the same bits"
+    )
 
 
 def test_a_copy_of_a_tied_embedding_comes_back_where_the_index_lists_it(tmp_path: Path) -> None:
@@ -185,8 +185,14 @@ def test_rounding_changes_the_type_and_nothing_else(tmp_path: Path) -> None:
     [
         ({"model.norm.weight": None}, "tensor model.norm.weight is missing"),
         ({"model.extra": torch.zeros(2)}, "tensor model.extra is not of this model family"),
-        ({"model.norm.weight": torch.zeros(7)}, r"model.norm.weight has shape \[7\], config.json asks for \[48\]"),
-        ({"model.layers.1.mlp.up_proj.weight": torch.zeros(40, 48)}, "layers.1.mlp.up_proj.weight is F32 and .* is BF16"),
+        (
+            {"model.norm.weight": torch.zeros(7)},
+            r"model.norm.weight has shape \[7\], config.json asks for \[48\]",
+        ),
+        (
+            {"model.layers.1.mlp.up_proj.weight": torch.zeros(40, 48)},
+            "layers.1.mlp.up_proj.weight is F32 and .* is BF16",
+        ),
         ({"model.layers.0.input_layernorm.weight": torch.zeros(48).double()}, "is of type 'F64'"),
     ],
 )

@@ -29,6 +29,11 @@ DTYPES = {
 }
 """safetensors' name of each of torch's data types."""
 
+DTYPE_BYTES = {
+    "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of an element of each."""
+
 _STORAGES = {
     "BFloat16Storage": "BF16",
     "HalfStorage": "F16",

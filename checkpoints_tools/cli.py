@@ -13,6 +13,9 @@ usage: bapo-ckpt COMMAND ...
 
   to-megatron HF_DIR OUT      a Hugging Face folder as a torch_dist checkpoint of megatron-core
   to-hf CHECKPOINT OUT        a checkpoint of Megatron, or of a run, as a Hugging Face folder
+  reshard CHECKPOINT OUT      a checkpoint in another grid or padding, or as mp_rank folders
+  inspect PATH                what a checkpoint is: format, model, optimizer, sizes, keys
+  verify A B                  whether two checkpoints, of any formats, are equal bit for bit
 
 `bapo-ckpt COMMAND --help` lists the flags. No GPU, no torchrun, at most 400 MiB of memory.
 """
@@ -25,7 +28,10 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command. The exit code: 0 done, 2 bad input, 130 interrupted; other errors propagate."""
+    """Run one command. The exit code: 0 done, 1 verify found a difference, 2 bad input, 130 interrupted.
+
+    Other errors propagate.
+    """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if arguments else 2

@@ -167,7 +167,7 @@ class _Sweep:
 
 def _copy(band: Band, files: OpenFiles, buffer: memoryview) -> memoryview:
     """Move one band. Returns the buffer, which had to grow if a single row is longer."""
-    if all(_in_a_hole(band, block, files) for block in band.read):
+    if all(in_a_hole(band, block, files) for block in band.read):
         return buffer
     if len(buffer) < band.rows * band.read_row:
         buffer = memoryview(bytearray(band.rows * band.read_row))
@@ -181,7 +181,8 @@ def _copy(band: Band, files: OpenFiles, buffer: memoryview) -> memoryview:
     return buffer
 
 
-def _in_a_hole(band: Band, block: Block, files: OpenFiles) -> bool:
+def in_a_hole(band: Band, block: Block, files: OpenFiles) -> bool:
+    """Does the file system keep no data for a block's share of the band, which then reads as zeros?"""
     span = (band.rows - 1) * block.stride + block.columns * ITEM_BYTES[band.read_type]
     return files.is_hole(block.file, block.position + (band.row - block.row) * block.stride, span)
 

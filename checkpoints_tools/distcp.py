@@ -16,19 +16,27 @@ from checkpoints_tools.allow_list import Record, load_pickle
 from checkpoints_tools.torch_zip import StoredTensor, read_archive, read_tensor
 
 METADATA = ".metadata"
+_MOST_OBJECT_BYTES = 1 << 26
 _DCP = "torch.distributed.checkpoint.metadata."
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A rectangle of a global tensor, and the archive that holds it."""
+class Place:
+    """Where an archive lies."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
     file: Path
     start: int
     length: int
-    """Bytes of the archive, from ``start`` on."""
+    """In bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A rectangle of a global tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,8 @@ class Metadata:
     """What a torch_dist checkpoint holds."""
 
     tensors: dict[str, GlobalTensor]
-    objects: tuple[str, ...]
-    """Keys of what is no tensor."""
+    objects: dict[str, Place]
+    """The archives of what is no tensor, by key."""
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -68,15 +76,15 @@ def read_metadata(folder: Path) -> Metadata:
     if not isinstance(entries, dict) or not isinstance(storage, dict):
         raise CheckpointError(f"{path}: its tables are damaged")
     ranges = _Ranges(folder, path, storage)
-    tensors, objects = {}, []
+    tensors, objects = {}, {}
     for key, entry in entries.items():
         if not isinstance(key, str) or not isinstance(entry, Record):
             raise CheckpointError(f"{path}: key {key!r} is damaged")
         if entry.class_name == _DCP + "BytesStorageMetadata":
-            objects.append(key)
+            objects[key] = ranges.find(key, None)
         else:
             tensors[key] = _tensor(key, entry, ranges)
-    return Metadata(tensors, tuple(objects))
+    return Metadata(tensors, objects)
 
 
 def read_common(folder: Path) -> dict[str, Any]:
@@ -107,21 +115,33 @@ class ChunkFiles:
 
     def locate(self, tensor: GlobalTensor, chunk: Chunk) -> StoredTensor:
         """Where the elements of ``chunk`` lie, row after row. CheckpointError if its archive is damaged."""
-        if chunk.file not in self._streams:
-            try:
-                self._streams[chunk.file] = self._stack.enter_context(chunk.file.open("rb"))
-            except OSError as error:
-                raise CheckpointError(
-                    f"{chunk.file}, which holds {tensor.key}, cannot be read: {error}"
-                ) from None
+        place = chunk.place
         name = f"{tensor.key} at {list(chunk.offsets)}"
-        stored = read_tensor(self._streams[chunk.file], chunk.file, name, chunk.start, chunk.length)
+        stored = read_tensor(self._stream(place.file), place.file, name, place.start, place.length)
         if (stored.shape, stored.dtype) != (chunk.sizes, tensor.dtype) or not stored.contiguous:
             raise CheckpointError(
-                f"{chunk.file}: {name} has shape {list(stored.shape)} and type {stored.dtype}; "
+                f"{place.file}: {name} has shape {list(stored.shape)} and type {stored.dtype}; "
                 f"{METADATA} says {list(chunk.sizes)} and {tensor.dtype}"
             )
         return stored
+
+    def read(self, place: Place) -> bytes:
+        """An archive as it is; for what is no tensor, and small."""
+        if place.length > _MOST_OBJECT_BYTES:
+            raise CheckpointError(
+                f"{place.file}: an object of {place.length:,} bytes is too long to carry along"
+            )
+        stream = self._stream(place.file)
+        stream.seek(place.start)
+        return stream.read(place.length)
+
+    def _stream(self, file: Path) -> BinaryIO:
+        if file not in self._streams:
+            try:
+                self._streams[file] = self._stack.enter_context(file.open("rb"))
+            except OSError as error:
+                raise CheckpointError(f"{file} cannot be read: {error}") from None
+        return self._streams[file]
 
 
 class _Ranges:
@@ -140,10 +160,11 @@ class _Ranges:
                 raise CheckpointError(f"{source}: its table of files is damaged")
             self._of[index.field("fqn"), offset] = info
 
-    def find(self, key: str, offsets: tuple[int, ...]) -> tuple[Path, int, int]:
+    def find(self, key: str, offsets: tuple[int, ...] | None) -> Place:
         info = self._of.get((key, offsets))
         if info is None:
-            raise CheckpointError(f"{self.source} does not say which file holds {key} at {list(offsets)}")
+            at = "" if offsets is None else f" at {list(offsets)}"
+            raise CheckpointError(f"{self.source} does not say which file holds {key}{at}")
         name, start, length = (info.field(field) for field in ("relative_path", "offset", "length"))
         if not (isinstance(name, str) and type(start) is int and type(length) is int):
             raise CheckpointError(f"{self.source}: the place of {key} is damaged")
@@ -160,7 +181,7 @@ class _Ranges:
                 f"{self._folder / name} is truncated: it has {self._size(name, key)} bytes, and {key} should "
                 f"lie at bytes {start} to {start + length}"
             )
-        return self._folder / name, start, length
+        return Place(self._folder / name, start, length)
 
     def _size(self, name: str, key: str) -> int:
         if name not in self._sizes:
@@ -194,8 +215,7 @@ def _chunk(key: str, shape: tuple[int, ...], record: Any, ranges: _Ranges) -> Ch
             f"{ranges.source}: the chunk of {key} at {list(offsets)}, of shape {list(sizes)}, lies outside "
             f"of {list(shape)}"
         )
-    file, start, length = ranges.find(key, offsets)
-    return Chunk(offsets, sizes, file, start, length)
+    return Chunk(offsets, sizes, ranges.find(key, offsets))
 
 
 def _is_shape(value: Any) -> bool:

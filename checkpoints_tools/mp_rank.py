@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
-    """The parameters of a model chunk on one tensor-parallel rank."""
+class Chunk:
+    """The parameters of a chunk of the model on one tensor-parallel rank."""
 
     file: Path
     parameters: dict[str, StoredTensor]
@@ -43,27 +44,62 @@ class _Chunk:
         return 1 + max(numbers, default=-1)
 
 
-class MpRank:
-    """One legacy checkpoint. CheckpointError names what is missing, unknown, damaged or of another shape."""
+class RankFiles:
+    """The files of a legacy checkpoint, whatever model they hold.
 
-    def __init__(self, folder: Path, shape: ModelShape) -> None:
+    CheckpointError names a rank that is missing and a file that is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.shape = shape
-        self._ranks = _rank_folders(folder)
-        self.tensor = 1 + max(tp for tp, _ in self._ranks)
-        self.pipeline = 1 + max(pp for _, pp in self._ranks)
-        self._states = {rank: _read_state(path) for rank, path in self._ranks.items()}
+        self._folders = _rank_folders(folder)
+        self.tensor = 1 + max(tp for tp, _ in self._folders)
+        self.pipeline = 1 + max(pp for _, pp in self._folders)
+        self._states = {rank: _read_state(path) for rank, path in self._folders.items()}
         first = self._states[0, 0]
         self.common: dict[str, Any] = {
             key: value for key, value in first.items() if not key.startswith("model") and key != "optimizer"
         }
-        self.virtual = len(_chunk_names(first, self._file((0, 0))))
+        """Iteration, arguments and so on, as the first rank has them."""
+        self.virtual = len(_chunk_names(first, self.file(0, 0)))
+        """Interleaved chunks of the model on each rank."""
 
     @property
     def has_optimizer(self) -> bool:
         """Whether the optimizer's state is there. These tools do not convert it."""
-        beside = any((path / _OPTIMIZER_FILE).exists() for path in self._ranks.values())
+        beside = any((path / _OPTIMIZER_FILE).exists() for path in self._folders.values())
         return beside or any("optimizer" in state for state in self._states.values())
+
+    def file(self, tensor: int, pipeline: int) -> Path:
+        """The file of a rank."""
+        return self._folders[tensor, pipeline] / STATE_FILE
+
+    def chunk(self, tensor: int, pipeline: int, virtual: int) -> Chunk:
+        """One of the model's chunks."""
+        file, state = self.file(tensor, pipeline), self._states[tensor, pipeline]
+        names = _chunk_names(state, file)
+        if len(names) != self.virtual:
+            raise CheckpointError(
+                f"{file} holds {len(names)} chunks of the model, other files {self.virtual}"
+            )
+        parameters = state[names[virtual]]
+        if not isinstance(parameters, dict) or not all(isinstance(name, str) for name in parameters):
+            raise CheckpointError(f"{file}: {names[virtual]} is no state of a model")
+        # Extra states of layers (None, or settings of 8-bit formats) are no weights.
+        weights = {name: value for name, value in parameters.items() if not name.endswith("_extra_state")}
+        for name, value in weights.items():
+            if not isinstance(value, StoredTensor):
+                raise CheckpointError(f"{file}: {name} is no tensor")
+        return Chunk(file, weights)
+
+
+class MpRank:
+    """One legacy checkpoint, as a model. CheckpointError names what is unknown or of another shape."""
+
+    def __init__(self, folder: Path, shape: ModelShape) -> None:
+        self.files = RankFiles(folder)
+        self.folder = folder
+        self.shape = shape
 
     @cached_property
     def tensors(self) -> dict[str, BlockTensor]:
@@ -89,9 +125,10 @@ class MpRank:
         """Each parameter's shards in order of the tensor-parallel ranks."""
         shards: dict[tuple[str, int | None], list[StoredTensor]] = {}
         first_layer = 0
-        for virtual in range(self.virtual):
-            for pipeline in range(self.pipeline):
-                chunks = [self._chunk(tensor, pipeline, virtual) for tensor in range(self.tensor)]
+        files = self.files
+        for virtual in range(files.virtual):
+            for pipeline in range(files.pipeline):
+                chunks = [files.chunk(tensor, pipeline, virtual) for tensor in range(files.tensor)]
                 for chunk in chunks:
                     if chunk.parameters.keys() != chunks[0].parameters.keys():
                         raise CheckpointError(f"{chunk.file} and {chunks[0].file} hold different parameters")
@@ -108,29 +145,14 @@ class MpRank:
                 first_layer += chunks[0].layers
         return shards
 
-    def _chunk(self, tensor: int, pipeline: int, virtual: int) -> _Chunk:
-        rank = tensor, pipeline
-        names = _chunk_names(self._states[rank], self._file(rank))
-        if len(names) != self.virtual:
-            raise CheckpointError(f"{self._file(rank)} holds {len(names)} chunks, other files {self.virtual}")
-        state = self._states[rank][names[virtual]]
-        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-            raise CheckpointError(f"{self._file(rank)}: {names[virtual]} is no state of a model")
-        # Extra states of layers (None, or settings of 8-bit formats) are no weights.
-        return _Chunk(
-            self._file(rank),
-            {name: value for name, value in state.items() if not name.endswith("_extra_state")},
-        )
-
     def _blocks(
         self, key: str, vocabulary: bool, mapping: Mapping, shards: list[StoredTensor]
     ) -> Iterator[Block]:
         """The shards as blocks of the whole parameter. A replicated parameter is taken from rank 0."""
         rows, *rest = mapping.shape
-        dim, parts = mapping.tp_dim, mapping.tp_parts
+        ranks = self.files.tensor
+        dim = mapping.tp_dim
         for rank, shard in enumerate(shards[: 1 if dim is None else None]):
-            if not isinstance(shard, StoredTensor):
-                raise CheckpointError(f"{self.folder}: {key} is no tensor on tensor rank {rank}")
             if shard.dtype not in ITEM_BYTES or shard.dtype != shards[0].dtype or not shard.contiguous:
                 raise CheckpointError(
                     f"{shard.file}: {key} has type {shard.dtype} and strides {list(shard.stride)}; only "
@@ -138,25 +160,31 @@ class MpRank:
                 )
             local = list(mapping.shape)
             if dim is not None:
-                local[dim] //= self.tensor
+                local[dim] //= ranks
             if vocabulary and len(shard.shape) == 2:
-                local[0] = max(-(-rows // self.tensor), shard.shape[0])
+                local[0] = max(-(-rows // ranks), shard.shape[0])
             if list(shard.shape) != local or shard.shape != shards[0].shape:
                 raise CheckpointError(
                     f"{shard.file}: {key} has shape {list(shard.shape)}; of {[rows, *rest]} in config.json, "
-                    f"rank {rank} of {self.tensor} holds {local}"
+                    f"rank {rank} of {ranks} holds {local}"
                 )
-            columns = local[1] if rest else 1
-            stride = columns * ITEM_BYTES[shard.dtype]
-            height = local[0] // parts
-            column = rank * columns if dim == 1 else 0
-            for part in range(parts):
-                row = part * (rows // parts) + (rank * height if dim == 0 else 0)
-                position = shard.position + part * height * stride
-                yield Block(row, height, column, columns, shard.file, position, stride)
+            yield from shard_blocks(mapping, shard.shape, rank, shard.file, shard.position, shard.dtype)
 
-    def _file(self, rank: tuple[int, int]) -> Path:
-        return self._ranks[rank] / STATE_FILE
+
+def shard_blocks(
+    mapping: Mapping, local: tuple[int, ...], rank: int, file: Path, position: int, dtype: str
+) -> Iterator[Block]:
+    """The blocks of a parameter that lie, contiguous from ``position`` on, in the shard of a tensor rank.
+
+    ``local`` is the shard's shape. Gate and up projection, one over the other in it, are two blocks.
+    """
+    rows, columns = local[0], prod(local[1:])
+    stride = columns * ITEM_BYTES[dtype]
+    height = rows // mapping.tp_parts
+    for part in range(mapping.tp_parts):
+        row = part * (mapping.shape[0] // mapping.tp_parts) + (rank * height if mapping.tp_dim == 0 else 0)
+        column = rank * columns if mapping.tp_dim == 1 else 0
+        yield Block(row, height, column, columns, file, position + part * height * stride, stride)
 
 
 def _rank_folders(folder: Path) -> dict[tuple[int, int], Path]:

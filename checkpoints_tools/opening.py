@@ -28,9 +28,14 @@ class Checkpoint:
     tensors: dict[str, BlockTensor]
     """The weights. A tied model's output layer is not among them, also where a file holds a copy."""
 
+    @property
+    def has_whole_optimizer(self) -> bool:
+        """Whether it holds Adam's state as whole tensors."""
+        return isinstance(self.content, TorchDist) and self.content.optimizer_format == RESHARDABLE
+
     def optimizer(self) -> dict[str, dict[str, BlockTensor]]:
-        """Adam's fp32 weights and moments, by OPTIMIZER_STATES; empty where none can be read as tensors."""
-        if not isinstance(self.content, TorchDist) or self.content.optimizer_format != RESHARDABLE:
+        """Adam's fp32 weights and moments, by OPTIMIZER_STATES; empty without ``has_whole_optimizer``."""
+        if not isinstance(self.content, TorchDist) or not self.has_whole_optimizer:
             return {}
         return {state: self.content.optimizer_tensors(state) for state in OPTIMIZER_STATES}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
@@ -34,6 +34,21 @@ def cut_into_sources(
             cut[segment.source].append(replace(block, row=row, rows=last - first, position=position))
             number += 1
     return cut
+
+
+def shared_type(tensors: Mapping[str, BlockTensor], names: Sequence[str]) -> str:
+    """The type of the tensors ``names``, which megatron-core keeps in one parameter.
+
+    CheckpointError if they differ.
+    """
+    first = names[0]
+    for name in names:
+        if tensors[name].dtype != tensors[first].dtype:
+            raise CheckpointError(
+                f"tensor {name} is {tensors[name].dtype} and {first} is {tensors[first].dtype}; "
+                "megatron-core keeps them in one parameter, which has one type"
+            )
+    return tensors[first].dtype
 
 
 def check_cover(tensor: BlockTensor) -> None:

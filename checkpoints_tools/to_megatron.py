@@ -16,7 +16,8 @@ from checkpoints_tools.comparing import first_difference
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
 from checkpoints_tools.locate import TRACKER
 from checkpoints_tools.safetensors_folder import read_safetensors_folder
-from checkpoints_tools.torch_dist_writer import plan_torch_dist
+from checkpoints_tools.torch_dist_metadata import common
+from checkpoints_tools.torch_dist_writer import Contents, plan_torch_dist
 
 # Megatron-LM's name for weights that no training run of its own has saved: it then asks for no optimizer.
 RELEASE = "release"
@@ -39,7 +40,7 @@ def to_megatron(hf_folder: Path, output: Path, grid: int = 8, settings: Settings
     tensors = model_tensors(hf_folder, shape)
     root = temporary_folder(output)
     folder = root / RELEASE
-    plan = plan_torch_dist(tensors, shape, folder, grid, _arguments(shape))
+    plan = plan_torch_dist(tensors, shape, folder, grid, Contents(common(arguments(shape))))
     carried = {**carried_files(hf_folder), **carried_index(hf_folder)}
     plan.copied = {folder / FOLDER / name: path for name, path in carried.items()}
     plan.last = {root / TRACKER: RELEASE.encode(), **plan.last}
@@ -72,7 +73,7 @@ def model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
     return found
 
 
-def _arguments(shape: ModelShape) -> Mapping[str, Any]:
+def arguments(shape: ModelShape) -> Mapping[str, Any]:
     """What Megatron-LM looks up in, or compares with, the arguments that a checkpoint was saved with."""
     return {
         "tensor_model_parallel_size": 1,

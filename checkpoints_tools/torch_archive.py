@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from checkpoints_tools.blocks import ITEM_BYTES
@@ -43,15 +44,18 @@ class TensorArchive:
 
 def tensor_archive(dtype: str, shape: Sequence[int], position: int) -> TensorArchive:
     """The archive of a contiguous tensor for byte ``position`` of a file, in which the tensor is aligned."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    elements = strides[0] * shape[0]
-    storage = Persistent(("storage", Name("torch", _STORAGES[dtype]), "0", "cpu", elements))
+    tensor = stored_tensor(dtype, shape, "0")
+    elements = prod(shape)
+    return _archive(dumps(tensor), elements * ITEM_BYTES[dtype], position)
+
+
+def stored_tensor(dtype: str, shape: Sequence[int], key: str) -> Call:
+    """A contiguous tensor, for ``dumps``, whose elements are the entry ``data/key`` of the archive."""
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    storage = Persistent(("storage", Name("torch", _STORAGES[dtype]), key, "cpu", prod(shape)))
     empty = Call(Name("collections", "OrderedDict"), ())
     rebuild = Name("torch._utils", "_rebuild_tensor_v2")
-    tensor = Call(rebuild, (storage, 0, tuple(shape), tuple(strides), False, empty))
-    return _archive(dumps(tensor), elements * ITEM_BYTES[dtype], position)
+    return Call(rebuild, (storage, 0, tuple(shape), tuple(strides), False, empty))
 
 
 def object_archive(value: Any) -> bytes:

@@ -28,11 +28,13 @@ OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters whose rows are tokens, and may be more than the vocabulary's."""
 
+OPTIMIZER = "optimizer.state."
+"""Begins the keys of the optimizer, before a state and a key of the model."""
+
 RESHARDABLE = "fully_reshardable"
 
 _PREFIXES = ("", "model.", "module.")
 _EMBEDDING, _FC1 = VOCABULARY[0], "decoder.layers.{layer}.mlp.linear_fc1.weight"
-_OPTIMIZER = "optimizer.state."
 _MASTERS = ("param", "fp32_param")
 
 
@@ -56,7 +58,7 @@ class TorchDist:
         self.shape = shape
         self.metadata: Metadata = read_metadata(folder)
         self.common: dict[str, Any] = read_common(folder)
-        self.prefix = _prefix(self.metadata, folder)
+        self.prefix = find_prefix(self.metadata, folder)
         self.layout = layers_layout(self.metadata, self.prefix)
         self._table = mapping_table(shape)
         self._check_keys()
@@ -80,8 +82,8 @@ class TorchDist:
         if kind is None:
             raise CheckpointError(f"{self.folder} holds no optimizer state; it has only the weights")
         for name in _MASTERS if state == "param" else (state,):
-            if f"{_OPTIMIZER}{name}.{self.prefix}{_EMBEDDING}" in self.metadata.tensors:
-                return self._tensors(f"{_OPTIMIZER}{name}.{self.prefix}")
+            if f"{OPTIMIZER}{name}.{self.prefix}{_EMBEDDING}" in self.metadata.tensors:
+                return self._tensors(f"{OPTIMIZER}{name}.{self.prefix}")
         raise CheckpointError(
             f"{self.folder}: the optimizer was saved as {kind}, which keeps no whole tensor of {state}. Load "
             f"it in the trainer at the layout it was saved with, and save it there as {RESHARDABLE}"
@@ -201,7 +203,8 @@ def layers_layout(metadata: Metadata, prefix: str) -> str:
     return "per_layer" if prefix + _FC1.format(layer=0) in metadata.tensors else "stacked"
 
 
-def _prefix(metadata: Metadata, folder: Path) -> str:
+def find_prefix(metadata: Metadata, folder: Path) -> str:
+    """What stands before the keys of the model. CheckpointError if there is none of megatron-core."""
     for prefix in _PREFIXES:
         if prefix + _EMBEDDING in metadata.tensors:
             return prefix
@@ -223,7 +226,7 @@ def _blocks(files: ChunkFiles, tensor: GlobalTensor, layer: int | None) -> Itera
         column = offsets[1] if len(sizes) > 1 else 0
         stride = columns * item
         start = position + before * sizes[0] * stride
-        yield Block(offsets[0], sizes[0], column, columns, chunk.file, start, stride)
+        yield Block(offsets[0], sizes[0], column, columns, chunk.place.file, start, stride)
 
 
 def _types() -> str:

@@ -17,7 +17,8 @@ BACKENDS = {
     "common_backend_version": 1,
 }
 """``metadata.json``."""
-_CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+"""By what rules the keys are made; megatron-core reads it from ``common.pt``."""
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -64,11 +65,11 @@ def metadata(stored: Mapping[str, StoredKey]) -> bytes:
     return dumps(Instance(Name(_METADATA, "Metadata"), state))
 
 
-def common(arguments: Mapping[str, Any]) -> bytes:
+def common(arguments: Mapping[str, Any], iteration: int = 0) -> bytes:
     """``common.pt``, with ``arguments`` as those of the Megatron-LM run that would have written it."""
     namespace = Instance(Name("argparse", "Namespace"), arguments)
     return object_archive(
-        {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": _CONTENT, "args": namespace}
+        {"checkpoint_version": 3.0, "iteration": iteration, "content_metadata": CONTENT, "args": namespace}
     )
 
 

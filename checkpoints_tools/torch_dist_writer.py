@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import ceil, prod
 from pathlib import Path
-from typing import Any
 
-from bapo_megatron.errors import CheckpointError
 from bapo_megatron.policy.hf_config import ModelShape
 from bapo_megatron.policy.hf_names import Mapping as Parameter
 from bapo_megatron.policy.hf_names import checkpoint_key, mapping_table
 from checkpoints_tools.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.output_plan import PARTIAL, OutputPlan
-from checkpoints_tools.segments import cut_into_sources
+from checkpoints_tools.segments import cut_into_sources, shared_type
 from checkpoints_tools.torch_archive import object_archive, tensor_archive
-from checkpoints_tools.torch_dist_metadata import BACKENDS, Piece, StoredKey, common, metadata
+from checkpoints_tools.torch_dist import VOCABULARY
+from checkpoints_tools.torch_dist_metadata import BACKENDS, Piece, StoredKey, metadata
 
 DATA_FILES = 8  # each may be written by a thread of its own
 MOST_CHUNK_BYTES = 1 << 30  # a rank that needs a part of a chunk reads all of it
@@ -47,61 +46,80 @@ class Rectangle:
     columns: int
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What goes into a checkpoint beside the weights."""
+
+    common: bytes
+    """``common.pt``."""
+    states: tuple[str, ...] = ()
+    """Prefixes under which the optimizer keeps tensors of the model's keys, and ``tensors`` those of its
+    names."""
+    objects: Mapping[str, bytes] = field(default_factory=dict)
+    """Archives of what is no tensor, by key."""
+    vocabulary_rows: int | None = None
+    """Rows to which the vocabulary is padded; None for no padding."""
+
+
 def plan_torch_dist(
-    tensors: Mapping[str, BlockTensor],
-    shape: ModelShape,
-    folder: Path,
-    grid: int,
-    arguments: Mapping[str, Any],
+    tensors: Mapping[str, BlockTensor], shape: ModelShape, folder: Path, grid: int, contents: Contents
 ) -> OutputPlan:
     """The files of a torch_dist checkpoint in ``folder`` for all of a model's ``tensors``.
 
-    ``arguments`` stand in it as those of the Megatron-LM run that would have written it. CheckpointError if
-    tensors that share a parameter differ in type.
+    CheckpointError if tensors that share a parameter differ in type.
     """
-    return _Planner(tensors, shape, folder, grid).plan(arguments)
+    return _Planner(tensors, shape, folder, grid, contents).plan()
 
 
 class _Planner:
     def __init__(
-        self, tensors: Mapping[str, BlockTensor], shape: ModelShape, folder: Path, grid: int
+        self,
+        tensors: Mapping[str, BlockTensor],
+        shape: ModelShape,
+        folder: Path,
+        grid: int,
+        contents: Contents,
     ) -> None:
         self.source, self.shape, self.folder, self.grid = tensors, shape, folder, grid
+        self.contents = contents
         self.ends = [0] * DATA_FILES
         self.stored: dict[str, StoredKey] = {}
         self.blocks: dict[str, list[Block]] = {}
         self.output = OutputPlan()
 
-    def plan(self, arguments: Mapping[str, Any]) -> OutputPlan:
-        for name, parameter in mapping_table(self.shape).items():
-            layers = range(self.shape.layers) if "{layer}" in name else [None]
-            key, dtype = checkpoint_key(name), self._dtype(parameter, layers)
-            stack = (self.shape.layers,) if "{layer}" in name else ()
-            self.stored[key] = StoredKey(dtype, (*stack, *parameter.shape))
-            for layer in layers:
-                self._place(key, dtype, parameter, layer)
-        self._place_extra_states()
+    def plan(self) -> OutputPlan:
+        for prefix in ("", *self.contents.states):
+            for name, parameter in mapping_table(self.shape).items():
+                self._place_all(prefix, name, self._padded(name, parameter))
+        self._place_objects({**self._extra_states(), **self.contents.objects})
         for name, blocks in self.blocks.items():
             known = self.source[name]
             self.output.tensors[name] = BlockTensor(name, known.dtype, known.shape, tuple(blocks))
         self.output.sizes = {self._path(i): end for i, end in enumerate(self.ends) if end}
         self.output.last = {
-            self.folder / "common.pt": common(arguments),
+            self.folder / "common.pt": self.contents.common,
             self.folder / "metadata.json": json.dumps(BACKENDS).encode(),
             self.folder / ".metadata": metadata(self.stored),
         }
         return self.output
 
-    def _dtype(self, parameter: Parameter, layers: Any) -> str:
-        names = [name.format(layer=layer) for layer in layers for name in parameter.hf_names]
-        first = names[0]
-        for name in names:
-            if self.source[name].dtype != self.source[first].dtype:
-                raise CheckpointError(
-                    f"tensor {name} is {self.source[name].dtype} and {first} is {self.source[first].dtype}; "
-                    "megatron-core keeps them in one parameter, which has one type"
-                )
-        return self.source[first].dtype
+    def _padded(self, name: str, parameter: Parameter) -> Parameter:
+        """The parameter as it is stored: its segments cover the rows of the vocabulary, not its padding."""
+        rows = self.contents.vocabulary_rows
+        if rows is None or name not in VOCABULARY:
+            return parameter
+        return replace(parameter, hf_shapes=((rows, *parameter.shape[1:]),))
+
+    def _place_all(self, prefix: str, name: str, parameter: Parameter) -> None:
+        """A parameter of all layers."""
+        layers = range(self.shape.layers) if "{layer}" in name else [None]
+        parameter = replace(parameter, hf_names=tuple(prefix + hf_name for hf_name in parameter.hf_names))
+        names = [hf_name.format(layer=layer) for layer in layers for hf_name in parameter.hf_names]
+        key, dtype = prefix + checkpoint_key(name), shared_type(self.source, names)
+        stack = (self.shape.layers,) if "{layer}" in name else ()
+        self.stored[key] = StoredKey(dtype, (*stack, *parameter.shape))
+        for layer in layers:
+            self._place(key, dtype, parameter, layer)
 
     def _place(self, key: str, dtype: str, parameter: Parameter, layer: int | None) -> None:
         """One parameter of one layer, in one file: two threads must not write the same file."""
@@ -125,15 +143,18 @@ class _Planner:
             for name, blocks in zip(parameter.hf_names, parts, strict=True):
                 self.blocks.setdefault(name.format(layer=layer), []).extend(blocks)
 
-    def _place_extra_states(self) -> None:
+    def _extra_states(self) -> dict[str, bytes]:
         empty = object_archive([None])
         count = self.shape.layers
         modules = _LAYER_MODULES + (_QK_NORMS if self.shape.qk_norm else ())
         keys = [f"decoder.layers.{m}._extra_state/shard_{i}_{count}" for i in range(count) for m in modules]
-        for key in [*keys, "decoder.final_layernorm._extra_state/shard_0_1"]:
+        return dict.fromkeys([*keys, "decoder.final_layernorm._extra_state/shard_0_1"], empty)
+
+    def _place_objects(self, objects: Mapping[str, bytes]) -> None:
+        for key, archive in objects.items():
             self.stored[key] = StoredKey(None)
-            position = self._append(key, None, (), 0, len(empty))
-            self.output.around.append((self._path(0), position, empty))
+            position = self._append(key, None, (), 0, len(archive))
+            self.output.around.append((self._path(0), position, archive))
 
     def _append(
         self, key: str, offset: tuple[int, ...] | None, size: tuple[int, ...], file: int, nbytes: int

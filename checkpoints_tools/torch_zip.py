@@ -18,11 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bapo_megatron.errors import CheckpointError
-from checkpoints_tools.allow_list import Record, load_pickle
+from checkpoints_tools.allow_list import DTYPE_BYTES, Record, load_pickle
 
-_ITEM_BYTES = {
-    "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _PICKLE = "data.pkl"
 _MOST_PICKLE_BYTES = 1 << 28
@@ -132,7 +129,7 @@ class _Reader:
 
     def _storage(self, identifier: Any) -> _Storage:
         match identifier:
-            case ("storage", str(dtype), str(key), _, int(elements)) if dtype in _ITEM_BYTES:
+            case ("storage", str(dtype), str(key), _, int(elements)) if dtype in DTYPE_BYTES:
                 pass
             case _:
                 raise CheckpointError(f"{self.source} describes a storage in an unknown way")
@@ -143,10 +140,10 @@ class _Reader:
         position = member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         if signature != b"PK\x03\x04" or position + member.file_size > self.length:
             raise CheckpointError(f"{self.source}: member data/{key} is not where the archive says: damaged")
-        if member.file_size != elements * _ITEM_BYTES[dtype]:
+        if member.file_size != elements * DTYPE_BYTES[dtype]:
             raise CheckpointError(
                 f"{self.source}: storage {key} has {member.file_size} bytes; {elements} elements of {dtype} "
-                f"take {elements * _ITEM_BYTES[dtype]}"
+                f"take {elements * DTYPE_BYTES[dtype]}"
             )
         return _Storage(self.start + position, dtype, elements)
 
@@ -184,7 +181,7 @@ class _Reader:
                 f"{self.source}: a tensor of shape {list(shape)} reaches beyond its storage of "
                 f"{storage.elements} elements"
             )
-        position = storage.position + offset * _ITEM_BYTES[storage.dtype]
+        position = storage.position + offset * DTYPE_BYTES[storage.dtype]
         return StoredTensor(self.file, position, storage.dtype, shape, stride)
 
 
@@ -209,7 +206,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if position < 0:
-            raise ValueError(f"position {position} before the beginning")
+            raise OSError(f"position {position} before the beginning")  # as a file would
         self._position = position
         return position
 

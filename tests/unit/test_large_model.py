@@ -55,7 +55,8 @@ def save_sparse_model(folder: Path) -> int:
 
 def peak_mib(arguments: Sequence[object]) -> float:
     """Of a ``bapo-ckpt`` process that succeeds."""
-    command = [sys.executable, "-m", "checkpoints_tools.cli", *map(str, arguments), "--threads", "8"]
+    threads = [] if arguments[0] == "inspect" else ["--threads", "8"]
+    command = [sys.executable, "-m", "checkpoints_tools.cli", *map(str, arguments), *threads]
     child = os.posix_spawn(sys.executable, command, os.environ)
     _, status, used = os.wait4(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
@@ -82,3 +83,14 @@ def test_a_32b_model_takes_less_than_400_mib(tmp_path: Path) -> None:
     assert content(tmp_path / "back", "model.layers.9.input_layernorm.weight") == bytes(2 * 5120)
     on_disk = sum(path.stat().st_blocks * 512 for path in (tmp_path / "back").iterdir())
     assert on_disk < 6e9, "most holes stay holes"
+
+
+def test_a_32b_model_is_cut_and_compared_in_less_than_400_mib(tmp_path: Path) -> None:
+    """As legacy files of TP8 x PP4, of which a rank's is smaller than a model but larger than memory."""
+    hf, legacy, stored = tmp_path / "hf", tmp_path / "legacy", tmp_path / "stored"
+    save_sparse_model(hf)
+    assert peak_mib(["reshard", hf, legacy, "--to", "mp_rank", "--tp", 8, "--pp", 4]) < 400
+    assert len(list(legacy.glob("release/mp_rank_*/model_optim_rng.pt"))) == 32
+    assert peak_mib(["reshard", legacy, stored, "--vocab-multiple", 1024]) < 400
+    assert peak_mib(["inspect", stored, "--json"]) < 400
+    assert peak_mib(["verify", hf, stored]) < 400

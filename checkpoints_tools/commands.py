@@ -35,7 +35,7 @@ class Flags:
     dry_run: bool = False
     """Check everything, print the plan and the space that it needs, write nothing."""
     threads: int = 0
-    """That copy; 0 for one per processor, at most 8."""
+    """That copy; 0 for one per processor, but 4 to 8."""
 
     def settings(self) -> Settings:
         """For the Python API."""
@@ -138,7 +138,7 @@ class Verify:
     step: str = "latest"
     """Which checkpoint, if there are several: a number, or latest."""
     threads: int = 0
-    """That read; 0 for one per processor, at most 8."""
+    """That read; 0 for one per processor, but 4 to 8."""
 
     def run(self) -> int:
         """Compare, and print what was found."""

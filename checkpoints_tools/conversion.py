@@ -25,7 +25,7 @@ class Settings:
     dry_run: bool = False
     """Check everything, say what would be written, write nothing."""
     threads: int = 0
-    """That copy; 0 for one per processor, at most 8."""
+    """That copy; 0 for one per processor, but 4 to 8."""
     progress: bool = False
     """Show it on stderr."""
 
@@ -38,7 +38,7 @@ class Settings:
 
     def thread_count(self) -> int:
         """Threads that copy."""
-        return self.threads or min(8, len(os.sched_getaffinity(0)))
+        return self.threads or min(8, max(4, len(os.sched_getaffinity(0))))  # they wait for the disk, too
 
 
 DEFAULTS = Settings()

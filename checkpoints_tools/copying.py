@@ -35,30 +35,36 @@ def copy_tensors(
 
     The destination's files must exist at their full size and hold zeros: holes of the source are left out.
     Tensors of one destination file are written by one thread, because two would wait for each other in the
-    file system. Raises CheckpointError if a source file ends early, OSError as the system does.
+    file system; it waits for the disk when the file is full, while other threads copy. Raises CheckpointError
+    if a source file ends early, OSError as the system does.
     """
     by_file: dict[Path, list[str]] = {}
     for name, tensor in destination.items():
         by_file.setdefault(tensor.blocks[0].file, []).append(name)
-    largest_first = sorted(by_file.values(), key=lambda names: -sum(destination[n].nbytes for n in names))
+    largest_first = sorted(by_file, key=lambda file: -sum(destination[n].nbytes for n in by_file[file]))
     failed = threading.Event()
 
-    def work(names: Sequence[str]) -> None:
+    def work(file: Path) -> None:
         buffer = memoryview(bytearray(BUFFER_BYTES))
         try:
-            for name in names:
+            for name in by_file[file]:
                 for band in bands(source[name], destination[name]):
                     if failed.is_set():
                         return
                     buffer = _copy(band, files, buffer)
                     moved(band.rows * band.written_row)
+            os.fsync(files.writing(file))
         except BaseException:
             failed.set()
             raise
 
     with OpenFiles() as files, ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(work, names) for names in largest_first]:
-            done.result()
+        try:
+            for done in [pool.submit(work, file) for file in largest_first]:
+                done.result()
+        except BaseException:  # also an interrupt, of which only this thread knows
+            failed.set()
+            raise
 
 
 class OpenFiles:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import itertools
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +130,35 @@ def test_calls_that_do_a_part_are_continued(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(copying.os, name, partly)
     copy_tensors({"w": source}, {"w": target}, threads=1)
     assert (collect(target) == values).all()
+
+
+def test_after_an_error_nothing_more_is_copied(tmp_path: Path) -> None:
+    values = np.ones((8, 4), np.uint16)
+    source = lay_out(tmp_path, "source", (8, 4), [(0, 8, 0, 4)], 0, values)
+    first = lay_out(tmp_path, "first", (8, 4), [(0, 8, 0, 4)], 0, None)
+    second = lay_out(tmp_path, "second", (8, 4), [(0, 8, 0, 4)], 0, None)
+    lost = replace(source, blocks=(replace(source.blocks[0], file=tmp_path / "lost"),))
+    with pytest.raises(FileNotFoundError, match="lost"):
+        copy_tensors({"a": lost, "b": source}, {"a": first, "b": second}, threads=1)
+    assert not collect(second).any()
+
+
+def test_an_interrupt_ends_the_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "BUFFER_BYTES", 8)
+    values = np.ones((300, 4), np.uint16)
+    source = lay_out(tmp_path, "source", (300, 4), [(0, 300, 0, 4)], 0, values)
+    target = lay_out(tmp_path, "target", (300, 4), [(0, 300, 0, 4)], 0, None)
+    bands: list[int] = []
+
+    def moved(nbytes: int) -> None:
+        if not bands:
+            _thread.interrupt_main()
+        bands.append(nbytes)
+        time.sleep(0.01)
+
+    with pytest.raises(KeyboardInterrupt):
+        copy_tensors({"w": source}, {"w": target}, threads=1, moved=moved)
+    assert len(bands) < 300
 
 
 def test_a_hole_does_not_reach_beyond_the_end(tmp_path: Path) -> None:

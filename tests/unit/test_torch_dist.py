@@ -311,10 +311,13 @@ def test_blocks_that_do_not_cover_a_tensor_are_named() -> None:
     check_cover(tensor((0, 4, 0, 6)))
     check_cover(tensor((2, 2, 0, 6), (0, 2, 3, 3), (0, 2, 0, 3)))
     check_cover(tensor((0, 1, 0, 6), (1, 3, 0, 2), (1, 3, 2, 4)))
+    check_cover(tensor((0, 4, 2, 1), (0, 1, 0, 2), (1, 3, 0, 2), (0, 2, 3, 3), (2, 2, 3, 3)))
     for blocks, message in (
         ([(0, 4, 0, 5)], "holds 20 of its 24 elements"),
         ([(0, 4, 0, 6), (3, 1, 5, 1)], "overlap"),
         ([(0, 3, 0, 6), (2, 2, 0, 6)], "overlap"),
+        ([(0, 4, 0, 4), (0, 2, 4, 2), (2, 2, 3, 3)], "overlap"),
+        ([(0, 4, 4, 2), (0, 2, 0, 4), (2, 2, 0, 5)], "overlap"),
         ([(0, 5, 0, 6)], "lies outside"),
         ([(0, 4, 1, 6)], "lies outside"),
         ([], "holds 0 of its 24"),

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import sys
@@ -24,7 +25,6 @@ import numpy as np
 
 from bapo_megatron.policy.hf_config import model_shape
 from bapo_megatron.policy.hf_names import hf_tensors
-from benchmarks.common import RESULTS
 from checkpoints_tools.safetensors_writer import Sharding, plan_safetensors
 
 # DeepSeek-R1-Distill-Qwen-1.5B.
@@ -43,6 +43,7 @@ _CONFIG = {
     "max_position_embeddings": 131072,
     "torch_dtype": "bfloat16",
 }
+RESULTS = Path(__file__).parent / "results"
 _TOOL = (sys.executable, "-m", "checkpoints_tools.cli")
 _ORACLE = (sys.executable, "-W", "ignore", "-m", "benchmarks.dcp_convert")
 
@@ -92,7 +93,7 @@ def save_model(folder: Path, layers: int) -> int:
 
 
 def measure(folder: Path, rounds: int, oracle_rounds: int) -> dict[str, list[Run]]:
-    """Each candidate in turn, round after round, the model in the page cache, nothing waiting for the disk."""
+    """Each candidate in turn, round after round, with the model in the page cache and an idle disk."""
     hf, megatron, output = folder / "hf", folder / "megatron", folder / "output"
     run_process([*_TOOL, "to-megatron", hf, megatron])
     copy = ["cp", "-r"]
@@ -128,11 +129,17 @@ def run_process(command: Sequence[object]) -> Run:
     quiet = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)]
     start = time.perf_counter()
     child = os.posix_spawnp(arguments[0], arguments, os.environ, file_actions=quiet)
-    _, status, used = os.wait4(child, 0)
+    peak_kib = 0
+    while not (found := os.wait4(child, os.WNOHANG))[0]:
+        # Not from wait4, which counts the memory of the process that started this one.
+        if held := re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{child}/status").read_text()):
+            peak_kib = max(peak_kib, int(held[1]))
+        time.sleep(0.01)
     wall = time.perf_counter() - start
+    _, status, used = found
     if os.waitstatus_to_exitcode(status) != 0:
         raise RuntimeError(f"{' '.join(arguments)} failed")
-    return Run(wall, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+    return Run(wall, used.ru_utime + used.ru_stime, peak_kib / 1024)
 
 
 def render(runs: dict[str, list[Run]], nbytes: int, rounds: int) -> str:
@@ -154,10 +161,11 @@ def render(runs: dict[str, list[Run]], nbytes: int, rounds: int) -> str:
         "Command: `python -m benchmarks.checkpoint_convert`",
         "",
         f"{platform.machine()} with {os.cpu_count()} cores. A model of {nbytes / 1e9:.2f} GB (the shape of",
-        f"R1-Distill-Qwen-1.5B, bfloat16, random bits), in the page cache. Medians of {rounds} rounds in which the",
-        "candidates take turns; *ratio* is the median over the rounds of the wall time over that of `cp -r` of the",
-        "same input in the same round, its range in brackets. Ours end when all is on disk (fsync); `cp -r` alone",
-        "does not wait for the disk.",
+        "R1-Distill-Qwen-1.5B, bfloat16, random bits), in the page cache. Medians of "
+        f"{rounds} rounds in which the",
+        "candidates take turns; *ratio* is the median over the rounds of the wall time over that of `cp -r`",
+        "of the same input in the same round, its range in brackets. Ours end when all is on disk (fsync);",
+        "`cp -r` alone does not wait for the disk.",
         "",
         "| candidate | wall, s | ratio | processor, s | peak memory, MiB |",
         "|---|---:|---:|---:|---:|",

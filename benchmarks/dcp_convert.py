@@ -52,7 +52,8 @@ def to_hf(hf_folder: Path, checkpoint: Path, output: Path) -> None:
         stacked = "{layer}" in name
         for layer in range(shape.layers) if stacked else range(1):
             value = state[checkpoint_key(name)]
-            for hf_name, tensor in zip(mapping.hf_names, split(mapping, value[layer] if stacked else value)):
+            parts = split(mapping, value[layer] if stacked else value)
+            for hf_name, tensor in zip(mapping.hf_names, parts, strict=True):
                 tensors[hf_name.format(layer=layer)] = tensor.contiguous()
     output.mkdir()
     save_file(tensors, output / "model.safetensors", {"format": "pt"})

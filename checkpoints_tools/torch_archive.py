@@ -18,7 +18,8 @@ from checkpoints_tools.pickle_writer import Call, Name, Persistent, dumps
 
 ALIGNMENT = 64  # of a tensor's first byte, as torch aligns it
 _STORAGES = {"BF16": "BFloat16Storage", "F16": "HalfStorage", "F32": "FloatStorage"}
-_MOST = 0xFFFFFFFF  # bytes of an entry of a zip file without the 64-bit extension
+# Bytes of a tensor: a zip file without the 64-bit extension holds 4 GiB, and what surrounds the tensor.
+_MOST = (1 << 32) - (1 << 16)
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
@@ -71,7 +72,7 @@ def _archive(pickled: bytes, payload: int | None, position: int) -> TensorArchiv
         _add(out, central, len(out), name, data)
     if payload is not None:
         if payload > _MOST:
-            raise ValueError(f"{payload} bytes are too many for one entry of a zip file")
+            raise ValueError(f"{payload} bytes are too many for an archive without the 64-bit extension")
         unaligned = position + len(out) + _LOCAL.size + len(_PAYLOAD) + 4
         padding = -unaligned % ALIGNMENT
         extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding

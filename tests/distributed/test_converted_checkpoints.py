@@ -116,7 +116,8 @@ def load_extra_states(checkpoint: Path, layers: int, modules: list[str]) -> list
         for layer in range(layers)
     }
     state["final"] = ShardedObject("decoder.final_layernorm._extra_state", None, (1,), (0,))
-    return list(dist_checkpointing.load(state, str(checkpoint)).values())
+    loaded = dist_checkpointing.load(dict(state), str(checkpoint))
+    return [loaded[key] for key in state]
 
 
 def test_states_of_transformer_engine_are_there(tmp_path: Path) -> None:

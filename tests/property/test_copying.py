@@ -147,13 +147,12 @@ def test_rounding_is_that_of_torch(data: bytes) -> None:
 
 def test_rounding_at_the_edges() -> None:
     """Ties to even both ways, the largest float, infinities, denormals, signed zero, NaNs."""
-    bits = np.array(
-        [0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x00000001, 0x00008000]
-        + [0x00018000, 0x80000000, 0x7F800001, 0xFFFFFFFF],
-        np.uint32,
-    )
+    ties = {0x3F808000: 0x3F80, 0x3F818000: 0x3F82, 0x3F808001: 0x3F81}
+    large = {0x7F7FFFFF: 0x7F80, 0x7F800000: 0x7F80, 0xFF800000: 0xFF80}
+    small = {0x00000001: 0, 0x00008000: 0, 0x00018000: 2, 0x80000000: 0x8000}
+    expected = {**ties, **large, **small, 0x7F800001: 0x7FC0, 0xFFFFFFFF: 0x7FC0}
+    bits = np.array(list(expected), np.uint32)
     rounded = np.frombuffer(to_bfloat16(memoryview(bits.tobytes()), "F32"), np.uint16)
-    expected = [0x3F80, 0x3F82, 0x3F81, 0x7F80, 0x7F80, 0xFF80, 0, 0, 2, 0x8000, 0x7FC0, 0x7FC0]
-    assert [hex(x) for x in rounded] == [hex(x) for x in expected]
+    assert [hex(x) for x in rounded] == [hex(x) for x in expected.values()]
     with pytest.raises(ValueError, match="BF16 is not converted"):
         to_bfloat16(memoryview(b"12"), "BF16")

@@ -1,4 +1,4 @@
-"""An output is whole or absent: kills at every moment, full disks, two runs at once, folders of somebody else."""
+"""An output is whole or absent: kills at every moment, full disks, two runs at once, somebody's folders."""
 
 from __future__ import annotations
 

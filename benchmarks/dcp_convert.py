@@ -34,6 +34,7 @@ def to_megatron(hf_folder: Path, output: Path) -> None:
         joined = [join(mapping, [tensors[n.format(layer=i)] for n in mapping.hf_names]) for i in layers]
         state[checkpoint_key(name)] = torch.stack(joined) if "{layer}" in name else joined[0]
     dcp.save(state, storage_writer=dcp.FileSystemWriter(output), no_dist=True)
+    torch.save({"content_metadata": {"singleton_local_shards": False}}, output / "common.pt")
 
 
 def to_hf(hf_folder: Path, checkpoint: Path, output: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from bapo_megatron.errors import CheckpointError
 from checkpoints_tools import copying
 from checkpoints_tools.blocks import Block, BlockTensor
-from checkpoints_tools.copying import copy_tensors
+from checkpoints_tools.copying import OpenFiles, copy_tensors
 from checkpoints_tools.number_types import to_bfloat16
 
 Rectangles = list[tuple[int, int, int, int]]
@@ -98,6 +101,43 @@ def _outside(tensor: BlockTensor, file: Path) -> bytes:
                 at = block.position + r * block.stride
                 content[at : at + 2 * block.columns] = b"\0" * (2 * block.columns)
     return bytes(content)
+
+
+def test_calls_that_do_a_part_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may move fewer bytes than it was asked to, wherever it likes."""
+    values = np.arange(96, dtype=np.uint16).reshape(8, 12)
+    source = lay_out(tmp_path, "source", (8, 12), [(0, 8, 0, 5), (0, 8, 5, 7)], 0, values)
+    target = lay_out(tmp_path, "target", (8, 12), [(0, 3, 0, 12), (3, 5, 0, 4), (3, 5, 4, 8)], 0, None)
+    for name in ("preadv", "pwritev"):
+        whole, sizes = getattr(os, name), itertools.cycle([1, 7, 30, 3, 100])
+
+        def partly(
+            descriptor: int,
+            pieces: list[memoryview],
+            position: int,
+            whole: Callable[..., int] = whole,
+            sizes: Iterator[int] = sizes,
+        ) -> int:
+            left, some = next(sizes), []
+            for piece in pieces:
+                some.append(piece[:left])
+                left -= len(some[-1])
+            return whole(descriptor, some, position)
+
+        monkeypatch.setattr(copying.os, name, partly)
+    copy_tensors({"w": source}, {"w": target}, threads=1)
+    assert (collect(target) == values).all()
+
+
+def test_a_hole_does_not_reach_beyond_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.write(bytes(4096))
+        file.truncate(1 << 20)
+    with OpenFiles() as files:
+        assert not files.is_hole(path, 0, 8192)
+        assert files.is_hole(path, 65536, (1 << 20) - 65536)
+        assert not files.is_hole(path, 65536, 1 << 20)
 
 
 def test_a_source_that_ends_early_is_named(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.policy.hf_config import read_model_shape
 from bapo_megatron.policy.hf_names import checkpoint_key, mapping_table
 from bapo_megatron.policy.hf_parts import join
+from benchmarks import dcp_convert
 from checkpoints_tools import Settings, cli, to_hf, to_megatron, torch_dist_writer
 from tests.checkpoint_models import bits, folder_bytes, load_tensors, save_random_model, save_tensors
 
@@ -72,6 +73,20 @@ def test_torch_reads_the_parameters_that_the_table_joins(family: str, tmp_path: 
     dcp.load(state, storage_reader=reader, no_dist=True)
     for key, value in expected.items():
         assert torch.equal(bits(state[key]), bits(value)), key
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plain_converter_reads_ours_and_we_read_its(family: str, tmp_path: Path) -> None:
+    """The oracle again, both ways: the whole model in memory, through torch.distributed.checkpoint."""
+    folder = save_random_model(tmp_path / "hf", family, files=2)
+    to_megatron(folder, tmp_path / "ours")
+    dcp_convert.to_hf(folder, tmp_path / "ours/release", tmp_path / "back")
+    dcp_convert.to_megatron(folder, tmp_path / "plain")
+    to_hf(tmp_path / "plain", tmp_path / "again", reference=folder)
+    expected = load_tensors(folder)
+    for found in (load_tensors(tmp_path / "back"), load_tensors(tmp_path / "again")):
+        assert set(found) == set(expected)
+        assert all(torch.equal(bits(found[name]), bits(expected[name])) for name in expected)
 
 
 def test_what_stands_beside_the_weights(tmp_path: Path) -> None:

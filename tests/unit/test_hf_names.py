@@ -147,6 +147,10 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
         ({"hidden_size": "wide"}, "invalid literal"),
+        ({"hidden_size": float("inf")}, "cannot convert float infinity"),
+        ({"num_attention_heads": 0, "head_dim": None}, "by zero"),
+        ({"num_hidden_layers": -1}, "layers=-1 cannot be"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         (
             {
                 "rope_scaling": {

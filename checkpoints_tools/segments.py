@@ -24,7 +24,7 @@ def cut_into_sources(
     starts = [0, *accumulate(segment.rows for segment in segments)]
     cut: tuple[list[Block], ...] = tuple([] for _ in range(sources))
     for block in blocks:
-        end = min(block.row + block.rows, starts[-1])
+        end = block.row + block.rows
         number = bisect_right(starts, block.row) - 1
         while number < len(segments) and starts[number] < end:
             segment, start = segments[number], starts[number]

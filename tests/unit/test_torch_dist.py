@@ -178,6 +178,14 @@ def test_a_damaged_archive_is_named_by_file_and_tensor(stored: Path) -> None:
         open_checkpoint(stored)
 
 
+def test_a_chunk_that_was_stored_transposed_is_refused(stored: Path) -> None:
+    torch.save(torch.zeros(1, 20, 48, dtype=torch.bfloat16).transpose(1, 2), stored / "__1_0.distcp")
+    size = (stored / "__1_0.distcp").stat().st_size
+    edit(stored, place(relative_path="__1_0.distcp", offset=0, length=size))
+    with pytest.raises(CheckpointError, match=rf"__1_0\.distcp: {FC2} at \[1, 0, 20\] is not contiguous"):
+        open_checkpoint(stored)
+
+
 @pytest.mark.parametrize("prefix", ["model.", "module."])
 def test_prefixes_of_other_writers_are_known(prefix: str, stored: Path, tmp_path: Path) -> None:
     def change(metadata: Any) -> None:

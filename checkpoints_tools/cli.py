@@ -24,6 +24,7 @@ usage: bapo-ckpt COMMAND ...
 def main() -> None:
     """Entry point of the console script."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half written is removed
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `bapo-ckpt inspect ... | head` ends quietly
     sys.exit(run(sys.argv[1:]))
 
 

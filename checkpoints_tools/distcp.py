@@ -118,7 +118,11 @@ class ChunkFiles:
         place = chunk.place
         name = f"{tensor.key} at {list(chunk.offsets)}"
         stored = read_tensor(self._stream(place.file), place.file, name, place.start, place.length)
-        if (stored.shape, stored.dtype) != (chunk.sizes, tensor.dtype) or not stored.contiguous:
+        if not stored.contiguous:
+            raise CheckpointError(
+                f"{place.file}: {name} is not contiguous, which no writer of torch_dist leaves"
+            )
+        if (stored.shape, stored.dtype) != (chunk.sizes, tensor.dtype):
             raise CheckpointError(
                 f"{place.file}: {name} has shape {list(stored.shape)} and type {stored.dtype}; "
                 f"{METADATA} says {list(chunk.sizes)} and {tensor.dtype}"

@@ -18,7 +18,7 @@ from checkpoints_tools.mp_rank import MpRank
 from checkpoints_tools.mp_rank_writer import Ranks, plan_mp_rank
 from checkpoints_tools.opening import Checkpoint, open_checkpoint
 from checkpoints_tools.rewriting import common_for_stacked
-from checkpoints_tools.to_megatron import RELEASE, arguments
+from checkpoints_tools.to_megatron import RELEASE, arguments, model_tensors
 from checkpoints_tools.torch_dist import OPTIMIZER, OPTIMIZER_STATES, RESHARDABLE, TorchDist
 from checkpoints_tools.torch_dist_metadata import common
 from checkpoints_tools.torch_dist_writer import Contents, plan_torch_dist
@@ -56,7 +56,9 @@ def reshard(
     iteration = source.location.iteration
     name = RELEASE if iteration is None else f"iter_{iteration:07d}"
     root = temporary_folder(output)
-    tensors = {name: source.tensors[name] for name in hf_tensors(source.shape)}
+    # A Hugging Face folder may hold anything: these are all tensors of the model, and no others.
+    found = model_tensors(source.location.folder, source.shape) if source.content is None else source.tensors
+    tensors = {name: found[name] for name in hf_tensors(source.shape)}
     if to == "mp_rank":
         rows = _padded(source.shape.vocab, vocabulary_multiple or _MEGATRON_MULTIPLE * tensor)
         ranks = Ranks(tensor, pipeline, rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -24,7 +24,7 @@ def cut_into_sources(
     starts = [0, *accumulate(segment.rows for segment in segments)]
     cut: tuple[list[Block], ...] = tuple([] for _ in range(sources))
     for block in blocks:
-        end = min(block.row + block.rows, starts[-1])
+        end = block.row + block.rows
         number = bisect_right(starts, block.row) - 1
         while number < len(segments) and starts[number] < end:
             segment, start = segments[number], starts[number]
@@ -55,16 +55,21 @@ def check_cover(tensor: BlockTensor) -> None:
     """CheckpointError unless the blocks cover the tensor, none of it twice."""
     rows, columns = tensor.shape[0], prod(tensor.shape[1:])
     blocks = sorted(tensor.blocks, key=lambda block: (block.row, block.column))
-    for number, block in enumerate(blocks):
+    row = 0
+    here: list[Block] = []  # those that hold the row, in the order of their columns
+    for block in blocks:
         if block.row + block.rows > rows or block.column + block.columns > columns:
             raise CheckpointError(
                 f"tensor {tensor.name}: {_place(block)} lies outside of {list(tensor.shape)}"
             )
-        for other in blocks[number + 1 :]:
-            if other.row >= block.row + block.rows:
-                break
+        if block.row != row:
+            row = block.row
+            here = [other for other in here if other.row + other.rows > row]
+        at = bisect_left(here, block.column, key=lambda other: other.column)
+        for other in here[max(0, at - 1) : at + 1]:
             if other.column < block.column + block.columns and block.column < other.column + other.columns:
-                raise CheckpointError(f"tensor {tensor.name}: {_place(block)} and {_place(other)} overlap")
+                raise CheckpointError(f"tensor {tensor.name}: {_place(other)} and {_place(block)} overlap")
+        here.insert(at, block)
     held = sum(block.rows * block.columns for block in blocks)
     if held != rows * columns:
         raise CheckpointError(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,3 +123,12 @@ def test_the_command(hf: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert cli.run(["inspect", str(hf / "absent")]) == 2
     assert "absent is no folder" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_ends_the_command_quietly(hf: Path) -> None:
+    command = [sys.executable, "-m", "checkpoints_tools.cli", "inspect", str(hf)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.close()
+    assert (child.stderr.read() if child.stderr else b"") == b""
+    assert child.wait() == -signal.SIGPIPE

@@ -18,7 +18,7 @@ from checkpoints_tools.opening import open_checkpoint
 from checkpoints_tools.resharding import reshard
 from checkpoints_tools.torch_archive import stored_tensor
 from checkpoints_tools.torch_zip import read_archive
-from tests.checkpoint_models import bits, folder_bytes, load_tensors, save_random_model
+from tests.checkpoint_models import bits, folder_bytes, load_tensors, save_random_model, save_tensors
 
 LAYOUTS = [(1, 1), (2, 1), (1, 3), (4, 3)]
 
@@ -95,6 +95,15 @@ def test_cuts_that_do_not_fit_are_refused(options: dict[str, int], message: str,
     with pytest.raises(ConfigError, match=message):
         reshard(folder, tmp_path / "legacy", "mp_rank", **options)
     assert not (tmp_path / "legacy").exists()
+
+
+def test_a_folder_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path / "hf")
+    tensors = load_tensors(folder)
+    del tensors["model.norm.weight"]
+    save_tensors(folder, tensors)
+    with pytest.raises(CheckpointError, match="tensor model.norm.weight is missing"):
+        reshard(folder, tmp_path / "legacy", "mp_rank")
 
 
 @pytest.fixture

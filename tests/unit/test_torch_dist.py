@@ -178,6 +178,14 @@ def test_a_damaged_archive_is_named_by_file_and_tensor(stored: Path) -> None:
         open_checkpoint(stored)
 
 
+def test_a_chunk_that_was_stored_transposed_is_refused(stored: Path) -> None:
+    torch.save(torch.zeros(1, 20, 48, dtype=torch.bfloat16).transpose(1, 2), stored / "__1_0.distcp")
+    size = (stored / "__1_0.distcp").stat().st_size
+    edit(stored, place(relative_path="__1_0.distcp", offset=0, length=size))
+    with pytest.raises(CheckpointError, match=rf"__1_0\.distcp: {FC2} at \[1, 0, 20\] is not contiguous"):
+        open_checkpoint(stored)
+
+
 @pytest.mark.parametrize("prefix", ["model.", "module."])
 def test_prefixes_of_other_writers_are_known(prefix: str, stored: Path, tmp_path: Path) -> None:
     def change(metadata: Any) -> None:
@@ -311,10 +319,13 @@ def test_blocks_that_do_not_cover_a_tensor_are_named() -> None:
     check_cover(tensor((0, 4, 0, 6)))
     check_cover(tensor((2, 2, 0, 6), (0, 2, 3, 3), (0, 2, 0, 3)))
     check_cover(tensor((0, 1, 0, 6), (1, 3, 0, 2), (1, 3, 2, 4)))
+    check_cover(tensor((0, 4, 2, 1), (0, 1, 0, 2), (1, 3, 0, 2), (0, 2, 3, 3), (2, 2, 3, 3)))
     for blocks, message in (
         ([(0, 4, 0, 5)], "holds 20 of its 24 elements"),
         ([(0, 4, 0, 6), (3, 1, 5, 1)], "overlap"),
         ([(0, 3, 0, 6), (2, 2, 0, 6)], "overlap"),
+        ([(0, 4, 0, 4), (0, 2, 4, 2), (2, 2, 3, 3)], "overlap"),
+        ([(0, 4, 4, 2), (0, 2, 0, 4), (2, 2, 0, 5)], "overlap"),
         ([(0, 5, 0, 6)], "lies outside"),
         ([(0, 4, 1, 6)], "lies outside"),
         ([], "holds 0 of its 24"),

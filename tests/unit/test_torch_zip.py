@@ -51,6 +51,7 @@ def test_tensors_in_a_state_are_found_and_the_rest_is_kept(tmp_path: Path) -> No
         "parameter": torch.nn.Parameter(whole[20:24]),
         "transposed": whole[:6].view(2, 3).T,
         "column": whole[:6].view(2, 3)[:, :1],
+        "one row": whole.as_strided((1, 3), (99, 1)),
         "empty": torch.zeros(0, 5),
         "number": torch.tensor(7),
         "nested": [(1, {"deep": whole[39:]}), "text", None, 2.5],
@@ -62,9 +63,8 @@ def test_tensors_in_a_state_are_found_and_the_rest_is_kept(tmp_path: Path) -> No
     assert content(found["nested"][0][1]["deep"]) == whole[39:].numpy().tobytes()
     assert content(found["number"]) == (7).to_bytes(8, "little")
     assert found["nested"][1:] == ["text", None, 2.5]
-    assert [found[key].contiguous for key in ("view", "transposed", "column", "empty", "number")] == [
-        *(True, False, False, True, True)
-    ]
+    keys = ("view", "one row", "empty", "number", "transposed", "column")
+    assert [found[key].contiguous for key in keys] == [True, True, True, True, False, False]
 
 
 def test_an_archive_in_the_middle_of_a_file(tmp_path: Path) -> None:
@@ -165,6 +165,18 @@ def test_a_header_that_points_elsewhere_is_named(tmp_path: Path) -> None:
     broken[header + 28 : header + 30] = b"\xff\xff"  # of its extra field: longer than the file
     path.write_bytes(broken)
     with pytest.raises(CheckpointError, match="data/0 is not where the archive says"):
+        read(path)
+
+
+def test_a_member_of_two_lengths_is_named(tmp_path: Path) -> None:
+    """In the directory: as stored, and as it would be unpacked."""
+    broken = bytearray(WHOLE)
+    record = broken.rindex(b"archive/data/0") - 46
+    assert broken[record : record + 4] == b"PK\1\2"
+    broken[record + 20 : record + 24] = (300).to_bytes(4, "little")
+    path = tmp_path / "a.pt"
+    path.write_bytes(broken)
+    with pytest.raises(CheckpointError, match="member data/0 is compressed"):
         read(path)
 
 

@@ -22,6 +22,7 @@ from checkpoints_tools import copying
 from checkpoints_tools.blocks import Block, BlockTensor
 from checkpoints_tools.copying import OpenFiles, copy_tensors
 from checkpoints_tools.number_types import to_bfloat16
+from checkpoints_tools.output_plan import holes
 
 Rectangles = list[tuple[int, int, int, int]]
 
@@ -215,7 +216,9 @@ def test_holes_stay_holes(tmp_path: Path) -> None:
     def tensor(path: Path) -> BlockTensor:
         return BlockTensor("w", "BF16", (4, row // 2), (Block(0, 4, 0, row // 2, path, 0, row),))
 
+    assert holes({"w": tensor(source)}) == 2 * row
     copy_tensors({"w": tensor(source)}, {"w": tensor(target)}, threads=1)
+    assert holes({"w": tensor(target)}) == 2 * row
     assert target.read_bytes() == source.read_bytes()
     assert target.stat().st_blocks * 512 < 2.5 * row
 

@@ -20,6 +20,7 @@ from checkpoints_tools.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.number_types import to_bfloat16
 
 BUFFER_BYTES = 1 << 20
+_WRITE_BEHIND_BYTES = 32 << 20
 _VECTORS = 1024  # of one readv or writev: Linux' IOV_MAX
 Moved = Callable[[int], None]
 """Is told, from any thread, the bytes of the destination that have just been dealt with."""
@@ -46,12 +47,14 @@ def copy_tensors(
 
     def work(file: Path) -> None:
         buffer = memoryview(bytearray(BUFFER_BYTES))
+        behind = _WriteBehind(files)
         try:
             for name in by_file[file]:
                 for band in bands(source[name], destination[name]):
                     if failed.is_set():
                         return
                     buffer = _copy(band, files, buffer)
+                    behind.copied(band)
                     moved(band.rows * band.written_row)
             os.fsync(files.writing(file))
         except BaseException:
@@ -109,6 +112,32 @@ class OpenFiles:
                 if flags == os.O_RDONLY and status.st_blocks * 512 < status.st_size:
                     self._sparse.add(descriptor)
             return self._open[path, flags]
+
+
+class _WriteBehind:
+    """Has the system write what was just copied, so that little is left to wait for at the end.
+
+    Left to itself it begins only when gigabytes are waiting.
+    """
+
+    def __init__(self, files: OpenFiles) -> None:
+        self._files = files
+        self._spans: dict[Path, tuple[int, int]] = {}
+        self._waiting = 0
+
+    def copied(self, band: Band) -> None:
+        """This band is in the page cache."""
+        for block in band.written:
+            begin = block.position + (band.row - block.row) * block.stride
+            low, high = self._spans.get(block.file, (begin, begin))
+            self._spans[block.file] = min(low, begin), max(high, begin + band.rows * block.stride)
+        self._waiting += band.rows * band.written_row
+        if self._waiting >= _WRITE_BEHIND_BYTES:
+            for file, (low, high) in self._spans.items():
+                # The system keeps what is not written yet, but begins to write it.
+                os.posix_fadvise(self._files.writing(file), low, high - low, os.POSIX_FADV_DONTNEED)
+            self._spans.clear()
+            self._waiting = 0
 
 
 @dataclass(frozen=True, slots=True)

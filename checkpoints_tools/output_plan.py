@@ -67,11 +67,25 @@ class OutputPlan:
 
 def holes(tensors: Mapping[str, BlockTensor]) -> int:
     """Bytes of the tensors' files for which the file system keeps no data; nor will it for a copy."""
-    found = 0
-    for path in {block.file for tensor in tensors.values() for block in tensor.blocks}:
-        status = path.stat()
-        found += max(0, status.st_size - status.st_blocks * 512)
-    return found
+    files = {block.file for tensor in tensors.values() for block in tensor.blocks}
+    return sum(map(_hole_bytes, files))
+
+
+def _hole_bytes(path: Path) -> int:
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_blocks * 512 >= status.st_size:
+            return 0
+        # Counted, not taken from the number of blocks: a file may also be small because it is compressed.
+        found = position = 0
+        while position < status.st_size:
+            try:
+                data = os.lseek(file.fileno(), position, os.SEEK_DATA)
+            except OSError:  # nothing but a hole from here on
+                data = status.st_size
+            found += data - position
+            position = data if data == status.st_size else os.lseek(file.fileno(), data, os.SEEK_HOLE)
+        return found
 
 
 def _copy_file(source: Path, destination: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import _thread
 import itertools
 import os
+import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from checkpoints_tools import copying
 from checkpoints_tools.blocks import Block, BlockTensor
 from checkpoints_tools.copying import OpenFiles, copy_tensors
 from checkpoints_tools.number_types import to_bfloat16
+from checkpoints_tools.output_plan import holes
 
 Rectangles = list[tuple[int, int, int, int]]
 
@@ -82,6 +84,7 @@ def test_every_element_arrives_and_nothing_else_changes(data: st.DataObject) -> 
     gaps = data.draw(st.tuples(st.sampled_from([0, 2, 5]), st.sampled_from([0, 2, 5])))
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "BUFFER_BYTES", data.draw(st.sampled_from([1, 40, 1 << 20])))
+        patch.setattr(copying, "_WRITE_BEHIND_BYTES", data.draw(st.sampled_from([1, 32 << 20])))
         patch.setattr(copying, "_VECTORS", data.draw(st.sampled_from([1, 3, 1024])))
         folder = Path(name)
         shape = (rows, columns)
@@ -143,16 +146,32 @@ def test_after_an_error_nothing_more_is_copied(tmp_path: Path) -> None:
     assert not collect(second).any()
 
 
+def test_the_disk_is_busy_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every so many bytes the system is told to write them: each once, and no others."""
+    monkeypatch.setattr(copying, "BUFFER_BYTES", 8)
+    monkeypatch.setattr(copying, "_WRITE_BEHIND_BYTES", 24)
+    values = np.ones((9, 4), np.uint16)
+    source = lay_out(tmp_path, "source", (9, 4), [(0, 9, 0, 4)], 0, values)
+    target = lay_out(tmp_path, "target", (9, 4), [(0, 9, 0, 4)], 0, None)
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        copying.os, "posix_fadvise", lambda _, begin, nbytes, advice: told.append((begin, nbytes))
+    )
+    copy_tensors({"w": source}, {"w": target}, threads=1)
+    assert told == [(3, 24), (27, 24), (51, 24)]
+
+
 def test_an_interrupt_ends_the_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "BUFFER_BYTES", 8)
     values = np.ones((300, 4), np.uint16)
     source = lay_out(tmp_path, "source", (300, 4), [(0, 300, 0, 4)], 0, values)
     target = lay_out(tmp_path, "target", (300, 4), [(0, 300, 0, 4)], 0, None)
     bands: list[int] = []
+    main = threading.main_thread().ident or 0
 
     def moved(nbytes: int) -> None:
         if not bands:
-            _thread.interrupt_main()
+            signal.pthread_kill(main, signal.SIGINT)
         bands.append(nbytes)
         time.sleep(0.01)
 
@@ -197,7 +216,9 @@ def test_holes_stay_holes(tmp_path: Path) -> None:
     def tensor(path: Path) -> BlockTensor:
         return BlockTensor("w", "BF16", (4, row // 2), (Block(0, 4, 0, row // 2, path, 0, row),))
 
+    assert holes({"w": tensor(source)}) == 2 * row
     copy_tensors({"w": tensor(source)}, {"w": tensor(target)}, threads=1)
+    assert holes({"w": tensor(target)}) == 2 * row
     assert target.read_bytes() == source.read_bytes()
     assert target.stat().st_blocks * 512 < 2.5 * row
 

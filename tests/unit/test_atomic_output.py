@@ -222,6 +222,18 @@ def test_too_little_space_is_seen_before(
     assert check_space(tmp_path / "new/output", 1000) == 1000
 
 
+def test_holes_take_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_random_model(tmp_path / "hf", hidden_size=1024, intermediate_size=2048)
+    weights = folder / "model.safetensors"
+    size = weights.stat().st_size
+    header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    os.truncate(weights, header)
+    os.truncate(weights, size)  # all zeros now, none of them on the disk
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size // 2))
+    assert to_megatron(folder, tmp_path / "megatron").nbytes > size
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_disk_that_fills_up(
     code: int, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["bapo_megatron*"]),
+    packages=find_packages(include=["bapo_megatron*", "checkpoints_tools*"]),
     package_data={"bapo_megatron": ["*.html", "constraints.txt", "rollout/sglang_cpu/requirements.txt"]},
     install_requires=[
         "torch>=2.6,<2.14",
@@ -58,5 +58,7 @@ setup(
             "ruff>=0.11,<1",
         ],
     },
-    entry_points={"console_scripts": ["bapo = bapo_megatron.cli:main"]},
+    entry_points={
+        "console_scripts": ["bapo = bapo_megatron.cli:main", "bapo-ckpt = checkpoints_tools.cli:main"]
+    },
 )

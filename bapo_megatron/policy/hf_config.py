@@ -80,10 +80,22 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
         )
     except KeyError as error:
         raise ConfigError(f"{source}: field {error.args[0]!r} is missing") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
         raise ConfigError(f"{source}: {error}") from None
+    _check_counts(shape, source)
     _refuse_variants(config, source)
     return shape
+
+
+def _check_counts(shape: ModelShape, source: str) -> None:
+    for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_positions"):
+        if getattr(shape, field) < 1:
+            raise ConfigError(f"{source}: a model with {field}={getattr(shape, field)} cannot be")
+    if shape.heads % shape.kv_heads:
+        raise ConfigError(
+            f"{source}: num_attention_heads={shape.heads} is no multiple of "
+            f"num_key_value_heads={shape.kv_heads}"
+        )
 
 
 def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""One table: which Hugging Face tensors make up each megatron-core parameter, and how.
+"""One table: which Hugging Face tensors make up each megatron-core parameter, row by row.
 
-A megatron parameter is made of one or more HF tensors. ``join`` turns these into the *global* parameter
-(as if TP were 1), ``split`` turns it back; both only move values, so a round trip is exact to the bit.
-``shard`` cuts the global parameter for one TP rank and ``unshard`` is its inverse.
+A megatron parameter is its HF tensors cut into segments of rows and stacked. Weights in memory follow the
+table (``hf_parts.py``: loading, syncing), and so do weights in files (``checkpoints_tools``), which is why
+nothing here needs torch. All shapes are *global*: those of a model that no parallelism has cut.
 
 Layouts, from megatron-core: ``linear_qkv`` stacks, for each KV group, its query heads, its key head and
 its value head; ``linear_fc1`` stacks the gate over the up projection, on each TP rank anew.
@@ -11,15 +11,22 @@ its value head; ``linear_fc1`` stacks the gate over the up projection, on each T
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from bapo_megatron.policy.hf_config import ModelShape
 
 Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of a megatron parameter that are consecutive rows of one HF tensor."""
+
+    source: int
+    """Which of the parameter's HF tensors."""
+    row: int
+    """The first of them in the HF tensor."""
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -29,27 +36,17 @@ class Mapping:
     hf_names: tuple[str, ...]
     """May contain ``{layer}``."""
     hf_shapes: Shapes
-    join: Callable[[Sequence[Tensor]], Tensor]
-    split: Callable[[Tensor], tuple[Tensor, ...]]
+    segments: tuple[Segment, ...]
+    """From the parameter's first row to its last. Each row of each HF tensor is in one of them."""
     tp_dim: int | None
     """Dimension that tensor parallelism cuts; None for a replicated parameter."""
     tp_parts: int = 1
     """Stacked parts along ``tp_dim`` that are each cut on their own (gate and up: 2)."""
 
-    def shard(self, value: Tensor, rank: int, size: int) -> Tensor:
-        """The piece of the global parameter that TP rank ``rank`` of ``size`` holds."""
-        if self.tp_dim is None or size == 1:
-            return value
-        parts = value.chunk(self.tp_parts, self.tp_dim)
-        return torch.cat([part.chunk(size, self.tp_dim)[rank] for part in parts], self.tp_dim)
-
-    def unshard(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The global parameter from the pieces of all TP ranks, in rank order."""
-        if self.tp_dim is None or len(pieces) == 1:
-            return pieces[0]
-        dim = self.tp_dim
-        parts = zip(*(piece.chunk(self.tp_parts, dim) for piece in pieces), strict=True)
-        return torch.cat([torch.cat(part, dim) for part in parts], dim)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The parameter's."""
+        return (sum(shape[0] for shape in self.hf_shapes), *self.hf_shapes[0][1:])
 
 
 def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
@@ -92,11 +89,13 @@ def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-# Transformer Engine fuses a norm into the linear layer that follows it and names it there.
+# Transformer Engine fuses a norm into the linear layer that follows it and names it there. Checkpoints do
+# so too, whichever of the two wrote them.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+_UNFUSED_NORMS = {plain: fused for fused, plain in _FUSED_NORMS.items()}
 
 
 def canonical_name(name: str, first_layer: int) -> tuple[str, int | None]:
@@ -111,34 +110,38 @@ def canonical_name(name: str, first_layer: int) -> tuple[str, int | None]:
     return f"decoder.layers.{{layer}}.{suffix}", first_layer + int(match[1])
 
 
+def checkpoint_key(name: str, stacked: bool = True) -> str:
+    """The key under which a torch_dist checkpoint holds the parameter that the table calls ``name``.
+
+    ``stacked``: all layers under one key, with a dimension for the layer in front of the parameter's own;
+    otherwise a key for each, with ``{layer}`` in it as in the table's name.
+    """
+    prefix, layer, suffix = name.partition("decoder.layers.{layer}.")
+    if not layer:
+        return prefix
+    return ("decoder.layers." if stacked else layer) + _UNFUSED_NORMS.get(suffix, suffix)
+
+
 def _plain(hf_name: str, hf_shape: tuple[int, ...], tp_dim: int | None = None) -> Mapping:
-    return Mapping((hf_name,), (hf_shape,), lambda tensors: tensors[0], lambda value: (value,), tp_dim)
+    return Mapping((hf_name,), (hf_shape,), (Segment(0, 0, hf_shape[0]),), tp_dim)
 
 
 def _qkv(shape: ModelShape, kind: str, tail: tuple[int, ...]) -> Mapping:
     groups, d = shape.kv_heads, shape.head_dim
-    per_group = shape.heads // groups * d
-
-    def join(tensors: Sequence[Tensor]) -> Tensor:
-        q, k, v = (tensor.reshape(groups, -1, *tail) for tensor in tensors)
-        return torch.cat([q, k, v], 1).reshape(-1, *tail)
-
-    def split(value: Tensor) -> tuple[Tensor, ...]:
-        pieces = value.reshape(groups, per_group + 2 * d, *tail).split([per_group, d, d], 1)
-        return tuple(piece.reshape(-1, *tail) for piece in pieces)
-
-    names = tuple(f"model.layers.{{layer}}.self_attn.{x}_proj.{kind}" for x in "qkv")
-    shapes = ((shape.heads * d, *tail), (groups * d, *tail), (groups * d, *tail))
-    return Mapping(names, shapes, join, split, tp_dim=0)
+    rows = (shape.heads // groups * d, d, d)  # of a group: query, key, value
+    return Mapping(
+        tuple(f"model.layers.{{layer}}.self_attn.{x}_proj.{kind}" for x in "qkv"),
+        tuple((groups * count, *tail) for count in rows),
+        tuple(Segment(i, g * count, count) for g in range(groups) for i, count in enumerate(rows)),
+        tp_dim=0,
+    )
 
 
 def _gate_up(shape: ModelShape) -> Mapping:
-    names = tuple(f"model.layers.{{layer}}.mlp.{x}_proj.weight" for x in ("gate", "up"))
     return Mapping(
-        names,
+        tuple(f"model.layers.{{layer}}.mlp.{x}_proj.weight" for x in ("gate", "up")),
         ((shape.ffn, shape.hidden),) * 2,
-        join=lambda tensors: torch.cat(list(tensors), 0),
-        split=lambda value: tuple(value.chunk(2, 0)),
+        (Segment(0, 0, shape.ffn), Segment(1, 0, shape.ffn)),
         tp_dim=0,
         tp_parts=2,
     )

@@ -36,7 +36,7 @@ def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
         _create_adam_state(adam)
     new_results()
     request = dist_checkpointing.save(
-        _state(model, optimizer, loading=False),
+        {**_state(model, optimizer, loading=False), "written_at": _layout(len(model))},
         str(path),
         get_default_save_sharded_strategy("torch_dist", 1),
         async_sharded_save=True,
@@ -70,6 +70,17 @@ def _state(model: Sequence[Any], optimizer: Any, loading: bool) -> dict[str, Any
     state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(model)}
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     return state
+
+
+def _layout(chunks: int) -> dict[str, int]:
+    """Sizes of the process groups, for people who look at the checkpoint; any others can load it."""
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual": chunks,
+        "context": parallel_state.get_context_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(),
+    }
 
 
 def _named_chunks(model: Sequence[Any]) -> Iterator[tuple[str, Any]]:

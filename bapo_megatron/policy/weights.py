@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bapo_megatron.policy.hf_config import ModelShape
 from bapo_megatron.policy.hf_names import Mapping, canonical_name, mapping_table
+from bapo_megatron.policy.hf_parts import join, shard, split, unshard
 from bapo_megatron.policy.hf_reader import HfReader
 
 Key = tuple[str, int | None]
@@ -49,8 +50,8 @@ class WeightMap:
         size = parallel_state.get_tensor_model_parallel_world_size()
         for (name, layer), parameter in self.local.items():
             mapping = self.table[name]
-            value = mapping.join([reader.read(n.format(layer=layer)) for n in mapping.hf_names])
-            parameter.data.copy_(mapping.shard(value, rank, size))
+            value = join(mapping, [reader.read(n.format(layer=layer)) for n in mapping.hf_names])
+            parameter.data.copy_(shard(mapping, value, rank, size))
         if tied:
             self._fill_tied_output(reader, chunks, rank, size)
 
@@ -60,7 +61,7 @@ class WeightMap:
         for chunk in chunks:
             if chunk.post_process and not chunk.pre_process:
                 value = reader.read(mapping.hf_names[0])
-                chunk.output_layer.weight.data.copy_(mapping.shard(value, rank, size))
+                chunk.output_layer.weight.data.copy_(shard(mapping, value, rank, size))
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """All HF tensors of the model, one parameter at a time, on every rank. Collective.
@@ -72,7 +73,7 @@ class WeightMap:
             name, layer = key
             mapping = self.table[name]
             value = self._whole(key, mapping, owners[key])
-            for hf_name, tensor in zip(mapping.hf_names, mapping.split(value), strict=True):
+            for hf_name, tensor in zip(mapping.hf_names, split(mapping, value), strict=True):
                 yield hf_name.format(layer=layer), tensor.contiguous()
 
     def _owners(self) -> dict[Key, int]:
@@ -85,11 +86,9 @@ class WeightMap:
     def _whole(self, key: Key, mapping: Mapping, owner: int) -> Tensor:
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         if pipeline.rank() == owner:
-            value = mapping.unshard(self._all_pieces(self.local[key].detach(), mapping)).contiguous()
+            value = unshard(mapping, self._all_pieces(self.local[key].detach(), mapping)).contiguous()
         else:
-            shapes = [torch.empty(shape, device="meta") for shape in mapping.hf_shapes]
-            reference = next(iter(self.local.values()))
-            value = reference.new_empty(mapping.join(shapes).shape)
+            value = next(iter(self.local.values())).new_empty(mapping.shape)
         if pipeline.size() > 1:
             dist.broadcast(value, dist.get_global_rank(pipeline, owner), pipeline)
         return value

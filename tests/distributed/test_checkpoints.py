@@ -87,6 +87,7 @@ def test_a_checkpoint_continues_at_other_layouts(qwen2: Path, samples: list[Samp
         ParallelConfig(tensor=2),
         ParallelConfig(data=2),
         ParallelConfig(pipeline=4),
+        ParallelConfig(pipeline=2, virtual=2),
         ParallelConfig(context=2, data=2),
     ):
         [there, _], *_ = run_layout(save_and_go_on, other, qwen2, "float32", samples, other, path, True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "bapo_megatron"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "bapo_megatron"
+TOOLS = ROOT / "checkpoints_tools"
 
 # Lower layers first; a module may import from its own layer and from those before it.
 LAYERS = [
@@ -17,7 +21,7 @@ LAYERS = [
     {"config", "config_checks", "config_sglang"},
     {"interfaces", "distributed", "named_weights"},
     {"data", "reward"},
-    {"rollout", "policy", "sync", "state"},
+    {"rollout", "policy", "sync", "state", "checkpoints_tools"},
     {"progress", "report", "report_data", "report_panels", "report_plots", "recipe", "plan"},
     {"record", "certificate", "clipping", "old_log_probs", "alarm"},
     {"build", "sft"},
@@ -28,14 +32,22 @@ LAYERS = [
 ]
 SIBLINGS = ("rollout", "policy", "sync", "state")
 MEGATRON_ALLOWED = ("policy", "state")
+# All that the tools for checkpoints know of the trainer.
+TOOLS_MAY_USE = {"errors", "files", "policy.hf_config", "policy.hf_names"}
 
 
 def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+    return sorted([*PACKAGE.rglob("*.py"), *TOOLS.rglob("*.py")])
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def part(path: Path) -> str:
-    """The module or subpackage directly under the package."""
+    """The module or subpackage directly under the package; the tools are one part."""
+    if path.is_relative_to(TOOLS):
+        return TOOLS.name
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -49,8 +61,9 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def project_parts(path: Path) -> set[str]:
-    names = [name.split(".") for name in imports(path) if name.startswith("bapo_megatron.")]
-    return {name[1] for name in names} - {"__version__"}
+    names = [name.split(".") for name in imports(path)]
+    parts = {name[1] for name in names if name[0] == "bapo_megatron" and len(name) > 1}
+    return parts - {"__version__"} | {TOOLS.name for name in names if name[0] == TOOLS.name}
 
 
 def layer_of(name: str) -> int:
@@ -60,7 +73,7 @@ def layer_of(name: str) -> int:
     raise AssertionError(f"{name} is in no layer: add it to LAYERS and to docs/architecture.md")
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_imports_run_one_way(path: Path) -> None:
     own = part(path)
     if own == "__init__":
@@ -71,7 +84,7 @@ def test_imports_run_one_way(path: Path) -> None:
             assert own == other, f"{own} imports its sibling {other}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_heavy_packages_stay_where_they_belong(path: Path) -> None:
     roots = {name.split(".")[0] for name in imports(path)}
     if path.parent.name != "sglang_cpu":  # which runs in SGLang's own environment
@@ -83,8 +96,24 @@ def test_heavy_packages_stay_where_they_belong(path: Path) -> None:
         assert not {name for name in imports(path) if name.startswith("torch.distributed")}
 
 
+@pytest.mark.parametrize("path", sorted(TOOLS.rglob("*.py")), ids=name_of)
+def test_the_tools_for_checkpoints_stand_alone(path: Path) -> None:
+    """They run where there is little memory and no GPU: no torch, and of the trainer its table of names."""
+    names = set(imports(path))
+    assert not {"torch", "megatron", "transformers", "safetensors"} & {name.split(".")[0] for name in names}
+    ours = {name.removeprefix("bapo_megatron.") for name in names if name.startswith("bapo_megatron.")}
+    for name in ours:
+        assert any(f"{name}.".startswith(f"{allowed}.") for allowed in TOOLS_MAY_USE), name
+
+
 def test_bounds_need_no_torch() -> None:
     assert "torch" not in {name.split(".")[0] for name in imports(PACKAGE / "algo/bounds.py")}
+
+
+def test_the_table_of_names_needs_no_torch() -> None:
+    """The tools for checkpoints start at once and in little memory."""
+    script = "import sys, bapo_megatron.policy.hf_names; print({'torch', 'numpy'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"
 
 
 def test_the_loop_fits_on_one_screen() -> None:

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.hf_config import ModelShape, model_shape, read_model_shape
-from bapo_megatron.policy.hf_names import canonical_name, hf_tensors, mapping_table
+from bapo_megatron.policy.hf_names import canonical_name, checkpoint_key, hf_tensors, mapping_table
+from bapo_megatron.policy.hf_parts import join, shard, split, unshard
 from bapo_megatron.policy.hf_reader import HfReader
 from tests.models import save_tiny_model
 
@@ -38,16 +39,17 @@ def shape(**changes: object) -> ModelShape:
 def test_qkv_rows_stand_by_group() -> None:
     """4 heads, 2 groups, head size 1: each group is its two query rows, its key row, its value row."""
     mapping = mapping_table(shape())["decoder.layers.{layer}.self_attention.linear_qkv.bias"]
-    joined = mapping.join([torch.tensor([1, 2, 3, 4]), torch.tensor([10, 20]), torch.tensor([100, 200])])
+    joined = join(mapping, [torch.tensor([1, 2, 3, 4]), torch.tensor([10, 20]), torch.tensor([100, 200])])
     assert joined.tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
-    assert mapping.shard(joined, 1, 2).tolist() == [3, 4, 20, 200]
+    assert mapping.shape == (8,)
+    assert shard(mapping, joined, 1, 2).tolist() == [3, 4, 20, 200]
 
 
 def test_gate_and_up_are_cut_each_on_its_own() -> None:
     mapping = mapping_table(shape())["decoder.layers.{layer}.mlp.linear_fc1.weight"]
-    joined = mapping.join([torch.tensor([[1], [2], [3], [4]]), torch.tensor([[5], [6], [7], [8]])])
-    assert mapping.shard(joined, 0, 2).flatten().tolist() == [1, 2, 5, 6]
-    assert mapping.shard(joined, 1, 2).flatten().tolist() == [3, 4, 7, 8]
+    joined = join(mapping, [torch.tensor([[1], [2], [3], [4]]), torch.tensor([[5], [6], [7], [8]])])
+    assert shard(mapping, joined, 0, 2).flatten().tolist() == [1, 2, 5, 6]
+    assert shard(mapping, joined, 1, 2).flatten().tolist() == [3, 4, 7, 8]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,8 +60,9 @@ def test_round_trip_is_bitwise(family: str, tp: int, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     for mapping in mapping_table(model).values():
         names = [name.format(layer=1) for name in mapping.hf_names]
-        whole = mapping.join([tensors[name] for name in names])
-        back = mapping.split(mapping.unshard([mapping.shard(whole, rank, tp) for rank in range(tp)]))
+        whole = join(mapping, [tensors[name] for name in names])
+        pieces = [shard(mapping, whole, rank, tp) for rank in range(tp)]
+        back = split(mapping, unshard(mapping, pieces))
         for name, tensor in zip(names, back, strict=True):
             assert torch.equal(tensor, tensors[name]), name
 
@@ -76,6 +79,27 @@ def test_transformer_engine_names_mean_the_same() -> None:
     fused = canonical_name("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", 4)
     plain = canonical_name("decoder.layers.1.input_layernorm.weight", 4)
     assert fused == plain == ("decoder.layers.{layer}.input_layernorm.weight", 5)
+
+
+def test_keys_of_checkpoints() -> None:
+    norm = "decoder.layers.{layer}.input_layernorm.weight"
+    assert checkpoint_key(norm) == "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
+    assert checkpoint_key(norm, stacked=False) == (
+        "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight"
+    )
+    norm = "decoder.layers.{layer}.pre_mlp_layernorm.weight"
+    assert checkpoint_key(norm) == "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+    bias = "decoder.layers.{layer}.self_attention.linear_qkv.bias"
+    assert checkpoint_key(bias) == "decoder.layers.self_attention.linear_qkv.bias"
+    assert checkpoint_key("output_layer.weight") == "output_layer.weight"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_segments_hold_each_row_of_each_tensor_once(family: str) -> None:
+    for name, mapping in mapping_table(shape(model_type=family, head_dim=3)).items():
+        rows = [(s.source, s.row + i) for s in mapping.segments for i in range(s.rows)]
+        assert len(rows) == mapping.shape[0], name
+        assert sorted(rows) == [(i, row) for i, s in enumerate(mapping.hf_shapes) for row in range(s[0])]
 
 
 def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
@@ -123,6 +147,10 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
         ({"hidden_size": "wide"}, "invalid literal"),
+        ({"hidden_size": float("inf")}, "cannot convert float infinity"),
+        ({"num_attention_heads": 0, "head_dim": None}, "by zero"),
+        ({"num_hidden_layers": -1}, "layers=-1 cannot be"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         (
             {
                 "rope_scaling": {

@@ -1,0 +1,67 @@
+"""The plain way to convert: the whole model in memory, torch.distributed.checkpoint for the files.
+
+Slow, simple, and independent of checkpoints_tools: what those are compared with in benchmarks and tests.
+
+    python -m benchmarks.dcp_convert to-megatron HF_DIR OUT
+    python -m benchmarks.dcp_convert to-hf HF_DIR CHECKPOINT OUT     (HF_DIR: for config and tokenizer)
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bapo_megatron.policy.hf_config import read_model_shape
+from bapo_megatron.policy.hf_names import checkpoint_key, mapping_table
+from bapo_megatron.policy.hf_parts import join, split
+
+
+def to_megatron(hf_folder: Path, output: Path) -> None:
+    """Weights alone, a chunk for each key."""
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(hf_folder.glob("*.safetensors")):
+        tensors.update(load_file(path))
+    shape = read_model_shape(hf_folder)
+    state = {}
+    for name, mapping in mapping_table(shape).items():
+        layers = range(shape.layers) if "{layer}" in name else range(1)
+        joined = [join(mapping, [tensors[n.format(layer=i)] for n in mapping.hf_names]) for i in layers]
+        state[checkpoint_key(name)] = torch.stack(joined) if "{layer}" in name else joined[0]
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(output), no_dist=True)
+    torch.save({"content_metadata": {"singleton_local_shards": False}}, output / "common.pt")
+
+
+def to_hf(hf_folder: Path, checkpoint: Path, output: Path) -> None:
+    """One file, with the other files of ``hf_folder``."""
+    shape = read_model_shape(hf_folder)
+    reader = dcp.FileSystemReader(checkpoint)
+    stored = reader.read_metadata().state_dict_metadata
+    table = mapping_table(shape)
+    state = {
+        key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
+        for key in map(checkpoint_key, table)
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    tensors = {}
+    for name, mapping in table.items():
+        stacked = "{layer}" in name
+        for layer in range(shape.layers) if stacked else range(1):
+            value = state[checkpoint_key(name)]
+            parts = split(mapping, value[layer] if stacked else value)
+            for hf_name, tensor in zip(mapping.hf_names, parts, strict=True):
+                tensors[hf_name.format(layer=layer)] = tensor.contiguous()
+    output.mkdir()
+    save_file(tensors, output / "model.safetensors", {"format": "pt"})
+    for path in hf_folder.iterdir():
+        if path.is_file() and "safetensors" not in path.name:
+            shutil.copyfile(path, output / path.name)
+
+
+if __name__ == "__main__":
+    {"to-megatron": to_megatron, "to-hf": to_hf}[sys.argv[1]](*map(Path, sys.argv[2:]))

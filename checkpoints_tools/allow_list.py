@@ -1,0 +1,158 @@
+"""Reads pickles without running anything that they name.
+
+Checkpoints of torch hold pickles, and a pickle may call any function of any module. Here nothing is ever
+imported for a file: a name in a pickle stands for a constant (``torch.bfloat16`` is "BF16"), for a builtin
+container, or for a ``Record`` that keeps what the class would have been given. Every other name is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from bapo_megatron.errors import CheckpointError
+
+DTYPES = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""safetensors' name of each of torch's data types."""
+
+DTYPE_BYTES = {
+    "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of an element of each."""
+
+_STORAGES = {
+    "BFloat16Storage": "BF16",
+    "HalfStorage": "F16",
+    "FloatStorage": "F32",
+    "DoubleStorage": "F64",
+    "LongStorage": "I64",
+    "IntStorage": "I32",
+    "ShortStorage": "I16",
+    "CharStorage": "I8",
+    "ByteStorage": "U8",
+    "BoolStorage": "BOOL",
+}
+# Of the builtins only types whose attributes a pickle cannot change, so that one file cannot leave
+# anything behind for the next.
+_CONSTANTS: dict[str, Any] = {
+    "torch.Size": tuple,
+    "builtins.set": set,
+    "__builtin__.set": set,
+    "collections.OrderedDict": OrderedDict,
+    **{f"torch.{name}": dtype for name, dtype in (DTYPES | _STORAGES).items()},
+}
+_DCP = "torch.distributed.checkpoint"
+_RECORDS = {
+    *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *(f"{_DCP}.metadata.{kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
+    f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
+    *(f"{_DCP}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
+    *(f"{_DCP}.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+    "torch.serialization._get_layout",
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_parameter",
+    "torch.device",
+    "argparse.Namespace",
+    "_io.BytesIO",
+    "_codecs.encode",
+    "pathlib.PosixPath",
+    "signal.Signals",
+    *(f"numpy.{name}" for name in ("ndarray", "dtype")),
+    *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
+}
+# Megatron puts its arguments, with settings of many kinds, beside the weights.
+_RECORD_MODULES = ("megatron.", "transformer_engine.")
+
+_USELESS_OPCODES = (
+    pickle.INST + pickle.OBJ + pickle.PERSID + pickle.EXT1 + pickle.EXT2 + pickle.EXT4
+    # Reserves as much memory as the file asks for, whatever the file's own length.
+    + pickle.BYTEARRAY8 + pickle.NEXT_BUFFER + pickle.READONLY_BUFFER
+)  # fmt: skip
+
+
+class Record:
+    """Stands for an object of a class that a pickle names: what it was made from, none of its code."""
+
+    __slots__ = ("arguments", "state")
+    class_name = ""
+    """Module and name, as the pickle gives them."""
+
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> Record:
+        """Keep the arguments of the class or function."""
+        record = object.__new__(cls)
+        record.arguments = arguments
+        record.state = None
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep what the class's own method would have been given."""
+        self.state = state
+
+    def field(self, name: str) -> Any:
+        """The attribute ``name`` of the object; None if it has none."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+def load_pickle(data: bytes, source: str, persistent: Callable[[Any], Any] | None = None) -> Any:
+    """The object in ``data``, of builtin values, safetensors' names of data types, and Records.
+
+    ``persistent`` turns a persistent identifier (torch's storages) into an object. CheckpointError, which
+    names ``source``, for a damaged pickle and for one that names a class that no checkpoint needs.
+    """
+    try:
+        return _Unpickler(data, source, persistent).load()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # A damaged pickle can fail at anything that its instructions do: one message for all of it.
+        raise CheckpointError(f"{source}: damaged pickle ({type(error).__name__}: {error})") from None
+
+
+# Python's own unpickler, not that of C: the latter lets a file of a few bytes reserve gigabytes (its memo is
+# an array as long as the largest index), and this one lets us leave out instructions.
+class _Unpickler(pickle._Unpickler):
+    dispatch = {  # noqa: RUF012
+        code: method for code, method in pickle._Unpickler.dispatch.items() if code not in _USELESS_OPCODES
+    }
+
+    def __init__(self, data: bytes, source: str, persistent: Callable[[Any], Any] | None) -> None:
+        super().__init__(io.BytesIO(data))
+        self._source = source
+        self._persistent = persistent
+        self._classes: dict[str, type[Record]] = {}
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        full = f"{module}.{name}"
+        if full in _CONSTANTS:
+            return _CONSTANTS[full]
+        if full not in _RECORDS and not module.startswith(_RECORD_MODULES):
+            raise CheckpointError(
+                f"{self._source} names {full}, which no checkpoint needs; nothing was run. "
+                "Do not load this file with torch unless you trust who made it"
+            )
+        if full not in self._classes:
+            # A class of this file alone: a pickle may set attributes of a class.
+            self._classes[full] = type("Record", (Record,), {"class_name": full, "__slots__": ()})
+        return self._classes[full]
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._persistent is None:
+            raise CheckpointError(f"{self._source} refers to data outside itself")
+        return self._persistent(pid)

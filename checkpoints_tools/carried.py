@@ -1,0 +1,39 @@
+"""Files of a Hugging Face folder that no checkpoint of Megatron has a place for, carried along verbatim."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from checkpoints_tools.safetensors_folder import INDEX
+
+FOLDER = "hf"
+"""In the folder of a Megatron checkpoint."""
+
+_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",  # of SentencePiece
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "LICENSE*",
+    "NOTICE*",
+    "README*",
+    "USE_POLICY*",
+)
+
+
+def carried_files(folder: Path) -> dict[str, Path]:
+    """Config, tokenizer, chat templates and licence of a model, by their paths in the folder."""
+    files = {path for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()}
+    return {path.relative_to(folder).as_posix(): path for path in sorted(files)}
+
+
+def carried_index(folder: Path) -> dict[str, Path]:
+    """The index of a sharded model, which says how its tensors are to be dealt to files again."""
+    return {INDEX: folder / INDEX} if (folder / INDEX).is_file() else {}

@@ -1,0 +1,57 @@
+"""The ``bapo-ckpt`` command."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+
+from bapo_megatron.errors import ConfigError
+
+USAGE = """\
+usage: bapo-ckpt COMMAND ...
+
+  to-megatron HF_DIR OUT      a Hugging Face folder as a torch_dist checkpoint of megatron-core
+  to-hf CHECKPOINT OUT        a checkpoint of Megatron, or of a run, as a Hugging Face folder
+  reshard CHECKPOINT OUT      a checkpoint in another grid or padding, or as mp_rank folders
+  inspect PATH                what a checkpoint is: format, model, optimizer, sizes, keys
+  verify A B                  whether two checkpoints, of any formats, are equal bit for bit
+
+`bapo-ckpt COMMAND --help` lists the flags. No GPU, no torchrun, at most 400 MiB of memory.
+"""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half written is removed
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `bapo-ckpt inspect ... | head` ends quietly
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command. The exit code: 0 done, 1 verify found a difference, 2 bad input, 130 interrupted.
+
+    Other errors propagate.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    import tyro  # help answers without it
+
+    from checkpoints_tools.commands import COMMANDS
+
+    try:
+        if arguments[0] not in COMMANDS:
+            raise ConfigError(f"unknown command {arguments[0]!r}; there are {', '.join(COMMANDS)}")
+        kind = COMMANDS[arguments[0]]
+        return tyro.cli(kind, prog=f"bapo-ckpt {arguments[0]}", args=list(arguments[1:])).run()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; nothing was left behind", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""The commands of ``bapo-ckpt``: their flags, and what they do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from json import dumps
+from pathlib import Path
+from typing import Annotated, Literal, Protocol
+
+import tyro
+
+from bapo_megatron.errors import ConfigError
+from checkpoints_tools.conversion import Settings
+from checkpoints_tools.inspection import inspect_checkpoint
+from checkpoints_tools.inspection_text import as_text
+from checkpoints_tools.resharding import Target, reshard
+from checkpoints_tools.to_hf import to_hf
+from checkpoints_tools.to_megatron import to_megatron
+from checkpoints_tools.verification import verify
+
+
+class Command(Protocol):
+    """What the arguments of a command are parsed into."""
+
+    def run(self) -> int:
+        """Do it. Returns the exit code."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Of every command that writes."""
+
+    overwrite: bool = False
+    """Replace an output that is a checkpoint."""
+    dry_run: bool = False
+    """Check everything, print the plan and the space that it needs, write nothing."""
+    threads: int = 0
+    """That copy; 0 for one per processor, but 4 to 8."""
+
+    def settings(self) -> Settings:
+        """For the Python API."""
+        return Settings(self.overwrite, self.dry_run, self.threads, progress=True)
+
+
+@dataclass(frozen=True)
+class ToMegatron:
+    """A Hugging Face folder as a torch_dist checkpoint that megatron-core loads at any layout."""
+
+    hf_dir: tyro.conf.Positional[Path]
+    """Folder of the model: config.json and safetensors."""
+    out: tyro.conf.Positional[Path]
+    """Folder to write; it appears when it is whole."""
+    grid: int = 8
+    """Pieces of each matrix: the largest TP that is to read no more than its part."""
+    flags: tyro.conf.OmitArgPrefixes[Flags] = field(default_factory=Flags)
+
+    def run(self) -> int:
+        """Convert, and print what was written."""
+        print(to_megatron(self.hf_dir, self.out, self.grid, self.flags.settings()))
+        return 0
+
+
+@dataclass(frozen=True)
+class ToHf:
+    """A checkpoint of Megatron, or of a run, as a Hugging Face folder."""
+
+    checkpoint: tyro.conf.Positional[Path]
+    """Its folder or one above it, of Megatron-LM or of a run."""
+    out: tyro.conf.Positional[Path]
+    """Folder to write; it appears when it is whole."""
+    hf_reference: Path | None = None
+    """Folder of the model with config.json and tokenizer, where the checkpoint carries none."""
+    dtype: Literal["bf16"] | None = None
+    """Round to this type; without it every bit stays."""
+    origin: Annotated[Literal["model", "optimizer"], tyro.conf.arg(name="from")] = "model"
+    """The model's weights, or the optimizer's in fp32."""
+    step: str = "latest"
+    """Which checkpoint, if there are several: a number, or latest."""
+    shard_gb: float | None = None
+    """Most gigabytes of a file; without it the files are those of the model's own folder."""
+    flags: tyro.conf.OmitArgPrefixes[Flags] = field(default_factory=Flags)
+
+    def run(self) -> int:
+        """Convert, and print what was written."""
+        if self.shard_gb is not None and not self.shard_gb > 0:
+            raise ConfigError(f"--shard-gb {self.shard_gb}: give a number above 0")
+        shard_bytes = None if self.shard_gb is None else int(self.shard_gb * 1e9)
+        result = to_hf(
+            self.checkpoint,
+            self.out,
+            self.hf_reference,
+            self.dtype,
+            self.origin,
+            self.step,
+            shard_bytes,
+            self.flags.settings(),
+        )
+        print(result)
+        return 0
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """What a checkpoint is. Reads descriptions alone, no weights."""
+
+    path: tyro.conf.Positional[Path]
+    """Folder of a checkpoint, a model or a run."""
+    json: bool = False
+    """Print all of it as JSON."""
+    hf_reference: Path | None = None
+    """Folder of the model with config.json, where the checkpoint carries none."""
+    step: str = "latest"
+    """Which checkpoint, if there are several: a number, or latest."""
+
+    def run(self) -> int:
+        """Look, and print what was found."""
+        found = inspect_checkpoint(self.path, self.step, self.hf_reference)
+        print(dumps(found.as_json(), indent=2) if self.json else as_text(found))
+        return 0
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Whether two checkpoints, of any formats, hold the same model bit for bit: exit code 0 if so, else 1."""
+
+    first: tyro.conf.Positional[Path]
+    """Folder of a checkpoint, a model or a run."""
+    second: tyro.conf.Positional[Path]
+    """Another."""
+    json: bool = False
+    """Print all of it as JSON, with every difference."""
+    digests: bool = False
+    """Print the SHA-256 of every tensor's elements."""
+    weights_only: bool = False
+    """Leave the optimizer's state out."""
+    hf_reference: Path | None = None
+    """Folder of the model with config.json, where neither checkpoint carries one."""
+    step: str = "latest"
+    """Which checkpoint, if there are several: a number, or latest."""
+    threads: int = 0
+    """That read; 0 for one per processor, but 4 to 8."""
+
+    def run(self) -> int:
+        """Compare, and print what was found."""
+        settings = Settings(threads=self.threads, progress=not self.json)
+        found = verify(
+            self.first,
+            self.second,
+            self.hf_reference,
+            self.step,
+            self.digests,
+            self.weights_only,
+            settings,
+        )
+        print(dumps(found.as_json(), indent=2) if self.json else found)
+        return 0 if found.equal else 1
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """A checkpoint in another grid of chunks, with another padding, or as legacy mp_rank folders.
+
+    The trainer loads torch_dist at any TP, PP, VPP, CP and DP as it is: that needs no reshard.
+    """
+
+    checkpoint: tyro.conf.Positional[Path]
+    """Its folder or one above it, of Megatron-LM or of a run; for --to mp_rank also a Hugging Face folder."""
+    out: tyro.conf.Positional[Path]
+    """Folder to write; it appears when it is whole."""
+    to: Target = "torch_dist"
+    """Format to write."""
+    grid: int = 8
+    """For torch_dist: pieces of each matrix, the largest TP that is to read no more than its part."""
+    tp: int = 1
+    """For mp_rank: tensor-parallel ranks."""
+    pp: int = 1
+    """For mp_rank: pipeline stages."""
+    vocab_multiple: int | None = None
+    """Pad the vocabulary to a multiple; without it torch_dist is not padded, and mp_rank to 128 x TP."""
+    weights_only: bool = False
+    """Leave the optimizer behind."""
+    hf_reference: Path | None = None
+    """Folder of the model with config.json and tokenizer, where the checkpoint carries none."""
+    step: str = "latest"
+    """Which checkpoint, if there are several: a number, or latest."""
+    flags: tyro.conf.OmitArgPrefixes[Flags] = field(default_factory=Flags)
+
+    def run(self) -> int:
+        """Convert, and print what was written."""
+        result = reshard(
+            self.checkpoint,
+            self.out,
+            self.to,
+            self.grid,
+            self.tp,
+            self.pp,
+            self.vocab_multiple,
+            self.weights_only,
+            self.hf_reference,
+            self.step,
+            self.flags.settings(),
+        )
+        print(result)
+        return 0
+
+
+COMMANDS: dict[str, type[Command]] = {
+    "to-megatron": ToMegatron,
+    "to-hf": ToHf,
+    "reshard": Reshard,
+    "inspect": Inspect,
+    "verify": Verify,
+}

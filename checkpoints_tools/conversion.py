@@ -1,0 +1,99 @@
+"""What all conversions share: look, plan, and then copy into a folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from bapo_megatron.errors import ConfigError
+from checkpoints_tools.atomic_output import atomic_output, check_space
+from checkpoints_tools.blocks import BlockTensor
+from checkpoints_tools.copying import copy_tensors
+from checkpoints_tools.output_plan import OutputPlan, holes
+from checkpoints_tools.progress import Progress, format_bytes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a conversion is carried out, whatever the formats."""
+
+    overwrite: bool = False
+    """Replace an output that is a checkpoint."""
+    dry_run: bool = False
+    """Check everything, say what would be written, write nothing."""
+    threads: int = 0
+    """That copy; 0 for one per processor, but 4 to 8."""
+    progress: bool = False
+    """Show it on stderr."""
+
+    def check(self) -> None:
+        """ConfigError for a number of threads that cannot be."""
+        if not 0 <= self.threads <= 256:
+            raise ConfigError(
+                f"--threads {self.threads}: give a number from 1 to 256, or 0 to have it chosen"
+            )
+
+    def thread_count(self) -> int:
+        """Threads that copy."""
+        return self.threads or min(8, max(4, len(os.sched_getaffinity(0))))  # they wait for the disk, too
+
+
+DEFAULTS = Settings()
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was written, or in a dry run would be."""
+
+    source: Path
+    output: Path
+    tensors: int
+    parameters: int
+    nbytes: int
+    """Of the output's files."""
+    files: int
+    free: int
+    """Bytes that were free before."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.source} -> {self.output}\n"
+            f"  {self.tensors} tensors, {self.parameters:,} parameters, in {self.files} data files\n"
+            f"  {format_bytes(self.nbytes)} ({self.nbytes:,} bytes); {format_bytes(self.free)} are free"
+        )
+
+
+def convert(
+    source: Path, tensors: Mapping[str, BlockTensor], plan: OutputPlan, output: Path, settings: Settings
+) -> Conversion:
+    """Carry out a plan, made for ``temporary_folder(output)``.
+
+    ConfigError if the disk has not the space, or turns out not to have it; nothing is left behind.
+    """
+    free = check_space(output, plan.nbytes - holes(tensors))
+    result = Conversion(
+        source,
+        output,
+        len(plan.tensors),
+        sum(prod(tensor.shape) for tensor in plan.tensors.values()),
+        plan.nbytes,
+        len(plan.sizes),
+        free,
+    )
+    if settings.dry_run:
+        return result
+    shown = Progress(sum(tensor.nbytes for tensor in plan.tensors.values())) if settings.progress else None
+    with atomic_output(output):
+        plan.create()
+        copy_tensors(tensors, plan.tensors, settings.thread_count(), shown.add if shown else _nobody)
+        plan.complete()
+    if shown:
+        shown.end()
+    return result
+
+
+def _nobody(_: int) -> None:
+    """Whom nobody asks for progress."""

@@ -1,0 +1,213 @@
+"""What a checkpoint is: its format, where it comes from, the model, the optimizer, sizes, and a tree of keys.
+
+Only descriptions are read, no weights. So an inspection is quick, and says nothing of damaged weights: for
+that, compare the checkpoint with another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.policy.hf_config import FAMILIES, read_model_shape
+from bapo_megatron.policy.hf_names import hf_tensors
+from checkpoints_tools.allow_list import DTYPE_BYTES, Record
+from checkpoints_tools.distcp import GlobalTensor, read_common, read_metadata
+from checkpoints_tools.locate import LATEST, Format, Location, hf_reference, locate
+from checkpoints_tools.mp_rank import RankFiles
+from checkpoints_tools.safetensors_folder import read_safetensors_folder
+from checkpoints_tools.torch_dist import VOCABULARY, find_prefix, layers_layout, optimizer_format
+
+OBJECT = "object"
+"""The type of what is no tensor."""
+
+# A layer, the place of an object on its grid, a state of the optimizer.
+_MEMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=/shard_)\d+|(?<=optimizer\.state\.)[a-z0-9_]+")
+# Attributes of Megatron's arguments that say how its processes were laid out.
+_PARALLEL = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "virtual": "virtual_pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "data": "data_parallel_size",
+    "world": "world_size",
+}
+
+
+@dataclass(frozen=True)
+class KeyGroup:
+    """Keys that differ alone in the layer, say, or in the optimizer's state that they hold."""
+
+    key: str
+    """With ``*`` for what differs."""
+    dtype: str
+    """Of the elements, or OBJECT."""
+    shape: tuple[int, ...]
+    count: int
+    chunks: int
+    """Pieces in which each is stored."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What ``inspect_checkpoint`` found."""
+
+    folder: str
+    format: str
+    layout: str | None
+    """How layers are kept: stacked, per_layer, singleton; for mp_rank folders the ranks."""
+    iteration: int | None
+    written_at: dict[str, int]
+    """Sizes of the process groups of the run that wrote it, as far as it says."""
+    model: dict[str, Any] | None
+    """The fields of config.json that shape the model; None if the checkpoint carries none."""
+    parameters: int
+    """Of the model where it is known, else elements of the weights as stored."""
+    dtypes: dict[str, int]
+    """Bytes of the weights by type."""
+    vocabulary_rows: int | None
+    """Rows of the embedding as stored, with padding."""
+    optimizer: str | None
+    """The format of its state; None without one."""
+    optimizer_bytes: int
+    total_bytes: int
+    """Of all files."""
+    keys: tuple[KeyGroup, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields, as JSON has them."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What the formats have in common for an inspection."""
+
+    layout: str | None
+    common: Mapping[str, Any]
+    weights: tuple[GlobalTensor, ...]
+    optimizer: str | None
+    optimizer_tensors: tuple[GlobalTensor, ...] = ()
+    objects: tuple[str, ...] = ()
+    ranks: Mapping[str, int] | None = None
+
+
+def inspect_checkpoint(path: Path, step: str = LATEST, reference: Path | None = None) -> Inspection:
+    """Look at the checkpoint that ``path`` means (``locate.py``).
+
+    ``reference`` names the folder of config.json for a checkpoint that carries none. CheckpointError if there
+    is no checkpoint, or if what describes it is damaged.
+    """
+    location = locate(path, step)
+    content = _READERS[location.format](location.folder)
+    model, parameters = _model(location, reference)
+    embedding = next((t for t in content.weights if t.key.endswith(_EMBEDDINGS)), None)
+    rows = embedding.shape[0] if embedding is not None and embedding.shape else None
+    ranks = (content.ranks or {}).get("tensor", 1)
+    dtypes: dict[str, int] = {}
+    for tensor in content.weights:
+        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + _nbytes(tensor)
+    return Inspection(
+        folder=str(location.folder),
+        format=str(location.format),
+        layout=content.layout,
+        iteration=_iteration(location, content.common),
+        written_at={**_written_at(content.common), **(content.ranks or {})},
+        model=model,
+        parameters=parameters or sum(prod(tensor.shape) for tensor in content.weights),
+        dtypes=dtypes,
+        vocabulary_rows=rows * ranks if rows is not None else None,
+        optimizer=content.optimizer,
+        optimizer_bytes=sum(_nbytes(tensor) for tensor in content.optimizer_tensors),
+        total_bytes=sum(file.stat().st_size for file in location.folder.rglob("*") if file.is_file()),
+        keys=tuple(_groups((*content.weights, *content.optimizer_tensors), content.objects)),
+    )
+
+
+_EMBEDDINGS = (VOCABULARY[0], "model.embed_tokens.weight")
+
+
+def _nbytes(tensor: GlobalTensor) -> int:
+    return prod(tensor.shape) * DTYPE_BYTES.get(tensor.dtype, 0)
+
+
+def _read_torch_dist(folder: Path) -> _Content:
+    metadata, common = read_metadata(folder), read_common(folder)
+    tensors = metadata.tensors.values()
+    state = tuple(tensor for tensor in tensors if tensor.key.startswith("optimizer."))
+    weights = tuple(tensor for tensor in tensors if not tensor.key.startswith("optimizer."))
+    layout = layers_layout(metadata, find_prefix(metadata, folder))
+    kind = optimizer_format(metadata, common)
+    return _Content(layout, common, weights, kind, state, tuple(metadata.objects))
+
+
+def _read_mp_rank(folder: Path) -> _Content:
+    files = RankFiles(folder)
+    weights = []
+    for virtual in range(files.virtual):
+        for pipeline in range(files.pipeline):
+            chunk = files.chunk(0, pipeline, virtual)
+            stage = f"stage {pipeline + virtual * files.pipeline}: "
+            weights += [
+                GlobalTensor(stage + key, t.dtype, t.shape, ()) for key, t in chunk.parameters.items()
+            ]
+    ranks = {"tensor": files.tensor, "pipeline": files.pipeline, "virtual": files.virtual}
+    kind = "mp_rank" if files.has_optimizer else None
+    return _Content("shards of tensor rank 0", files.common, tuple(weights), kind, ranks=ranks)
+
+
+def _read_hf(folder: Path) -> _Content:
+    found = read_safetensors_folder(folder)
+    weights = tuple(GlobalTensor(name, t.dtype, t.shape, ()) for name, t in found.items())
+    return _Content(None, {}, weights, None)
+
+
+_READERS = {Format.TORCH_DIST: _read_torch_dist, Format.MP_RANK: _read_mp_rank, Format.HF: _read_hf}
+
+
+def _model(location: Location, reference: Path | None) -> tuple[dict[str, Any] | None, int | None]:
+    """The model's shape and number of parameters; None twice where the checkpoint says nothing of it."""
+    try:
+        folder = hf_reference(location, reference)
+    except CheckpointError:
+        return None, None
+    shape = read_model_shape(folder)
+    model = {"name": FAMILIES[shape.family], "config": str(folder), **asdict(shape)}
+    return model, sum(prod(tensor) for tensor in hf_tensors(shape).values())
+
+
+def _iteration(location: Location, common: Mapping[str, Any]) -> int | None:
+    """As the folders say, else as the checkpoint itself."""
+    stored = common.get("iteration")
+    return location.iteration if location.iteration is not None or type(stored) is not int else stored
+
+
+def _written_at(common: Mapping[str, Any]) -> dict[str, int]:
+    """As our trainer says, else as the arguments of Megatron-LM do."""
+    arguments, ours = common.get("args"), common.get("written_at")
+    found: dict[str, Any] = {}
+    if isinstance(ours, dict):
+        found = {name: ours.get(name) for name in _PARALLEL}
+    elif isinstance(arguments, Record):
+        found = {name: arguments.field(field) for name, field in _PARALLEL.items()}
+    return {name: value for name, value in found.items() if type(value) is int}
+
+
+def _groups(tensors: Iterable[GlobalTensor], objects: Iterable[str]) -> list[KeyGroup]:
+    counts: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+    for tensor in tensors:
+        entry = counts.setdefault((_pattern(tensor.key), tensor.dtype, tensor.shape), [0, 1])
+        entry[0] += 1
+        entry[1] = max(entry[1], len(tensor.chunks))
+    for key in objects:
+        counts.setdefault((_pattern(key), OBJECT, ()), [0, 1])[0] += 1
+    return [KeyGroup(*group, count, chunks) for group, (count, chunks) in sorted(counts.items())]
+
+
+def _pattern(key: str) -> str:
+    return _MEMBER.sub("*", key)

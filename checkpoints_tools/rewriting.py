@@ -1,0 +1,55 @@
+"""The common state of one torch_dist checkpoint, for another with the same content."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bapo_megatron.errors import CheckpointError
+from checkpoints_tools.allow_list import Record
+from checkpoints_tools.pickle_writer import Call, Instance, Name
+from checkpoints_tools.torch_archive import object_archive
+from checkpoints_tools.torch_dist import TorchDist
+from checkpoints_tools.torch_dist_metadata import CONTENT
+from checkpoints_tools.torch_zip import StoredTensor
+
+_COMMON = "common.pt"
+_CONTENT = "content_metadata"
+
+
+def common_for_stacked(source: TorchDist) -> bytes:
+    """``common.pt`` of a checkpoint that has the source's content under stacked keys.
+
+    Byte for byte the source's where that is stacked as well. CheckpointError if it holds what cannot be
+    written anew.
+    """
+    path = source.folder / _COMMON
+    if source.layout == "stacked":
+        return path.read_bytes()
+    content = source.common.get(_CONTENT)
+    kept = content if isinstance(content, dict) else {}
+    changed = {**kept, **CONTENT}
+    changed.pop("non_homogeneous_layers", None)
+    try:
+        return object_archive(_writable({**source.common, _CONTENT: changed}))
+    except (TypeError, CheckpointError) as error:
+        raise CheckpointError(
+            f"{path} cannot be written anew ({error}); --weights-only leaves it behind"
+        ) from None
+
+
+def _writable(value: Any) -> Any:
+    """``value``, as a file was read, as it is written."""
+    if isinstance(value, dict):
+        return {key: _writable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_writable(inner) for inner in value)
+    if isinstance(value, StoredTensor):
+        raise CheckpointError("it holds a tensor")
+    if not isinstance(value, Record):
+        return value
+    module, _, name = value.class_name.rpartition(".")
+    if not value.arguments:
+        return Instance(Name(module, name), _writable(value.state))
+    if value.state is not None:
+        raise CheckpointError(f"it holds an object of {value.class_name}")
+    return Call(Name(module, name), _writable(value.arguments))

@@ -1,0 +1,104 @@
+"""A Hugging Face folder as a torch_dist checkpoint that megatron-core loads at any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.policy.hf_config import ModelShape, read_model_shape
+from bapo_megatron.policy.hf_names import hf_tensors
+from checkpoints_tools.atomic_output import check_output, temporary_folder
+from checkpoints_tools.blocks import BlockTensor
+from checkpoints_tools.carried import FOLDER, carried_files, carried_index
+from checkpoints_tools.comparing import first_difference
+from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
+from checkpoints_tools.locate import TRACKER
+from checkpoints_tools.safetensors_folder import read_safetensors_folder
+from checkpoints_tools.torch_dist_metadata import common
+from checkpoints_tools.torch_dist_writer import Contents, plan_torch_dist
+
+# Megatron-LM's name for weights that no training run of its own has saved: it then asks for no optimizer.
+RELEASE = "release"
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_SHOWN = 8
+
+
+def to_megatron(hf_folder: Path, output: Path, grid: int = 8, settings: Settings = DEFAULTS) -> Conversion:
+    """Write ``output/release/`` in torch_dist and the tracker file that names it.
+
+    ``grid`` is the number of pieces into which a matrix is cut, so that a TP rank need not read all of it:
+    the largest TP that will load the checkpoint. Config and tokenizer go along, in ``release/hf``.
+    ConfigError and CheckpointError before anything is written, but for a disk that fills up.
+    """
+    settings.check()
+    if not 1 <= grid <= 1024:
+        raise ConfigError(f"--grid {grid}: give a number from 1 to 1024; 8 serves TP1 to TP8")
+    output = check_output(output, settings.overwrite, [hf_folder])
+    shape = read_model_shape(hf_folder)
+    tensors = model_tensors(hf_folder, shape)
+    root = temporary_folder(output)
+    folder = root / RELEASE
+    plan = plan_torch_dist(tensors, shape, folder, grid, Contents(common(arguments(shape))))
+    carried = {**carried_files(hf_folder), **carried_index(hf_folder)}
+    plan.copied = {folder / FOLDER / name: path for name, path in carried.items()}
+    plan.last = {root / TRACKER: RELEASE.encode(), **plan.last}
+    return convert(hf_folder, tensors, plan, output, settings)
+
+
+def model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
+    """The tensors of a Hugging Face folder, which are exactly those of the model.
+
+    CheckpointError names those that are missing, unknown or of another shape. Tied models are often stored
+    with a copy of the embedding as the output layer: it is left out if it is one, and refused if it is not.
+    """
+    found = read_safetensors_folder(folder)
+    expected = hf_tensors(shape)
+    copy = found.pop(_OUTPUT, None) if shape.tied else None
+    problems = [f"tensor {name} is missing" for name in expected if name not in found]
+    problems += [f"tensor {name} is not of this model family" for name in found if name not in expected]
+    problems += [
+        f"tensor {name} has shape {list(found[name].shape)}, config.json asks for {list(wanted)}"
+        for name, wanted in expected.items()
+        if name in found and found[name].shape != wanted
+    ]
+    if problems:
+        more = f"\n... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError(f"model folder {folder}:\n" + "\n".join(problems[:_SHOWN]) + more)
+    if copy is not None and (difference := first_difference(copy, found[_EMBEDDING])):
+        raise CheckpointError(
+            f"model folder {folder}: config.json ties {_OUTPUT} to {_EMBEDDING}, but it {difference}"
+        )
+    return found
+
+
+def arguments(shape: ModelShape) -> Mapping[str, Any]:
+    """What Megatron-LM looks up in, or compares with, the arguments that a checkpoint was saved with."""
+    return {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.ffn,
+        "num_attention_heads": shape.heads,
+        "group_query_attention": True,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "qk_layernorm": shape.qk_norm,
+        "add_qkv_bias": shape.qkv_bias,
+        "add_bias_linear": False,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "norm_epsilon": shape.norm_eps,
+        "max_position_embeddings": shape.max_positions,
+        "position_embedding_type": "rope",
+        "rotary_base": int(shape.rope_theta),
+        "use_rope_scaling": shape.rope_scaling is not None,
+        "rope_scaling_factor": shape.rope_scaling or 8.0,
+        "untie_embeddings_and_output_weights": not shape.tied,
+        "padded_vocab_size": shape.vocab,
+        "consumed_train_samples": 0,
+        "no_save_optim": True,
+        "no_save_rng": True,
+    }

@@ -1,0 +1,147 @@
+"""Whether two checkpoints, of any formats, hold the same model bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.errors import CheckpointError
+from checkpoints_tools.blocks import BlockTensor
+from checkpoints_tools.comparing import Difference, TensorReport, compare_tensors
+from checkpoints_tools.conversion import DEFAULTS, Settings
+from checkpoints_tools.locate import LATEST, Format, hf_reference, locate
+from checkpoints_tools.opening import Checkpoint, open_checkpoint
+from checkpoints_tools.progress import Progress
+
+_SHOWN = 10
+
+
+@dataclass
+class Verification:
+    """What the comparison of two checkpoints found."""
+
+    first: Path
+    second: Path
+    tensors: int = 0
+    nbytes: int = 0
+    """Of the weights, and of the optimizer's state where both checkpoints have it, in the first."""
+    differences: list[Difference] = field(default_factory=list)
+    digests: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """SHA-256 of each tensor's elements, in the first and in the second; only where asked for."""
+    optimizer: str = ""
+    """Whether the optimizer's state was compared, and why not."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether every tensor is in both, with the same type, shape and bits."""
+        return not self.differences
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, as JSON has it."""
+        return {
+            "first": str(self.first),
+            "second": str(self.second),
+            "equal": self.equal,
+            "tensors": self.tensors,
+            "bytes": self.nbytes,
+            "optimizer": self.optimizer,
+            "differences": [
+                {"tensor": found.tensor, "kind": found.kind, "message": found.message}
+                for found in self.differences
+            ],
+            "digests": {name: list(pair) for name, pair in self.digests.items()},
+        }
+
+    def __str__(self) -> str:
+        lines = [f"first   {self.first}", f"second  {self.second}", f"optimizer: {self.optimizer}"]
+        for name, (here, there) in self.digests.items():
+            lines.append(f"{here}  {name}" if here == there else f"{here} != {there}  {name}")
+        if self.equal:
+            lines.append(f"equal: {self.tensors} tensors, {self.nbytes:,} bytes, every bit")
+        else:
+            lines += [f"{found.tensor} {found.message}" for found in self.differences[:_SHOWN]]
+            if len(self.differences) > _SHOWN:
+                lines.append(f"... and {len(self.differences) - _SHOWN} more")
+            lines.append(f"different: {len(self.differences)} of {self.tensors} tensors")
+        return "\n".join(lines)
+
+
+def verify(
+    first: Path,
+    second: Path,
+    reference: Path | None = None,
+    step: str = LATEST,
+    digests: bool = False,
+    weights_only: bool = False,
+    settings: Settings = DEFAULTS,
+) -> Verification:
+    """Compare the checkpoints that two paths mean, tensor by tensor under their Hugging Face names.
+
+    ``reference`` is the folder of config.json for a checkpoint that carries none; without it, the other's is
+    taken. Vocabulary padding and copies of tied tensors do not count. The optimizer's state is compared where
+    both have it, unless ``weights_only``. CheckpointError if one of them cannot be read.
+    """
+    settings.check()
+    here, there = _open(first, second, reference, step)
+    pairs = {"": (here.tensors, there.tensors)}
+    result = Verification(here.location.folder, there.location.folder)
+    result.optimizer = "not compared, as asked" if weights_only else _why_not(here, there)
+    if not result.optimizer:
+        others = there.optimizer()
+        pairs |= {f"optimizer {state} ": (t, others[state]) for state, t in here.optimizer().items()}
+        result.optimizer = "compared: fp32 weights and both moments of Adam"
+    total = sum(tensor.nbytes for tensors, _ in pairs.values() for tensor in tensors.values())
+    shown = Progress(total) if settings.progress else None
+    for prefix, (ours, theirs) in pairs.items():
+        for report in _reports(ours, theirs, settings, digests, shown):
+            name = prefix + report.name
+            result.tensors += 1
+            result.nbytes += ours[report.name].nbytes if report.name in ours else 0
+            if report.difference is not None:
+                found = report.difference
+                result.differences.append(Difference(name, found.kind, found.message))
+            if report.digests is not None:
+                result.digests[name] = report.digests
+    if shown:
+        shown.end()
+    return result
+
+
+def _reports(
+    ours: Mapping[str, BlockTensor],
+    theirs: Mapping[str, BlockTensor],
+    settings: Settings,
+    digests: bool,
+    shown: Progress | None,
+) -> Iterator[TensorReport]:
+    done = shown.add if shown else (lambda nbytes: None)
+    return compare_tensors(ours, theirs, settings.thread_count(), digests, done)
+
+
+def _open(first: Path, second: Path, given: Path | None, step: str) -> tuple[Checkpoint, Checkpoint]:
+    """Both checkpoints; one that carries no config.json is read with that of the other."""
+    references: list[Path | None] = []
+    for path in (first, second):
+        location = locate(path, step)
+        try:
+            # One that has its own keeps it: another's would hide that it is of another shape.
+            references.append(hf_reference(location, None))
+        except CheckpointError:
+            references.append(given)
+    fallback = references[0] or references[1]
+    return (
+        open_checkpoint(first, step, references[0] or fallback),
+        open_checkpoint(second, step, references[1] or fallback),
+    )
+
+
+def _why_not(here: Checkpoint, there: Checkpoint) -> str:
+    """Why the optimizers cannot be compared; empty if they can."""
+    for name, checkpoint in (("first", here), ("second", there)):
+        if checkpoint.location.format is Format.HF:
+            return f"not compared, the {name} is a Hugging Face folder"
+        if not checkpoint.has_whole_optimizer:
+            return f"not compared, the {name} holds no optimizer state in whole tensors"
+    return ""

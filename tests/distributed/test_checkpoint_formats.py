@@ -1,0 +1,297 @@
+"""What megatron-core itself saves is read back bit for bit, and what we write it loads, at every layout."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from bapo_megatron.algo.bapo import grpo
+from bapo_megatron.algo.objective import loss_fn, search
+from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.policy import megatron_checkpoint
+from bapo_megatron.policy.hf_config import read_model_shape
+from bapo_megatron.policy.megatron import MegatronPolicy
+from checkpoints_tools import inspect_checkpoint, reshard, to_hf, verify
+from checkpoints_tools.torch_dist import TorchDist
+from tests.checkpoint_models import bits, load_tensors
+from tests.models import random_samples, save_tiny_model
+from tests.workers import run_layout
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: save_tiny_model(family, root / family) for family in ("qwen2", "qwen3", "llama")}
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return random_samples(6, seed=3)
+
+
+def make_policy(folder: Path, dtype: str, parallel: ParallelConfig) -> MegatronPolicy:
+    optimizer = OptimizerConfig(lr=1e-3)
+    return MegatronPolicy(
+        ModelConfig(folder, dtype), parallel, BatchConfig(pack_tokens=96), optimizer, 6, 1.0
+    )
+
+
+def update(policy: MegatronPolicy, samples: list[Sample], count: int) -> list[tuple[float, float]]:
+    packs = pack_samples(samples, 96, "token", policy.pack_layout)
+    found = search(torch.zeros(8, dtype=torch.float64), grpo())
+    results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(count)]
+    return [(float(r.sums[0]), r.grad_norm) for r in results]
+
+
+def weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.hf_weights()}
+
+
+def save(
+    folder: Path,
+    dtype: str,
+    parallel: ParallelConfig,
+    path: Path,
+    samples: list[Sample],
+    content: dict[str, Any],
+) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
+    """One update, save; the weights then, and what two more updates give. ``content`` is for megatron."""
+    megatron_checkpoint._CONTENT.update(content)
+    policy = make_policy(folder, dtype, parallel)
+    update(policy, samples, 1)
+    policy.save(path)
+    return weights(policy), update(policy, samples, 2)
+
+
+def go_on(
+    folder: Path, dtype: str, parallel: ParallelConfig, path: Path, samples: list[Sample]
+) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
+    """The weights after loading, and what two updates give then."""
+    policy = make_policy(folder, dtype, parallel)
+    policy.load(path, 1)
+    return weights(policy), update(policy, samples, 2)
+
+
+STACKED: dict[str, Any] = {}
+PER_LAYER = {"non_homogeneous_layers": True}
+SINGLETON = {"singleton_local_shards": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "parallel", "content", "layout"),
+    [
+        ("qwen2", "bfloat16", ParallelConfig(tensor=2, pipeline=2), STACKED, "stacked"),
+        ("qwen3", "bfloat16", ParallelConfig(pipeline=2, virtual=2), STACKED, "stacked"),
+        ("llama", "float32", ParallelConfig(tensor=2, data=2, sequence=True), STACKED, "stacked"),
+        ("qwen2", "bfloat16", ParallelConfig(tensor=2, pipeline=2), PER_LAYER, "per_layer"),
+        ("qwen2", "bfloat16", ParallelConfig(tensor=2, pipeline=2), SINGLETON, "singleton"),
+        ("llama", "bfloat16", ParallelConfig(context=2), SINGLETON, "singleton"),
+    ],
+)
+def test_what_the_trainer_saves_is_read_bitwise(
+    family: str,
+    dtype: str,
+    parallel: ParallelConfig,
+    content: dict[str, Any],
+    layout: str,
+    models: dict[str, Path],
+    samples: list[Sample],
+    tmp_path: Path,
+) -> None:
+    """Weights as the policy names them; the optimizer's fp32 weights round to them; all can be resharded."""
+    model, path = models[family], tmp_path / "policy"
+    [(saved, _), *_] = run_layout(save, parallel, model, dtype, parallel, path, samples, content)
+    stored = TorchDist(path, read_model_shape(model))
+    assert (stored.layout, stored.optimizer_format) == (layout, "fully_reshardable")
+    to_hf(path, tmp_path / "hf", model)
+    exported = load_tensors(tmp_path / "hf")
+    assert exported.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert exported[name].dtype == tensor.dtype
+        assert torch.equal(bits(exported[name]), bits(tensor)), name
+    to_hf(path, tmp_path / "masters", model, origin="optimizer")
+    for name, tensor in load_tensors(tmp_path / "masters").items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor.to(saved[name].dtype), saved[name]), name
+    reshard(path, tmp_path / "again", grid=3, vocabulary_multiple=96, reference=model)
+    found = verify(path, tmp_path / "again")
+    assert (found.equal, found.tensors) == (True, 4 * len(saved)), found
+
+
+@pytest.mark.parametrize("content", [STACKED, SINGLETON], ids=["stacked", "singleton"])
+def test_a_resharded_checkpoint_continues_bitwise(
+    content: dict[str, Any], models: dict[str, Path], samples: list[Sample], tmp_path: Path
+) -> None:
+    """At the layout that wrote it, model and optimizer: from stacked keys with a padded vocabulary."""
+    parallel = ParallelConfig(tensor=2, pipeline=2)
+    model, path = models["qwen2"], tmp_path / "policy"
+    arguments = (model, "bfloat16", parallel, path, samples)
+    [(saved, steps), *_] = run_layout(save, parallel, *arguments, content)
+    reshard(path, tmp_path / "again", grid=3, vocabulary_multiple=96, reference=model)
+    again = (model, "bfloat16", parallel, tmp_path / "again/release", samples)
+    [(loaded, same), *_] = run_layout(go_on, parallel, *again)
+    assert same == steps
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+
+
+def load_and_save(folder: Path, dtype: str, parallel: ParallelConfig, path: Path, again: Path) -> None:
+    policy = make_policy(folder, dtype, parallel)
+    policy.load(path, 1)
+    policy.save(again)
+
+
+ONE = ParallelConfig()
+TP2_PP2 = ParallelConfig(tensor=2, pipeline=2)
+TP2_SP_DP2 = ParallelConfig(tensor=2, data=2, sequence=True)
+PP2_VPP2 = ParallelConfig(pipeline=2, virtual=2)
+PP4 = ParallelConfig(pipeline=4)
+CP2_DP2 = ParallelConfig(context=2, data=2)
+DP2_PP2 = ParallelConfig(data=2, pipeline=2)
+
+
+@pytest.mark.parametrize(
+    ("written", "others"),
+    [
+        (TP2_PP2, [ONE, PP2_VPP2, TP2_SP_DP2]),
+        (PP2_VPP2, [TP2_PP2, CP2_DP2]),
+        (TP2_SP_DP2, [PP4, PP2_VPP2]),
+        (CP2_DP2, [TP2_SP_DP2, DP2_PP2]),
+        (ONE, [DP2_PP2, TP2_PP2]),
+    ],
+)
+def test_the_trainer_loads_its_checkpoints_at_any_layout(
+    written: ParallelConfig,
+    others: list[ParallelConfig],
+    models: dict[str, Path],
+    samples: list[Sample],
+    tmp_path: Path,
+) -> None:
+    """Loaded elsewhere and saved again, weights and optimizer are what they were, bit for bit."""
+    model, path = models["qwen2"], tmp_path / "policy"
+    [(saved, _), *_] = run_layout(save, written, model, "bfloat16", written, path, samples, STACKED)
+    assert inspect_checkpoint(path).written_at == sizes_of(written)
+    for number, other in enumerate(others):
+        again = tmp_path / f"again{number}"
+        run_layout(load_and_save, other, model, "bfloat16", other, path, again)
+        found = verify(path, again, reference=model)
+        assert (found.equal, found.tensors) == (True, 4 * len(saved)), found
+        assert inspect_checkpoint(again).written_at == sizes_of(other)
+
+
+def sizes_of(parallel: ParallelConfig) -> dict[str, int]:
+    names = ("tensor", "pipeline", "virtual", "context", "data")
+    return {name: getattr(parallel, name) or 1 for name in names}
+
+
+def save_legacy(folder: Path, parallel: ParallelConfig, path: Path) -> None:
+    """As Megatron-LM does without dist_checkpointing: each rank's state in a file of its own."""
+    policy = make_policy(folder, "bfloat16", parallel)
+    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    if parallel.pipeline > 1:
+        name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
+    (path / name).mkdir(parents=True)
+    chunks = megatron_checkpoint._named_chunks(policy._model)
+    state = {chunk: model.state_dict_for_save_checkpoint() for chunk, model in chunks}
+    arguments = argparse.Namespace(tensor_model_parallel_size=parallel.tensor, params_dtype=torch.bfloat16)
+    state |= {"args": arguments, "checkpoint_version": 3.0, "iteration": 7}
+    torch.save(state, path / name / "model_optim_rng.pt")
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("qwen3", ParallelConfig(tensor=2)),
+        ("llama", ParallelConfig(tensor=2, pipeline=2)),
+        ("llama", ParallelConfig(pipeline=2, virtual=2)),
+    ],
+)
+def test_what_megatron_saves_for_each_rank_is_read_bitwise(
+    family: str, parallel: ParallelConfig, models: dict[str, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "iter_0000007"
+    run_layout(save_legacy, parallel, models[family], parallel, path)
+    to_hf(path, tmp_path / "hf", models[family])
+    exported = load_tensors(tmp_path / "hf")
+    for name, tensor in load_tensors(models[family]).items():
+        assert torch.equal(bits(exported[name]), bits(tensor.bfloat16())), name
+    found = inspect_checkpoint(path)
+    assert (found.format, found.iteration) == ("mp_rank", 7)
+    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "virtual": parallel.virtual}
+    assert found.written_at == sizes
+
+
+def load_legacy(folder: Path, parallel: ParallelConfig, path: Path) -> list[str]:
+    """Load a rank's file as Megatron-LM does, into a policy whose weights are zero. What did not fit."""
+    policy = make_policy(folder, "bfloat16", parallel)
+    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    if parallel.pipeline > 1:
+        name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
+    state = torch.load(path / name / "model_optim_rng.pt", weights_only=False)["model"]
+    [(_, model)] = megatron_checkpoint._named_chunks(policy._model)
+    # Our layers keep norms apart on the CPU, Transformer Engine's in the linear layers behind them.
+    plain = {
+        key.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight").replace(
+            "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
+        ): value
+        for key, value in state.items()
+    }
+    problems = []
+    own = model.state_dict()
+    for key in own.keys() | plain.keys():
+        if isinstance(own.get(key), torch.Tensor) and not torch.equal(own[key], plain[key]):
+            problems.append(f"{key} differs")
+    problems += [str(keys) for keys in model.load_state_dict(plain, strict=True) if keys]
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline"), [("qwen2", 2, 2), ("llama", 1, 4), ("llama", 2, 1)]
+)
+def test_megatron_loads_the_ranks_files_that_we_write(
+    family: str, tensor: int, pipeline: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    model, parallel = models[family], ParallelConfig(tensor=tensor, pipeline=pipeline)
+    run_layout(save_legacy, ParallelConfig(), model, ParallelConfig(), tmp_path / "iter_0000007")
+    reshard(
+        tmp_path / "iter_0000007",
+        tmp_path / "out",
+        "mp_rank",
+        tensor=tensor,
+        pipeline=pipeline,
+        vocabulary_multiple=1,
+        reference=model,
+    )
+    problems = run_layout(load_legacy, parallel, model, parallel, tmp_path / "out/iter_0000007")
+    assert problems == [[]] * (tensor * pipeline)
+
+
+def test_an_optimizer_of_one_layout_is_refused(
+    models: dict[str, Path], samples: list[Sample], tmp_path: Path
+) -> None:
+    """dp_reshardable keeps no whole tensors: named, with what to do; the weights can be had all the same."""
+    parallel, model, path = ParallelConfig(tensor=2), models["qwen2"], tmp_path / "policy"
+    content = {"distrib_optim_sharding_type": "dp_reshardable"}
+    [(saved, _), *_] = run_layout(save, parallel, model, "bfloat16", parallel, path, samples, content)
+    assert inspect_checkpoint(path).optimizer == "dp_reshardable"
+    with pytest.raises(
+        ConfigError, match=r"dp_reshardable, which only continues.*save it as fully_reshardable"
+    ):
+        reshard(path, tmp_path / "out", reference=model)
+    with pytest.raises(
+        CheckpointError, match=r"saved as dp_reshardable, which keeps no whole tensor of param"
+    ):
+        to_hf(path, tmp_path / "out", model, origin="optimizer")
+    reshard(path, tmp_path / "out", reference=model, weights_only=True)
+    assert inspect_checkpoint(tmp_path / "out").optimizer is None
+    to_hf(tmp_path / "out", tmp_path / "hf")
+    exported = load_tensors(tmp_path / "hf")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())

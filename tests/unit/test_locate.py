@@ -105,6 +105,14 @@ def test_a_run_means_its_newest_checkpoint(run: Path) -> None:
         locate(run, "30")
 
 
+def test_one_within_a_step_is_newer_than_the_step_before_it(run: Path) -> None:
+    """A run that was told to stop has such a checkpoint; ``--step`` means whole steps."""
+    whole = run / "checkpoints/step_000120"
+    within = whole.rename(whole.with_name("step_000100_update_003"))
+    assert locate(run).folder == within / "policy"
+    assert locate(run, "100").folder == run / "checkpoints/step_000100/policy"
+
+
 def test_only_whole_checkpoints_of_a_run_count(run: Path) -> None:
     (run / "checkpoints/step_000120/policy/__0_0.distcp").write_text("short")
     assert locate(run).iteration == 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from contextlib import suppress
@@ -12,8 +13,11 @@ from bapo_megatron.errors import ConfigError, Interrupted, RunStopped
 def end_with(error: ConfigError | Interrupted | RunStopped, say: bool = True) -> int:
     """Print the message, if this process is to ``say`` it; the exit code, 2, 3 or 85.
 
-    A log on a full disk takes no message, and what is left in a buffer would change the exit code.
+    A log on a full disk takes no message, and what is left in a buffer would change the exit code. Processes
+    that write a checkpoint may wait for ever to tell their results, and this one would wait for them.
     """
+    for child in multiprocessing.active_children():
+        child.kill()
     wrong = isinstance(error, ConfigError)
     text = f"error: {error}" if wrong else f"stopped: {error}\nthe same command continues the run"
     with suppress(OSError):

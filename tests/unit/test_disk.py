@@ -165,6 +165,18 @@ def test_the_first_message_is_told_though_closing_fails_too() -> None:
             raise OSError(28, "No space left on device")
 
 
+def test_writers_that_nobody_listens_to_do_not_hold_up_the_end() -> None:
+    """One failed, the others have more to tell than fits into a pipe: so megatron leaves them."""
+    code = (
+        "import multiprocessing as mp, sys\n"
+        "from bapo_megatron import cli\n"
+        "queue = mp.get_context('fork').Queue()\n"
+        "mp.get_context('fork').Process(target=queue.put, args=('x' * 1_000_000,)).start()\n"
+        "sys.exit(cli.run(['trian']))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True).returncode == 2
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_the_exit_code_is_told_though_the_log_is_on_a_full_disk() -> None:
     command = [sys.executable, "-m", "bapo_megatron.cli", "trian"]

@@ -1,8 +1,9 @@
 """A look at one node before a run starts on it; every node of a group runs this at the same time.
 
-Each node checks itself (GPUs, memory, disk, the shared folder), meets every other over TCP (reachable? which time
-is it there?), and takes part in one small all-reduce. It leaves its findings as FOLDER/NODE.json; the first node
-judges them all and leaves FOLDER/verdict: one line "NODE reason" for each bad node, empty if there is none.
+Each node checks itself (GPUs, memory, disk, the shared folder), meets every other over TCP (reachable? which
+time is it there?), and takes part in one small all-reduce. It leaves its findings as FOLDER/NODE.json; the first
+node judges them all and leaves FOLDER/verdict: one line "NODE reason" for each bad node, or "* reason" if
+something is wrong and nobody can say where; empty if all is well.
 
 Only the all-reduce needs a package (torch); where it is missing, that is a finding too.
 """
@@ -168,8 +169,8 @@ def all_reduce(folder: Path, nodes: Sequence[str], rank: int, seconds: float) ->
 def judge(found: Sequence[Findings], nodes: Sequence[str], needs: Needs) -> dict[str, list[str]]:
     """The bad nodes, each with its reasons.
 
-    A node that others cannot reach is bad if most of those that answered say so; a clock, if it is off from the
-    median of all. A failed all-reduce is held against the nodes where it failed only if it worked elsewhere.
+    A node that others cannot reach is bad if most of those that answered say so; a clock, if it is off from
+    the median of all. A failed all-reduce is held against the nodes where it failed, if it worked elsewhere.
     """
     bad: dict[str, list[str]] = {}
     by_node = {one.node: one for one in found}
@@ -188,13 +189,17 @@ def judge(found: Sequence[Findings], nodes: Sequence[str], needs: Needs) -> dict
             bad[node] = reasons
     failed = [one for one in found if one.all_reduce not in ("ok", "not asked")]
     if failed and not bad:
-        for one in failed:
-            bad[one.node] = [f"all-reduce: {one.all_reduce}"]
+        nowhere = len(failed) == len(found)
+        for one in failed[:1] if nowhere else failed:
+            bad["*" if nowhere else one.node] = [f"all-reduce: {one.all_reduce}"]
     return bad
 
 
 def _clock_off(one: Findings) -> float:
-    return statistics.median([0.0, *one.clock_ahead_s.values()]) if one.clock_ahead_s else 0.0
+    ahead = list(one.clock_ahead_s.values())
+    if len(ahead) < 2:
+        return ahead[0] if ahead else 0.0
+    return statistics.median([0.0, *ahead])
 
 
 def write_whole(path: Path, text: str) -> None:

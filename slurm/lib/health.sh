@@ -41,6 +41,10 @@ bapo_health() {
         bapo_event nodes_healthy "nodes=$(for group in $(bapo_groups); do bapo_nodes "$group"; done | paste -sd' ')"
         return 0
     fi
+    if grep -q '^\*' <<<"$bad"; then
+        bapo_stop health "nobody can say which node is bad" "$bad" 1
+        exit 1
+    fi
     nodes=$(cut -d' ' -f1 <<<"$bad" | sort -u | paste -sd,)
     if [[ -n ${bapo_state[excluded]} ]]; then
         bapo_stop health "nodes ${bapo_state[excluded]} were left out before; others are bad now" "$bad" 1

@@ -77,7 +77,7 @@ class Cluster:
         while self.call("squeue", "-h", "-t", "R,CG").strip() and time.monotonic() < deadline:
             time.sleep(0.2)
         for node in self.nodes:
-            self.fail(node)
+            self._kill_all(node)
         for name in ("slurmctld", "munged"):
             with suppress(OSError, ValueError):
                 self._end(int((self.folder / "run" / f"{name}.pid").read_text()), name)
@@ -89,17 +89,30 @@ class Cluster:
         ).stdout
 
     def fail(self, node: str) -> None:
-        """A crash as slurmctld sees it: slurmd, its steps and their tasks vanish at once."""
-        for pid in list(self._processes_of(node)):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """A crash: slurmd, its steps and their tasks vanish at once.
+
+        slurmctld would notice after half a minute of silence; it is told at once.
+        """
+        self._kill_all(node)
+        self.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=crash")
 
     def restore(self, node: str) -> None:
         """Start its slurmd again, and wait until it takes jobs."""
         self._start_node(node)
+        self.call("scontrol", "update", f"NodeName={node}", "State=RESUME")
         deadline = time.monotonic() + 30
         while node not in self._idle() and time.monotonic() < deadline:
             time.sleep(0.2)
+
+    def settle(self) -> None:
+        """Until no job is left and every node takes jobs again."""
+        deadline = time.monotonic() + 20
+        while self.call("squeue", "-h", "-t", "all", "-o", "%T").split() and time.monotonic() < deadline:
+            if not self.call("squeue", "-h", "-t", "PD,R,CG,S").strip():
+                break
+            time.sleep(0.2)
+        for node in set(self.nodes) - set(self._idle()):
+            self.restore(node)
 
     def _configure(self) -> None:
         folder, host = self.folder, socket.gethostname().split(".")[0]
@@ -109,7 +122,7 @@ class Cluster:
         (folder / "etc/gres.conf").write_text(gres_conf(folder, self.nodes, self._gpus))
         # Never asked for, and looked for all the same: without this slurmd may not start in a container.
         (folder / "etc/cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        # 127.0.0.1 for all: an srun inside a job listens where its node's name points, and is called back there.
+        # 127.0.0.1 for all: an srun inside a job listens where its node's name points, and is called there.
         names = "\n".join(f"127.0.0.1 {name}" for name in ("localhost", host, *self.nodes))
         (folder / "etc/hosts").write_text(names + "\n")
         for number in range(self._gpus):
@@ -144,6 +157,11 @@ class Cluster:
     def _idle(self) -> list[str]:
         lines = self.call("sinfo", "-hN", "-p", "batch", "-o", "%N %T").splitlines()
         return [line.split()[0] for line in lines if re.search(r" (idle|mixed|allocated)$", line)]
+
+    def _kill_all(self, node: str) -> None:
+        for pid in list(self._processes_of(node)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _processes_of(self, node: str) -> Iterator[int]:
         """Everything in the namespace of the node's slurmd."""

@@ -1,20 +1,20 @@
 """Builds a job with NeMo-Run and submits it: the only file that imports nemo_run.
 
-``python launch.py [--dry-run] < specification.json`` prints the job's id, or the script that would be submitted,
-the same to the byte. It runs in NeMo-Run's own environment, so it imports nothing of this project;
+``python launch.py [--dry-run] < specification.json`` prints the job's id, or the script that would be
+submitted, the same to the byte. It runs in NeMo-Run's own environment, so it imports nothing of this project;
 ``bapo submit`` makes the specification (bapo_megatron/cluster/job.py).
 
 What NeMo-Run cannot express, and how it is said all the same:
 
-- Its script waits for the sruns of all groups, kills all when one ends, and knows one way to requeue. Here the
-  groups' sruns stay NeMo-Run's, but its last `wait` is ours: a function of that name, defined in `setup_lines`,
-  supervises the trainer and decides what comes (slurm/lib/job.sh).
-- The paths of logs depend on the restart, which only the job knows: another `--output` in `srun_args`, which comes
-  after NeMo-Run's own and so counts; the same for the working directory.
-- It replaces `/nemo_run` wherever it stands in the script, so no path of a job may hold it (bapo submit refuses).
+- Its script waits for the sruns of all groups, kills all when one ends, and knows one way to requeue. Here
+  the groups' sruns stay NeMo-Run's, but its last `wait` is ours: a function of that name, defined in
+  `setup_lines`, supervises the trainer and decides what comes (slurm/lib/job.sh).
+- The paths of logs depend on the restart, which only the job knows: another `--output` in `srun_args` comes
+  after NeMo-Run's own, and so counts; the same for the working directory.
+- It replaces `/nemo_run` wherever it stands in the script, so no path may hold it (`bapo submit` refuses).
 - Variables and arguments are written without quotes: what needs them is quoted here.
-- Experiments put the time into every path, and ask `sacct` how jobs are. They are not used: `SlurmExecutor` and
-  its batch request make the script, and `bapo status` knows how the run is.
+- Experiments put the time into every path, and ask `sacct` how jobs are. They are not used: `SlurmExecutor`
+  and its batch request make the script, and `bapo status` knows how the run is.
 """
 
 from __future__ import annotations

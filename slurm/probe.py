@@ -1,9 +1,9 @@
 """A look at one node before a run starts on it; every node of a group runs this at the same time.
 
 Each node checks itself (GPUs, memory, disk, the shared folder), meets every other over TCP (reachable? which
-time is it there?), and takes part in one small all-reduce. It leaves its findings as FOLDER/NODE.json; the first
-node judges them all and leaves FOLDER/verdict: one line "NODE reason" for each bad node, or "* reason" if
-something is wrong and nobody can say where; empty if all is well.
+time is it there?), and takes part in one small all-reduce. It leaves its findings as FOLDER/NODE.json; the
+first node judges them all and leaves FOLDER/verdict: one line "NODE reason" for each bad node, or "* reason"
+if something is wrong and nobody can say where; empty if all is well.
 
 Only the all-reduce needs a package (torch); where it is missing, that is a finding too.
 """

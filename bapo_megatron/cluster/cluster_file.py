@@ -138,9 +138,7 @@ def _problems(kind: type, found: Mapping[str, Any], prefix: str) -> Iterator[str
         else:
             yield from _wrong_type(f"{prefix}{name}", value, hints[name])
     for name, item in fields.items():
-        required = (
-            item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
-        )
+        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
         if required and name not in found:
             yield f"{prefix}{name} is missing"
 

@@ -186,7 +186,7 @@ class ClusterJob:
 
 
 def check_job(job: ClusterJob, force: bool) -> list[str]:
-    """ConfigError if the job cannot work. Returns warnings; with ``force`` what does not fit is one of them."""
+    """ConfigError if the job cannot work. Returns warnings, with ``force`` also what does not fit."""
     if found := list(job.problems()):
         raise ConfigError("\n".join(found))
     misfits = job.misfits()

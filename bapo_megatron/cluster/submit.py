@@ -66,9 +66,7 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
         )
     config.check()
     recipe = command.recipe.absolute()
-    job = ClusterJob(
-        config, load_cluster(command.cluster), recipe, command.flags, Path.cwd(), _TEMPLATES
-    )
+    job = ClusterJob(config, load_cluster(command.cluster), recipe, command.flags, Path.cwd(), _TEMPLATES)
     for warning in check_job(job, command.force):
         print(f"warning: {warning}", file=sys.stderr)
     return launch(job, command.dry_run)
@@ -101,6 +99,6 @@ def nemo_run_python(here: Callable[[str], object] = find_spec) -> str:
     if own.is_file():
         return str(own)
     raise ConfigError(
-        f"NeMo-Run is not installed: `make nemo-run` installs it into .venv-nemo-run; an environment elsewhere "
-        f"is named by {PYTHON_VARIABLE}. `sbatch slurm/train.sbatch` needs none of it"
+        f"NeMo-Run is not installed: `make nemo-run` installs it into .venv-nemo-run; an environment "
+        f"elsewhere is named by {PYTHON_VARIABLE}. `sbatch slurm/train.sbatch` needs none of it"
     )

@@ -48,7 +48,9 @@ def append(name: str, row: dict[str, object]) -> None:
 
 def event(kind: str, **fields: object) -> None:
     """As the trainer writes it."""
-    append("events.jsonl", {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **fields})
+    append(
+        "events.jsonl", {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **fields}
+    )
 
 
 def save(step: int) -> None:
@@ -74,8 +76,17 @@ def train() -> None:
     code = int(option("stand-in.code", "0"))
     start = newest()
     if RANK == 0:
-        urls = sys.argv[sys.argv.index("--rollout.sglang.urls") + 1 :] if "--rollout.sglang.urls" in sys.argv else []
-        event("start" if start == 0 else "resume", step=start + 1, processes=int(os.environ["WORLD_SIZE"]), urls=urls)
+        urls = (
+            sys.argv[sys.argv.index("--rollout.sglang.urls") + 1 :]
+            if "--rollout.sglang.urls" in sys.argv
+            else []
+        )
+        event(
+            "start" if start == 0 else "resume",
+            step=start + 1,
+            processes=int(os.environ["WORLD_SIZE"]),
+            urls=urls,
+        )
     if code:
         print("stopped: the run has no engines" if code == 3 else "error: a field is wrong", file=sys.stderr)
         sys.exit(code)
@@ -85,7 +96,7 @@ def train() -> None:
             if RANK == 0 and step > start + 1:
                 save(step - 1)
             sys.exit(85)
-        if step == crash_at and RANK == int(os.environ["WORLD_SIZE"]) - 1:
+        if step == crash_at and int(os.environ["WORLD_SIZE"]) - 1 == RANK:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if step == crash_at:
             time.sleep(1)

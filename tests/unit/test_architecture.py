@@ -22,7 +22,7 @@ LAYERS = [
     {"record", "clipping", "old_log_probs", "alarm"},
     {"build", "sft"},
     {"preflight", "train"},
-    {"finish", "verify", "doctor"},
+    {"finish", "verify", "doctor", "cluster"},
     {"cli"},
 ]
 SIBLINGS = ("rollout", "policy", "sync", "state")

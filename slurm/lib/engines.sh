@@ -1,8 +1,6 @@
 # shellcheck shell=bash
 # Rollout servers make themselves known in RUN/engines/HOST-PORT.json, and renew that file while they answer.
 
-BAPO_FRESH_S=60  # older files are of servers that are gone
-
 bapo_engines_alive() {  # their addresses, one a line
     local file
     for file in "$BAPO_RUN"/engines/*.json; do

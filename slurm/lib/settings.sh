@@ -23,6 +23,7 @@ BAPO_ENGINES_WAIT_S=${BAPO_ENGINES_WAIT_S:-1200}    # then the run starts with t
 BAPO_HEALTH=${BAPO_HEALTH:-on}                      # off: no probe of the nodes
 BAPO_HEALTH_WAIT_S=${BAPO_HEALTH_WAIT_S:-180}       # for the whole probe
 BAPO_HEALTH_FLAGS=${BAPO_HEALTH_FLAGS:-}            # more flags of probe.py, e.g. --memory-gb 500
+BAPO_FRESH_S=${BAPO_FRESH_S:-60}                    # a server that is silent for longer is gone
 BAPO_LOOK_S=${BAPO_LOOK_S:-10}                      # between two looks at the rollout servers
 
 bapo_refuse() {  # message: the job was asked for something that cannot be
@@ -33,7 +34,7 @@ bapo_refuse() {  # message: the job was asked for something that cannot be
 bapo_check_numbers() {
     local name
     for name in LEAD_S MARGIN_S WAIT_S MAX_CRASHES MAX_PREEMPTIONS MAX_TIME_LIMITS MAX_NODE_FAILURES MAX_IDLE \
-        SERVERS_PER_NODE SERVER_GPUS ENGINES_WAIT_S HEALTH_WAIT_S LOOK_S; do
+        SERVERS_PER_NODE SERVER_GPUS ENGINES_WAIT_S HEALTH_WAIT_S FRESH_S LOOK_S; do
         local variable=BAPO_$name
         [[ ${!variable} =~ ^[0-9]+$ ]] || bapo_refuse "$variable=${!variable} must be a whole number"
     done

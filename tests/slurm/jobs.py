@@ -80,22 +80,31 @@ def settings(cluster: Cluster, **more: str) -> dict[str, str]:
         "BAPO_PYTHON": str(HERE / "bin/python-stand-in"),
         "BAPO_HEALTH": "off",
         "BAPO_LOOK_S": "1",
+        "BAPO_FRESH_S": "15",
         "BAPO_WAIT_S": "10",
         **more,
     }
 
 
 def submit(
-    cluster: Cluster, run: Path, template: str, sbatch: list[str], flags: list[str], **variables: str
+    cluster: Cluster,
+    run: Path,
+    template: str,
+    sbatch: list[str],
+    flags: list[str],
+    words: bool = False,
+    **variables: str,
 ) -> Job:
-    """``sbatch [sbatch flags] slurm/TEMPLATE RECIPE [flags]``, as a user says it."""
+    """``sbatch [sbatch flags] slurm/TEMPLATE RECIPE [flags]``, as a user says it; with ``words`` no recipe."""
     run.mkdir(parents=True, exist_ok=True)
     command = [
         *("sbatch", "--parsable", f"--output={run}/sbatch.out", "--mem-per-cpu=50", *sbatch),
-        *(f"slurm/{template}", RECIPE, "--run-dir", str(run), *flags),
+        f"slurm/{template}",
+        *([] if words else [RECIPE, "--run-dir", str(run)]),
+        *flags,
     ]
     found = subprocess.run(
         command, cwd=ROOT, env=settings(cluster, **variables), capture_output=True, text=True
     )
     assert found.returncode == 0, found.stderr
-    return Job(cluster, run, found.stdout.strip())
+    return Job(cluster, run, found.stdout.split(";")[0].strip())

@@ -200,10 +200,11 @@ class Cluster:
 
 def _free_ports(count: int) -> int:
     """The first of ``count`` ports in a row that nobody listens on."""
-    for first in range(26817, 30000, count):
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # workers must not take each other's
+    for first in range(26817 + 500 * worker, 26817 + 500 * (worker + 1), count):
         with suppress(OSError):
             for port in range(first, first + count):
                 with socket.socket() as probe:
                     probe.bind(("127.0.0.1", port))
             return first
-    raise RuntimeError("no free ports between 26817 and 30000")
+    raise RuntimeError(f"no {count} free ports in a row")

@@ -109,7 +109,9 @@ class ClusterJob:
         )
         plan = make_plan(Job(run, find_shape(self.recipe, run.model.hf_path), options))
         engines = plan.engine_misfit() if self.cluster.rollout_nodes else None
-        return [*plan.misfits(), *([engines] if engines else [])]
+        # The plan's flag is the recipe's field here.
+        told = [engines.replace("--engine-tensor", "rollout.sglang.tensor")] if engines else []
+        return [*plan.misfits(), *told]
 
     def arguments(self) -> str:
         """Recipe and flags as one line of shell."""

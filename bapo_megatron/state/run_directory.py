@@ -25,6 +25,7 @@ FORMAT = 1
 _MAY_CHANGE = (
     *("steps", "run_dir", "parallel.", "checkpoint.", "logging.", "batch."),
     *("algorithm.gap_", "algorithm.on_gap"),
+    "rollout.sglang.urls",  # after a requeue servers are on other nodes
 )
 
 

@@ -95,7 +95,7 @@ def submit(
     words: bool = False,
     **variables: str,
 ) -> Job:
-    """``sbatch [sbatch flags] slurm/TEMPLATE RECIPE [flags]``, as a user says it; with ``words`` no recipe."""
+    """``sbatch [sbatch flags] slurm/TEMPLATE RECIPE [flags]``, as a user says it; ``words``: no recipe."""
     run.mkdir(parents=True, exist_ok=True)
     command = [
         *("sbatch", "--parsable", f"--output={run}/sbatch.out", "--mem-per-cpu=50", *sbatch),

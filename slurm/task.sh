@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What every task of an srun runs, inside the container if there is one: `task.sh trainer|rollout RECIPE [flags]`.
+# What every task of an srun runs, in the container if there is one: `task.sh trainer|rollout RECIPE [flags]`.
 set -u
 role=$1
 shift
@@ -21,8 +21,8 @@ trainer() {  # one rank, on one GPU
 answers() {  # port, path: whether the server answers with 200
     local status
     # shellcheck disable=SC2016  # the inner shell expands them
-    status=$(timeout 5 bash -c 'exec 3<>"/dev/tcp/127.0.0.1/$0" && printf "GET %s HTTP/1.0\r\n\r\n" "$1" >&3 &&
-        head -n 1 <&3' "$1" "$2" 2>/dev/null)
+    status=$(timeout 5 bash -c 'exec 3<>"/dev/tcp/127.0.0.1/$0" &&
+        printf "GET %s HTTP/1.0\r\n\r\n" "$1" >&3 && head -n 1 <&3' "$1" "$2" 2>/dev/null)
     [[ $status == *" 200"* ]]
 }
 

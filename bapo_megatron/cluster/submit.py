@@ -76,7 +76,6 @@ def launch(job: ClusterJob, dry_run: bool) -> str:
     """Run `slurm/launch.py`, which alone knows NeMo-Run, with an interpreter that has it."""
     if not dry_run:
         (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        (job.run_dir / "stop").unlink(missing_ok=True)  # of a job that was cancelled
     command = [nemo_run_python(), str(job.templates / "launch.py"), *(["--dry-run"] if dry_run else [])]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     found = subprocess.run(

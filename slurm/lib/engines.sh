@@ -28,7 +28,8 @@ bapo_await_engines() {
             ((found > 0)) || return 1
             break
         fi
-        kill -0 "$BAPO_TRAINER" 2>/dev/null && [[ -z $BAPO_SIGNAL ]] || return 0  # its end is told of elsewhere
+        # The end of the trainer is told of elsewhere.
+        kill -0 "$BAPO_TRAINER" 2>/dev/null && [[ -z $BAPO_SIGNAL ]] || return 0
         sleep 1 & builtin wait $!
     done
     echo "$bapo_engines" >"$BAPO_LOGS/.engines.tmp" && mv "$BAPO_LOGS/.engines.tmp" "$BAPO_LOGS/engines"
@@ -38,7 +39,11 @@ bapo_await_engines() {
 bapo_watch_engines() {  # an event for each that has come or gone; the run goes on with the others
     local now url
     now=$(bapo_engines_alive | sort)
-    for url in $(comm -23 <(echo "$bapo_engines") <(echo "$now")); do bapo_event rollout_lost "engine=$url"; done
-    for url in $(comm -13 <(echo "$bapo_engines") <(echo "$now")); do bapo_event rollout_back "engine=$url"; done
+    for url in $(comm -23 <(echo "$bapo_engines") <(echo "$now")); do
+        bapo_event rollout_lost "engine=$url"
+    done
+    for url in $(comm -13 <(echo "$bapo_engines") <(echo "$now")); do
+        bapo_event rollout_back "engine=$url"
+    done
     bapo_engines=$now
 }

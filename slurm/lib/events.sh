@@ -27,7 +27,7 @@ bapo_event() {
     printf '%s}\n' "$line" >>"$BAPO_RUN/events.jsonl"
 }
 
-# A trainer that was killed may leave half a line. It is cut off, but only while no trainer could be writing it.
+# A trainer that was killed may leave half a line. It is cut off, but only while none could be writing it.
 bapo_mend_events() {
     local file=$BAPO_RUN/events.jsonl whole
     [[ -z ${BAPO_TRAINER:-} && -s $file && -n $(tail -c 1 "$file") ]] || return 0

@@ -38,7 +38,7 @@ bapo_health() {
     fi
     bad=$(for group in $(bapo_groups); do bapo_bad_nodes "$group"; done)
     if [[ -z $bad ]]; then
-        bapo_event nodes_healthy "nodes=$(for group in $(bapo_groups); do bapo_nodes "$group"; done | paste -sd' ')"
+        bapo_event nodes_healthy "nodes=$(bapo_all_nodes)"
         return 0
     fi
     if grep -q '^\*' <<<"$bad"; then

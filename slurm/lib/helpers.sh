@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# Jobs beside a run's own: rollout servers, evaluations, conversions. They touch neither its state nor its budgets.
+# Jobs beside a run's own: rollout servers, evaluations, conversions. Its state and budgets are not theirs.
 
 bapo_begin_helper() {  # RECIPE [flags of bapo train]
-    [[ -n ${1:-} && $1 != -* ]] || bapo_refuse "usage: sbatch slurm/rollout.sbatch RECIPE --run-dir RUN [flags]"
+    [[ -n ${1:-} && $1 != -* ]] || bapo_refuse "usage: sbatch slurm/rollout.sbatch RECIPE --run-dir RUN"
     bapo_enter "$(bapo_run_directory "$@")"
     bapo_forget_engines
     bapo_event rollout_start "nodes=$(bapo_nodes 0 | paste -sd' ')"
@@ -16,7 +16,7 @@ bapo_enter() {  # run directory
     bapo_open_logs
     bapo_load_modules
     bapo_rendezvous
-    export BAPO_ROOT BAPO_SLURM BAPO_PYTHON BAPO_RUN BAPO_RESTART BAPO_SERVERS_PER_NODE BAPO_SERVER_GPUS BAPO_LIB
+    bapo_export
 }
 
 bapo_wait_helper() {  # pid of an srun: end it at a signal, else its exit code

@@ -9,7 +9,13 @@ for bapo_part in settings events logs state nodes engines requeue health helpers
 done
 BAPO_RESTART=${SLURM_RESTART_COUNT:-0}  # Slurm leaves it unset at the first start
 BAPO_SIGNAL=''
+BAPO_NO_ENGINES=''
 BAPO_TRAINER=''  # pid of its srun, while it runs
+
+bapo_export() {  # what tasks need
+    export BAPO_ROOT BAPO_SLURM BAPO_LIB BAPO_PYTHON BAPO_RUN BAPO_RESTART BAPO_END_TIME
+    export BAPO_EXPECTED BAPO_SERVERS_PER_NODE BAPO_SERVER_GPUS
+}
 
 bapo_begin() {  # RECIPE [flags of bapo train]
     local recipe=${1:-}
@@ -28,8 +34,8 @@ bapo_begin() {  # RECIPE [flags of bapo train]
     if [[ -z $BAPO_ENGINES ]] && ((${SLURM_HET_SIZE:-1} > 1)); then
         BAPO_EXPECTED=$(($(bapo_nodes 1 | wc -l) * BAPO_SERVERS_PER_NODE))
     fi
-    export BAPO_ROOT BAPO_SLURM BAPO_PYTHON BAPO_RUN BAPO_RESTART BAPO_END_TIME BAPO_EXPECTED BAPO_ENGINES_WAIT_S
-    export BAPO_SERVERS_PER_NODE BAPO_SERVER_GPUS BAPO_LIB
+    bapo_export
+    ((BAPO_RESTART > 0)) || rm -f "$BAPO_RUN/stop"  # of a job that was cancelled
     bapo_account
     bapo_forget_engines
     trap 'bapo_told USR1' USR1
@@ -52,9 +58,10 @@ bapo_account() {
         bapo_event job_requeued_by_slurm "reason=$kind" "count=${bapo_state[$kind]}"
     fi
     bapo_write_state "restart=$BAPO_RESTART" status=running signal= "end=$BAPO_END" \
-        "nodes=$(for group in $(bapo_groups); do bapo_nodes "$group"; done | paste -sd' ')"
+        "nodes=$(bapo_all_nodes)"
     bapo_event job_start "step=$(bapo_checkpoint_step)" "nodes=${bapo_state[nodes]}" "end=$BAPO_END"
-    bapo_say "start $BAPO_RESTART of job $SLURM_JOB_ID on ${bapo_state[nodes]}; checkpoint: step $(bapo_checkpoint_step)"
+    bapo_say "start $BAPO_RESTART of job $SLURM_JOB_ID on ${bapo_state[nodes]}"
+    bapo_say "newest checkpoint: step $(bapo_checkpoint_step)"
 }
 
 bapo_told() {  # a signal: every rank is to save and stop
@@ -65,14 +72,15 @@ bapo_told() {  # a signal: every rank is to save and stop
     [[ -z $BAPO_TRAINER ]] || kill -USR1 "$BAPO_TRAINER" 2>/dev/null
 }
 
-# Wait for the trainer (pid of its srun), beside the rollout servers' srun if there is one. The exit code is the
-# job's. bash runs traps only between commands, so nothing here waits in the foreground for long.
+# Wait for the trainer (pid of its srun), beside the rollout servers' srun if there is one. The exit code is
+# the job's. bash runs traps only between commands, so nothing here waits in the foreground for long.
 bapo_supervise() {
     local rollout=${2:-} code given_up='' looked=$SECONDS
     BAPO_TRAINER=$1
     bapo_engines=''
     bapo_event job_ready "step=$(bapo_checkpoint_step)"
     if ((BAPO_EXPECTED > 0)) && ! bapo_await_engines; then
+        BAPO_NO_ENGINES=yes
         kill -TERM "$BAPO_TRAINER" 2>/dev/null
     fi
     while kill -0 "$BAPO_TRAINER" 2>/dev/null; do

@@ -16,12 +16,12 @@ bapo_cause() {
     local log line
     while read -r log; do
         if grep -qE '^(Traceback|error:|stopped:)|Error' "$log"; then
-            line=$(grep -v '^[[:space:]]*$' "$log" | grep -E '^([A-Za-z_.]+(Error|Exception)|error:|stopped:)' | tail -n 1)
+            line=$(grep -E '^([A-Za-z_.]+(Error|Exception)|error:|stopped:)' "$log" | tail -n 1)
             echo "${line:-$(grep -v '^[[:space:]]*$' "$log" | tail -n 1)} (${log##*/})"
             return
         fi
     done < <(ls -tr "$BAPO_LOGS"/trainer-*.log 2>/dev/null)
-    line=$(grep -E '^(srun|slurmstepd).*(Killed|oom|Out Of Memory|Node failure|error:)' "$BAPO_LOGS/job.log" | tail -n 1)
+    line=$(grep -E '^(srun|slurmstepd).*(Killed|oom|Node failure|error:)' "$BAPO_LOGS/job.log" | tail -n 1)
     echo "${line:-no trainer said why}"
 }
 

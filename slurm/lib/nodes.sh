@@ -8,6 +8,11 @@ bapo_nodes() {  # of a group of a heterogeneous job, or of the job
 
 bapo_groups() { if ((${SLURM_HET_SIZE:-1} > 1)); then seq 0 $((SLURM_HET_SIZE - 1)); else echo 0; fi; }
 
+bapo_all_nodes() {  # in one line
+    local group
+    for group in $(bapo_groups); do bapo_nodes "$group"; done | paste -sd' '
+}
+
 bapo_components() {  # job ids
     local group name
     for group in $(bapo_groups); do
@@ -34,10 +39,11 @@ bapo_end_time() {  # of the job in seconds since 1970; 0 if it has none
     date -d "$end" +%s 2>/dev/null || echo 0
 }
 
-# Flags for srun in $bapo_flags: a group of the job, in the container if there is one. --wait ends ranks that hang
-# after another has died; a rank that fails does not end those that still save.
+# Flags for srun in $bapo_flags: a group of the job, in the container if there is one. --wait ends ranks that
+# hang after another has died; a rank that fails does not end those that still save.
 bapo_srun_flags() {  # group, role
-    bapo_flags=(--kill-on-bad-exit=0 --chdir="$BAPO_ROOT" "--output=$BAPO_LOGS/$2-%N-%t.log" --open-mode=append)
+    bapo_flags=(--kill-on-bad-exit=0 --open-mode=append "--output=$BAPO_LOGS/$2-%N-%t.log")
+    bapo_flags+=("--chdir=$BAPO_ROOT")
     ((${SLURM_HET_SIZE:-1} > 1)) && bapo_flags+=("--het-group=$1")
     if [[ $2 = rollout ]]; then bapo_flags+=(--wait=0 --no-kill); else bapo_flags+=("--wait=$BAPO_WAIT_S"); fi
     [[ -n $BAPO_CONTAINER ]] || return 0

@@ -11,19 +11,27 @@ bapo_budget() {  # of a kind of end
     esac
 }
 
-# What ended the trainer: finished, cancelled, slurm (which decides itself), config, stopped, or a kind with a budget.
+bapo_near_the_end() {
+    # Slurm moves the end of a job that it preempts, so the end that was planned is asked.
+    ((BAPO_END > 0 && $(date +%s) >= BAPO_END - BAPO_LEAD_S - 90))
+}
+
+bapo_lacks_engines() { ((BAPO_EXPECTED > 0 && $(bapo_engines_alive | wc -l) < BAPO_EXPECTED)); }
+
+# What ended the trainer: finished, cancelled, slurm (which decides itself), config, stopped, or a kind that
+# has a budget.
 bapo_kind_of_end() {
     local code=$1
     if ((code == 0)); then echo finished
     elif [[ -e $BAPO_RUN/stop ]]; then echo cancelled
     elif [[ $(bapo_job_state) != RUNNING ]]; then echo slurm
     elif [[ -n $(bapo_down_nodes) ]]; then echo node
+    elif [[ -n $BAPO_NO_ENGINES ]]; then echo engines
     elif ((code == 85)) || [[ -n $BAPO_SIGNAL ]]; then
-        # Slurm moves the end of a job that it preempts, so the end that was planned is asked.
-        if ((BAPO_END > 0 && $(date +%s) >= BAPO_END - BAPO_LEAD_S - 90)); then echo time_limit; else echo preemption; fi
+        if bapo_near_the_end; then echo time_limit; else echo preemption; fi
     elif ((code == 2)); then echo config
     elif ((code == 3)); then
-        if ((BAPO_EXPECTED > 0 && $(bapo_engines_alive | wc -l) < BAPO_EXPECTED)); then echo engines; else echo stopped; fi
+        if bapo_lacks_engines; then echo engines; else echo stopped; fi
     else echo crash
     fi
 }
@@ -49,7 +57,7 @@ bapo_may_requeue() {
     return 1
 }
 
-# Requeue this job, without the nodes given. Slurm then ends this shell: the TERM is ignored until all is said.
+# Requeue this job, without the nodes given. Slurm then ends this shell: TERM is ignored until all is said.
 bapo_requeue() {
     local excluded=${1:-} id
     (
@@ -94,9 +102,11 @@ bapo_finish() {
         why="the run says that to start again would not help"
     elif why=$(bapo_may_requeue "$kind"); then
         bapo_read_state  # what the subshell above has written
-        bapo_event job_requeue "reason=$kind" "count=${bapo_state[$kind]}" "step=$step" "exit_code=$code" "cause=$cause"
+        bapo_event job_requeue "reason=$kind" "count=${bapo_state[$kind]}" "step=$step" "exit_code=$code" \
+            "cause=$cause"
         bapo_write_state status=requeued
-        bapo_say "trainer ended with $code ($kind) at step $step: requeue number ${bapo_state[$kind]} of its kind; $cause"
+        bapo_say "trainer ended with $code ($kind), checkpoint of step $step; $cause"
+        bapo_say "requeue number ${bapo_state[$kind]} of its kind"
         bapo_requeue "" || why="scontrol requeue failed"
     fi
     bapo_stop "$kind" "$why" "$cause" "$code"

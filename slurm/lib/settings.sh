@@ -18,7 +18,7 @@ BAPO_MAX_NODE_FAILURES=${BAPO_MAX_NODE_FAILURES:-20}
 BAPO_MAX_IDLE=${BAPO_MAX_IDLE:-3}                   # preemptions and lost nodes in a row without a checkpoint
 BAPO_SERVERS_PER_NODE=${BAPO_SERVERS_PER_NODE:-1}   # SGLang servers on a rollout node
 BAPO_SERVER_GPUS=${BAPO_SERVER_GPUS:-8}             # GPUs of each: rollout.sglang.tensor
-BAPO_ENGINES=${BAPO_ENGINES:-}                      # servers to wait for; none: all of this job's rollout nodes
+BAPO_ENGINES=${BAPO_ENGINES:-}                      # servers to wait for; none: all of this job's own
 BAPO_ENGINES_WAIT_S=${BAPO_ENGINES_WAIT_S:-1200}    # then the run starts with those that are there
 BAPO_HEALTH=${BAPO_HEALTH:-on}                      # off: no probe of the nodes
 BAPO_HEALTH_WAIT_S=${BAPO_HEALTH_WAIT_S:-180}       # for the whole probe
@@ -33,8 +33,9 @@ bapo_refuse() {  # message: the job was asked for something that cannot be
 
 bapo_check_numbers() {
     local name
-    for name in LEAD_S MARGIN_S WAIT_S MAX_CRASHES MAX_PREEMPTIONS MAX_TIME_LIMITS MAX_NODE_FAILURES MAX_IDLE \
-        SERVERS_PER_NODE SERVER_GPUS ENGINES_WAIT_S HEALTH_WAIT_S FRESH_S LOOK_S; do
+    for name in LEAD_S MARGIN_S WAIT_S MAX_CRASHES MAX_PREEMPTIONS MAX_TIME_LIMITS \
+        MAX_NODE_FAILURES MAX_IDLE SERVERS_PER_NODE SERVER_GPUS ENGINES_WAIT_S HEALTH_WAIT_S FRESH_S \
+        LOOK_S; do
         local variable=BAPO_$name
         [[ ${!variable} =~ ^[0-9]+$ ]] || bapo_refuse "$variable=${!variable} must be a whole number"
     done
@@ -60,7 +61,8 @@ bapo_load_modules() {
     local module
     [[ -n $BAPO_MODULES ]] || return 0
     # A batch shell is no login shell: it may lack the function `module`.
-    type module >/dev/null 2>&1 || . /etc/profile.d/modules.sh 2>/dev/null || . /etc/profile.d/lmod.sh 2>/dev/null
+    type module >/dev/null 2>&1 || . /etc/profile.d/modules.sh 2>/dev/null ||
+        . /etc/profile.d/lmod.sh 2>/dev/null
     type module >/dev/null 2>&1 || bapo_refuse "BAPO_MODULES=$BAPO_MODULES, but there is no command 'module'"
     for module in $BAPO_MODULES; do
         module load "$module" || bapo_refuse "module load $module failed"

@@ -1,7 +1,8 @@
 # shellcheck shell=bash disable=SC2034
-# RUN/slurm.state: what has to outlive a restart, as name=value lines. Whole or absent: written aside, renamed.
+# RUN/slurm.state: what has to outlive a restart, as name=value lines. Written aside, then renamed.
 
-BAPO_STATE_NAMES=(job restart status signal step_requeue crash preemption time_limit node engines idle excluded end nodes)
+BAPO_STATE_NAMES=(job restart status signal step_requeue crash preemption time_limit node engines idle
+    excluded end nodes)
 declare -A bapo_state
 
 bapo_read_state() {
@@ -17,8 +18,9 @@ bapo_read_state() {
 bapo_write_state() {  # [name=value ...] to change before it is written
     local field name temporary=$BAPO_RUN/.slurm.state.$SLURM_JOB_ID.tmp
     for field in "$@"; do bapo_state[${field%%=*}]=${field#*=}; done
-    for name in "${BAPO_STATE_NAMES[@]}"; do printf '%s=%s\n' "$name" "${bapo_state[$name]:-}"; done >"$temporary" &&
-        sync "$temporary" && mv -f "$temporary" "$BAPO_RUN/slurm.state"
+    for name in "${BAPO_STATE_NAMES[@]}"; do
+        printf '%s=%s\n' "$name" "${bapo_state[$name]:-}"
+    done >"$temporary" && sync "$temporary" && mv -f "$temporary" "$BAPO_RUN/slurm.state"
 }
 
 bapo_checkpoint_step() {  # of the newest checkpoint with a manifest, which is written last; 0 for none

@@ -49,8 +49,9 @@ def test_servers_of_another_job_serve_a_run(cluster: Cluster, run: Path) -> None
 def test_a_run_without_its_servers_says_so(cluster: Cluster, run: Path) -> None:
     job = submit(cluster, run, "colocated.sbatch", ONE, [], BAPO_ENGINES="1", BAPO_ENGINES_WAIT_S="2")
     assert job.wait()["JobState"] == "FAILED"
-    assert job.events("engines_missing")[0]["expected"] == 1
-    assert job.log(restart=0).startswith("STOPPED: engines") or job.log(restart=1).startswith("STOPPED")
+    assert [row["expected"] for row in job.events("engines_missing")] == [1, 1]
+    assert [row["reason"] for row in job.events("job_requeue")] == ["engines"]
+    assert job.log(restart=1).startswith("STOPPED: engines: engines, and no newer checkpoint")
 
 
 def test_an_evaluation_is_an_array(cluster: Cluster, run: Path) -> None:

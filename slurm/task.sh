@@ -33,7 +33,9 @@ register() {  # port, state
 }
 
 keep_server() {  # number, recipe and flags: one server, started again whenever it ends
-    local number=$1 port=$((BAPO_FIRST_PORT + $1)) pid pause=1 began code
+    local number=$1 pid pause=1 began code
+    # Another port on each node: nodes may be one machine.
+    local port=$((BAPO_FIRST_PORT + SLURM_NODEID * BAPO_SERVERS_PER_NODE + number))
     shift
     while :; do
         register "$port" starting
@@ -58,7 +60,6 @@ keep_server() {  # number, recipe and flags: one server, started again whenever 
 
 rollout() {  # all servers of one node
     local number
-    # SLURM gives flags of sbatch; the port of a job's servers is the same at every start.
     mkdir -p "$BAPO_RUN/engines"
     for ((number = 0; number < BAPO_SERVERS_PER_NODE; number++)); do keep_server "$number" "$@" & done
     wait

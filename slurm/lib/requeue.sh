@@ -60,8 +60,8 @@ bapo_may_requeue() {
 # Requeue this job, without the nodes given. Slurm then ends this shell: TERM is ignored until all is said.
 bapo_requeue() {
     local excluded=${1:-} id
+    trap '' TERM USR1
     (
-        trap '' TERM
         scontrol requeue "$SLURM_JOB_ID" || exit 1
         [[ -n $excluded ]] || exit 0
         for id in $(bapo_components); do

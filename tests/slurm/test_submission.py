@@ -56,14 +56,14 @@ def test_nemo_run_submits_what_the_dry_run_shows(
     # Slurm keeps the header of each component apart, and no blank lines; the rest is what it runs.
     kept = cluster.call("scontrol", "write", "batch_script", job.number, "-")
     assert commands(kept) == commands(shown)
-    nodes, rollout_nodes = job.nodes(0), job.nodes(1)
     assert job.wait()["JobState"] == "COMPLETED", job.log()
+    nodes = job.events("job_start")[0]["nodes"].split()
     assert len(job.events("start")[0]["urls"]) == 2
     names = {path.name for path in (run / "logs" / job.number / "0").glob("*.log")}
     assert names == {
         "job.log",
-        *(f"trainer-{node}-{rank}.log" for rank, node in enumerate(nodes)),
-        *(f"rollout-{node}-{rank}.log" for rank, node in enumerate(rollout_nodes)),
+        *(f"trainer-{node}-{rank}.log" for rank, node in enumerate(nodes[:2])),
+        *(f"rollout-{node}-{rank}.log" for rank, node in enumerate(nodes[2:])),
     }
     assert [row["kind"] for row in job.events() if "job" in row][:2] == ["job_start", "job_ready"]
 

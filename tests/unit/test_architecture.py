@@ -82,6 +82,13 @@ def test_heavy_packages_stay_where_they_belong(path: Path) -> None:
         assert not {name for name in imports(path) if name.startswith("torch.distributed")}
 
 
+def test_one_file_knows_nemo_run() -> None:
+    root = PACKAGE.parent
+    files = [path for folder in ("slurm", "recipes", "benchmarks") for path in (root / folder).rglob("*.py")]
+    found = [path for path in files if "nemo_run" in {name.split(".")[0] for name in imports(path)}]
+    assert found == [root / "slurm/launch.py"]
+
+
 def test_bounds_need_no_torch() -> None:
     assert "torch" not in {name.split(".")[0] for name in imports(PACKAGE / "algo/bounds.py")}
 

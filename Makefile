@@ -14,7 +14,10 @@ SGLANG_VENV := .venv-sglang
 SGLANG_PINS := bapo_megatron/rollout/sglang_cpu/requirements.txt
 DEMO_RUN := runs/demo_cpu
 
-.PHONY: setup sglang demo test lint format gpu-check clean
+NEMO_RUN_VENV := .venv-nemo-run
+NEMO_RUN_PINS := slurm/requirements.txt
+
+.PHONY: setup sglang nemo-run demo test slurm-test lint format gpu-check clean
 
 setup: $(VENV)/.done
 
@@ -34,13 +37,25 @@ $(SGLANG_VENV)/.done: $(SGLANG_PINS) Makefile
 	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $(SGLANG_PINS)
 	touch $@
 
+# NeMo-Run too: leptonai, which it needs, wants an older anyio than transformers does.
+nemo-run: $(NEMO_RUN_VENV)/.done
+
+$(NEMO_RUN_VENV)/.done: $(NEMO_RUN_PINS) Makefile
+	$(PYTHON) -m venv $(NEMO_RUN_VENV)
+	$(NEMO_RUN_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $(NEMO_RUN_PINS)
+	touch $@
+
 demo: setup
 	$(BIN)/bapo train recipes/demo_cpu.py --run-dir $(DEMO_RUN)
 	$(BIN)/bapo report $(DEMO_RUN)
 	@echo "The plots are in $(DEMO_RUN)/report: open $(DEMO_RUN)/report/index.html"
 
-test: setup sglang
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+test: setup sglang slurm-test
+	$(BIN)/python -m pytest -m "not slurm" $(PYTEST_FLAGS)
+
+# Real jobs on a Slurm of four nodes on this machine. Installs it where it may (root, apt), else skips and says so.
+slurm-test: setup nemo-run
+	$(BIN)/python -m pytest tests/slurm -n 3 $(PYTEST_FLAGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -56,4 +71,4 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -49,6 +49,8 @@ setup(
     extras_require={
         "demo": [],  # the demo needs no more than the package
         "cluster": ["transformer-engine[pytorch]>=2.3", "wandb>=0.19"],
+        # Its other pins do not go with this project's tested versions: `make nemo-run` keeps it apart.
+        "slurm": ["nemo-run==0.11.1", "leptonai<0.47"],
         "dev": [
             "hypothesis>=6.100,<7",
             "mypy>=1.15,<3",

@@ -26,6 +26,12 @@ usage: bapo COMMAND ...
   train RECIPE [flags]   run or continue a recipe; flags override its fields (--help lists them)
   sft RECIPE [flags]     supervised warm start of a model, written as a Hugging Face folder
   report RUN             plots and one HTML page of a run
+  submit RECIPE --cluster FILE [--dry-run] [--force] [flags]
+                         run a recipe as a Slurm job; --dry-run prints its script
+  status RUN [--watch]   how a run is, on Slurm or here
+  logs RUN [--follow] [--all]
+                         the ends of its newest logs, of all ranks with --all
+  cancel RUN [--now]     let a run save and stop; --now: at once
   rollout-server RECIPE [flags]
                          an SGLang server with the recipe's model and settings, in the foreground
   plan RECIPE [flags]    memory, traffic and speed on a kind of GPU; exit code 1 if it does not fit
@@ -56,6 +62,10 @@ def run(arguments: Sequence[str]) -> int:
         "plan": _plan,
         "verify-parallel": _verify_parallel,
         "doctor": _doctor,
+        "submit": _on_cluster("submit"),
+        "status": _on_cluster("status"),
+        "logs": _on_cluster("logs"),
+        "cancel": _on_cluster("cancel"),
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -248,6 +258,15 @@ def _doctor(arguments: Sequence[str]) -> int:
     from bapo_megatron.doctor.doctor import run_doctor
 
     return run_doctor(arguments)
+
+
+def _on_cluster(name: str) -> Callable[[Sequence[str]], None]:
+    def command(arguments: Sequence[str]) -> None:
+        from bapo_megatron.cluster import commands
+
+        getattr(commands, f"{name}_command")(arguments)
+
+    return command
 
 
 def _configured(command: str, kind: type[C], arguments: Sequence[str]) -> C:

@@ -64,6 +64,6 @@ class Interrupt:
 
 
 def _job_end() -> float | None:
-    """When Slurm ends this job, in seconds since 1970."""
-    told = os.environ.get("SLURM_JOB_END_TIME", "")
-    return float(told) if told.isdigit() else None
+    """When Slurm ends this job, in seconds since 1970. The job's script knows it in every kind of job."""
+    told = os.environ.get("BAPO_END_TIME") or os.environ.get("SLURM_JOB_END_TIME") or ""
+    return float(told) if told.isdigit() and told != "0" else None

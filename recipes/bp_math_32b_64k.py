@@ -24,6 +24,7 @@ from bapo_megatron.config import (
     ParallelConfig,
     RolloutConfig,
     RunConfig,
+    SglangConfig,
 )
 
 
@@ -42,6 +43,7 @@ def recipe() -> RunConfig:
             max_response_tokens=65536,
             engine="sglang",
             segment_tokens=8192,
+            sglang=SglangConfig(tensor=4),  # of one GPU too little is left beside the weights
         ),
         algorithm=AlgorithmConfig(bounds=balanced(), advantage="grpo", updates_per_epoch=4),
         optimizer=OptimizerConfig(lr=2e-6, weight_decay=0.01),

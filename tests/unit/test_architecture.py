@@ -27,7 +27,7 @@ LAYERS = [
     {"build", "sft"},
     {"saving"},
     {"preflight", "train"},
-    {"finish", "verify", "doctor"},
+    {"finish", "verify", "doctor", "cluster"},
     {"cli"},
 ]
 SIBLINGS = ("rollout", "policy", "sync", "state")
@@ -104,6 +104,13 @@ def test_the_tools_for_checkpoints_stand_alone(path: Path) -> None:
     ours = {name.removeprefix("bapo_megatron.") for name in names if name.startswith("bapo_megatron.")}
     for name in ours:
         assert any(f"{name}.".startswith(f"{allowed}.") for allowed in TOOLS_MAY_USE), name
+
+
+def test_one_file_knows_nemo_run() -> None:
+    root = PACKAGE.parent
+    files = [path for folder in ("slurm", "recipes", "benchmarks") for path in (root / folder).rglob("*.py")]
+    found = [path for path in files if "nemo_run" in {name.split(".")[0] for name in imports(path)}]
+    assert found == [root / "slurm/launch.py"]
 
 
 def test_bounds_need_no_torch() -> None:

@@ -1,0 +1,1 @@
+"""Runs on a cluster: submitting them, and seeing how they are. Needs no Slurm to look at a local run."""

@@ -1,0 +1,75 @@
+"""Slurm's commands, and what the job's shell has written down of itself."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_DEADLINE_S = 15.0
+_COUNTERS = ("crash", "preemption", "time_limit", "node", "engines")
+
+
+@dataclass(frozen=True)
+class JobState:
+    """`RUN/slurm.state`, as slurm/lib/state.sh writes it."""
+
+    job: str
+    restart: int
+    status: str
+    """`running`, `requeued`, `done`, `stopped` or `cancelled`."""
+    end: int
+    """Of the job's time, in seconds since 1970; 0 if it has none."""
+    nodes: str
+    excluded: str
+    requeues: dict[str, int]
+
+
+def read_job_state(run: Path) -> JobState | None:
+    """None if no job was ever started for this run."""
+    try:
+        lines = (run / "slurm.state").read_text().splitlines()
+    except FileNotFoundError:
+        return None
+    found = dict(line.partition("=")[::2] for line in lines)
+    return JobState(
+        job=found.get("job", ""),
+        restart=_number(found.get("restart")),
+        status=found.get("status", ""),
+        end=_number(found.get("end")),
+        nodes=found.get("nodes", ""),
+        excluded=found.get("excluded", ""),
+        requeues={name: _number(found.get(name)) for name in _COUNTERS},
+    )
+
+
+def queue_state(job: str) -> tuple[str, str] | None:
+    """State and reason of a job in the queue, ("", "") if it is in none; None if Slurm does not answer."""
+    try:
+        found = call("squeue", "-h", "-j", job, "-o", "%T|%r")
+    except SlurmError as error:
+        return ("", "") if "Invalid job id" in str(error) else None
+    lines = found.splitlines()
+    if not lines:
+        return ("", "")
+    state, _, reason = lines[0].partition("|")
+    return (state, "" if reason == "None" else reason)
+
+
+class SlurmError(Exception):
+    """A command of Slurm has failed, or there is none."""
+
+
+def call(*command: str) -> str:
+    """The output of a command of Slurm."""
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SlurmError(f"{command[0]}: {error}") from None
+    if found.returncode:
+        raise SlurmError(f"{command[0]}: {found.stderr.strip()}")
+    return found.stdout
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.lstrip("-").isdigit() else 0

@@ -1,0 +1,49 @@
+# shellcheck shell=bash
+# Rollout servers make themselves known in RUN/engines/HOST-PORT.json, and renew that file while they answer.
+
+bapo_engines_alive() {  # their addresses, one a line
+    local file
+    for file in "$BAPO_RUN"/engines/*.json; do
+        [[ -e $file ]] || continue
+        grep -q '"state": "ready"' "$file" 2>/dev/null || continue
+        (($(date +%s) - $(stat -c %Y "$file" 2>/dev/null || echo 0) < BAPO_FRESH_S)) || continue
+        sed -n 's/.*"url": "\([^"]*\)".*/\1/p' "$file"
+    done
+}
+
+bapo_forget_engines() {  # those of this job's last start
+    mkdir -p "$BAPO_RUN/engines"
+    grep -ls "\"job\": $SLURM_JOB_ID," "$BAPO_RUN"/engines/*.json | xargs -r rm -f
+}
+
+# Wait for the servers that the run is to have, then leave their addresses where its tasks look.
+bapo_await_engines() {
+    local deadline=$((SECONDS + BAPO_ENGINES_WAIT_S)) found=0
+    while :; do
+        bapo_engines=$(bapo_engines_alive | sort)
+        found=$(grep -c . <<<"$bapo_engines")
+        ((found >= BAPO_EXPECTED)) && break
+        if ((SECONDS >= deadline)); then
+            bapo_event engines_missing "expected=$BAPO_EXPECTED" "found=$found"
+            ((found > 0)) || return 1
+            break
+        fi
+        # The end of the trainer is told of elsewhere.
+        kill -0 "$BAPO_TRAINER" 2>/dev/null && [[ -z $BAPO_SIGNAL ]] || return 0
+        sleep 1 & builtin wait $!
+    done
+    echo "$bapo_engines" >"$BAPO_LOGS/.engines.tmp" && mv "$BAPO_LOGS/.engines.tmp" "$BAPO_LOGS/engines"
+    bapo_event engines_ready "engines=$found" "expected=$BAPO_EXPECTED"
+}
+
+bapo_watch_engines() {  # an event for each that has come or gone; the run goes on with the others
+    local now url
+    now=$(bapo_engines_alive | sort)
+    for url in $(comm -23 <(echo "$bapo_engines") <(echo "$now")); do
+        bapo_event rollout_lost "engine=$url"
+    done
+    for url in $(comm -13 <(echo "$bapo_engines") <(echo "$now")); do
+        bapo_event rollout_back "engine=$url"
+    done
+    bapo_engines=$now
+}

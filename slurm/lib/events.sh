@@ -1,0 +1,36 @@
+# shellcheck shell=bash
+# Lines for RUN/events.jsonl, in the form of the trainer's own: {"time": ..., "kind": ..., fields}.
+
+bapo_json() {  # text as a JSON string, cut so that a line stays one write
+    local text=${1:0:800}
+    text=${text//\\/\\\\}
+    text=${text//\"/\\\"}
+    text=${text//$'\n'/\\n}
+    text=${text//$'\t'/\\t}
+    text=$(LC_ALL=C tr -d '\000-\037' <<<"$text")
+    printf '"%s"' "$text"
+}
+
+bapo_number() { [[ $1 =~ ^(0|-?[1-9][0-9]*|-?[0-9]+\.[0-9]+)$ ]]; }
+
+# KIND [name=value ...]. One append of one line: the trainer writes to the same file.
+bapo_event() {
+    local kind=$1 field name value line
+    shift
+    line="{\"time\": \"$(date -u +%Y-%m-%dT%H:%M:%S.%3N+00:00)\", \"kind\": \"$kind\""
+    for field in "$@" "job=$SLURM_JOB_ID" "restart=$BAPO_RESTART"; do
+        name=${field%%=*} value=${field#*=}
+        bapo_number "$value" || value=$(bapo_json "$value")
+        line+=", \"$name\": $value"
+    done
+    bapo_mend_events
+    printf '%s}\n' "$line" >>"$BAPO_RUN/events.jsonl"
+}
+
+# A trainer that was killed may leave half a line. It is cut off, but only while none could be writing it.
+bapo_mend_events() {
+    local file=$BAPO_RUN/events.jsonl whole
+    [[ -z ${BAPO_TRAINER:-} && -s $file && -n $(tail -c 1 "$file") ]] || return 0
+    whole=$(head -n -1 "$file" | wc -c)
+    truncate -s "$whole" "$file"
+}

@@ -1,0 +1,59 @@
+# shellcheck shell=bash
+# A look at every node before anything starts. Bad ones are left out, once.
+
+bapo_probe() {  # group: run probe.py on each of its nodes; it leaves FOLDER/NODE.json and FOLDER/verdict
+    local group=$1 folder=$BAPO_LOGS/health/$1 nodes flags
+    nodes=$(bapo_nodes "$group" | paste -sd,)
+    mkdir -p "$folder"
+    echo "$SLURM_JOB_ID-$BAPO_RESTART" >"$folder/canary"
+    bapo_srun_flags "$group" probe
+    read -ra flags <<<"$BAPO_HEALTH_FLAGS"
+    timeout -k 5 "$BAPO_HEALTH_WAIT_S" srun "${bapo_flags[@]}" --ntasks-per-node=1 \
+        "--ntasks=$(bapo_nodes "$group" | wc -l)" --overlap \
+        "$BAPO_PYTHON" "$BAPO_SLURM/probe.py" "--folder=$folder" "--nodes=$nodes" "--disk=$BAPO_RUN" \
+        "--gpus=${SLURM_GPUS_PER_NODE:-0}" "--deadline-s=$((BAPO_HEALTH_WAIT_S / 2))" "${flags[@]}"
+}
+
+bapo_bad_nodes() {  # of a group: lines of "node reason", from the verdict or from who is missing
+    local folder=$BAPO_LOGS/health/$1 node
+    if [[ -e $folder/verdict ]]; then
+        cat "$folder/verdict"
+        return
+    fi
+    for node in $(bapo_nodes "$1"); do
+        [[ -e $folder/$node.json ]] || echo "$node no answer within $BAPO_HEALTH_WAIT_S s"
+    done
+}
+
+bapo_health() {
+    local group bad nodes pid pids=()
+    [[ $BAPO_HEALTH = on ]] || return 0
+    for group in $(bapo_groups); do bapo_probe "$group" & pids+=("$!"); done
+    for pid in "${pids[@]}"; do
+        while kill -0 "$pid" 2>/dev/null; do builtin wait "$pid"; done  # a signal ends a wait early
+    done
+    if [[ -n $BAPO_SIGNAL ]]; then  # told to stop before anything ran
+        bapo_finish 85
+        exit 85
+    fi
+    bad=$(for group in $(bapo_groups); do bapo_bad_nodes "$group"; done)
+    if [[ -z $bad ]]; then
+        bapo_event nodes_healthy "nodes=$(bapo_all_nodes)"
+        return 0
+    fi
+    if grep -q '^\*' <<<"$bad"; then
+        bapo_stop health "nobody can say which node is bad" "$bad" 1
+        exit 1
+    fi
+    nodes=$(cut -d' ' -f1 <<<"$bad" | sort -u | paste -sd,)
+    if [[ -n ${bapo_state[excluded]} ]]; then
+        bapo_stop health "nodes ${bapo_state[excluded]} were left out before; others are bad now" "$bad" 1
+        exit 1
+    fi
+    bapo_event nodes_excluded "nodes=$nodes" "cause=$bad"
+    bapo_say "requeue without bad nodes:"$'\n'"$bad"
+    bapo_write_state "excluded=$nodes" status=requeued
+    bapo_requeue "$nodes"
+    bapo_stop health "scontrol requeue failed" "$bad" 1
+    exit 1
+}

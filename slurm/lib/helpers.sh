@@ -1,0 +1,44 @@
+# shellcheck shell=bash
+# Jobs beside a run's own: rollout servers, evaluations, conversions. Its state and budgets are not theirs.
+
+bapo_begin_helper() {  # RECIPE [flags of bapo train]
+    [[ -n ${1:-} && $1 != -* ]] || bapo_refuse "usage: sbatch slurm/rollout.sbatch RECIPE --run-dir RUN"
+    bapo_enter "$(bapo_run_directory "$@")"
+    bapo_forget_engines
+    bapo_event rollout_start "nodes=$(bapo_nodes 0 | paste -sd' ')"
+}
+
+bapo_enter() {  # run directory
+    cd "$BAPO_ROOT" || exit 2
+    BAPO_RUN=$1
+    BAPO_TRAINER=another  # may be writing events: nothing is mended
+    bapo_check_numbers
+    bapo_open_logs
+    bapo_load_modules
+    bapo_rendezvous
+    bapo_export
+}
+
+bapo_wait_helper() {  # pid of an srun: end it at a signal, else its exit code
+    trap 'kill -TERM "$1" 2>/dev/null' TERM USR1
+    while kill -0 "$1" 2>/dev/null; do builtin wait "$1"; done
+    builtin wait "$1"
+}
+
+bapo_run_command() {  # name of the log, RUN, command: one srun of it
+    local name=$1 run=${2:-} argument arguments=() code
+    (($# >= 3)) || bapo_refuse "usage: sbatch slurm/$name.sbatch RUN COMMAND [ARGUMENTS]"
+    [[ -d $run ]] || bapo_refuse "run directory $run does not exist"
+    shift 2
+    for argument in "$@"; do
+        argument=${argument//\{shard\}/${BAPO_SHARD:-0}}
+        arguments+=("${argument//\{shards\}/${BAPO_SHARDS:-1}}")
+    done
+    bapo_enter "$(cd "$run" && pwd)"
+    bapo_srun_flags 0 "$name"
+    srun "${bapo_flags[@]}" "--output=$BAPO_LOGS/$name-%N-${BAPO_SHARD:-0}.log" "${arguments[@]}" &
+    bapo_wait_helper "$!"
+    code=$?
+    bapo_event "${name}_done" "exit_code=$code" "shard=${BAPO_SHARD:-0}"
+    return "$code"
+}

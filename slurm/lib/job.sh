@@ -1,0 +1,106 @@
+# shellcheck shell=bash
+# The life of one job: begin, start the groups, supervise, finish. Sourced by every template and by what
+# `bapo submit` generates.
+
+BAPO_LIB=$(dirname -- "${BASH_SOURCE[0]}")
+for bapo_part in settings events logs state nodes engines requeue health helpers; do
+    # shellcheck source=/dev/null
+    . "$BAPO_LIB/$bapo_part.sh"
+done
+BAPO_RESTART=${SLURM_RESTART_COUNT:-0}  # Slurm leaves it unset at the first start
+BAPO_SIGNAL=''
+BAPO_NO_ENGINES=''
+BAPO_TRAINER=''  # pid of its srun, while it runs
+
+bapo_export() {  # what tasks need
+    export BAPO_ROOT BAPO_SLURM BAPO_LIB BAPO_PYTHON BAPO_RUN BAPO_RESTART BAPO_END_TIME
+    export BAPO_EXPECTED BAPO_SERVERS_PER_NODE BAPO_SERVER_GPUS
+}
+
+bapo_begin() {  # RECIPE [flags of bapo train]
+    local recipe=${1:-}
+    [[ -n ${SLURM_JOB_ID:-} ]] || bapo_refuse "this is a batch script: start it with sbatch"
+    [[ -n $recipe && $recipe != -* ]] || bapo_refuse "usage: sbatch TEMPLATE RECIPE [flags of bapo train]"
+    cd "$BAPO_ROOT" || exit 2
+    [[ -f $recipe ]] || bapo_refuse "recipe $recipe does not exist in $BAPO_ROOT"
+    bapo_check_numbers
+    BAPO_RUN=$(bapo_run_directory "$@")
+    bapo_open_logs
+    bapo_load_modules
+    bapo_rendezvous
+    BAPO_END=$(bapo_end_time)
+    BAPO_END_TIME=$BAPO_END
+    BAPO_EXPECTED=${BAPO_ENGINES:-0}
+    if [[ -z $BAPO_ENGINES ]] && ((${SLURM_HET_SIZE:-1} > 1)); then
+        BAPO_EXPECTED=$(($(bapo_nodes 1 | wc -l) * BAPO_SERVERS_PER_NODE))
+    fi
+    bapo_export
+    ((BAPO_RESTART > 0)) || rm -f "$BAPO_RUN/stop"  # of a job that was cancelled
+    bapo_account
+    bapo_forget_engines
+    trap 'bapo_told USR1' USR1
+    trap 'bapo_told TERM' TERM
+    bapo_health
+}
+
+# Count the last start, if it ended without a word: its node died, or Slurm took its nodes away.
+bapo_account() {
+    local kind why
+    bapo_read_state
+    if [[ ${bapo_state[status]} = running ]]; then
+        kind=node
+        [[ -z ${bapo_state[signal]} ]] || kind=preemption
+        if ! why=$(bapo_may_requeue "$kind"); then
+            bapo_stop "$kind" "$why" "the start before this one ended without a word" 1
+            exit 1
+        fi
+        bapo_read_state
+        bapo_event job_requeued_by_slurm "reason=$kind" "count=${bapo_state[$kind]}"
+    fi
+    bapo_write_state "restart=$BAPO_RESTART" status=running signal= "end=$BAPO_END" \
+        "nodes=$(bapo_all_nodes)"
+    bapo_event job_start "step=$(bapo_checkpoint_step)" "nodes=${bapo_state[nodes]}" "end=$BAPO_END"
+    bapo_say "start $BAPO_RESTART of job $SLURM_JOB_ID on ${bapo_state[nodes]}"
+    bapo_say "newest checkpoint: step $(bapo_checkpoint_step)"
+}
+
+bapo_told() {  # a signal: every rank is to save and stop
+    BAPO_SIGNAL=$1
+    bapo_write_state "signal=$1"
+    bapo_event signal "signal=$1" "seconds_left=$((BAPO_END > 0 ? BAPO_END - $(date +%s) : -1))"
+    bapo_say "$1: the ranks are told to save and stop"
+    [[ -z $BAPO_TRAINER ]] || kill -USR1 "$BAPO_TRAINER" 2>/dev/null
+}
+
+# Wait for the trainer (pid of its srun), beside the rollout servers' srun if there is one. The exit code is
+# the job's. bash runs traps only between commands, so nothing here waits in the foreground for long.
+bapo_supervise() {
+    local rollout=${2:-} code given_up='' looked=$SECONDS
+    BAPO_TRAINER=$1
+    bapo_engines=''
+    bapo_event job_ready "step=$(bapo_checkpoint_step)"
+    if ((BAPO_EXPECTED > 0)) && ! bapo_await_engines; then
+        BAPO_NO_ENGINES=yes
+        kill -TERM "$BAPO_TRAINER" 2>/dev/null
+    fi
+    while kill -0 "$BAPO_TRAINER" 2>/dev/null; do
+        sleep 1 & builtin wait $!
+        # Slurm sends --signal up to half a minute early or late.
+        if [[ -z $BAPO_SIGNAL ]] && ((BAPO_END > 0 && $(date +%s) >= BAPO_END - BAPO_LEAD_S)); then
+            bapo_told deadline
+        fi
+        if [[ -z $given_up ]] && ((BAPO_END > 0 && $(date +%s) >= BAPO_END - BAPO_MARGIN_S)); then
+            given_up=yes
+            bapo_event save_given_up "step=$(bapo_checkpoint_step)"
+            kill -TERM "$BAPO_TRAINER" 2>/dev/null  # srun ends its step at once
+        fi
+        if ((BAPO_EXPECTED > 0 && SECONDS - looked >= BAPO_LOOK_S)); then
+            looked=$SECONDS
+            bapo_watch_engines
+        fi
+    done
+    builtin wait "$BAPO_TRAINER"
+    code=$?
+    [[ -z $rollout ]] || kill -TERM "$rollout" 2>/dev/null
+    bapo_finish "$code"
+}

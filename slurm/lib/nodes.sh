@@ -1,0 +1,53 @@
+# shellcheck shell=bash
+# Who is in the job, where they meet, and how they are started.
+
+bapo_nodes() {  # of a group of a heterogeneous job, or of the job
+    local name=SLURM_JOB_NODELIST_HET_GROUP_$1
+    scontrol show hostnames "${!name:-$SLURM_JOB_NODELIST}"
+}
+
+bapo_groups() { if ((${SLURM_HET_SIZE:-1} > 1)); then seq 0 $((SLURM_HET_SIZE - 1)); else echo 0; fi; }
+
+bapo_all_nodes() {  # in one line
+    local group
+    for group in $(bapo_groups); do bapo_nodes "$group"; done | paste -sd' '
+}
+
+bapo_components() {  # job ids
+    local group name
+    for group in $(bapo_groups); do
+        name=SLURM_JOB_ID_HET_GROUP_$group
+        echo "${!name:-$SLURM_JOB_ID}"
+    done
+}
+
+bapo_rendezvous() {
+    MASTER_ADDR=$(bapo_nodes 0 | head -n 1)
+    # Jobs that share a node must not meet at one port, nor a job meet what is left of its last start.
+    MASTER_PORT=$((20000 + (SLURM_JOB_ID + BAPO_RESTART % 2 * 5000) % 10000))
+    BAPO_FIRST_PORT=$((10000 + SLURM_JOB_ID % 1000 * 8))  # of the servers of a rollout node
+    export MASTER_ADDR MASTER_PORT BAPO_FIRST_PORT
+}
+
+bapo_down_nodes() {  # those of the trainer
+    sinfo -h -N -n "$(bapo_nodes 0 | paste -sd,)" -t down,fail -o %N 2>/dev/null | sort -u
+}
+
+bapo_end_time() {  # of the job in seconds since 1970; 0 if it has none
+    local end
+    end=$(squeue -h -j "$SLURM_JOB_ID" -o %e 2>/dev/null | head -n 1)
+    date -d "$end" +%s 2>/dev/null || echo 0
+}
+
+# Flags for srun in $bapo_flags: a group of the job, in the container if there is one. --wait ends ranks that
+# hang after another has died; a rank that fails does not end those that still save.
+bapo_srun_flags() {  # group, role
+    bapo_flags=(--kill-on-bad-exit=0 --open-mode=append "--output=$BAPO_LOGS/$2-%N-%t.log")
+    # Slurm would bind each task to as few cores as it can; the sampler and the judges need the others.
+    bapo_flags+=("--chdir=$BAPO_ROOT" --cpu-bind=none)
+    ((${SLURM_HET_SIZE:-1} > 1)) && bapo_flags+=("--het-group=$1")
+    if [[ $2 = rollout ]]; then bapo_flags+=(--wait=0 --no-kill); else bapo_flags+=("--wait=$BAPO_WAIT_S"); fi
+    [[ -n $BAPO_CONTAINER ]] || return 0
+    bapo_flags+=("--container-image=$BAPO_CONTAINER" "--container-workdir=$BAPO_ROOT")
+    [[ -z $BAPO_MOUNTS ]] || bapo_flags+=("--container-mounts=$BAPO_MOUNTS")
+}

@@ -1,0 +1,122 @@
+# shellcheck shell=bash
+# Whether a job comes back. Each kind of end has a budget; none may repeat without a newer checkpoint.
+
+bapo_budget() {  # of a kind of end
+    case $1 in
+        crash) echo "$BAPO_MAX_CRASHES" ;;
+        engines) echo "$BAPO_MAX_CRASHES" ;;
+        preemption) echo "$BAPO_MAX_PREEMPTIONS" ;;
+        time_limit) echo "$BAPO_MAX_TIME_LIMITS" ;;
+        node) echo "$BAPO_MAX_NODE_FAILURES" ;;
+    esac
+}
+
+bapo_near_the_end() {
+    # Slurm moves the end of a job that it preempts, so the end that was planned is asked.
+    ((BAPO_END > 0 && $(date +%s) >= BAPO_END - BAPO_LEAD_S - 90))
+}
+
+bapo_lacks_engines() { ((BAPO_EXPECTED > 0 && $(bapo_engines_alive | wc -l) < BAPO_EXPECTED)); }
+
+# What ended the trainer: finished, cancelled, slurm (which decides itself), config, stopped, or a kind that
+# has a budget.
+bapo_kind_of_end() {
+    local code=$1
+    if ((code == 0)); then echo finished
+    elif [[ -e $BAPO_RUN/stop ]]; then echo cancelled
+    elif [[ $(bapo_job_state) != RUNNING ]]; then echo slurm
+    elif [[ -n $(bapo_down_nodes) ]]; then echo node
+    elif [[ -n $BAPO_NO_ENGINES ]]; then echo engines
+    elif ((code == 85)) || [[ -n $BAPO_SIGNAL ]]; then
+        if bapo_near_the_end; then echo time_limit; else echo preemption; fi
+    elif ((code == 2)); then echo config
+    elif ((code == 3)); then
+        if bapo_lacks_engines; then echo engines; else echo stopped; fi
+    else echo crash
+    fi
+}
+
+# Whether a job that ended so may come back. Takes note of it; says why not.
+bapo_may_requeue() {
+    local kind=$1 step count budget
+    step=$(bapo_checkpoint_step) count=$((${bapo_state[$kind]} + 1)) budget=$(bapo_budget "$kind")
+    if ((count > budget)); then
+        echo "$kind number $count, and the budget is $budget"
+        return 1
+    fi
+    if ((step > bapo_state[step_requeue])); then
+        bapo_write_state "$kind=$count" idle=0 "step_requeue=$step"
+        return 0
+    fi
+    # Not the run's fault: a few may come before its next checkpoint.
+    if [[ $kind = preemption || $kind = node ]] && ((bapo_state[idle] < BAPO_MAX_IDLE)); then
+        bapo_write_state "$kind=$count" "idle=$((bapo_state[idle] + 1))"
+        return 0
+    fi
+    echo "$kind, and no newer checkpoint than step $step since the last requeue"
+    return 1
+}
+
+# Requeue this job, without the nodes given. Slurm then ends this shell: TERM is ignored until all is said.
+bapo_requeue() {
+    local excluded=${1:-} id
+    trap '' TERM USR1
+    (
+        scontrol requeue "$SLURM_JOB_ID" || exit 1
+        [[ -n $excluded ]] || exit 0
+        for id in $(bapo_components); do
+            for _ in 1 2 3 4 5; do  # it must have become pending first
+                scontrol update "JobId=$id" "ExcNodeList=$excluded" && break
+                sleep 0.5
+            done
+        done
+    ) || return 1
+    while :; do sleep 5 & builtin wait $!; done
+}
+
+bapo_job_state() { squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null | head -n 1; }
+
+# What is left to do when the trainer has ended with CODE. Never returns to a job that is requeued.
+bapo_finish() {
+    local code=$1 kind step why cause
+    kind=$(bapo_kind_of_end "$code") step=$(bapo_checkpoint_step)
+    BAPO_TRAINER=''
+    case $kind in
+        finished)
+            bapo_event job_done "step=$step"
+            bapo_write_state status=done
+            bapo_say "done"
+            return 0 ;;
+        cancelled)
+            bapo_event job_cancelled "step=$step"
+            bapo_write_state status=cancelled
+            bapo_say "stopped on request; the last checkpoint is of step $step"
+            rm -f "$BAPO_RUN/stop"
+            return 0 ;;
+        slurm)
+            bapo_say "the job is $(bapo_job_state) for Slurm, which decides what comes now"
+            return "$code" ;;
+    esac
+    cause=$(bapo_cause)
+    if [[ $kind = config || $kind = stopped ]]; then
+        why="the run says that to start again would not help"
+    elif why=$(bapo_may_requeue "$kind"); then
+        bapo_read_state  # what the subshell above has written
+        bapo_event job_requeue "reason=$kind" "count=${bapo_state[$kind]}" "step=$step" "exit_code=$code" \
+            "cause=$cause"
+        bapo_write_state status=requeued
+        bapo_say "trainer ended with $code ($kind), checkpoint of step $step; $cause"
+        bapo_say "requeue number ${bapo_state[$kind]} of its kind"
+        bapo_requeue "" || why="scontrol requeue failed"
+    fi
+    bapo_stop "$kind" "$why" "$cause" "$code"
+    return "$code"
+}
+
+bapo_stop() {  # kind, why not again, cause, exit code: the job will not come back
+    bapo_event job_stopped "reason=$1" "why=$2" "cause=$3" "exit_code=$4" "step=$(bapo_checkpoint_step)"
+    bapo_write_state status=stopped
+    bapo_headline "STOPPED: $1: $2
+cause: $3
+exit code $4; last checkpoint: step $(bapo_checkpoint_step); restarts: $BAPO_RESTART"
+}

@@ -1,0 +1,70 @@
+# shellcheck shell=bash
+# What a job can be told by variables, with their defaults. `bapo submit` sets them from the cluster file;
+# with plain sbatch set them in the shell, e.g. `BAPO_CONTAINER=... sbatch slurm/train.sbatch RECIPE`.
+
+BAPO_ROOT=${BAPO_ROOT:-$PWD}                        # where recipes' paths begin; tasks start here
+BAPO_SLURM=${BAPO_SLURM:-$BAPO_ROOT/slurm}
+BAPO_PYTHON=${BAPO_PYTHON:-python}                  # interpreter with bapo-megatron, on the nodes
+BAPO_MODULES=${BAPO_MODULES:-}                      # environment modules, loaded before anything starts
+BAPO_CONTAINER=${BAPO_CONTAINER:-}                  # image for pyxis; none: no container
+BAPO_MOUNTS=${BAPO_MOUNTS:-}                        # HOST:CONTAINER,... for pyxis
+BAPO_LEAD_S=${BAPO_LEAD_S:-600}                     # before the end of the job, to save and stop
+BAPO_MARGIN_S=${BAPO_MARGIN_S:-30}                  # before the end of the job, when saving is given up
+BAPO_WAIT_S=${BAPO_WAIT_S:-900}                     # for the other ranks, once the first has ended
+BAPO_MAX_CRASHES=${BAPO_MAX_CRASHES:-5}             # budgets of one job, each of its own kind
+BAPO_MAX_PREEMPTIONS=${BAPO_MAX_PREEMPTIONS:-100}
+BAPO_MAX_TIME_LIMITS=${BAPO_MAX_TIME_LIMITS:-500}
+BAPO_MAX_NODE_FAILURES=${BAPO_MAX_NODE_FAILURES:-20}
+BAPO_MAX_IDLE=${BAPO_MAX_IDLE:-3}                   # preemptions and lost nodes in a row without a checkpoint
+BAPO_SERVERS_PER_NODE=${BAPO_SERVERS_PER_NODE:-1}   # SGLang servers on a rollout node
+BAPO_SERVER_GPUS=${BAPO_SERVER_GPUS:-8}             # GPUs of each: rollout.sglang.tensor
+BAPO_ENGINES=${BAPO_ENGINES:-}                      # servers to wait for; none: all of this job's own
+BAPO_ENGINES_WAIT_S=${BAPO_ENGINES_WAIT_S:-1200}    # then the run starts with those that are there
+BAPO_HEALTH=${BAPO_HEALTH:-on}                      # off: no probe of the nodes
+BAPO_HEALTH_WAIT_S=${BAPO_HEALTH_WAIT_S:-180}       # for the whole probe
+BAPO_HEALTH_FLAGS=${BAPO_HEALTH_FLAGS:-}            # more flags of probe.py, e.g. --memory-gb 500
+BAPO_FRESH_S=${BAPO_FRESH_S:-60}                    # a server that is silent for longer is gone
+BAPO_LOOK_S=${BAPO_LOOK_S:-10}                      # between two looks at the rollout servers
+
+bapo_refuse() {  # message: the job was asked for something that cannot be
+    echo "error: $*" >&2
+    exit 2
+}
+
+bapo_check_numbers() {
+    local name
+    for name in LEAD_S MARGIN_S WAIT_S MAX_CRASHES MAX_PREEMPTIONS MAX_TIME_LIMITS \
+        MAX_NODE_FAILURES MAX_IDLE SERVERS_PER_NODE SERVER_GPUS ENGINES_WAIT_S HEALTH_WAIT_S FRESH_S \
+        LOOK_S; do
+        local variable=BAPO_$name
+        [[ ${!variable} =~ ^[0-9]+$ ]] || bapo_refuse "$variable=${!variable} must be a whole number"
+    done
+}
+
+bapo_run_directory() {  # recipe and flags of `bapo train`: where the run is
+    local recipe=$1 run=
+    shift
+    while (($#)); do
+        case $1 in
+            --run-dir=* | --run_dir=*) run=${1#*=} ;;
+            --run-dir | --run_dir) run=${2:-} ;;
+        esac
+        shift
+    done
+    recipe=${recipe##*/}
+    run=${run:-runs/${recipe%.py}}  # said explicitly to every task, so that shell and trainer agree
+    [[ $run = /* ]] || run=$BAPO_ROOT/$run
+    echo "$run"
+}
+
+bapo_load_modules() {
+    local module
+    [[ -n $BAPO_MODULES ]] || return 0
+    # A batch shell is no login shell: it may lack the function `module`.
+    type module >/dev/null 2>&1 || . /etc/profile.d/modules.sh 2>/dev/null ||
+        . /etc/profile.d/lmod.sh 2>/dev/null
+    type module >/dev/null 2>&1 || bapo_refuse "BAPO_MODULES=$BAPO_MODULES, but there is no command 'module'"
+    for module in $BAPO_MODULES; do
+        module load "$module" || bapo_refuse "module load $module failed"
+    done
+}

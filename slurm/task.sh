@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# What every task of an srun runs, in the container if there is one: `task.sh trainer|rollout RECIPE [flags]`.
+set -u
+role=$1
+shift
+. "$BAPO_LIB/settings.sh"
+. "$BAPO_LIB/events.sh"
+
+trainer() {  # one rank, on one GPU
+    trap 'exit 85' USR1 TERM  # nothing to save yet
+    export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_STEP_NUM_TASKS
+    local urls=()
+    if ((BAPO_EXPECTED > 0)); then
+        until [[ -s $BAPO_LOGS/engines ]]; do sleep 1 & wait $!; done
+        mapfile -t urls <"$BAPO_LOGS/engines"
+        urls=(--rollout.engine sglang --rollout.sglang.urls "${urls[@]}")
+    fi
+    exec "$BAPO_PYTHON" -m bapo_megatron.cli train "$@" --run-dir "$BAPO_RUN" "${urls[@]}"
+}
+
+answers() {  # port, path: whether the server answers with 200
+    local status
+    # shellcheck disable=SC2016  # the inner shell expands them
+    status=$(timeout 5 bash -c 'exec 3<>"/dev/tcp/127.0.0.1/$0" &&
+        printf "GET %s HTTP/1.0\r\n\r\n" "$1" >&3 && head -n 1 <&3' "$1" "$2" 2>/dev/null)
+    [[ $status == *" 200"* ]]
+}
+
+register() {  # port, state
+    local file=$BAPO_RUN/engines/$SLURMD_NODENAME-$1.json
+    printf '{"url": "http://%s:%s", "node": "%s", "job": %s, "state": "%s"}\n' \
+        "$SLURMD_NODENAME" "$1" "$SLURMD_NODENAME" "$SLURM_JOB_ID" "$2" >"$file.tmp" && mv "$file.tmp" "$file"
+}
+
+keep_server() {  # number, recipe and flags: one server, started again whenever it ends
+    local number=$1 pid pause=1 began code
+    # Another port on each node: nodes may be one machine.
+    local port=$((BAPO_FIRST_PORT + SLURM_NODEID * BAPO_SERVERS_PER_NODE + number))
+    shift
+    while :; do
+        register "$port" starting
+        began=$SECONDS
+        "$BAPO_PYTHON" -m bapo_megatron.cli rollout-server "$@" --run-dir "$BAPO_RUN" --host 0.0.0.0 \
+            --port "$port" --rollout.sglang.first-gpu $((number * BAPO_SERVER_GPUS)) &
+        pid=$!
+        until answers "$port" /ready || ! kill -0 "$pid" 2>/dev/null; do sleep 1; done
+        while kill -0 "$pid" 2>/dev/null; do
+            # A server that is paused for new weights is not ready, and lives.
+            if answers "$port" /model_info; then register "$port" ready; fi
+            sleep 5
+        done
+        wait "$pid"
+        code=$?
+        register "$port" down
+        BAPO_TRAINER=other bapo_event server_ended "engine=http://$SLURMD_NODENAME:$port" "exit_code=$code"
+        pause=$((SECONDS - began > 60 ? 1 : pause * 2 > 60 ? 60 : pause * 2))
+        sleep "$pause"
+    done
+}
+
+rollout() {  # all servers of one node
+    local number
+    mkdir -p "$BAPO_RUN/engines"
+    for ((number = 0; number < BAPO_SERVERS_PER_NODE; number++)); do keep_server "$number" "$@" & done
+    wait
+}
+
+case $role in
+    trainer | rollout) "$role" "$@" ;;
+    *) bapo_refuse "task.sh $role: there are trainer and rollout" ;;
+esac

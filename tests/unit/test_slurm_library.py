@@ -1,0 +1,211 @@
+"""The shell library of slurm/lib: each test sources it and calls a function."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.cluster.slurm_client import read_job_state
+from bapo_megatron.state.logs import read_jsonl
+
+SLURM = Path(__file__).parents[2] / "slurm"
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    """Runs lines of bash after the library, in job 7 whose run is ``tmp_path``."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (("squeue", "echo RUNNING"), ("sinfo", "true"), ("scontrol", "exit 1")):
+        command = tmp_path / "bin" / name
+        command.write_text(f"#!/bin/sh\n{text}\n")
+        command.chmod(0o755)
+
+    def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {
+            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n1",
+            "BAPO_ROOT": str(tmp_path),
+            **variables,
+        }
+        begin = f". {SLURM}/lib/job.sh\nBAPO_RUN={tmp_path} BAPO_LOGS={tmp_path} BAPO_END=0 BAPO_EXPECTED=0\n"
+        return subprocess.run(
+            ["bash", "-u", "-c", begin + script], env=environment, capture_output=True, text=True, timeout=30
+        )
+
+    return run
+
+
+def checkpoint(run: Path, step: int, whole: bool = True) -> None:
+    folder = run / f"checkpoints/step_{step:06d}"
+    folder.mkdir(parents=True)
+    if whole:
+        (folder / "manifest.json").write_text("{}")
+
+
+def may_requeue(shell: Shell, kind: str, **variables: str) -> str:
+    """`yes`, or why not."""
+    found = shell(f'bapo_read_state; why=$(bapo_may_requeue {kind}) && echo yes || echo "$why"', **variables)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.strip()
+
+
+def test_every_script_is_clean() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed: apt-get install shellcheck")
+    files = [*SLURM.glob("lib/*.sh"), SLURM / "task.sh", *SLURM.glob("*.sbatch")]
+    assert len(files) >= 15
+    subprocess.run(["shellcheck", "-x", *map(str, files)], check=True, cwd=SLURM)
+
+
+def test_scripts_stay_small() -> None:
+    for path in [*SLURM.glob("lib/*.sh"), SLURM / "task.sh", *SLURM.glob("*.sbatch"), *SLURM.glob("*.py")]:
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 350, path
+        assert max(map(len, lines)) <= 110, path
+
+
+def test_a_requeue_needs_a_newer_checkpoint(shell: Shell, tmp_path: Path) -> None:
+    """The first comes without one; the next not."""
+    assert may_requeue(shell, "crash") == "yes"
+    assert may_requeue(shell, "crash") == "crash, and no newer checkpoint than step 0 since the last requeue"
+    checkpoint(tmp_path, 10)
+    assert may_requeue(shell, "crash") == "yes"
+    checkpoint(tmp_path, 20, whole=False)
+    assert may_requeue(shell, "time_limit").startswith("time_limit, and no newer checkpoint than step 10")
+
+
+def test_budgets_are_apart(shell: Shell, tmp_path: Path) -> None:
+    limits = {"BAPO_MAX_CRASHES": "2", "BAPO_MAX_TIME_LIMITS": "1"}
+    for step, kind, answer in (
+        (1, "crash", "yes"),
+        (2, "time_limit", "yes"),
+        (3, "time_limit", "time_limit number 2, and the budget is 1"),
+        (4, "crash", "yes"),
+        (5, "crash", "crash number 3, and the budget is 2"),
+        (6, "preemption", "yes"),
+    ):
+        checkpoint(tmp_path, step)
+        assert may_requeue(shell, kind, **limits) == answer
+    state = read_job_state(tmp_path)
+    assert state is not None
+    assert state.requeues == {"crash": 2, "preemption": 1, "time_limit": 1, "node": 0, "engines": 0}
+
+
+def test_a_few_preemptions_may_come_before_a_checkpoint(shell: Shell, tmp_path: Path) -> None:
+    """One with a first chance, then as many as BAPO_MAX_IDLE; a checkpoint forgives them."""
+    assert [may_requeue(shell, "preemption", BAPO_MAX_IDLE="2") for _ in range(4)] == [
+        *["yes"] * 3,
+        "preemption, and no newer checkpoint than step 0 since the last requeue",
+    ]
+    checkpoint(tmp_path, 1)
+    assert may_requeue(shell, "node", BAPO_MAX_IDLE="2") == "yes"
+    assert may_requeue(shell, "preemption", BAPO_MAX_IDLE="2") == "yes"
+
+
+def test_another_job_begins_with_full_budgets(shell: Shell) -> None:
+    assert may_requeue(shell, "crash") == "yes"
+    assert may_requeue(shell, "crash") != "yes"
+    assert may_requeue(shell, "crash", SLURM_JOB_ID="8") == "yes"
+
+
+@pytest.mark.parametrize(
+    ("code", "before", "kind"),
+    [
+        (0, "", "finished"),
+        (1, "", "crash"),
+        (2, "", "config"),
+        (3, "", "stopped"),
+        (3, "BAPO_EXPECTED=2", "engines"),
+        (85, "", "preemption"),
+        (138, "BAPO_SIGNAL=USR1", "preemption"),
+        (85, "BAPO_END=$(($(date +%s) + 500))", "time_limit"),
+        (85, "BAPO_END=$(($(date +%s) + 5000))", "preemption"),
+        (1, 'touch "$BAPO_RUN/stop"', "cancelled"),
+        (85, "squeue() { echo CANCELLED; }", "slurm"),
+        (1, "sinfo() { echo n1; }", "node"),
+        (143, "BAPO_NO_ENGINES=yes", "engines"),
+    ],
+)
+def test_what_ended_a_job(shell: Shell, code: int, before: str, kind: str) -> None:
+    found = shell(f"{before}\nbapo_kind_of_end {code}")
+    assert found.stdout.strip() == kind, found.stderr
+
+
+def test_events_are_those_of_the_trainer(shell: Shell, tmp_path: Path) -> None:
+    odd = 'say "x\\y"\n\ttab\x01 end'
+    (tmp_path / "events.jsonl").write_text('{"kind": "start"}\n{"kind": "torn')
+    shell('bapo_event kind "text=$ODD" count=3 "share=0.5" "name=007" "none="', ODD=odd)
+    first, second = read_jsonl(tmp_path / "events.jsonl")
+    assert first == {"kind": "start"}  # what a killed trainer left half is cut off
+    assert second.pop("time")[-6:] == "+00:00"
+    expected = {"text": 'say "x\\y"\n\ttab end', "count": 3, "share": 0.5, "name": "007", "none": ""}
+    assert second == {"kind": "kind", **expected, "job": 7, "restart": 0}
+
+
+def test_a_running_trainer_is_not_cut_off(shell: Shell, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"half')
+    shell("BAPO_TRAINER=1 bapo_event kind")
+    assert path.read_text().startswith('{"half')
+
+
+def test_the_cause_is_that_of_the_rank_that_went_first(shell: Shell, tmp_path: Path) -> None:
+    texts = {
+        "trainer-n1-0": "Traceback (most recent call last):\nConnectionError: peer closed\n",
+        "trainer-n2-1": "step 3\nTraceback (most recent call last):\ntorch.OutOfMemoryError: 80 GB\n  note\n",
+        "trainer-n3-2": "step 3\n",
+    }
+    for age, (name, text) in zip((10, 20, 30), texts.items(), strict=True):
+        path = tmp_path / f"{name}.log"
+        path.write_text(text)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    assert shell("bapo_cause").stdout.strip() == "torch.OutOfMemoryError: 80 GB (trainer-n2-1.log)"
+    for path in tmp_path.glob("trainer-*"):
+        path.unlink()
+    (tmp_path / "job.log").write_text("srun: error: n2: task 1: Killed\nsrun: bye\n")
+    assert shell("bapo_cause").stdout.strip() == "srun: error: n2: task 1: Killed"
+
+
+@pytest.mark.parametrize(
+    ("flags", "directory"),
+    [
+        ("recipes/a.py", "{root}/runs/a"),
+        ("recipes/a.py --run-dir x/y --steps 3", "{root}/x/y"),
+        ("a.py --run_dir=/z", "/z"),
+    ],
+)
+def test_the_run_directory(shell: Shell, tmp_path: Path, flags: str, directory: str) -> None:
+    assert shell(f"bapo_run_directory {flags}").stdout.strip() == directory.format(root=tmp_path)
+
+
+def test_ports_of_jobs_and_restarts_differ(shell: Shell) -> None:
+    script = 'scontrol() { echo n1; }; bapo_rendezvous; echo "$MASTER_ADDR $MASTER_PORT $BAPO_FIRST_PORT"'
+    assert shell(script).stdout.split() == ["n1", "20007", "10056"]
+    assert shell(script, SLURM_RESTART_COUNT="1").stdout.split() == ["n1", "25007", "10056"]
+    assert shell(script, SLURM_RESTART_COUNT="2").stdout.split() == ["n1", "20007", "10056"]
+    assert shell(script, SLURM_JOB_ID="8").stdout.split() == ["n1", "20008", "10064"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("BAPO_LEAD_S", "ten"), ("BAPO_MAX_CRASHES", "-1")])
+def test_settings_are_checked(shell: Shell, name: str, value: str) -> None:
+    found = shell("bapo_check_numbers", **{name: value})
+    assert (found.returncode, found.stderr.strip()) == (2, f"error: {name}={value} must be a whole number")
+
+
+def test_servers_are_alive_while_they_renew_their_entries(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "engines").mkdir()
+    for name, state, age in (("a", "ready", 0), ("b", "ready", 100), ("c", "starting", 0)):
+        path = tmp_path / f"engines/{name}.json"
+        path.write_text(json.dumps({"url": f"http://{name}:1", "job": 7, "state": state}))
+        os.utime(path, (path.stat().st_mtime - age,) * 2)
+    assert shell("bapo_engines_alive").stdout.split() == ["http://a:1"]
+    shell("bapo_forget_engines")
+    assert not list((tmp_path / "engines").iterdir())

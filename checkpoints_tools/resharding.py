@@ -116,11 +116,13 @@ def _contents(source: Checkpoint, weights_only: bool) -> Contents:
     content = source.content
     if weights_only or not isinstance(content, TorchDist):
         return Contents(common(arguments(source.shape), source.location.iteration or 0))
+    # Layers' own states have keys as the layers have, so they fit only where these stay the same.
+    same_keys = content.layout == "stacked" and not content.prefix
     with ChunkFiles() as files:
         objects = {
-            key: files.read(place)  # states of random number generators, say
+            key: files.read(place)
             for key, place in content.metadata.objects.items()
-            if "._extra_state" not in key
+            if same_keys or "._extra_state" not in key
         }
     states = tuple(f"{OPTIMIZER}{state}." for state in OPTIMIZER_STATES) if source.has_whole_optimizer else ()
     return Contents(common_for_stacked(content), states, objects)

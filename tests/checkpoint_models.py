@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def folder_bytes(folder: Path) -> dict[str, bytes]:
     """All files of a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def edit_metadata(folder: Path, change: Callable[[Any], None]) -> None:
+    """Change the .metadata of a torch_dist checkpoint, as torch reads and writes it."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))

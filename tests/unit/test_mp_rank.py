@@ -33,7 +33,8 @@ def load(path: Path) -> dict[str, Any]:
 def test_round_trips_give_the_same_files(
     family: str, dtype: str, tied: bool, tensor: int, pipeline: int, tmp_path: Path
 ) -> None:
-    folder = save_random_model(tmp_path / "hf", family, dtype, tie_word_embeddings=tied)
+    files = 2 if dtype == "F32" else 1
+    folder = save_random_model(tmp_path / "hf", family, dtype, files, tie_word_embeddings=tied)
     reshard(folder, tmp_path / "legacy", "mp_rank", tensor=tensor, pipeline=pipeline)
     to_hf(tmp_path / "legacy", tmp_path / "back")
     assert folder_bytes(tmp_path / "back") == folder_bytes(folder)

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.errors import CheckpointError
 from bapo_megatron.policy.hf_names import Segment
-from checkpoints_tools import reshard, to_hf, to_megatron, verify
+from checkpoints_tools import to_hf, to_megatron, verify
 from checkpoints_tools.blocks import Block, BlockTensor
 from checkpoints_tools.opening import open_checkpoint
 from checkpoints_tools.segments import check_cover, cut_into_sources
-from checkpoints_tools.torch_dist import read_torch_dist
-from tests.checkpoint_models import folder_bytes, save_random_model
+from tests.checkpoint_models import edit_metadata, save_random_model
 
 FC2 = "decoder.layers.mlp.linear_fc2.weight"
 
@@ -30,13 +29,6 @@ def stored(tmp_path: Path) -> Path:
     save_random_model(tmp_path / "hf")
     to_megatron(tmp_path / "hf", tmp_path / "torch_dist", grid=2)
     return tmp_path / "torch_dist/release"
-
-
-def edit(folder: Path, change: Callable[[Any], None]) -> None:
-    """Change .metadata, as torch reads and writes it."""
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    change(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def file_of(folder: Path, key: str, offset: tuple[int, ...]) -> Path:
@@ -138,7 +130,7 @@ def place(**changes: Any) -> Callable[[Any], None]:
 def test_what_is_wrong_with_the_metadata_is_named(
     change: Callable[[Any], None], message: str, stored: Path
 ) -> None:
-    edit(stored, change)
+    edit_metadata(stored, change)
     with pytest.raises(CheckpointError, match=message) as caught:
         open_checkpoint(stored)
     assert str(stored) in str(caught.value)
@@ -181,7 +173,7 @@ def test_a_damaged_archive_is_named_by_file_and_tensor(stored: Path) -> None:
 def test_a_chunk_that_was_stored_transposed_is_refused(stored: Path) -> None:
     torch.save(torch.zeros(1, 20, 48, dtype=torch.bfloat16).transpose(1, 2), stored / "__1_0.distcp")
     size = (stored / "__1_0.distcp").stat().st_size
-    edit(stored, place(relative_path="__1_0.distcp", offset=0, length=size))
+    edit_metadata(stored, place(relative_path="__1_0.distcp", offset=0, length=size))
     with pytest.raises(CheckpointError, match=rf"__1_0\.distcp: {FC2} at \[1, 0, 20\] is not contiguous"):
         open_checkpoint(stored)
 
@@ -195,7 +187,7 @@ def test_prefixes_of_other_writers_are_known(prefix: str, stored: Path, tmp_path
             for index, info in metadata.storage_data.items()
         }
 
-    edit(stored, change)
+    edit_metadata(stored, change)
     assert verify(stored, tmp_path / "hf").equal
 
 
@@ -212,7 +204,7 @@ def test_names_of_norms_that_are_not_fused_are_known(stored: Path, tmp_path: Pat
             for index, info in metadata.storage_data.items()
         }
 
-    edit(stored, change)
+    edit_metadata(stored, change)
     assert verify(stored, tmp_path / "hf").equal
 
 
@@ -232,22 +224,12 @@ def test_one_chunk_may_hold_several_layers(stored: Path, tmp_path: Path) -> None
         entry = metadata.state_dict_metadata[key]
         entry.chunks = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((3, 48)))]
 
-    edit(stored, change)
+    edit_metadata(stored, change)
     tensors = open_checkpoint(stored).tensors
     for layer in range(3):
         [block] = tensors[f"model.layers.{layer}.post_attention_layernorm.weight"].blocks
         data = block.file.read_bytes()[block.position : block.position + 96]
         assert data == weight[layer].view(torch.uint8).numpy().tobytes()
-
-
-def test_padding_of_the_vocabulary_is_cut(stored: Path, tmp_path: Path) -> None:
-    reshard(stored, tmp_path / "padded", grid=3, vocabulary_multiple=64)
-    padded = read_torch_dist(tmp_path / "padded")
-    assert padded.vocabulary_rows() == 128
-    to_hf(tmp_path / "padded", tmp_path / "back")
-    assert folder_bytes(tmp_path / "back") == folder_bytes(tmp_path / "hf")
-    reshard(tmp_path / "padded", tmp_path / "plain")
-    assert read_torch_dist(tmp_path / "plain").vocabulary_rows() == 101
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(stored: Path, tmp_path: Path) -> None:
@@ -272,44 +254,6 @@ def test_a_config_of_another_model_is_named(stored: Path, tmp_path: Path) -> Non
 def test_there_is_no_optimizer_to_take(stored: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no optimizer state; it has only the weights"):
         to_hf(stored, tmp_path / "out", origin="optimizer")
-
-
-def test_reshard_refuses_what_another_command_does(stored: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a Hugging Face folder; bapo-ckpt to-megatron makes"):
-        reshard(tmp_path / "hf", tmp_path / "out")
-    with pytest.raises(ConfigError, match="--tp and --pp are for --to mp_rank"):
-        reshard(stored, tmp_path / "out", tensor=2)
-    with pytest.raises(ConfigError, match="--grid 0"):
-        reshard(stored, tmp_path / "out", grid=0)
-    with pytest.raises(CheckpointError, match="is a checkpoint of format HF, not torch_dist"):
-        read_torch_dist(tmp_path / "hf")
-
-
-def test_objects_beside_the_weights_are_carried_along(stored: Path, tmp_path: Path) -> None:
-    """States of random number generators, say; and the common state byte for byte."""
-    torch.save({"seed": 5}, stored / "__9_0.distcp")
-    size = (stored / "__9_0.distcp").stat().st_size
-
-    def change(metadata: Any) -> None:
-        state = next(v for k, v in metadata.state_dict_metadata.items() if "_extra_state" in k)
-        metadata.state_dict_metadata["rng_state/shard_0.0_1.1"] = state
-        info = replace(
-            next(iter(metadata.storage_data.values())), relative_path="__9_0.distcp", offset=0, length=size
-        )
-        metadata.storage_data[MetadataIndex("rng_state/shard_0.0_1.1")] = info
-
-    edit(stored, change)
-    torch.save({"iteration": 5, "content_metadata": {"x": 1}, "args": None}, stored / "common.pt")
-    reshard(stored, tmp_path / "out")
-    found = read_torch_dist(tmp_path / "out")
-    place = found.metadata.objects["rng_state/shard_0.0_1.1"]
-    data = place.file.read_bytes()[place.start : place.start + place.length]
-    assert data == (stored / "__9_0.distcp").read_bytes()
-    assert (found.folder / "common.pt").read_bytes() == (stored / "common.pt").read_bytes()
-    reshard(stored, tmp_path / "weights", weights_only=True)
-    alone = read_torch_dist(tmp_path / "weights")
-    assert "rng_state/shard_0.0_1.1" not in alone.metadata.objects
-    assert alone.common["content_metadata"] != {"x": 1}
 
 
 def test_blocks_that_do_not_cover_a_tensor_are_named() -> None:

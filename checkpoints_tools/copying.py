@@ -251,15 +251,11 @@ def _transfer(
     path: Path,
     name: str,
 ) -> None:
-    """All of the pieces, in as many calls as the system wants."""
-    wanted = sum(len(piece) for piece in pieces)
-    done = transfer(descriptor, pieces, position)
-    if done == wanted:
+    """All of the pieces: in one call, or once more in as many as the system wants."""
+    if transfer(descriptor, pieces, position) == sum(len(piece) for piece in pieces):
         return
     for piece in pieces:
-        at = min(done, len(piece))
-        done -= at
-        position += at
+        at = 0
         while at < len(piece):
             count = transfer(descriptor, [piece[at:]], position)
             if count == 0:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
+from safetensors.torch import save_file
 
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.policy.hf_config import read_model_shape
@@ -16,6 +17,8 @@ from bapo_megatron.policy.hf_names import checkpoint_key, mapping_table
 from bapo_megatron.policy.hf_parts import join
 from benchmarks import dcp_convert
 from checkpoints_tools import Settings, cli, to_hf, to_megatron, torch_dist_writer
+from checkpoints_tools.safetensors_folder import INDEX, read_safetensors
+from checkpoints_tools.safetensors_writer import Sharding, plan_safetensors
 from tests.checkpoint_models import bits, folder_bytes, load_tensors, save_random_model, save_tensors
 
 FAMILIES = ["qwen2", "qwen3", "llama"]
@@ -160,6 +163,20 @@ def test_files_of_a_given_size(tmp_path: Path) -> None:
     )
 
 
+def test_files_of_several_types_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
+    types = {"z": torch.float32, "b": torch.bfloat16, "a": torch.float16, "c": torch.float32}
+    tensors = {name: torch.zeros(3, 5, dtype=dtype) for name, dtype in types.items()}
+    save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    wanted = {name: (kind, (3, 5)) for name, kind in zip(types, ["F32", "BF16", "F16", "F32"], strict=True)}
+    plan = plan_safetensors(wanted, tmp_path, Sharding(10**9))
+    plan.create()
+    plan.complete()
+    # Among types of one width the library has an order of its own, which readers do not care about.
+    ours, theirs = read_safetensors(tmp_path / "model.safetensors"), read_safetensors(tmp_path / "theirs")
+    assert [tensor.nbytes for tensor in ours] == [tensor.nbytes for tensor in theirs]
+    assert [t.name for t in ours][:2] == [t.name for t in theirs][:2] == ["c", "z"]
+
+
 def test_a_copy_of_a_tied_embedding_comes_back_where_the_index_lists_it(tmp_path: Path) -> None:
     folder = save_random_model(tmp_path / "hf", "llama", tie_word_embeddings=True)
     tensors = load_tensors(folder)
@@ -182,9 +199,12 @@ def test_an_output_layer_unlike_its_tied_embedding_is_refused(tmp_path: Path) ->
 
 
 def test_rounding_changes_the_type_and_nothing_else(tmp_path: Path) -> None:
-    folder = save_random_model(tmp_path / "hf", dtype="F32", torch_dtype="float32")
+    folder = save_random_model(tmp_path / "hf", dtype="F32", files=2, torch_dtype="float32")
     to_megatron(folder, tmp_path / "megatron")
     to_hf(tmp_path / "megatron", tmp_path / "back", dtype="bf16")
+    old, new = (json.loads((f / INDEX).read_text()) for f in (folder, tmp_path / "back"))
+    assert new["weight_map"] == old["weight_map"]
+    assert new["metadata"]["total_size"] * 2 == old["metadata"]["total_size"]
     back = load_tensors(tmp_path / "back")
     for name, tensor in load_tensors(folder).items():
         assert back[name].dtype == torch.bfloat16

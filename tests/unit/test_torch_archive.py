@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,17 @@ def test_torch_loads_an_archive(dtype: str, shape: tuple[int, ...], position: in
     loaded = torch.load(io.BytesIO(whole), weights_only=True)
     assert loaded.dtype == expected.dtype
     assert torch.equal(loaded, expected)
+
+
+def test_archives_are_zip_files() -> None:
+    """Of which other programs check the checksums, but for that of a tensor's bytes."""
+    archive = tensor_archive("F32", (2,), 0)
+    whole = zipfile.ZipFile(io.BytesIO(archive.before + bytes(8) + archive.after))
+    names = ["archive/data.pkl", "archive/byteorder", "archive/data/0", "archive/version"]
+    assert whole.namelist() == names
+    assert [whole.read(name) for name in (names[1], names[3])] == [b"little", b"3\n"]
+    assert whole.read(names[0]).startswith(b"\x80\x02")
+    assert zipfile.ZipFile(io.BytesIO(object_archive([None]))).testzip() is None
 
 
 def test_an_entry_of_more_than_four_gigabytes_is_refused() -> None:

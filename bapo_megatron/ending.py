@@ -10,14 +10,22 @@ from contextlib import suppress
 from bapo_megatron.errors import ConfigError, RunStopped
 
 
-def end_with(error: ConfigError | RunStopped, say: bool = True) -> int:
-    """Print the message, if this process is to ``say`` it; the exit code, 2 or 3.
+def end_helpers() -> None:
+    """End the processes with which megatron writes checkpoints.
 
-    A log on a full disk takes no message, and what is left in a buffer would change the exit code. Processes
-    that write a checkpoint may wait for ever to tell their results, and this one would wait for them.
+    After a failure they may wait for ever to tell their results, and this process would wait for them; or
+    they would outlive it.
     """
     for child in multiprocessing.active_children():
         child.kill()
+
+
+def end_with(error: ConfigError | RunStopped, say: bool = True) -> int:
+    """Print the message, if this process is to ``say`` it; the exit code, 2 or 3.
+
+    A log on a full disk takes no message, and what is left in a buffer would change the exit code.
+    """
+    end_helpers()
     wrong = isinstance(error, ConfigError)
     text = f"error: {error}" if wrong else f"stopped: {error}\nthe same command continues the run"
     with suppress(OSError):

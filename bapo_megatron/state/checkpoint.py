@@ -12,6 +12,8 @@ import hashlib
 import json
 import re
 import shutil
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron import __version__
 from bapo_megatron.disk import writing
+from bapo_megatron.ending import end_helpers
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.files import sync_file, sync_folder, write_atomically
 
@@ -74,7 +77,7 @@ class CheckpointStore:
             save_policy(temporary / "policy")
         except CheckpointException as error:
             if not error.failures:
-                time.sleep(_RANK_0_FIRST_S)
+                _leave_the_word_to_rank_0()
             raise
         _on_main(lambda: write_atomically(temporary / "trainer.json", json.dumps(trainer, indent=2)))
         manifest = {"step": step, "code_version": __version__, "files": _digests(temporary)}
@@ -134,6 +137,17 @@ def _on_main(action: Callable[[], None]) -> None:
     if dist.get_rank() == 0:
         action()
     dist.barrier()
+
+
+def _leave_the_word_to_rank_0() -> None:
+    """It ends this rank by SIGTERM, whose helpers would stay."""
+
+    def leave(*_: object) -> None:
+        end_helpers()
+        sys.exit(3)
+
+    signal.signal(signal.SIGTERM, leave)
+    time.sleep(_RANK_0_FIRST_S)
 
 
 def _remove(path: Path) -> None:

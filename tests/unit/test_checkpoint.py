@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,6 +118,7 @@ def test_a_rank_that_does_not_know_what_failed_lets_the_other_speak(
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def fail(path: Path) -> None:
         raise CheckpointException("write", failures)

@@ -64,8 +64,15 @@ class _Results:
 
 
 def _with_parent(write: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Run in the forked process. What nobody waits for any more must not go on writing."""
+    """Run in the forked process. What nobody waits for any more must not go on writing, nor its own forks."""
     _die_with_parent()
+    inner = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+
+    def write_alone(*own: Any, **rest: Any) -> Any:
+        _die_with_parent()
+        return inner(*own, **rest)
+
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data = staticmethod(write_alone)
     return write(*arguments, **named)
 
 

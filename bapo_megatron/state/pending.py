@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -66,6 +67,7 @@ class PendingCheckpoint:
             self._saving.finish()
         except CheckpointException as error:
             if not error.failures:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which rank 0's end reaches this one
                 sleep(_RANK_0_FIRST_S)
             raise
 

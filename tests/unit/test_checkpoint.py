@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -111,6 +112,7 @@ def test_a_rank_that_does_not_know_what_failed_lets_the_other_speak(
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr("bapo_megatron.state.pending.sleep", waited.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     class Failed(Written):
         def finish(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -174,7 +177,13 @@ def test_writers_that_nobody_listens_to_do_not_hold_up_the_end() -> None:
         "mp.get_context('fork').Process(target=queue.put, args=('x' * 1_000_000,)).start()\n"
         "sys.exit(cli.run(['trian']))\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True).returncode == 2
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+    try:
+        assert process.wait(120) == 2
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

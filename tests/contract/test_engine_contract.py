@@ -362,7 +362,7 @@ def test_the_digest_tells_weights_apart_and_nothing_else(start: Start, make_mode
     engine = start(old)
     for version, model in enumerate((old, new, new, old), start=1):
         engine.update_weights(iter(tensors(model)), version)
-    first, second, again, back = engine.digests
+    first, second, again, back = engine.digests[-4:]  # a server that is used again has loaded before
     assert first == back
     assert second == again
     assert first != second

@@ -22,6 +22,7 @@ from checkpoints_tools import inspect_checkpoint, reshard, to_hf, verify
 from checkpoints_tools.torch_dist import TorchDist
 from tests.checkpoint_models import bits, load_tensors
 from tests.models import random_samples, save_tiny_model
+from tests.saves import complete
 from tests.workers import run_layout
 
 pytestmark = pytest.mark.distributed
@@ -68,7 +69,7 @@ def save(
     megatron_checkpoint._CONTENT.update(content)
     policy = make_policy(folder, dtype, parallel)
     update(policy, samples, 1)
-    policy.save(path)
+    complete(policy.save(path))
     return weights(policy), update(policy, samples, 2)
 
 
@@ -146,7 +147,7 @@ def test_a_resharded_checkpoint_continues_bitwise(
 def load_and_save(folder: Path, dtype: str, parallel: ParallelConfig, path: Path, again: Path) -> None:
     policy = make_policy(folder, dtype, parallel)
     policy.load(path, 1)
-    policy.save(again)
+    complete(policy.save(again))
 
 
 ONE = ParallelConfig()

@@ -21,6 +21,7 @@ from bapo_megatron.policy.hf_parts import join, shard
 from bapo_megatron.policy.megatron import MegatronPolicy
 from checkpoints_tools import to_hf, to_megatron
 from tests.models import random_samples, save_tiny_model
+from tests.saves import complete
 from tests.workers import run_layout
 
 pytestmark = pytest.mark.distributed
@@ -103,7 +104,7 @@ def train_and_save(folder: Path, parallel: ParallelConfig, path: Path) -> dict[s
     packs = pack_samples(random_samples(8, seed=4), 96, "token", policy.pack_layout)
     found = search(torch.zeros(8, dtype=torch.float64), grpo())
     policy.update(packs, loss_fn(found, grpo(), policy.version))
-    policy.save(path)
+    complete(policy.save(path))
     return {name: tensor.clone() for name, tensor in policy.hf_weights()}
 
 

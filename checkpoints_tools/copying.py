@@ -7,6 +7,7 @@ written once however the two are cut, and memory is one buffer for each thread.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from checkpoints_tools.number_types import to_bfloat16
 
 BUFFER_BYTES = 1 << 20
 _WRITE_BEHIND_BYTES = 32 << 20
+_NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 _VECTORS = 1024  # of one readv or writev: Linux' IOV_MAX
 Moved = Callable[[int], None]
 """Is told, from any thread, the bytes of the destination that have just been dealt with."""
@@ -74,6 +76,8 @@ class OpenFiles:
     """Descriptors by path, opened when first asked for."""
 
     def __init__(self) -> None:
+        self.kernel_copies = True
+        """Until the system refuses one."""
         self._open: dict[tuple[Path, int], int] = {}
         self._sparse: set[int] = set()
         self._lock = threading.Lock()
@@ -202,7 +206,7 @@ class _Sweep:
 
 def _copy(band: Band, files: OpenFiles, buffer: memoryview) -> memoryview:
     """Move one band. Returns the buffer, which had to grow if a single row is longer."""
-    if all(in_a_hole(band, block, files) for block in band.read):
+    if all(in_a_hole(band, block, files) for block in band.read) or _copy_in_kernel(band, files):
         return buffer
     if len(buffer) < band.rows * band.read_row:
         buffer = memoryview(bytearray(band.rows * band.read_row))
@@ -214,6 +218,39 @@ def _copy(band: Band, files: OpenFiles, buffer: memoryview) -> memoryview:
     for block in band.written:
         move_rows(os.pwritev, files.writing(block.file), block, band, data, band.written_type)
     return buffer
+
+
+def _copy_in_kernel(band: Band, files: OpenFiles) -> bool:
+    """Move a band that lies in one piece here and there without reading it: half the work.
+
+    Returns whether it was moved; file systems of different kinds, for one, do not do it.
+    """
+    if len(band.read) != 1 or len(band.written) != 1 or band.read_type != band.written_type:
+        return False
+    (read,), (written,), row = band.read, band.written, band.read_row
+    if not read.stride == written.stride == row or not files.kernel_copies:
+        return False
+    here = read.position + (band.row - read.row) * row
+    there = written.position + (band.row - written.row) * row
+    done, wanted = 0, band.rows * row
+    while done < wanted:
+        try:
+            count = os.copy_file_range(
+                files.reading(read.file),
+                files.writing(written.file),
+                wanted - done,
+                here + done,
+                there + done,
+            )
+        except OSError as error:
+            if error.errno not in _NO_KERNEL_COPY:
+                raise
+            files.kernel_copies = False
+            return False
+        if count == 0:  # the source has ended; reading will say so
+            return False
+        done += count
+    return True
 
 
 def in_a_hole(band: Band, block: Block, files: OpenFiles) -> bool:

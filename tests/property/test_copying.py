@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import signal
@@ -109,6 +110,39 @@ def _outside(tensor: BlockTensor, file: Path) -> bytes:
     return bytes(content)
 
 
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_files_that_the_system_does_not_copy_are_read(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "BUFFER_BYTES", 16)
+    calls: list[int] = []
+
+    def refuse(*_: int) -> int:
+        calls.append(1)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(copying.os, "copy_file_range", refuse)
+    values = np.arange(32, dtype=np.uint16).reshape(8, 4)
+    source = lay_out(tmp_path, "source", (8, 4), [(0, 8, 0, 4)], 0, values)
+    target = lay_out(tmp_path, "target", (8, 4), [(0, 8, 0, 4)], 0, None)
+    copy_tensors({"w": source}, {"w": target}, threads=1)
+    assert (collect(target) == values).all()
+    assert len(calls) == 1, "and it is not asked again"
+
+
+def test_rows_that_lie_in_one_piece_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying.os, "preadv", None)
+    original = os.copy_file_range
+    monkeypatch.setattr(
+        copying.os, "copy_file_range", lambda s, d, n, at, to: original(s, d, min(n, 5), at, to)
+    )
+    values = np.arange(32, dtype=np.uint16).reshape(8, 4)
+    source = lay_out(tmp_path, "source", (8, 4), [(0, 3, 0, 4), (3, 5, 0, 4)], 0, values)
+    target = lay_out(tmp_path, "target", (8, 4), [(0, 6, 0, 4), (6, 2, 0, 4)], 0, None)
+    copy_tensors({"w": source}, {"w": target}, threads=1)
+    assert (collect(target) == values).all()
+
+
 def test_calls_that_do_a_part_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system may move fewer bytes than it was asked to, wherever it likes."""
     values = np.arange(96, dtype=np.uint16).reshape(8, 12)
@@ -191,10 +225,11 @@ def test_a_hole_does_not_reach_beyond_the_end(tmp_path: Path) -> None:
         assert not files.is_hole(path, 65536, 1 << 20)
 
 
-def test_a_source_that_ends_early_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pieces", [[(0, 8, 0, 4)], [(0, 8, 0, 2), (0, 8, 2, 2)]])
+def test_a_source_that_ends_early_is_named(pieces: Rectangles, tmp_path: Path) -> None:
     values = np.ones((8, 4), np.uint16)
     source = lay_out(tmp_path, "source", (8, 4), [(0, 8, 0, 4)], 0, values)
-    target = lay_out(tmp_path, "target", (8, 4), [(0, 8, 0, 2), (0, 8, 2, 2)], 0, None)
+    target = lay_out(tmp_path, "target", (8, 4), pieces, 0, None)
     path = source.blocks[0].file
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(CheckpointError, match=r"source0 ends at byte 62, in the middle of tensor w"):

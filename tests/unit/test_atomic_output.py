@@ -242,14 +242,16 @@ def test_holes_take_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_disk_that_fills_up(
     code: int, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, calls = os.pwritev, iter(range(1000))
+    calls = iter(range(1000))
+    for name in ("pwritev", "copy_file_range"):
+        original = getattr(os, name)
 
-    def pwritev(descriptor: int, pieces: list[memoryview], position: int) -> int:
-        if next(calls) > 5:
-            raise OSError(code, os.strerror(code))
-        return original(descriptor, pieces, position)
+        def write(*arguments: object, original: Callable[..., int] = original) -> int:
+            if next(calls) > 5:
+                raise OSError(code, os.strerror(code))
+            return original(*arguments)
 
-    monkeypatch.setattr(copying.os, "pwritev", pwritev)
+        monkeypatch.setattr(copying.os, name, write)
     with pytest.raises(ConfigError, match="was not written, and nothing of it was left"):
         convert(tmp_path / "output", Settings())
     assert list(tmp_path.iterdir()) == []
@@ -294,10 +296,11 @@ def test_a_real_disk_that_is_too_small(
 def test_other_errors_are_not_hidden(
     convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pwritev(*_: object) -> int:
+    def write(*_: object) -> int:
         raise OSError(errno.EIO, "the disk is broken")
 
-    monkeypatch.setattr(copying.os, "pwritev", pwritev)
+    monkeypatch.setattr(copying.os, "pwritev", write)
+    monkeypatch.setattr(copying.os, "copy_file_range", write)
     with pytest.raises(OSError, match="the disk is broken"):
         convert(tmp_path / "output", Settings())
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import balanced
-from bapo_megatron.build import Run
 from bapo_megatron.clipping import Clipping
 from bapo_megatron.config import (
     AlgorithmConfig,
@@ -29,6 +28,7 @@ from bapo_megatron.train import train_on
 from bapo_megatron.types import Group, Metrics, Prompt, Rollout, StepBatch
 from tests.metrics import known
 from tests.models import random_samples, save_tiny_model
+from tests.runs import run_of
 from tests.workers import run_layout
 
 pytestmark = pytest.mark.distributed
@@ -88,7 +88,7 @@ def answer(folder: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig, s
     policy = MegatronPolicy(config.model, parallel, config.batch, config.optimizer, 4)
     grouped = [samples_of(group, algorithm.advantage) for group in batch(shift).groups]
     found = [one for group in with_old_log_probs(policy, grouped, 96, 1.5) for one in group]
-    run = Run(config, policy, Clipping(algorithm), None, None, None, None, 1)  # type: ignore[arg-type]
+    run = run_of(config, policy, Clipping(algorithm))
     metrics = train_on(run, 1, batch(shift))
     weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     return Answer(metrics, weights, [s.old_log_probs_R for s in found], [s.importance_R for s in found])

@@ -14,7 +14,6 @@ import torch
 
 from bapo_megatron.algo.bapo import balanced
 from bapo_megatron.algo.importance import truncated_importance
-from bapo_megatron.build import Run
 from bapo_megatron.clipping import Clipping
 from bapo_megatron.config import AlgorithmConfig, BatchConfig, DataConfig, ModelConfig, RunConfig
 from bapo_megatron.data.packing import Sample
@@ -31,6 +30,7 @@ from bapo_megatron.types import (
     TokenStats,
     UpdateResult,
 )
+from tests.runs import run_of
 
 LN2 = math.log(2)
 
@@ -97,7 +97,7 @@ def step(version: int = 8, **algorithm: object) -> tuple[list[dict[str, float | 
     settings = AlgorithmConfig(bounds=balanced(), reuse_epochs=2, advantage="dr_grpo", **algorithm)
     config = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), batch=BatchConfig(pack_tokens=64))
     config = dataclasses.replace(config, algorithm=settings)
-    run = Run(config, policy, Clipping(settings), None, None, None, None, 1)  # type: ignore[arg-type]
+    run = run_of(config, policy, Clipping(settings))
     return train_on(run, 1, StepBatch((group(version),), {})), policy
 
 

@@ -31,7 +31,7 @@ from bapo_megatron.types import (
     TokenStats,
     UpdateResult,
 )
-from bapo_megatron.watchdog import Watchdog
+from tests.runs import Told, run_of
 
 CONFIG = RunConfig("test", ModelConfig(Path("m")), DataConfig(Path("d")), batch=BatchConfig(pack_tokens=8))
 
@@ -87,19 +87,6 @@ def group(rewards: list[float], lengths: list[int]) -> Group:
     return Group(Prompt(0, np.array([1, 2], np.int32), "", ""), rollouts)
 
 
-class Told:
-    """An ``Interrupt`` that has a reason from the given question on."""
-
-    def __init__(self, at: int | None = None) -> None:
-        self.at, self.asked = at, 0
-
-    def reason(self) -> str | None:
-        self.asked += 1
-        return "told to stop" if self.at is not None and self.asked >= self.at else None
-
-    def took(self, **seconds: float) -> None: ...
-
-
 class Store:
     """A ``CheckpointStore`` that writes nothing."""
 
@@ -124,8 +111,7 @@ def run_with(**algorithm: object) -> tuple[Run, RecordingPolicy]:
     policy = RecordingPolicy()
     config = dataclasses.replace(CONFIG, algorithm=AlgorithmConfig(**algorithm))
     clipping = Clipping(config.algorithm)
-    run = Run(config, policy, clipping, None, Store(), None, None, 1, None, Told(), Watchdog(0))  # type: ignore[arg-type]
-    return run, policy
+    return run_of(config, policy, clipping, Store()), policy
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ FLAGS = (
     *("--rollout.prompts-per-step=4", "--rollout.group-size=4", "--optimizer.lr=2e-4"),
     *("--algorithm.bounds.target=0.65", "--algorithm.reuse-epochs=2"),
 )
-STEPS_A_KILL = 0.5
+STEPS_A_KILL = 1.5
 """Steps of the run for each kill: there must be something left to harm."""
 HARMS = {"kill all": 4, "kill rank 0": 2, "kill rank 1": 2, "kill the sampler": 2, "SIGUSR1": 1, "SIGTERM": 1}
 INTERRUPTED = 85
@@ -179,8 +179,9 @@ def campaign(folder: Path, kills: int, seed: int, say: Callable[[str], None]) ->
     step_s = (time.time() - alone.began - start_s) / steps
     outcome = Outcome()
     while sum(outcome.kills.values()) < kills and last_step(harmed, "metrics.jsonl") < steps:
-        _harmed_life(harmed, steps, chance, outcome, start_s + 4 * step_s)
+        _harmed_life(harmed, steps, chance, outcome, start_s + 2 * step_s)
         say(f"{sum(outcome.kills.values())} of {kills}: step {last_step(harmed, 'metrics.jsonl')} of {steps}")
+    assert sum(outcome.kills.values()) >= kills, "the run was done before it was harmed so often"
     while (code := Life(harmed, steps).wait(3600)) != 0:
         assert code == INTERRUPTED, harmed.with_suffix(".log").read_text()[-3000:]
     outcome.starts += 1

@@ -245,10 +245,14 @@ def test_ctrl_c_says_how_to_go_on(whole: Path, tmp_path: Path) -> None:
 
 
 def wait_for_steps(process: subprocess.Popen[bytes], run_dir: Path, steps: int) -> None:
-    """Until the metrics of ``steps`` steps are on disk."""
-    log = run_dir / "metrics.jsonl"
+    """Until the metrics of ``steps`` steps are on disk, and from three on a checkpoint, which may come later."""
+    log, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
     deadline = time.monotonic() + 200
-    while not log.exists() or log.read_bytes().count(b"\n") < steps:
+    while (
+        not log.exists()
+        or log.read_bytes().count(b"\n") < steps
+        or (steps >= 3 and not list(checkpoints.glob("step_*")))
+    ):
         assert process.poll() is None, process.communicate()[0].decode()[-3000:]
         assert time.monotonic() < deadline
         time.sleep(0.02)

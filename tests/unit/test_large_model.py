@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import pytest
 
 from bapo_megatron.policy.hf_config import model_shape
 from bapo_megatron.policy.hf_names import hf_tensors
@@ -78,24 +81,31 @@ def content(folder: Path, name: str) -> bytes:
         return file.read(tensor.nbytes)
 
 
-def test_a_32b_model_takes_less_than_128_mib(tmp_path: Path) -> None:
-    parameters = save_sparse_model(tmp_path / "hf")
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder that is emptied at once: pytest would keep gigabytes until its third run from now."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
+def test_a_32b_model_takes_less_than_128_mib(disk: Path) -> None:
+    parameters = save_sparse_model(disk / "hf")
     assert 32.7e9 < parameters < 32.8e9
     grid = ["--grid", "1"]  # with more, more bands of the way back hold an edge between chunks, and so data
-    assert peak_mib(["to-megatron", tmp_path / "hf", tmp_path / "megatron", *grid]) < 128
-    assert peak_mib(["to-hf", tmp_path / "megatron", tmp_path / "back"]) < 128
-    apparent = sum(path.stat().st_size for path in (tmp_path / "back").iterdir())
+    assert peak_mib(["to-megatron", disk / "hf", disk / "megatron", *grid]) < 128
+    assert peak_mib(["to-hf", disk / "megatron", disk / "back"]) < 128
+    apparent = sum(path.stat().st_size for path in (disk / "back").iterdir())
     assert apparent > 65e9
     for name in FILLED:
-        assert content(tmp_path / "back", name) == content(tmp_path / "hf", name), name
-    assert content(tmp_path / "back", "model.layers.9.input_layernorm.weight") == bytes(2 * 5120)
-    on_disk = sum(path.stat().st_blocks * 512 for path in (tmp_path / "back").iterdir())
+        assert content(disk / "back", name) == content(disk / "hf", name), name
+    assert content(disk / "back", "model.layers.9.input_layernorm.weight") == bytes(2 * 5120)
+    on_disk = sum(path.stat().st_blocks * 512 for path in (disk / "back").iterdir())
     assert on_disk < 6e9, "most holes stay holes"
 
 
-def test_a_32b_model_is_cut_and_compared_in_less_than_400_mib(tmp_path: Path) -> None:
+def test_a_32b_model_is_cut_and_compared_in_less_than_400_mib(disk: Path) -> None:
     """As legacy files of TP8 x PP4, of which a rank's is smaller than a model but larger than memory."""
-    hf, legacy, stored = tmp_path / "hf", tmp_path / "legacy", tmp_path / "stored"
+    hf, legacy, stored = disk / "hf", disk / "legacy", disk / "stored"
     save_sparse_model(hf)
     assert peak_mib(["reshard", hf, legacy, "--to", "mp_rank", "--tp", 8, "--pp", 4]) < 400
     assert len(list(legacy.glob("release/mp_rank_*/model_optim_rng.pt"))) == 32

@@ -245,7 +245,7 @@ def test_ctrl_c_says_how_to_go_on(whole: Path, tmp_path: Path) -> None:
 
 
 def wait_for_steps(process: subprocess.Popen[bytes], run_dir: Path, steps: int) -> None:
-    """Until the metrics of ``steps`` steps are on disk, and from three on a checkpoint, which may come later."""
+    """Until the metrics of ``steps`` steps are on disk, and from three on a checkpoint too."""
     log, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
     deadline = time.monotonic() + 200
     while (

@@ -51,7 +51,7 @@ demo: setup
 	@echo "The plots are in $(DEMO_RUN)/report: open $(DEMO_RUN)/report/index.html"
 
 test: setup sglang slurm-test
-	$(BIN)/python -m pytest -m "not slurm" $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m "not slurm" -n 2 --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
 
 # Real jobs on a Slurm of four nodes on this machine. Installs it where it may (root, apt), else skips and says so.
 slurm-test: setup nemo-run

@@ -24,7 +24,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["bapo_megatron*", "checkpoints_tools*"]),
-    package_data={"bapo_megatron": ["*.html", "constraints.txt", "rollout/sglang_cpu/requirements.txt"]},
+    package_data={
+        "bapo_megatron": ["report/*.html", "constraints.txt", "rollout/sglang_cpu/requirements.txt"]
+    },
     install_requires=[
         "torch>=2.6,<2.14",
         "megatron-core==0.16.1",
@@ -45,6 +47,7 @@ setup(
         "tensorboard>=2.18,<3",
         "typeguard>=4,<5",
         "tyro>=1.0,<2",
+        "uvloop>=0.21,<1",
     ],
     extras_require={
         "demo": [],  # the demo needs no more than the package

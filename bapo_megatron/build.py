@@ -13,9 +13,10 @@ from bapo_megatron.clipping import Clipping
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.difficulty import within_difficulty
 from bapo_megatron.data.prompts import PromptSet, load_prompts
+from bapo_megatron.data.suites import Suite, load_suite
 from bapo_megatron.data.tokenizer import load_tokenizer
 from bapo_megatron.distributed import is_main, share
-from bapo_megatron.errors import ResumeError
+from bapo_megatron.errors import ConfigError, ResumeError
 from bapo_megatron.interfaces import Policy, Sampler, WeightSync
 from bapo_megatron.interrupt import Interrupt
 from bapo_megatron.policy.device import has_cuda, select_device
@@ -27,7 +28,9 @@ from bapo_megatron.rollout.journal import ReplaySampler
 from bapo_megatron.rollout.service import Setup
 from bapo_megatron.rollout.sglang.servers import are_local, servers_of
 from bapo_megatron.state.checkpoint import Checkpoint, CheckpointStore
-from bapo_megatron.state.run_directory import store_config
+from bapo_megatron.state.metrics_log import evaluation_means
+from bapo_megatron.state.run_directory import changed_settings, check_within_step, store_config
+from bapo_megatron.state.step_exports import StepExports
 from bapo_megatron.sync.broadcast import WeightBroadcast
 from bapo_megatron.sync.broadcast_sync import BroadcastSync
 from bapo_megatron.sync.disk import DiskSync
@@ -58,6 +61,8 @@ class Run:
     """The part of the first step that is done already."""
     interrupt: Interrupt
     watchdog: Watchdog
+    exports: StepExports | None = None
+    """Rank 0's."""
 
 
 @contextmanager
@@ -68,21 +73,29 @@ def open_run(config: RunConfig, interrupt: Interrupt) -> Iterator[Run]:
     clipping = Clipping(config.algorithm, config.batch.hold_forwards)
     if is_main():
         store.clear_leftovers()
-    latest = share(store.latest() if is_main() else None)
+    latest = store.latest()
     first_step, within = latest.step + 1 if latest else 1, None
+    goes_on = first_step <= config.steps
     if latest:
         store.newest = latest.moment
         within = latest.trainer["within"] and tuple(latest.trainer["within"])
+    changed = share(changed_settings(config) if is_main() else None)
+    if within:
+        check_within_step(changed, config)
+    if latest:
         policy.load(latest.policy, latest.trainer["version"])
         clipping.load_state(latest.trainer["clipping"])
     with ExitStack() as opened:
-        recorder = sampler = staging = None
+        recorder = sampler = staging = exports = None
         if is_main():
-            changed = store_config(config) if first_step <= config.steps else []
+            if goes_on:
+                store_config(config)
             recorder = opened.enter_context(closing(Recorder(config, first_step)))
-            if changed:
+            if changed and goes_on:
                 recorder.event({"kind": "config_changed", "fields": {name: now for name, _, now in changed}})
-        if recorder and first_step <= config.steps:
+            store.scores = evaluation_means(config.directory)
+            exports = opened.enter_context(_exports(config, store, recorder))
+        if recorder and goes_on:
             sampler = opened.enter_context(_sampler(config, recorder.event))
             sampler.start(first_step, latest.trainer["sampler"] if latest else None)
             if config.rollout.replay is None:
@@ -92,14 +105,24 @@ def open_run(config: RunConfig, interrupt: Interrupt) -> Iterator[Run]:
         samples = config.rollout.engine == "sglang" and config.rollout.replay is None
         if samples and config.rollout.sglang.sync == "broadcast":
             sync = _broadcast_sync(config, policy, sampler, disk, recorder)
-        if latest and first_step <= config.steps:
+        if latest and goes_on:
             _check_certificate(config, policy, sampler, latest)
         sync.push(policy, first_step - 1)
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
         yield Run(
             *(config, policy, clipping, sync, store, sampler, recorder, first_step, within),
-            *(interrupt, watchdog),
+            *(interrupt, watchdog, exports),
         )
+
+
+@contextmanager
+def _exports(config: RunConfig, store: CheckpointStore, recorder: Recorder) -> Iterator[StepExports]:
+    """Those of checkpoints, begun with what the run before has left undone."""
+    every = config.checkpoint.export_every
+    with closing(StepExports(config.directory, config.model.hf_path, every, recorder.event)) as exports:
+        store.holds = exports.holds
+        exports.resume(store.steps())
+        yield exports
 
 
 def _check_certificate(
@@ -147,7 +170,8 @@ def _sampler(config: RunConfig, on_event: Callable[[dict[str, Any]], None]) -> I
     if config.rollout.replay is not None:
         yield ReplaySampler(config.rollout.replay)
         return
-    problems = load_problems(config, load_tokenizer(config.model.hf_path))
+    tokenizer = load_tokenizer(config.model.hf_path)
+    problems = load_problems(config, tokenizer)
     if problems.too_long:
         print(f"left out {problems.too_long} prompts of more than {config.data.max_prompt_tokens} tokens")
     if left_out := problems.found - len(problems.prompts):
@@ -162,8 +186,20 @@ def _sampler(config: RunConfig, on_event: Callable[[dict[str, Any]], None]) -> I
             if servers:
                 servers.heed(event)
 
-        setup = Setup(config, problems, tuple(servers.urls if servers else ()), str(select_device()))
+        urls = tuple(servers.urls if servers else ())
+        setup = Setup(config, problems, urls, str(select_device()), load_suites(config, tokenizer))
         yield opened.enter_context(closing(SamplerClient(setup, heard)))
+
+
+def load_suites(config: RunConfig, tokenizer: Any) -> tuple[Suite, ...]:
+    """What evaluations during training ask. ConfigError if a suite does not exist, or two have one name."""
+    if not config.evaluation.every or config.rollout.replay is not None:
+        return ()
+    found = [load_suite(name, tokenizer, config.data.max_prompt_tokens) for name in config.evaluation.suites]
+    names = [suite.name for suite in found]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"evaluation.suites: two of them are called alike ({', '.join(names)})")
+    return tuple(found)
 
 
 def load_problems(config: RunConfig, tokenizer: Any) -> PromptSet:

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from bapo_megatron.canary import CanarySpec, canary_sequences, unscored
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.policy.hf_config import read_model_shape
 from bapo_megatron.types import MicroBatch, TokenStats
 
-_SEQUENCES, _TOKENS = 4, 48
+_TOKENS, _LONGEST = 192, 64
 _TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-3}
 """Of sums of log-probs, relative, where the layout differs, or kernels need not add in the same order."""
 
@@ -74,18 +75,10 @@ def _layout(config: RunConfig) -> dict[str, Any]:
 
 def _canary(config: RunConfig) -> list[Sample]:
     """Random sequences, always the same."""
-    generator = np.random.default_rng(20)
     vocabulary = read_model_shape(config.model.hf_path).vocab
-    longest = min(_TOKENS, config.batch.pack_tokens // 2)
-    return [
-        Sample(
-            generator.integers(0, vocabulary, longest).astype(np.int32),
-            np.zeros(longest - 1, np.float32),
-            np.zeros(longest - 1, np.int32),
-            generator.normal(),
-        )
-        for _ in range(_SEQUENCES)
-    ]
+    longest = min(_LONGEST, config.batch.pack_tokens)
+    spec = CanarySpec(seed=20, tokens=_TOKENS, longest=longest, vocab=vocabulary)
+    return unscored(canary_sequences(spec, config.algorithm.bounds))
 
 
 def _sums(stats: TokenStats, pack: MicroBatch) -> torch.Tensor:

@@ -25,7 +25,8 @@ usage: bapo COMMAND ...
 
   train RECIPE [flags]   run or continue a recipe; flags override its fields (--help lists them)
   sft RECIPE [flags]     supervised warm start of a model, written as a Hugging Face folder
-  report RUN             plots and one HTML page of a run
+  report RUN [RUN ...] [--output DIR]
+                         plots and one HTML page of a run, or of several compared
   submit RECIPE --cluster FILE [--dry-run] [--force] [flags]
                          run a recipe as a Slurm job; --dry-run prints its script
   status RUN [--watch]   how a run is, on Slurm or here
@@ -37,6 +38,13 @@ usage: bapo COMMAND ...
   plan RECIPE [flags]    memory, traffic and speed on a kind of GPU; exit code 1 if it does not fit
   verify-parallel RECIPE [flags]
                          does the recipe's layout compute what a smaller one does?
+  data prepare SOURCE ... --output DIR [flags]
+                         a public dataset, checked, filtered and decontaminated, as one folder with a card
+  eval CHECKPOINT --suite NAME,... [flags]
+                         avg@n, pass@k, maj@n with intervals; goes on where it stopped
+  eval compare A B       two evaluations, problem by problem, with a p-value
+  study staleness [flags]
+                         the paper's claims about stale data, tried with small runs; goes on where it stopped
   doctor [RECIPE] [--json]
                          what is installed and what is missing; exit code 1 if a run could not start
 """
@@ -51,7 +59,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command.
 
     The exit code: 0 done, 1 the plan does not fit or the doctor has found a problem, 2 bad input,
-    3 the run cannot go on now, 85 it was told to stop and is saved, 130 interrupted; other errors propagate.
+    3 the run cannot go on now, 4 its file system fails, 85 it was told to stop and is saved, 130 interrupted,
+    128 + N a rank was killed by signal N; other errors propagate.
     ``verify-parallel`` ends with SystemExit(1) where a layout differs.
     """
     commands: dict[str, Callable[[Sequence[str]], int | None]] = {
@@ -61,6 +70,9 @@ def run(arguments: Sequence[str]) -> int:
         "rollout-server": _rollout_server,
         "plan": _plan,
         "verify-parallel": _verify_parallel,
+        "data": _data,
+        "eval": _eval,
+        "study": _study,
         "doctor": _doctor,
         "submit": _on_cluster("submit"),
         "status": _on_cluster("status"),
@@ -73,6 +85,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         if arguments[0] not in commands:
             raise ConfigError(f"unknown command {arguments[0]!r}; there are {', '.join(commands)}")
+        if arguments[0] == "data":
+            os.environ.setdefault("HF_HUB_OFFLINE", "0")  # its sources may be on the hub
         _quiet()
         return commands[arguments[0]](arguments[1:]) or 0
     except (ConfigError, Interrupted, RunStopped) as error:
@@ -112,6 +126,7 @@ def train_process(config: RunConfig) -> None:
     from bapo_megatron.distributed import is_main
     from bapo_megatron.finish import finish
     from bapo_megatron.interrupt import Interrupt
+    from bapo_megatron.memory import naming_memory
     from bapo_megatron.policy.layout import parallel_processes
     from bapo_megatron.state.run_directory import only_writer
     from bapo_megatron.train import train
@@ -120,6 +135,7 @@ def train_process(config: RunConfig) -> None:
     interrupt = Interrupt()
     with (
         interrupt.heeding(),
+        naming_memory(),
         writing("a file of the run, or its output,", config.directory),
         parallel_processes(config.parallel),
         only_writer(config.directory) if is_main() else nullcontext(),
@@ -157,11 +173,9 @@ def sft_process(config: SftConfig) -> None:
 
 
 def _report(arguments: Sequence[str]) -> None:
-    from bapo_megatron.report import write_report
+    from bapo_megatron.report.page import report_command
 
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise ConfigError("usage: bapo report RUN, with the directory of a run")
-    print(write_report(Path(arguments[0])))
+    print(report_command(arguments))
 
 
 def _rollout_server(arguments: Sequence[str]) -> None:
@@ -258,6 +272,24 @@ def _doctor(arguments: Sequence[str]) -> int:
     from bapo_megatron.doctor.doctor import run_doctor
 
     return run_doctor(arguments)
+
+
+def _data(arguments: Sequence[str]) -> None:
+    from bapo_megatron.data.prepare.command import data_command
+
+    data_command(arguments)
+
+
+def _eval(arguments: Sequence[str]) -> None:
+    from bapo_megatron.evaluation.command import eval_command
+
+    eval_command(arguments)
+
+
+def _study(arguments: Sequence[str]) -> int:
+    from bapo_megatron.study.command import study_command
+
+    return study_command(arguments, run)
 
 
 def _on_cluster(name: str) -> Callable[[Sequence[str]], None]:

@@ -8,29 +8,38 @@ The exact search needs the ratio of every token of the update before any backwar
 - ``scope: micro_batch`` searches in the packs in hand, as the published code does;
 - ``batch.hold_forwards`` searches after all forward passes and before all backward passes;
 - else a forward-only pass over the update comes first.
+
+With ``polarity`` the search and the loss see the reweighted advantages. Those follow from entropies, which
+only a pass of the model knows, so a known ratio saves no pass then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bapo_megatron.algo.bapo import sum_count
-from bapo_megatron.algo.objective import Found, contribution_fn, loss_fn, measured, search
+from bapo_megatron.algo.objective import Found, contribution_fn, loss_fn, mean_entropy, measured, search
+from bapo_megatron.algo.polarity import reweighted
+from bapo_megatron.algo.polarity_control import PolarityControl
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.types import MicroBatch, SearchedLoss, TokenFn
+from bapo_megatron.types import Metrics, MicroBatch, SearchedLoss, TokenFn
 
 
 class Clipping:
-    """Chooses the loss of each update. Between updates it keeps only the sums of the last one."""
+    """Chooses the loss of each update.
+
+    Between updates it keeps the sums of the last one for lagged bounds, the entropy's trajectory for PAPO.
+    """
 
     def __init__(self, config: AlgorithmConfig, hold_forwards: bool = False) -> None:
         self._bounds, self._known_ratio, self._hold = config.bounds, config.known_ratio, hold_forwards
         self._previous: Tensor | None = None
+        self._polarity = PolarityControl(config.polarity) if config.polarity.enabled else None
 
     def loss(
         self, policy: Policy, packs: Sequence[MicroBatch], on_policy: bool
@@ -41,15 +50,18 @@ class Clipping:
         the update: they sampled it, or the trainer computed pi_old with them.
         """
         config = self._bounds
-        measure = contribution_fn(config)
-        make = partial(loss_fn, config=config, version=policy.version)
+        measure = self._weighted(contribution_fn(config))
+
+        def make(found: Found) -> TokenFn:
+            return self._weighted(loss_fn(found, config, policy.version))
+
         if config.scope == "micro_batch":
             return SearchedLoss(measure, lambda sums: make(search(sums, config)), "micro_batch"), None
         if sum_count(config) == 2:
             sums = torch.zeros(4 * 2, dtype=torch.float64)  # any will do
         elif config.scope == "lagged" and self._previous is not None:
             sums = self._previous
-        elif on_policy and self._known_ratio:
+        elif on_policy and self._known_ratio and self._polarity is None:
             sums = policy.old_sums(packs, measure)
         elif self._hold:
             return SearchedLoss(measure, lambda sums: make(search(sums, config)), "update"), None
@@ -58,15 +70,38 @@ class Clipping:
         found = search(sums, config)
         return make(found), found
 
-    def observe(self, sums: Tensor) -> None:
-        """Take note of what an update's loss measured, at the weights before it."""
+    def observe(self, sums: Tensor) -> Metrics:
+        """Take note of what an update's loss measured, at the weights before it.
+
+        Returns the phase and the weights of PAPO that the update used; nothing where it is off.
+        """
         if self._bounds.scope == "lagged":
             self._previous = measured(sums)
+        control = self._polarity
+        if control is None:
+            return {}
+        used: Metrics = {"polarity/phase": control.phase}
+        used |= {f"polarity/{branch}_weight": weight for branch, weight in control.weights._asdict().items()}
+        control.observe(mean_entropy(sums))
+        return used
 
-    def state(self) -> list[float] | None:
-        """What a continuation needs to know."""
-        return None if self._previous is None else self._previous.tolist()
+    def state(self) -> dict[str, Any] | None:
+        """What a continuation needs to know; plain JSON."""
+        state: dict[str, Any] = {}
+        if self._previous is not None:
+            state["lagged"] = self._previous.tolist()
+        if self._polarity is not None:
+            state["polarity"] = self._polarity.state()
+        return state or None
 
-    def load_state(self, state: list[float] | None) -> None:
-        """Go on after ``state``."""
-        self._previous = None if state is None else torch.tensor(state, dtype=torch.float64)
+    def load_state(self, state: dict[str, Any] | list[float] | None) -> None:
+        """Go on after ``state``; a list, from earlier versions, is that of lagged bounds."""
+        known: dict[str, Any] = {"lagged": state} if isinstance(state, list) else state or {}
+        lagged = known.get("lagged")
+        self._previous = None if lagged is None else torch.tensor(lagged, dtype=torch.float64)
+        if self._polarity is not None:
+            self._polarity.load_state(known.get("polarity"))
+
+    def _weighted(self, fn: TokenFn) -> TokenFn:
+        """``fn`` of the advantages that the update trains on."""
+        return fn if self._polarity is None else reweighted(fn, self._polarity.weights)

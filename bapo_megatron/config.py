@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.algo.polarity_control import PolarityConfig
 from bapo_megatron.config_checks import raise_problems, run_problems, sft_problems, wrong_types
+from bapo_megatron.config_outputs import CheckpointConfig as CheckpointConfig
+from bapo_megatron.config_outputs import EvaluationConfig as EvaluationConfig
+from bapo_megatron.config_outputs import LoggingConfig as LoggingConfig
 from bapo_megatron.config_sglang import SglangConfig as SglangConfig
 
 
@@ -43,7 +47,8 @@ class ParallelConfig:
     sequence: bool = False
     """Sequence parallelism: norms and residuals split over the TP ranks."""
     timeout_minutes: float = 60
-    """Longest wait for another rank. The other ranks wait while rank 0 samples, so it must outlast that."""
+    """Longest wait for another rank in a collective. While rank 0 waits for samples the ranks meet every few
+    seconds: that does not count."""
 
     @property
     def model_size(self) -> int:
@@ -97,7 +102,7 @@ class RolloutConfig:
     max_response_tokens: int = 8192
     """Responses are cut here, with finish reason `length`."""
     engine: Literal["local", "sglang"] = "local"
-    """`local`: in this process. `sglang`: servers, see `sglang`."""
+    """`local`: in the sampler's process. `sglang`: servers, see `sglang`."""
     max_batch: int = 256
     """Requests that the local engine decodes at a time."""
     drop_uniform_groups: bool = True
@@ -168,6 +173,8 @@ class AlgorithmConfig:
     """Clipping bounds; presets in `bapo_megatron.algo.bapo`."""
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
     """`grpo`: (reward - group mean) / group std. `dr_grpo`: reward - group mean."""
+    polarity: PolarityConfig = field(default_factory=PolarityConfig)
+    """Advantages reweighted by the token's effect on the entropy (PAPO); off by default."""
     loss_mean: Literal["token", "sequence"] = "token"
     """Mean over the tokens of the update, or first within each response."""
     known_ratio: bool = True
@@ -230,30 +237,6 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
-    """What is kept for a continuation."""
-
-    every: int = 10
-    """Steps between checkpoints; the last step always has one."""
-    keep_last: int = 2
-    """Older ones are deleted once a newer one is whole; 0 keeps all."""
-    keep_every: int | None = None
-    """Those of every so many steps are kept for ever."""
-    background: bool = True
-    """Write while the training goes on. Meanwhile the machine's memory holds what is saved once more."""
-
-
-@dataclass(frozen=True)
-class LoggingConfig:
-    """Where metrics go besides metrics.jsonl and updates.jsonl."""
-
-    tensorboard: bool = True
-    """Event files in the run directory."""
-    wandb_project: str | None = None
-    """Weights & Biases project, if given and installed."""
-
-
-@dataclass(frozen=True)
 class RunConfig:
     """One run. See recipes/ for complete ones."""
 
@@ -278,6 +261,7 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
@@ -291,10 +275,28 @@ class RunConfig:
         """Updates of the whole run, the length of the learning-rate schedule."""
         return self.steps * self.algorithm.reuse_epochs * self.algorithm.updates_per_epoch
 
+    def evaluates(self, step: int) -> bool:
+        """Whether the weights that ``step`` has made are asked held-out problems."""
+        every = self.evaluation.every
+        return every > 0 and step % every == 0 and self.rollout.replay is None
+
+    @property
+    def evaluation_sampling(self) -> tuple[float, int]:
+        """Temperature and most response tokens of evaluations."""
+        own, rollout = self.evaluation, self.rollout
+        temperature = rollout.temperature if own.temperature is None else own.temperature
+        return temperature, own.max_response_tokens or rollout.max_response_tokens
+
     @property
     def longest_sequence(self) -> int:
         """Tokens of the longest prompt and response together."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of the longest prompt and response that engines are asked for, evaluations included."""
+        evaluated = self.evaluation_sampling[1] if self.evaluation.every else 0
+        return self.data.max_prompt_tokens + max(self.rollout.max_response_tokens, evaluated)
 
     def check(self) -> None:
         """Raise ConfigError with every mistake that the fields show by themselves."""

@@ -14,7 +14,14 @@ from bapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from bapo_megatron.algo.bounds import BoundsConfig
-    from bapo_megatron.config import AlgorithmConfig, ParallelConfig, RewardConfig, RunConfig, SftConfig
+    from bapo_megatron.config import (
+        AlgorithmConfig,
+        CheckpointConfig,
+        ParallelConfig,
+        RewardConfig,
+        RunConfig,
+        SftConfig,
+    )
 
 
 def flat(config: object, prefix: str = "") -> dict[str, object]:
@@ -58,8 +65,10 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     yield from _importance_problems(run.algorithm)
     yield from _hold_problems(run)
     yield from _pack_problems(run)
+    yield from _export_problems(run.checkpoint)
     yield from _server_problems(run)
     yield from _staleness_problems(run)
+    yield from _evaluation_problems(run)
     yield from _reward_problems(run.reward, run.rollout.max_response_tokens)
     if run.algorithm.updates_per_epoch > run.rollout.prompts_per_step:
         yield (
@@ -114,11 +123,20 @@ _AT_LEAST: dict[str, float] = {
     "batch.logprob_chunk_tokens": 1,
     "checkpoint.every": 1,
     "checkpoint.keep_last": 0,
+    "checkpoint.keep_best": 0,
+    "evaluation.every": 0,
+    "evaluation.samples": 1,
+    "evaluation.temperature": 0,
+    "evaluation.max_response_tokens": 1,
+    "checkpoint.keep_every": 1,
+    "checkpoint.export_every": 0,
 }
 _ABOVE_ZERO = (
     "algorithm.importance_cap",
     "algorithm.gap_mean_limit",
     "algorithm.gap_max_limit",
+    "algorithm.polarity.target_entropy",
+    "algorithm.polarity.band",
     "rollout.temperature",
     "rollout.sglang.memory_fraction",
     "rollout.sglang.start_minutes",
@@ -132,7 +150,12 @@ _ABOVE_ZERO = (
     "optimizer.eps",
     "parallel.timeout_minutes",
 )
-_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
+_BELOW_ONE = (
+    "optimizer.beta1",
+    "optimizer.beta2",
+    "algorithm.polarity.strength",
+    "algorithm.polarity.memory",
+)
 
 
 def _out_of_range(run: RunConfig | SftConfig) -> Iterator[str]:
@@ -167,6 +190,15 @@ def _pack_problems(run: RunConfig) -> Iterator[str]:
         f"rollout.max_response_tokens = {run.longest_sequence}{cut}: a full-length sequence would not fit; "
         f"set it to at least {needed}"
     )
+
+
+def _export_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
+    every, export = checkpoint.every, checkpoint.export_every
+    if every > 0 and export % every:
+        yield (
+            f"checkpoint.export_every={export} must be a multiple of checkpoint.every={every}, because a "
+            f"checkpoint is what is exported: set it to {max(1, round(export / every)) * every}"
+        )
 
 
 def _importance_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -207,6 +239,19 @@ def _staleness_problems(run: RunConfig) -> Iterator[str]:
         )
 
 
+def _evaluation_problems(run: RunConfig) -> Iterator[str]:
+    own, best = run.evaluation, run.checkpoint.keep_best
+    if own.every and not own.suites:
+        yield f"evaluation.every={own.every} needs evaluation.suites: name at least one"
+    if best and not own.every:
+        yield f"checkpoint.keep_best={best} needs evaluation.every: without evaluations none is best"
+    elif best and own.every % run.checkpoint.every:
+        yield (
+            f"evaluation.every={own.every} is no multiple of checkpoint.every={run.checkpoint.every}: then "
+            "checkpoint.keep_best would look at weights that have no checkpoint"
+        )
+
+
 def _server_problems(run: RunConfig) -> Iterator[str]:
     sglang = run.rollout.sglang
     for url in sglang.urls:
@@ -216,10 +261,10 @@ def _server_problems(run: RunConfig) -> Iterator[str]:
         yield f"rollout.sglang.urls names a server twice: {', '.join(sorted(sglang.urls))}"
     if sglang.memory_fraction >= 1:
         yield f"rollout.sglang.memory_fraction={sglang.memory_fraction} must be below 1"
-    if sglang.context is not None and sglang.context < run.longest_sequence:
+    if sglang.context is not None and sglang.context < run.longest_request:
         yield (
-            f"rollout.sglang.context={sglang.context} is less than data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {run.longest_sequence}: raise it, or leave it out"
+            f"rollout.sglang.context={sglang.context} is less than data.max_prompt_tokens and the longest "
+            f"response of training and evaluations together, {run.longest_request}: raise it, or leave it out"
         )
 
 

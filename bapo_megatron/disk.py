@@ -8,20 +8,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bapo_megatron.errors import ConfigError, Interrupted, RunStopped
+from bapo_megatron.errors import ConfigError, Interrupted, RunStopped, StorageFailed
 
-_ERRORS = [
-    os.strerror(number)
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE)
-]
+_FULL = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 """In words: libraries that write in other processes or languages leave nothing else of an error."""
+
+_FAILING = [os.strerror(number) for number in (errno.EIO, errno.ESTALE, errno.EROFS, errno.ESHUTDOWN)]
+"""Of a file system that is not full: a server or a network that may come back (Lustre says ESHUTDOWN)."""
 
 _TORCH = ("inline_container.cc", "iostream error")
 """Torch's writer of archives, which hides what the disk has said."""
 
 
+_CUT = "a file was cut short"
+
+_ROOM_BYTES = 2**30
+"""A disk with so much free is not full: what was cut short there is another failure."""
+
+
 class DiskError(RunStopped):
     """A file could not be written. Only the process that wrote it knows."""
+
+
+class FailingDiskError(DiskError, StorageFailed):
+    """A file could not be written, though there is room."""
 
 
 @contextmanager
@@ -37,18 +47,19 @@ def writing(what: str, path: Path) -> Iterator[None]:
         for earlier in _chain(error):  # to close what could not be written fails as well
             if isinstance(earlier, RunStopped):
                 raise earlier from None
-        raise DiskError(f"{what} could not be written to {path}: {problem} ({_room(path)})") from error
+        kind = FailingDiskError if _is_failing(problem, path) else DiskError
+        raise kind(f"{what} could not be written to {path}: {problem} ({_room(path)})") from error
 
 
 def _problem(error: BaseException) -> str | None:
     """What the disk has said, if that is what lies behind ``error``."""
     for one in _chain(error):
         text = str(one)
-        for problem in _ERRORS:
+        for problem in _FULL + _FAILING:
             if problem in text:
                 return problem
         if any(words in text for words in _TORCH):
-            return "a file was cut short"
+            return _CUT
     return None
 
 
@@ -60,11 +71,31 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         found = found.__cause__ or found.__context__
 
 
-def _room(path: Path) -> str:
-    """How much is free on the file system of ``path``, which need not exist."""
-    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+def _is_failing(problem: str, path: Path) -> bool:
+    """Whether ``problem`` is of a file system that fails, not of one that is full."""
+    if problem != _CUT:
+        return problem in _FAILING
     try:
-        found = os.statvfs(there)
+        found = _statistics(path)
+    except OSError:
+        return True
+    return found.f_bavail * found.f_frsize > _ROOM_BYTES and found.f_favail > 0
+
+
+def _statistics(path: Path) -> os.statvfs_result:
+    """Of the file system of ``path``, which need not exist. OSError if it fails."""
+    there = path.absolute()
+    while True:
+        try:
+            return os.statvfs(there)
+        except FileNotFoundError:
+            there = there.parent
+
+
+def _room(path: Path) -> str:
+    """How much is free on the file system of ``path``."""
+    try:
+        found = _statistics(path)
     except OSError as error:
         return f"its file system does not answer: {error.strerror}"
     free_mb = found.f_bavail * found.f_frsize / 2**20

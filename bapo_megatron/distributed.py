@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from bapo_megatron.ending import end_with
-from bapo_megatron.errors import ConfigError, Interrupted, RunStopped
+from bapo_megatron.errors import ConfigError, Interrupted, RunStopped, StorageFailed
 from bapo_megatron.interrupt import SIGNALS
+from bapo_megatron.memory import death
 
 T = TypeVar("T")
 
@@ -82,7 +83,15 @@ def run_processes(
             while not started.join():
                 pass
     except ProcessExitedException as failure:
-        sys.exit(failure.exit_code)  # it has said why
+        # A rank that falls over the end of another may be seen first: the one that knows why counts.
+        if told := {process.exitcode for process in started.processes} & {2, 3, 4}:
+            sys.exit(min(told))
+        if failure.exit_code >= 0:
+            sys.exit(failure.exit_code)  # it has said why
+        print(
+            f"error: rank {failure.error_index} was {death(failure.exit_code)}", file=sys.stderr, flush=True
+        )
+        sys.exit(128 - failure.exit_code)  # as a shell counts
     finally:
         _end(started.processes)
 
@@ -95,7 +104,7 @@ def _entry(
     try:
         worker(*args)
     except (ConfigError, Interrupted, RunStopped) as error:
-        all_know = type(error) in (Interrupted, RunStopped)  # then one says it
+        all_know = type(error) in (Interrupted, RunStopped, StorageFailed)  # then one says it
         sys.exit(end_with(error, say=rank == 0 or not all_know))
 
 

@@ -7,11 +7,11 @@ import os
 import sys
 from contextlib import suppress
 
-from bapo_megatron.errors import ConfigError, Interrupted, RunStopped
+from bapo_megatron.errors import ConfigError, Interrupted, RunStopped, StorageFailed
 
 
 def end_with(error: ConfigError | Interrupted | RunStopped, say: bool = True) -> int:
-    """Print the message, if this process is to ``say`` it; the exit code, 2, 3 or 85.
+    """Print the message, if this process is to ``say`` it; the exit code, 2, 3, 4 or 85.
 
     A log on a full disk takes no message, and what is left in a buffer would change the exit code. Processes
     that write a checkpoint may wait for ever to tell their results, and this one would wait for them.
@@ -30,4 +30,6 @@ def end_with(error: ConfigError | Interrupted | RunStopped, say: bool = True) ->
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if wrong:
         return 2
-    return 85 if isinstance(error, Interrupted) else 3
+    if isinstance(error, Interrupted):
+        return 85
+    return 4 if isinstance(error, StorageFailed) else 3

@@ -1,8 +1,22 @@
 """Errors that a user can mend, told in one message."""
 
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
 
 class ConfigError(Exception):
     """A recipe, flag or input file is wrong. The command line prints the message and exits with code 2."""
+
+
+def refuse_arguments(arguments: Sequence[str], usage: str) -> NoReturn:
+    """Print ``usage`` and exit if help is asked for; else ConfigError with it."""
+    if {"-h", "--help"} & set(arguments):
+        print(usage)
+        sys.exit(0)
+    raise ConfigError(usage)
 
 
 class GapError(ConfigError):
@@ -23,3 +37,7 @@ class Interrupted(Exception):
 
 class RunStopped(Exception):
     """The run cannot go on now; its steps are saved. The command line prints why and exits with code 3."""
+
+
+class StorageFailed(RunStopped):
+    """The run's file system fails or hangs, perhaps for now. Exit code 4: a job is started again."""

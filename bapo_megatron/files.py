@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from io import FileIO
 from pathlib import Path
@@ -53,3 +54,19 @@ def sync_file(path: Path) -> None:
     """Make the content of a file that somebody else wrote survive a power failure."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def publish_folder(temporary: Path, output: Path) -> None:
+    """Give a folder of files, all written, its name; what had the name before is gone afterwards."""
+    for path in temporary.iterdir():
+        sync_file(path)
+    sync_folder(temporary)
+    replaced = output.with_name(f".{output.name}.replaced")
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    if output.exists():
+        output.rename(replaced)
+    temporary.rename(output)
+    sync_folder(output.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)

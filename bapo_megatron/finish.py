@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+from time import sleep
+
 from bapo_megatron.build import Run
-from bapo_megatron.report import headline
+from bapo_megatron.distributed import share
+from bapo_megatron.report.page import headline
+from bapo_megatron.saving import stop_if_told
 from bapo_megatron.state.export import export_hf
 from bapo_megatron.state.logs import read_jsonl
 
+_POLL_S = 1.0
+
 
 def finish(run: Run) -> None:
-    """Export the policy and say on rank 0 what came of the run. Collective."""
+    """Export the policy and say on rank 0 what came of the run. Collective.
+
+    Ends when the exports of earlier steps have ended, too. Interrupted if it is told to stop before.
+    """
     output = run.config.directory / "export"
     export_hf(run.policy.hf_weights(), run.config.model.hf_path, output)
     if run.recorder:
         run.recorder.export(run.config.steps, output)
-        print(_summary(run))
+        print(_summary(run), flush=True)
+    wait_for_exports(run)
+
+
+def wait_for_exports(run: Run) -> None:
+    """Until none is in the making; then the checkpoints that they have held go. Collective."""
+    if not share(run.exports.is_busy() if run.exports else False):
+        return
+    if run.exports:
+        print("waiting for the exports of earlier steps", flush=True)
+    while share(run.exports.is_busy() if run.exports else False):
+        stop_if_told(run, run.config.steps)
+        sleep(_POLL_S)
+        if run.exports:
+            run.exports.poll()
+    if run.exports:
+        run.checkpoints.delete_old()
 
 
 def _summary(run: Run) -> str:

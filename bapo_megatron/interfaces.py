@@ -137,6 +137,9 @@ class Sampler(Protocol):
         The same step gets the same groups however often it is asked for, also after a restart.
         """
 
+    def evaluated(self, step: int, wait_s: float) -> Path | Literal["weights"] | None:
+        """The file of the responses to held-out problems at the weights of ``step``, like ``next_batch``."""
+
     def load_weights(self, folder: Path, version: int, step: int) -> None:
         """Sample from the weights in ``folder``, which the updates of ``step`` have made."""
 

@@ -27,7 +27,8 @@ class Interrupt:
     def __init__(self) -> None:
         self._reason: str | None = None
         self._ends_at = _job_end()
-        self._longest_step_s = 0.0
+        self._asked_at: float | None = None
+        self._longest_stretch_s = 0.0
         self._longest_save_s = 0.0
 
     @contextmanager
@@ -40,24 +41,30 @@ class Interrupt:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def took(self, step_s: float = 0.0, save_s: float = 0.0) -> None:
-        """A step, or a save, has taken so long: the job's end is planned by it."""
-        self._longest_step_s = max(self._longest_step_s, step_s)
-        self._longest_save_s = max(self._longest_save_s, save_s)
+    def saved(self, seconds: float) -> None:
+        """A save has taken so long: the job's end is planned by the longest."""
+        self._longest_save_s = max(self._longest_save_s, seconds)
 
     def reason(self) -> str | None:
-        """Why the run is to stop, None if it is not. Collective; any rank's reason is enough."""
-        if self._reason is None and self._is_late():
-            self._reason = "the job's time ends before another step would"
+        """Why the run is to stop, None if it is not. Collective; any rank's reason is enough.
+
+        It can stop only where it asks, so the longest stretch between two calls is what must fit once more
+        into the job, with a save.
+        """
+        now = time.time()
+        if self._asked_at is not None:
+            self._longest_stretch_s = max(self._longest_stretch_s, now - self._asked_at)
+        self._asked_at = now
+        if self._reason is None and self._is_late(now):
+            self._reason = "the job's time would end before the next update is saved"
         told = torch.tensor([self._reason is not None], dtype=torch.int32)
         dist.all_reduce(told, dist.ReduceOp.MAX)
         return (self._reason or "another rank was told to stop") if told.item() else None
 
-    def _is_late(self) -> bool:
-        """Another step and a save would not fit into the job."""
+    def _is_late(self, now: float) -> bool:
         if self._ends_at is None:
             return False
-        return time.time() + self._longest_step_s + self._longest_save_s + _MARGIN_S > self._ends_at
+        return now + self._longest_stretch_s + self._longest_save_s + _MARGIN_S > self._ends_at
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._reason = f"told to stop by {signal.Signals(number).name}"

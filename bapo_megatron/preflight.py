@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from bapo_megatron.build import load_problems
+from bapo_megatron.build import load_problems, load_suites
 from bapo_megatron.config import ModelConfig, ParallelConfig, RunConfig, SftConfig
 from bapo_megatron.data.tokenizer import load_tokenizer
+from bapo_megatron.distributed import launched_world_size
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.policy.device import attention_problem
+from bapo_megatron.policy.device import attention_problem, has_cuda
 from bapo_megatron.policy.hf_config import ModelShape, read_model_shape
 from bapo_megatron.policy.hf_reader import HfReader
-from bapo_megatron.policy.layout import layout_problems
+from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.reward.functions import is_built_in, load_function
 from bapo_megatron.rollout.journal import step_path, steps_in
 from bapo_megatron.rollout.sglang.process import sglang_python
@@ -23,6 +24,9 @@ from bapo_megatron.sft import load_solutions
 from bapo_megatron.state.export import check_output
 from bapo_megatron.state.metrics_log import check_logging
 from bapo_megatron.state.run_directory import check_same_run
+
+_SHARED_FRACTION = 0.5
+"""Most of a GPU's memory that a server may take where the policy trains, too."""
 
 
 def check_run(config: RunConfig, read_dataset: bool = True) -> None:
@@ -49,6 +53,7 @@ def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callabl
         yield lambda: _check_replay(config)
     elif read_dataset:
         yield lambda: load_problems(config, tokenizer())
+        yield lambda: load_suites(config, tokenizer())
 
 
 def _check_reward(config: RunConfig) -> None:
@@ -91,6 +96,12 @@ def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
 
 def _check_context(config: RunConfig) -> None:
     positions = read_model_shape(config.model.hf_path).max_positions
+    asked = config.data.max_prompt_tokens + config.evaluation_sampling[1]
+    if config.evaluation.every and asked > positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens + evaluation.max_response_tokens = {asked} is more than the model's "
+            f"max_position_embeddings ({positions}): lower one of them"
+        )
     if config.longest_sequence > positions:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_response_tokens = {config.longest_sequence} is more than "
@@ -103,6 +114,28 @@ def _check_engine(config: RunConfig) -> None:
     sglang = config.rollout.sglang
     if config.rollout.engine == "sglang" and config.rollout.replay is None and not sglang.urls:
         sglang_python(sglang.python)  # or say how to install it
+        if has_cuda():
+            _check_gpus(config, torch.cuda.device_count())
+
+
+def _check_gpus(config: RunConfig, gpus: int) -> None:
+    """The servers that a run starts beside rank 0 find GPUs there, and memory on them."""
+    sglang, parallel = config.rollout.sglang, config.parallel
+    processes = data_parallel_size(parallel, launched_world_size()) * parallel.model_size
+    train, needed = min(gpus, processes), sglang.first_gpu + sglang.servers * sglang.tensor
+    told = (
+        f"rollout.sglang.first_gpu={sglang.first_gpu}, servers={sglang.servers} and tensor={sglang.tensor} "
+        f"take GPUs {sglang.first_gpu} to {needed - 1}"
+    )
+    elsewhere = "or name servers that run elsewhere with rollout.sglang.urls"
+    if needed > gpus:
+        raise ConfigError(f"{told}, but this machine has {gpus}: start fewer servers, {elsewhere}")
+    if sglang.first_gpu < train and sglang.memory_fraction > _SHARED_FRACTION:
+        raise ConfigError(
+            f"{told}, and this run trains on GPUs 0 to {train - 1}: set rollout.sglang.first_gpu to {train} "
+            f"and train on fewer processes if that is too many, {elsewhere}, or share GPUs with "
+            f"rollout.sglang.memory_fraction of at most {_SHARED_FRACTION}"
+        )
 
 
 def _check_replay(config: RunConfig) -> None:

@@ -45,6 +45,11 @@ class Recorder:
         self._metrics.write_step(step, metrics)
         self._progress.update(step, metrics)
 
+    def evaluation(self, step: int, metrics: Metrics) -> None:
+        """Write what the weights that ``step`` has made are worth on held-out problems."""
+        if self._metrics.write_evaluation(step, metrics):
+            self._events.event("evaluation", step=step, mean=metrics["eval/mean"])
+
     def engine_gap(self, step: int, message: str, on_gap: Literal["warn", "stop"]) -> None:
         """Note that engine and trainer disagree; say so unless the run stops with the same words."""
         self._events.event("engine_gap", step=step, on_gap=on_gap, message=message)

@@ -31,14 +31,18 @@ def checkpoint(run: Run, step: int, within: Within | None = None) -> None:
 
 def settle(run: Run, wait: bool = False) -> None:
     """If a checkpoint has become whole it counts from now on: what only earlier ones needed may go."""
+    if run.exports:
+        run.exports.poll()
     saved = run.checkpoints.settle(wait)
     if saved is None:
         return
-    run.interrupt.took(save_s=saved.seconds)
+    run.interrupt.saved(saved.seconds)
     if run.sampler:
         run.sampler.checkpointed(run.checkpoints.oldest_step())
     if run.recorder:
         run.recorder.checkpoint(saved)
+    if run.exports and not saved.updates:
+        run.exports.offer(saved.step)
 
 
 def save_now(run: Run, step: int, within: Within | None = None) -> None:

@@ -7,28 +7,24 @@ prompts -> rollouts -> rewards -> advantages -> packed micro-batches -> bounds -
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
 
 from bapo_megatron.alarm import check_gap
 from bapo_megatron.algo.objective import update_metrics
 from bapo_megatron.algo.staleness import age_metrics
 from bapo_megatron.build import Run
 from bapo_megatron.data.packing import Sample, pack_samples, samples_of, split_into_updates
-from bapo_megatron.distributed import share
-from bapo_megatron.errors import RunStopped
-from bapo_megatron.interfaces import Sampler
+from bapo_megatron.evaluate import evaluate
 from bapo_megatron.old_log_probs import with_old_log_probs
 from bapo_megatron.record import StepClock, step_metrics
-from bapo_megatron.saving import checkpoint, save_now, settle, stop_if_told
+from bapo_megatron.saving import checkpoint, settle, stop_if_told
 from bapo_megatron.types import Metrics, MicroBatch, StepBatch
-
-WAIT_S = 5.0
-"""How long rank 0 waits for groups before it tells the others that there are none yet."""
+from bapo_megatron.waiting import WAIT_S, awaited
 
 
 def train(run: Run) -> None:
     """Run every step that is left, on every rank alike. Interrupted, when it is saved, if told to stop."""
     for step in range(run.first_step, run.config.steps + 1):
+        evaluate(run, step - 1)
         clock = StepClock()
         batch = next_batch(run, step)
         clock.lap("rollout")
@@ -39,36 +35,17 @@ def train(run: Run) -> None:
         if run.recorder:
             run.recorder.step(step, updates, step_metrics(batch, updates, clock, run.config.algorithm.bounds))
         check_gap(run.config.algorithm, step, updates, run.recorder)
-        run.interrupt.took(step_s=clock.total_s)
         if _is_due(run, step):
             checkpoint(run, step)
         settle(run, wait=step == run.config.steps)
+    if run.first_step <= run.config.steps:
+        evaluate(run, run.config.steps)
 
 
 def next_batch(run: Run, step: int) -> StepBatch:
-    """The groups of ``step``, on every rank. RunStopped, after a checkpoint, if there will be none.
-
-    The ranks meet every ``WAIT_S`` seconds: however long sampling takes, no collective times out.
-    """
-    while True:
-        stop_if_told(run, step - 1)
-        settle(run)
-        batch: Any = share(_asked(run.sampler, step) if run.sampler else None)
-        if isinstance(batch, StepBatch):
-            return batch
-        if batch == "weights":
-            run.sync.push(run.policy, step - 1)
-        elif batch is not None:
-            save_now(run, step - 1)
-            raise batch
-
-
-def _asked(sampler: Sampler, step: int) -> StepBatch | RunStopped | Literal["weights"] | None:
-    """What rank 0 tells the others: a batch, that there is none yet, or why there will be none."""
-    try:
-        return sampler.next_batch(step, WAIT_S)
-    except RunStopped as stopped:
-        return stopped
+    """The groups of ``step``, on every rank. RunStopped, after a checkpoint, if there will be none."""
+    batch: StepBatch = awaited(run, step - 1, lambda sampler: sampler.next_batch(step, WAIT_S))
+    return batch
 
 
 def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
@@ -117,9 +94,10 @@ def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool) -> Metrics:
     """One update on packs, with the clipping bounds that belong to it."""
     loss, found = run.clipping.loss(run.policy, packs, on_policy)
     result = run.policy.update(packs, loss)
-    run.clipping.observe(result.sums)
+    weights = run.clipping.observe(result.sums)
     return {
         **update_metrics(result.sums, found, run.config.algorithm.bounds),
+        **weights,
         "policy/grad_norm": result.grad_norm,
         "policy/lr": result.learning_rate,
     }

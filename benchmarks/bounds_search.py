@@ -34,6 +34,7 @@ from bapo_megatron.algo.bapo import (
     search_bounds,
     share,
 )
+from benchmarks.common import no_options
 
 RESULTS = Path(__file__).parent / "results" / "bounds_search.md"
 SIZES = (100_000, 1_000_000, 10_000_000)
@@ -193,6 +194,7 @@ many there are. Both find the same bounds, which every run of the benchmark chec
 
 
 def main() -> None:
+    no_options(__doc__)
     text = report([row for ranks in RANKS for row in run(ranks)])
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(text)

@@ -28,6 +28,7 @@ from bapo_megatron.algo.bapo import (
     share,
 )
 from bapo_megatron.algo.bounds import Measure
+from benchmarks.common import no_options
 
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "c_low_finding.png"
 TOKENS = 200_000
@@ -113,6 +114,7 @@ def draw(measures: dict[str, Curves], config: BoundsConfig) -> None:
 
 
 def main() -> None:
+    no_options(__doc__)
     measures = {measure: curves(measure) for measure in get_args(Measure)}
     for name, one in measures.items():
         print(f"{name}: share {one.by_low[0]:.3f} -> {one.by_low[-1]:.3f} over c_low; {one.found}")

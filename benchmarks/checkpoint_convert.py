@@ -1,8 +1,10 @@
 """Converting checkpoints against copying them: wall time, processor time, memory.
 
-    python -m benchmarks.checkpoint_convert [--folder FOLDER] [--rounds 5] [--layers 28]
+    python -m benchmarks.checkpoint_convert [--folder FOLDER] [--rounds 5] [--peers PYTHON]
 
-Writes benchmarks/results/checkpoint_convert.md. FOLDER needs room for four times the model.
+Writes benchmarks/results/checkpoint_convert.md. FOLDER needs room for four times the model. PYTHON is an
+interpreter that has mbridge or Megatron-Bridge; what cannot run here is named with its error. For a small
+model: --layers 2 --vocabulary 8192 --results /tmp/small.md.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import platform
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +49,8 @@ _CONFIG = {
 RESULTS = Path(__file__).parent / "results"
 _TOOL = (sys.executable, "-m", "checkpoints_tools.cli")
 _ORACLE = (sys.executable, "-W", "ignore", "-m", "benchmarks.dcp_convert")
+_PEERS = ("mbridge", "megatron-bridge")
+_OF_HF, _OF_MEGATRON = "cp -r of the HF folder", "cp -r of the Megatron folder"
 
 
 @dataclass(frozen=True)
@@ -57,27 +62,47 @@ class Run:
     peak_mib: float
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """What takes its turn in every round."""
+
+    command: Sequence[object]
+    base: str | None = None
+    """The copy that it is compared with."""
+    rounds: int | None = None
+    """In how many it takes part; None for all."""
+
+
 def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--oracle-rounds", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, default=151936)
+    parser.add_argument("--slow-rounds", type=int, default=2, help="of what takes many times as long")
+    parser.add_argument("--peers", type=Path, default=None, help="interpreter with other converters")
+    parser.add_argument("--results", type=Path, default=RESULTS / "checkpoint_convert.md")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
-        nbytes = save_model(folder / "hf", arguments.layers)
-        runs = measure(folder, arguments.rounds, arguments.oracle_rounds)
-    report = render(runs, nbytes, arguments.rounds)
+        nbytes = save_model(folder / "hf", arguments.layers, arguments.vocabulary)
+        run_process([*_TOOL, "to-megatron", folder / "hf", folder / "megatron"])
+        found = candidates(folder, arguments.slow_rounds)
+        peers, refused = usable_peers(folder, arguments.peers, arguments.slow_rounds)
+        found |= peers
+        runs = measure(found, folder / "output", arguments.rounds)
+    size = f"--layers {arguments.layers} --vocabulary {arguments.vocabulary}"
+    flags = f"{size} --rounds {arguments.rounds}" + " --peers PYTHON" * (arguments.peers is not None)
+    report = render(found, runs, refused, f"{nbytes / 1e9:.2f} GB", flags)
     print(report)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "checkpoint_convert.md").write_text(report)
+    arguments.results.parent.mkdir(parents=True, exist_ok=True)
+    arguments.results.write_text(report)
 
 
-def save_model(folder: Path, layers: int) -> int:
+def save_model(folder: Path, layers: int, vocabulary: int) -> int:
     """Random bits as a Hugging Face folder in files of 2 GB. Returns the bytes of its tensors."""
-    config = {**_CONFIG, "num_hidden_layers": layers}
+    config = {**_CONFIG, "num_hidden_layers": layers, "vocab_size": vocabulary}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     wanted = {name: ("BF16", size) for name, size in hf_tensors(model_shape(config, "benchmark")).items()}
@@ -92,33 +117,65 @@ def save_model(folder: Path, layers: int) -> int:
     return sum(tensor.nbytes for tensor in plan.tensors.values())
 
 
-def measure(folder: Path, rounds: int, oracle_rounds: int) -> dict[str, list[Run]]:
-    """Each candidate in turn, round after round, with the model in the page cache and an idle disk."""
+def candidates(folder: Path, slow_rounds: int) -> dict[str, Candidate]:
+    """Ours, the copies that they are compared with, and the plain way through the whole model in memory."""
     hf, megatron, output = folder / "hf", folder / "megatron", folder / "output"
-    run_process([*_TOOL, "to-megatron", hf, megatron])
-    copy = ["cp", "-r"]
     synced = ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +']
-    candidates: dict[str, tuple[Sequence[object], int]] = {
-        "cp -r of the HF folder": ([*copy, hf, output], rounds),
-        "to-megatron": ([*_TOOL, "to-megatron", hf, output], rounds),
-        "cp -r of the Megatron folder": ([*copy, megatron, output], rounds),
-        "to-hf": ([*_TOOL, "to-hf", megatron, output], rounds),
-        "cp -r of the HF folder, and fsync": ([*synced, hf, output], rounds),
-        "to-megatron through torch.distributed.checkpoint": (
-            [*_ORACLE, "to-megatron", hf, output],
-            oracle_rounds,
+    legacy = ["--to", "mp_rank", "--tp", "2"]
+    return {
+        _OF_HF: Candidate(["cp", "-r", hf, output]),
+        "to-megatron": Candidate([*_TOOL, "to-megatron", hf, output], _OF_HF),
+        "verify, HF against Megatron": Candidate([*_TOOL, "verify", hf, megatron], _OF_HF),
+        _OF_MEGATRON: Candidate(["cp", "-r", megatron, output]),
+        "to-hf": Candidate([*_TOOL, "to-hf", megatron, output], _OF_MEGATRON),
+        "reshard --grid 4": Candidate([*_TOOL, "reshard", megatron, output, "--grid", "4"], _OF_MEGATRON),
+        "reshard --to mp_rank --tp 2": Candidate(
+            [*_TOOL, "reshard", megatron, output, *legacy], _OF_MEGATRON
         ),
-        "to-hf through torch.distributed.checkpoint": (
-            [*_ORACLE, "to-hf", hf, megatron / "release", output],
-            oracle_rounds,
+        f"{_OF_HF}, and fsync": Candidate([*synced, hf, output], _OF_HF),
+        "to-megatron through torch.distributed.checkpoint": Candidate(
+            [*_ORACLE, "to-megatron", hf, output], _OF_HF, slow_rounds
+        ),
+        "to-hf through torch.distributed.checkpoint": Candidate(
+            [*_ORACLE, "to-hf", hf, megatron / "release", output], _OF_MEGATRON, slow_rounds
         ),
     }
+
+
+def usable_peers(
+    folder: Path, python: Path | None, slow_rounds: int
+) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """Other converters that come through one conversion here; and of the others what they have said."""
+    usable, refused = {}, {}
+    for name in _PEERS if python else ():
+        command = [
+            python,
+            "-W",
+            "ignore",
+            "-m",
+            "benchmarks.peer_convert",
+            name,
+            folder / "hf",
+            folder / "output",
+        ]
+        tried = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+        if tried.returncode == 0:
+            usable[f"to-megatron by {name}"] = Candidate(command, _OF_HF, slow_rounds)
+        else:
+            said = [line for line in tried.stderr.splitlines() if line.strip()]
+            refused[name] = said[-1] if said else f"exit code {tried.returncode}"
+        shutil.rmtree(folder / "output", ignore_errors=True)
+    return usable, refused
+
+
+def measure(candidates: dict[str, Candidate], output: Path, rounds: int) -> dict[str, list[Run]]:
+    """Each candidate in turn, round after round, with the model in the page cache and an idle disk."""
     runs: dict[str, list[Run]] = {name: [] for name in candidates}
     for number in range(rounds):
-        for name, (command, times) in candidates.items():
-            if number < times:
-                runs[name].append(run_process(command))
-                shutil.rmtree(output)
+        for name, candidate in candidates.items():
+            if candidate.rounds is None or number < candidate.rounds:
+                runs[name].append(run_process(candidate.command))
+                shutil.rmtree(output, ignore_errors=True)
                 os.sync()
     return runs
 
@@ -142,45 +199,53 @@ def run_process(command: Sequence[object]) -> Run:
     return Run(wall, used.ru_utime + used.ru_stime, peak_kib / 1024)
 
 
-def render(runs: dict[str, list[Run]], nbytes: int, rounds: int) -> str:
+def render(
+    candidates: dict[str, Candidate],
+    runs: dict[str, list[Run]],
+    refused: dict[str, str],
+    size: str,
+    flags: str,
+) -> str:
     """Medians, and each candidate's ratio to the copy of what it reads, in the same round."""
-    base = {
-        "to-megatron": "cp -r of the HF folder",
-        "to-hf": "cp -r of the Megatron folder",
-        "cp -r of the HF folder, and fsync": "cp -r of the HF folder",
-        "to-megatron through torch.distributed.checkpoint": "cp -r of the HF folder",
-        "to-hf through torch.distributed.checkpoint": "cp -r of the Megatron folder",
-    }
-
-    def middle(found: list[Run], pick: Callable[[Run], float]) -> float:
-        return statistics.median(pick(run) for run in found)
-
+    rounds = max(map(len, runs.values()))
     lines = [
         "# Converting a checkpoint against copying it",
         "",
-        "Command: `python -m benchmarks.checkpoint_convert`",
+        f"Command: `python -m benchmarks.checkpoint_convert {flags}`",
         "",
-        f"{platform.machine()} with {os.cpu_count()} cores. A model of {nbytes / 1e9:.2f} GB (the shape of",
+        f"{platform.machine()} with {os.cpu_count()} cores. A model of {size} (the widths of",
         "R1-Distill-Qwen-1.5B, bfloat16, random bits), in the page cache. Medians of "
         f"{rounds} rounds in which the",
         "candidates take turns; *ratio* is the median over the rounds of the wall time over that of `cp -r`",
         "of the same input in the same round, its range in brackets. Ours end when all is on disk (fsync);",
-        "`cp -r` alone does not wait for the disk.",
+        "`cp -r` alone does not wait for the disk. `verify` reads both folders and writes nothing.",
         "",
         "| candidate | wall, s | ratio | processor, s | peak memory, MiB |",
         "|---|---:|---:|---:|---:|",
+        *(row(name, candidate, runs) for name, candidate in candidates.items()),
     ]
-    for name, found in runs.items():
-        ratio = ""
-        if name in base:
-            pairs = zip(found, runs[base[name]], strict=False)
-            ratios = [run.wall_s / copied.wall_s for run, copied in pairs]
-            ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        lines.append(
-            f"| {name} | {middle(found, lambda r: r.wall_s):.1f} | {ratio} "
-            f"| {middle(found, lambda r: r.cpu_s):.1f} | {max(run.peak_mib for run in found):.0f} |"
-        )
+    if refused:
+        lines += [
+            "",
+            "Other converters, tried on this machine once before the rounds, that could not run:",
+            "",
+        ]
+        lines += [f"- {name}: `{said}`" for name, said in refused.items()]
     return "\n".join(lines) + "\n"
+
+
+def row(name: str, candidate: Candidate, runs: dict[str, list[Run]]) -> str:
+    """A candidate's line of the table."""
+    found, ratio = runs[name], ""
+    if candidate.base is not None:
+        pairs = zip(found, runs[candidate.base], strict=False)
+        ratios = [run.wall_s / copied.wall_s for run, copied in pairs]
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    wall, cpu = (
+        statistics.median(values) for values in zip(*((r.wall_s, r.cpu_s) for r in found), strict=True)
+    )
+    peak = max(run.peak_mib for run in found)
+    return f"| {name} | {wall:.1f} | {ratio} | {cpu:.1f} | {peak:.0f} |"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -24,6 +25,22 @@ from bapo_megatron.policy.layout import parallel_processes
 from bapo_megatron.policy.megatron import MegatronPolicy
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def is_quick(about: str | None) -> bool:
+    """Whether ``--quick`` was given: print a small version, and leave the results alone."""
+    parser = _parser(about)
+    parser.add_argument("--quick", action="store_true", help="a small version, which is only printed")
+    return bool(parser.parse_args().quick)
+
+
+def no_options(about: str | None) -> None:
+    """Refuse arguments; ``--help`` must not measure for minutes and write a report."""
+    _parser(about).parse_args()
+
+
+def _parser(about: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 @contextmanager

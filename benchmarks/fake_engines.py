@@ -1,6 +1,7 @@
 """Hundreds of simulated engines in one process: SGLang's HTTP interface, tokens at a fixed rate.
 
-Every request runs alone at ``rate`` tokens a second. Lengths are log-normal, cut at the run's longest.
+Every segment runs alone, at ``rate`` tokens a second give or take a fifth: requests that began together would
+else come back together for ever. Lengths are log-normal, cut at the run's longest.
 Whether a response stops in a segment follows from how long it is already: nothing is kept between requests.
 Answers are cut from one prepared buffer, so their bytes are those of a real answer and cost next to nothing.
 
@@ -68,7 +69,7 @@ class Engines:
         version = self._version[engine]
         self._count(engine, 1)
         try:
-            await asyncio.sleep(tokens / self._rate)
+            await asyncio.sleep(tokens / self._rate * self._random.uniform(0.8, 1.2))
         finally:
             self._count(engine, -1)
         return web.Response(body=self._answer(tokens, stops, version), content_type="application/json")

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.types import MicroBatch, TokenStats
-from benchmarks.common import in_a_process, machine, one_process, peak_above, write
+from benchmarks.common import in_a_process, is_quick, machine, one_process, peak_above, write
 
 WAYS = ("full logits", "fused", "chunked")
 HIDDEN = (256, 512, 1024)
@@ -134,7 +134,7 @@ def main(arguments: list[str]) -> None:
         way, *sizes = arguments[1:]
         with one_process():
             print(json.dumps(measure(way, *map(int, sizes))))
-    elif arguments == ["--quick"]:
+    elif is_quick(__doc__):
         print("\n".join(rows(2048, 4096, 128)))
     else:
         write("output_head", report(32768, 32768))

@@ -30,6 +30,7 @@ import numpy as np
 
 from bapo_megatron.data.pack_plan import plan_packs
 from bapo_megatron.types import PackLayout
+from benchmarks.common import no_options
 
 RESULTS = Path(__file__).parent / "results" / "packing.md"
 SEEDS = range(5)
@@ -317,6 +318,7 @@ CONCLUSIONS = """## What it says
 
 
 def main() -> None:
+    no_options(__doc__)
     text = report()
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(text)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from bapo_megatron.config import ParallelConfig
+from benchmarks.common import no_options
 from tests.measured import KINDS, PACKS, TOKENS, Case, compare, save_model
 
 RESULTS = Path(__file__).parent / "results" / "plan_accuracy.md"
@@ -34,6 +35,7 @@ MODELS = (("qwen2", "bfloat16"), ("qwen3", "float32"))
 
 def main() -> None:
     """Measure every case and write the table."""
+    no_options(__doc__)
     lines, worst = [], dict.fromkeys(KINDS, 0.0)
     with tempfile.TemporaryDirectory() as folder:
         for (family, dtype), layout, mode in product(MODELS, LAYOUTS, MODES):

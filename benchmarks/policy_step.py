@@ -14,7 +14,6 @@ They take turns. Writes benchmarks/results/policy_step.md.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,16 @@ from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.attention import DocumentPack
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.types import MicroBatch
-from benchmarks.common import in_turns, machine, one_process, random_samples, save_model, torch_policy, write
+from benchmarks.common import (
+    in_turns,
+    is_quick,
+    machine,
+    one_process,
+    random_samples,
+    save_model,
+    torch_policy,
+    write,
+)
 
 
 @dataclass(frozen=True)
@@ -187,13 +195,14 @@ megatron loops is ours: megatron-core has none for packed documents on a CPU.
 """
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
+    quick = is_quick(__doc__)
     with one_process():
-        if arguments == ["--quick"]:
+        if quick:
             print(report(QUICK))
         else:
             write("policy_step", report(SIZES))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,7 +1,6 @@
 """The sampler against hundreds of simulated engines: tokens it can handle, and how busy it keeps them.
 
-    python -m benchmarks.sampler_scale            both parts, about ten minutes
-    python -m benchmarks.sampler_scale rate       the first part alone
+    python -m benchmarks.sampler_scale            # both parts, about twelve minutes
 
 Part 1: 256 engines with 64 requests each, at rates that ask for up to a million tokens a second in all.
 Part 2: the share of time that the engines' places are filled, with partial rollout on and off, on lengths
@@ -19,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import psutil
+import uvloop
 
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from bapo_megatron.reward.pool import Judgement
@@ -35,9 +36,9 @@ from bapo_megatron.rollout.requests import Dataset, ModelLimits
 from bapo_megatron.rollout.sampler import GroupSampler
 from bapo_megatron.rollout.service import collect_seldom
 from bapo_megatron.rollout.sglang.engine import SglangEngine
-from bapo_megatron.rollout.sglang.server import SglangServer
+from bapo_megatron.rollout.sglang.server import SglangServer, open_session
 from bapo_megatron.types import Prompt
-from benchmarks.common import machine, write
+from benchmarks.common import machine, no_options, write
 from benchmarks.fake_engines import EOS
 
 ROOT = Path(__file__).parents[1]
@@ -79,6 +80,8 @@ class Found:
     """Processor seconds a second of the sampler's process."""
     peak_gib: float
     steps: int
+    lost: int
+    """Engines that were given up, in all the time. They are all sound."""
 
 
 class Tokenizer:
@@ -101,6 +104,7 @@ class Coin:
 
 def main() -> None:
     """Measure, and write the report."""
+    no_options(__doc__)
     lines = [
         "# One sampler process and hundreds of engines",
         "",
@@ -111,9 +115,9 @@ def main() -> None:
         "journal with fsync, step files, weight updates.",
         "",
         *_rate_part(),
+        "",
+        *_busy_part(),
     ]
-    if "rate" not in sys.argv:
-        lines += ["", *_busy_part()]
     write("sampler_scale", "\n".join(lines) + "\n")
 
 
@@ -124,19 +128,21 @@ def _rate_part() -> Iterator[str]:
     yield ""
     yield f"{load.engines} engines with {load.places} requests each."
     yield ""
-    yield "| tokens a segment | offered | handled | of the offer | places filled | processor | peak memory |"
-    yield "|---:|---:|---:|---:|---:|---:|---:|"
+    columns = ("tokens a segment", "offered", "handled", "of the offer", "places filled", "processor")
+    yield f"| {' | '.join(columns)} | peak memory | engines lost |"
+    yield "|---:|---:|---:|---:|---:|---:|---:|---:|"
     for way in (replace(load, rate=30.5), load, longer):
         found = measure(way)
         offered, handled = way.rate * way.engines * way.places, found.tokens_per_s
         yield (
             f"| {way.segment} | {offered:,.0f} | {handled:,.0f} | {handled / offered:.2f} "
-            f"| {found.filled:.1%} | {found.processor:.2f} cores | {found.peak_gib:.1f} GiB |"
+            f"| {found.filled:.1%} | {found.processor:.2f} cores | {found.peak_gib:.1f} GiB "
+            f"| {found.lost} |"
         )
 
 
 def _busy_part() -> Iterator[str]:
-    load = Load(32, 16, 244.0, 250, 1.2, 4096, 256, 1, 32, 3.0, warm_s=25, measured_s=50)
+    load = Load(32, 16, 244.0, 250, 1.2, 4096, 256, 1, 32, 1.5, warm_s=25, measured_s=50)
     ways = {
         "off: each step waits for its longest": replace(load, staleness=0, segment=None),
         **{f"on: {s} steps of staleness": replace(load, staleness=s) for s in (1, 3, 7)},
@@ -145,17 +151,18 @@ def _busy_part() -> Iterator[str]:
     yield ""
     yield f"{load.engines} engines with {load.places} requests each, lengths log-normal (median"
     yield f"{load.median:.0f}, sigma {load.sigma}), cut at {load.longest}; {load.prompts} groups of 16 a"
-    yield f"step, {load.train_s:.0f} s of training a step. Supply: responses that may be in the making for"
-    yield "each place, (staleness + 1) x responses of a step / places."
+    yield f"step, {load.train_s} s of training a step; to sample one takes 2.1 s if all places are filled."
+    yield "Supply: responses that may be in the making for each place, (staleness + 1) x responses of a step"
+    yield "/ places."
     yield ""
-    yield "| partial rollout | supply | engine time busy | places filled | tokens/s | steps |"
-    yield "|---|---:|---:|---:|---:|---:|"
+    yield "| partial rollout | supply | engine time busy | places filled | tokens/s | steps | engines lost |"
+    yield "|---|---:|---:|---:|---:|---:|---:|"
     for name, way in ways.items():
         found = measure(way)
         supply = (way.staleness + 1) * way.prompts * 16 / (way.engines * way.places)
         yield (
             f"| {name} | {supply:.0f} | {found.working:.1%} | {found.filled:.1%} "
-            f"| {found.tokens_per_s:,.0f} | {found.steps} |"
+            f"| {found.tokens_per_s:,.0f} | {found.steps} | {found.lost} |"
         )
 
 
@@ -165,7 +172,7 @@ def measure(load: Load) -> Found:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     collect_seldom()
     with tempfile.TemporaryDirectory() as folder, _engines(load) as url:
-        return asyncio.run(_measure(load, url, Path(folder)))
+        return uvloop.run(_measure(load, url, Path(folder)))
 
 
 @contextlib.contextmanager
@@ -180,7 +187,8 @@ def _engines(load: Load) -> Iterator[str]:
 
 
 async def _measure(load: Load, url: str, folder: Path) -> Found:
-    async with _sampler(load, url, folder) as (sampler, session):
+    events: Counter[str] = Counter()
+    async with _sampler(load, url, folder, events) as (sampler, session):
         steps: list[int] = []
         trainer = asyncio.create_task(_train(load, sampler, steps))
         await asyncio.sleep(load.warm_s)
@@ -199,6 +207,7 @@ async def _measure(load: Load, url: str, folder: Path) -> Found:
             processor=(sum(process.cpu_times()[:2]) - busy_before) / seconds,
             peak_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
             steps=len(steps) - taken,
+            lost=events["engine_lost"],
         )
         trainer.cancel()
         await asyncio.gather(trainer, return_exceptions=True)
@@ -222,7 +231,7 @@ async def _train(load: Load, sampler: GroupSampler, steps: list[int]) -> None:
 
 @contextlib.asynccontextmanager
 async def _sampler(
-    load: Load, url: str, folder: Path
+    load: Load, url: str, folder: Path, events: Counter[str]
 ) -> AsyncIterator[tuple[GroupSampler, aiohttp.ClientSession]]:
     config = RunConfig(
         name="scale",
@@ -240,13 +249,15 @@ async def _sampler(
     )
     generator = np.random.default_rng(0)
     prompts = [Prompt(n, generator.integers(3, 150_000, 200).astype(np.int32), "", "") for n in range(4096)]
-    session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+    session = open_session()
     limits = ModelLimits(200_000, 1 << 20)
     engines = [SglangEngine(SglangServer(f"{url}/{n}", session), limits) for n in range(load.engines)]
-    fleet = Fleet(engines, load.places, lambda *_, **__: None)
-    sampler = GroupSampler(
-        config, Dataset(prompts, Tokenizer(), (EOS,)), fleet, Coin(), lambda *_, **__: None
-    )
+
+    def report(kind: str, **_: Any) -> None:
+        events[kind] += 1
+
+    fleet = Fleet(engines, load.places, report)
+    sampler = GroupSampler(config, Dataset(prompts, Tokenizer(), (EOS,)), fleet, Coin(), report)
     await sampler.start(1, None)
     await sampler.load_weights(Path("v0"), 0, 0)
     yield sampler, session

@@ -26,6 +26,7 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from benchmarks.common import (
     in_a_process,
     in_turns,
+    is_quick,
     machine,
     one_process,
     peak_above,
@@ -144,14 +145,14 @@ the update before measured.
 
 
 def main(arguments: list[str]) -> None:
-    size = QUICK if "--quick" in arguments else FULL
     if arguments[:1] == ["--peak"]:
+        size = QUICK if "--quick" in arguments else FULL
         with one_process():
             print(json.dumps(peak(arguments[1], arguments[2], size)))
-    elif size is QUICK:
-        print(report(size))
+    elif is_quick(__doc__):
+        print(report(QUICK))
     else:
-        write("update_cost", report(size))
+        write("update_cost", report(FULL))
 
 
 if __name__ == "__main__":

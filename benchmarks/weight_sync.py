@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from torch import Tensor
 from bapo_megatron.sync.broadcast import WeightBroadcast
 from bapo_megatron.sync.sending_group import SendingGroup
 from bapo_megatron.sync.staging import WeightStaging
-from benchmarks.common import machine, peaks_above, rounds_in_turns, save_model, write
+from benchmarks.common import is_quick, machine, peaks_above, rounds_in_turns, save_model, write
 from benchmarks.receiver import ReceiverProcess
 
 CPU = torch.device("cpu")
@@ -217,13 +216,14 @@ slower; one of 64 GB has more buckets of 512 MiB than this one has of 32.
 """
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
+    quick = is_quick(__doc__)
     torch.set_num_threads(1)
-    if arguments == ["--quick"]:
+    if quick:
         print(report(QUICK))
     else:
         write("weight_sync", report(Size()))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

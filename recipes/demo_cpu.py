@@ -14,6 +14,7 @@ from bapo_megatron.config import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
+    EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -37,5 +38,6 @@ def recipe() -> RunConfig:
         ),
         optimizer=OptimizerConfig(lr=2e-5, warmup_updates=32, weight_decay=0.0, beta2=0.99),
         batch=BatchConfig(pack_tokens=4096),
+        evaluation=EvaluationConfig(every=10, suites=(str(HERE / "eval.jsonl"),), samples=1),
         checkpoint=CheckpointConfig(every=10, keep_last=2),
     )

@@ -17,8 +17,7 @@ from bapo_megatron.recipe import load_recipe
 def recipe() -> RunConfig:
     """Ten steps of the demo, sampled by one server."""
     run = load_recipe(Path(__file__).with_name("demo_cpu.py"), RunConfig)
-    # The key-value cache of 256 short responses; without a limit the server takes most of the memory.
-    server = SglangConfig(servers=1, flags=("--max-total-tokens", "65536"))
+    server = SglangConfig(servers=1)
     return replace(
         run, name="demo_sglang_cpu", steps=10, rollout=replace(run.rollout, engine="sglang", sglang=server)
     )

@@ -6,8 +6,24 @@ shift
 . "$BAPO_LIB/settings.sh"
 . "$BAPO_LIB/events.sh"
 
+told() {  # signal: hand it to the rank; before there is one, there is nothing to save
+    [[ -n $child ]] || exit 85
+    kill "-$1" "$child" 2>/dev/null
+}
+
+ended() {  # exit code: leave it where the job's shell looks, and speak for a rank that could not
+    local file=$BAPO_LOGS/ended/$RANK words=
+    if (($1 > 128)); then
+        (($1 != 137)) || words=', most likely because the node had no memory left (dmesg there says so)'
+        echo "error: rank $RANK on $SLURMD_NODENAME was killed by SIG$(kill -l "$1")$words"
+    fi
+    echo "$1" >"$file.tmp" && mv "$file.tmp" "$file"
+}
+
 trainer() {  # one rank, on one GPU
-    trap 'exit 85' USR1 TERM  # nothing to save yet
+    local child='' code
+    trap 'told USR1' USR1
+    trap 'told TERM' TERM
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_STEP_NUM_TASKS
     local urls=()
     if ((BAPO_EXPECTED > 0)); then
@@ -15,7 +31,15 @@ trainer() {  # one rank, on one GPU
         mapfile -t urls <"$BAPO_LOGS/engines"
         urls=(--rollout.engine sglang --rollout.sglang.urls "${urls[@]}")
     fi
-    exec "$BAPO_PYTHON" -m bapo_megatron.cli train "$@" --run-dir "$BAPO_RUN" "${urls[@]}"
+    "$BAPO_PYTHON" -m bapo_megatron.cli train "$@" --run-dir "$BAPO_RUN" "${urls[@]}" &
+    child=$!
+    while kill -0 "$child" 2>/dev/null; do wait "$child"; done  # a signal ends a wait early
+    wait "$child"
+    code=$?
+    # Killed by the signal itself: it was still starting, and has nothing to save.
+    ((code != 138)) || code=85
+    ended "$code"
+    exit "$code"
 }
 
 answers() {  # port, path: whether the server answers with 200

@@ -30,12 +30,14 @@ def book_of(journal: Path, prompts: Sequence[Prompt], group_size: int) -> Book:
     return book
 
 
-def check_accounts(logs: Path, journal: Path, config: RolloutConfig, prompts: Sequence[Prompt]) -> Audit:
+def check_accounts(
+    logs: Path, journal: Path, config: RolloutConfig, prompts: Sequence[Prompt], cut_steps: bool = False
+) -> Audit:
     """Nothing lost, nothing twice, every rule kept; and the package's book says the same.
 
     ``logs``: a folder with all logs of the journal, also those that it has deleted.
     """
-    found = audit(logs, journal, config, prompts)
+    found = audit(logs, journal, config, prompts, cut_steps)
     check_book(book_of(journal, prompts, config.group_size), found)
     return found
 
@@ -55,11 +57,11 @@ def check_book(book: Book, found: Audit) -> None:
         assert ((one.epoch, one.index), one.tokens) == (group.place, group.tokens)
 
 
-def check_run(run_dir: Path, kept: Path) -> Audit:
+def check_run(run_dir: Path, kept: Path, cut_steps: bool = False) -> Audit:
     """``check_accounts`` of a run of the command line, by its own settings. ``kept``: all of its logs."""
     stored = json.loads((run_dir / "config.json").read_text())["config"]
     names = {field.name for field in fields(RolloutConfig)} - {"sglang", "replay"}
     config = RolloutConfig(**{name: stored[f"rollout.{name}"] for name in names})
     tokenizer = load_tokenizer(Path(stored["model.hf_path"]))
     prompts = load_prompts(Path(stored["data.path"]), tokenizer, stored["data.max_prompt_tokens"]).prompts
-    return check_accounts(kept, run_dir / "journal", config, prompts)
+    return check_accounts(kept, run_dir / "journal", config, prompts, cut_steps)

@@ -53,14 +53,17 @@ class _Group:
 class Audit:
     """See above. AssertionError at the first thing that is not as it must be."""
 
-    def __init__(self, config: RolloutConfig, prompts: Sequence[Prompt], journal: Path) -> None:
-        self.config, self.prompts, self.journal = config, prompts, journal
+    def __init__(
+        self, config: RolloutConfig, prompts: Sequence[Prompt], journal: Path, cut_steps: bool = False
+    ) -> None:
+        """``cut_steps``: the run was continued within steps, with weights of some of their updates."""
+        self.config, self.prompts, self.journal, self.cut_steps = config, prompts, journal, cut_steps
         self.groups: list[_Group] = []
         self.begun: dict[tuple[int, int], list[int]] = {}
         """Groups that were begun at each place."""
         self.taken = self.served = self.weights_step = 0
-        self.version_of: dict[int, int] = {}
-        """The version that each step has made."""
+        self.versions_of: dict[int, list[int]] = {}
+        """The version that each step has made, and those within the next that a run was continued with."""
         self.returns = 0
         """How often weights came that had been there before: a trainer or a sampler has begun again."""
         self.tokens: Counter[str] = Counter()
@@ -104,7 +107,7 @@ class Audit:
         assert tuple(fields[name] for name in ("next_number", "taken", "served", "weights_step")) == ours
         assert +Counter(fields["tokens"]) == +self.tokens
         assert +Counter(fields["dropped"]) == +self.dropped
-        made = {version: self._made(version) for version in self.version_of.values()}
+        made = {version: self._made(version) for version in self._versions}
         assert dict(fields["step_of"]) == made
         self._check_places()
 
@@ -195,7 +198,11 @@ class Audit:
     def _weights(self, fields: dict[str, Any], _arrays: dict[str, np.ndarray]) -> None:
         step, version = fields["step"], fields["version"]
         assert step <= self.served, "weights of a step that has no groups yet"
-        assert self.version_of.setdefault(step, version) == version, "a step has made two versions"
+        known = self.versions_of.setdefault(step, [])
+        if version not in known:
+            assert not known or self.cut_steps, "a step has made two versions"
+            assert all(version > one for one in known), "a step has gone back"
+            known.append(version)
         self.returns += step <= self.weights_step
         self.weights_step = step
 
@@ -213,17 +220,22 @@ class Audit:
             self._check_file(group, stored)
             group.end = "trained"
             self.tokens["trained"] += group.tokens
-        known = set(self.version_of.values())
-        assert all(set(one.versions.tolist()) <= known for group in groups for one in group.responses)
+        used = {version for group in groups for one in group.responses for version in one.versions.tolist()}
+        assert used <= self._versions
         self._check_metrics(metrics)
         self.served = step
         self.dropped.clear()
 
     # --- rules ---
 
+    @property
+    def _versions(self) -> set[int]:
+        """All that engines were given."""
+        return {version for made in self.versions_of.values() for version in made}
+
     def _made(self, version: int, before: int | None = None) -> int:
         """The last step, of those before ``before``, that made this version; ``before`` if none did."""
-        steps = [step for step, made in self.version_of.items() if made == version]
+        steps = [step for step, made in self.versions_of.items() if version in made]
         fit = [step for step in steps if before is None or step < before]
         return max(fit) if fit or before is None else before
 
@@ -265,9 +277,11 @@ class Audit:
                 assert self.groups[groups[-1]].end != "stale" or len(groups) > NEW_BEGINNINGS
 
 
-def audit(logs: Path, journal: Path, config: RolloutConfig, prompts: Sequence[Prompt]) -> Audit:
+def audit(
+    logs: Path, journal: Path, config: RolloutConfig, prompts: Sequence[Prompt], cut_steps: bool = False
+) -> Audit:
     """Hold a journal to its rules. ``logs``: a folder with all of its logs, also those it has deleted."""
-    found = Audit(config, prompts, journal)
+    found = Audit(config, prompts, journal, cut_steps)
     paths = sorted(logs.glob("segments-*.log"))
     assert [int(path.stem[9:]) for path in paths] == list(range(1, len(paths) + 1)), "a log is missing"
     for path in paths:

@@ -4,7 +4,8 @@
 
 Two processes train the demo with the local engine. All of it, one rank, or the sampler is killed with -9, or
 it is told to stop by a signal; then the same command is started again. At the end metrics, updates and
-weights must be those of the run that was left alone.
+weights must be those of the run that was left alone, and an audit must find every token of the journal in one
+place: trained on, dropped for a reason, or kept for a later step. Only the segments in flight are in none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import os
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -22,22 +24,26 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-import psutil
-
 from bapo_megatron import build, cli, finish, preflight, train  # noqa: F401  (imported once, for all lives)
 from bapo_megatron.state.logs import read_jsonl
-from bapo_megatron.types import Metrics
-from tests.processes import sampler_of
+from tests.accounts import check_run
+from tests.metrics import results
+from tests.processes import ranks_of, sampler_of
+from tests.raw_journal import keep_logs
 
 ROOT = Path(__file__).parents[1]
 FLAGS = (
     *("train", "recipes/demo_cpu.py", "--parallel.data=2", "--checkpoint.every=2"),
+    "--evaluation.every=0",
     *("--rollout.prompts-per-step=4", "--rollout.group-size=4", "--optimizer.lr=2e-4"),
     *("--algorithm.bounds.target=0.65", "--algorithm.reuse-epochs=2"),
 )
 STEPS_A_KILL = 1.5
 """Steps of the run for each kill: there must be something left to harm."""
+WHILE_STARTING = 0.25
+"""Share of the kills that come before a run has begun to sample."""
 HARMS = {"kill all": 4, "kill rank 0": 2, "kill rank 1": 2, "kill the sampler": 2, "SIGUSR1": 1, "SIGTERM": 1}
+PHASES = ("starting", "sampling", "updating", "saving")
 INTERRUPTED = 85
 
 
@@ -50,14 +56,21 @@ class Outcome:
     repeated: int = 0
     """Steps that were made again."""
     starts: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Of the journal, by what became of them."""
 
     def table(self) -> str:
         """For people, in Markdown."""
-        phases = sorted({phase for _, phase in self.kills})
+        phases = [phase for phase in PHASES if any(self.kills[harm, phase] for harm in HARMS)]
         lines = ["| |" + "".join(f" {phase} |" for phase in phases), "|---|" + "---:|" * len(phases)]
         for harm in HARMS:
             cells = "".join(f" {self.kills[harm, phase]} |" for phase in phases)
             lines.append(f"| {harm} |{cells}")
+        tokens = ", ".join(
+            f"{self.tokens[name]:,} {name}" for name in ("sampled", "trained", "dropped", "kept")
+        )
+        lines += ["", f"{self.starts} starts, {self.repeated} steps made again."]
+        lines += [f"Tokens of the journal: {tokens}; lost: 0. Results equal bit for bit."]
         return "\n".join(lines)
 
 
@@ -74,6 +87,7 @@ class Life:
 
     def code(self) -> int | None:
         """Its exit code, negative for a signal; None while it lives."""
+        keep_logs(self._run_dir / "journal", self._run_dir.with_suffix(".kept"))
         if self._code is None:
             found, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if found else None
@@ -87,12 +101,16 @@ class Life:
             time.sleep(0.05)
         return code
 
-    def phase(self) -> str:
-        """What it is doing."""
-        rows = read_jsonl(self._run_dir / "events.jsonl") if self._run_dir.exists() else []
+    def first_steps(self) -> list[int]:
+        """The step that it began with, if it came so far."""
+        log = self._run_dir / "events.jsonl"
+        rows = read_jsonl(log) if log.exists() else []
         begun = [row for row in rows if row["kind"] in ("start", "resume")]
-        started = [row for row in begun if _seconds(row["time"]) > self.began]
-        if not started:
+        return [row["step"] for row in begun if _seconds(row["time"]) > self.began]
+
+    def phase(self) -> str:
+        """What it is doing, one of ``PHASES``."""
+        if not self.first_steps():
             return "starting"
         if list((self._run_dir / "checkpoints").glob(".step_*")):
             return "saving"
@@ -104,9 +122,8 @@ class Life:
         if kind == "kill all":
             os.killpg(self.pid, signal.SIGKILL)
         elif kind.startswith("kill rank"):
-            ranks = [child.pid for child in _ranks(self.pid)]
-            number = int(kind[-1])
-            os.kill(ranks[number] if number < len(ranks) else self.pid, signal.SIGKILL)
+            ranks, number = ranks_of(self.pid), int(kind[-1])
+            os.kill(ranks[number].pid if number < len(ranks) else self.pid, signal.SIGKILL)
         elif kind == "kill the sampler":
             if found := sampler_of(self.pid):
                 found.kill()
@@ -136,12 +153,6 @@ def _live(arguments: list[str], log: Path) -> None:
         os._exit(code)
 
 
-def _ranks(pid: int) -> list[psutil.Process]:
-    """The training processes, by rank: forks of the command have its name."""
-    command = psutil.Process(pid).cmdline()
-    return sorted((c for c in psutil.Process(pid).children() if c.cmdline() == command), key=lambda c: c.pid)
-
-
 def _clear(pid: int) -> None:
     """What is left of a life's group, as Slurm clears a job before it starts it again."""
     try:
@@ -161,14 +172,6 @@ def last_step(run_dir: Path, name: str) -> int:
     return int(rows[-1]["step"]) if rows else 0
 
 
-def results(run_dir: Path, name: str) -> list[Metrics]:
-    """The rows of a log without what depends on the clock."""
-    return [
-        {key: value for key, value in row.items() if not key.startswith("time/")}
-        for row in read_jsonl(run_dir / name)
-    ]
-
-
 def campaign(folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> Outcome:
     """Harm a run ``kills`` times, let it end, and hold it to one that was left alone."""
     chance, steps = random.Random(seed), max(6, int(STEPS_A_KILL * kills))
@@ -176,15 +179,16 @@ def campaign(folder: Path, kills: int, seed: int, say: Callable[[str], None]) ->
     alone = Life(whole, steps)
     assert alone.wait(3600) == 0, whole.with_suffix(".log").read_text()[-3000:]
     start_s = _seconds(read_jsonl(whole / "events.jsonl")[0]["time"]) - alone.began
-    step_s = (time.time() - alone.began - start_s) / steps
+    step_s = statistics.median(row["time/step_s"] for row in read_jsonl(whole / "metrics.jsonl"))
     outcome = Outcome()
     while sum(outcome.kills.values()) < kills and last_step(harmed, "metrics.jsonl") < steps:
-        _harmed_life(harmed, steps, chance, outcome, start_s + 2 * step_s)
+        _harmed_life(harmed, steps, chance, outcome, (start_s, step_s))
         say(f"{sum(outcome.kills.values())} of {kills}: step {last_step(harmed, 'metrics.jsonl')} of {steps}")
     assert sum(outcome.kills.values()) >= kills, "the run was done before it was harmed so often"
     while (code := Life(harmed, steps).wait(3600)) != 0:
         assert code == INTERRUPTED, harmed.with_suffix(".log").read_text()[-3000:]
     outcome.starts += 1
+    outcome.tokens = check_run(harmed, harmed.with_suffix(".kept"), cut_steps=True).totals()
     for name in ("metrics.jsonl", "updates.jsonl"):
         assert results(harmed, name) == results(whole, name), name
     ours, theirs = ((run / "export/model.safetensors").read_bytes() for run in (harmed, whole))
@@ -192,13 +196,26 @@ def campaign(folder: Path, kills: int, seed: int, say: Callable[[str], None]) ->
     return outcome
 
 
-def _harmed_life(run_dir: Path, steps: int, chance: random.Random, outcome: Outcome, span_s: float) -> None:
-    """Start the run, harm it after a random time, and note what it cost."""
+def _harmed_life(
+    run_dir: Path, steps: int, chance: random.Random, outcome: Outcome, spans_s: tuple[float, float]
+) -> None:
+    """Start the run, harm it at a random moment, and note what it cost.
+
+    That is while it starts, or within the time of a step after it has made none, one or two more. How far it
+    has come is looked at, not reckoned from the time: machines are as busy as they are. ``spans_s``: of a
+    start, and of a step.
+    """
     before = last_step(run_dir, "metrics.jsonl")
     life = Life(run_dir, steps)
     outcome.starts += 1
     [kind] = chance.choices(list(HARMS), list(HARMS.values()))
-    end = time.monotonic() + chance.uniform(0, span_s)
+    starting = chance.random() < WHILE_STARTING
+    while not starting and life.code() is None and life.phase() == "starting":
+        time.sleep(0.05)
+    target = min(before + chance.randrange(3), steps - 2)
+    while not starting and life.code() is None and last_step(run_dir, "metrics.jsonl") < target:
+        time.sleep(0.02)
+    end = time.monotonic() + chance.uniform(0, spans_s[0] if starting else spans_s[1])
     while time.monotonic() < end and life.code() is None:
         time.sleep(0.02)
     if life.code() is not None:
@@ -208,11 +225,10 @@ def _harmed_life(run_dir: Path, steps: int, chance: random.Random, outcome: Outc
     life.harm(kind)
     outcome.kills[kind, phase] += 1
     if kind == "kill the sampler":
-        time.sleep(chance.uniform(0, span_s))
+        time.sleep(chance.uniform(0, spans_s[1]))
         life.harm("kill all")
         outcome.kills["kill all", phase] += 1
-    resumed = [r["step"] for r in read_jsonl(run_dir / "events.jsonl") if r["kind"] == "resume"] or [1]
-    outcome.repeated += max(0, before - resumed[-1] + 1)
+    outcome.repeated += sum(max(0, before - first_step + 1) for first_step in life.first_steps())
 
 
 def main() -> None:
@@ -224,7 +240,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         outcome = campaign(Path(folder), given.kills, given.seed, lambda text: print(text, flush=True))
     print(outcome.table())
-    print(f"{outcome.starts} starts, {outcome.repeated} steps made again, results equal bit for bit")
 
 
 if __name__ == "__main__":

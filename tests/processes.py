@@ -30,3 +30,9 @@ def sampler_of(pid: int) -> psutil.Process | None:
         except psutil.Error:  # it has just ended
             continue
     return None
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """The training processes of the command ``pid``, by rank: its forks have its name."""
+    command = psutil.Process(pid).cmdline()
+    return sorted((c for c in psutil.Process(pid).children() if c.cmdline() == command), key=lambda c: c.pid)

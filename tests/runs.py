@@ -20,7 +20,7 @@ class Told:
         self.asked += 1
         return "told to stop" if self.at is not None and self.asked >= self.at else None
 
-    def took(self, **seconds: float) -> None: ...
+    def saved(self, seconds: float) -> None: ...
 
 
 def run_of(config: RunConfig, policy: Any, clipping: Clipping, checkpoints: Any = None) -> Run:

@@ -13,8 +13,10 @@ import numpy as np
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.reward.pool import Judgement
-from bapo_megatron.rollout.fleet import Fleet, Patience
+from bapo_megatron.rollout.fleet import Fleet
 from bapo_megatron.rollout.journal import read_step
+from bapo_megatron.rollout.judging import SteadyJudge
+from bapo_megatron.rollout.patience import Patience
 from bapo_megatron.rollout.requests import Dataset
 from bapo_megatron.rollout.sampler import GroupSampler
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt, StepBatch
@@ -122,7 +124,8 @@ class StartsWithY:
     async def judge(self, prompt: Prompt, response: str, tokens: int) -> Judgement:
         """In the next turn of the loop."""
         await asyncio.sleep(0)
-        return Judgement(1.0 if response.startswith("y") else 0.0)
+        reward = 1.0 if response.startswith("y") else 0.0
+        return Judgement(reward, score=reward)
 
 
 class World:
@@ -166,7 +169,14 @@ class World:
         """A sampler with weights of version ``first_step - 1``."""
         self._others = asyncio.all_tasks()
         self.fleet = Fleet(self.engines, most, self._note, PATIENCE)
-        self.sampler = GroupSampler(self.config, self.dataset, self.fleet, self.judge, self._note, rounds)
+        self.sampler = GroupSampler(
+            self.config,
+            self.dataset,
+            self.fleet,
+            SteadyJudge(self.judge, self.config.reward.failed, self._note),
+            self._note,
+            rounds,
+        )
         try:
             await self.sampler.start(first_step, state)
             await self.weights(first_step - 1)

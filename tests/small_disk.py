@@ -1,7 +1,8 @@
-"""A disk that is easily full, for tests that run as root."""
+"""Disks that are easily full, or hang, for tests that run as root."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,3 +34,33 @@ def fill(folder: Path, leave_kilobytes: int) -> Path:
         except OSError:
             file.truncate(max(0, file.tell() - leave_kilobytes * 2**10))
     return ballast
+
+
+@contextmanager
+def freezable_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """``folder`` with a file system that ``freeze`` can stop. Skips the test where none can be mounted."""
+    folder.mkdir()
+    image = folder.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(megabytes * 2**20)
+    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
+        if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True).returncode:
+            image.unlink()
+            pytest.skip(f"a file system that hangs needs root and a loop device: `{command[0]}` failed")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", str(folder)], capture_output=True)
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        image.unlink()
+
+
+def freeze(disk: Path, seconds: float) -> subprocess.Popen[bytes]:
+    """Whatever writes to the disk hangs for so long. It thaws by itself, also if the test is killed."""
+    script = 'fsfreeze --freeze "$0" && echo frozen && sleep "$1"; fsfreeze --unfreeze "$0"'
+    process = subprocess.Popen(
+        ["sh", "-c", script, str(disk), str(seconds)], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"frozen\n"
+    return process

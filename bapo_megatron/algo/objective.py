@@ -25,6 +25,7 @@ from bapo_megatron.algo.bapo import (
     share,
     sum_count,
 )
+from bapo_megatron.algo.diagnostics import DIAGNOSTIC_SUMS, diagnostic_metrics, diagnostic_sums
 from bapo_megatron.algo.engine_gap import GAP_SUMS, gap_metrics, gap_sums
 from bapo_megatron.algo.staleness import AGE_METRICS, BUCKET_SUMS, bucket_metrics, bucket_sums
 from bapo_megatron.types import Metrics, MicroBatch, TokenFn, TokenStats
@@ -88,12 +89,14 @@ def loss_fn(found: Found, config: BoundsConfig, version: int) -> TokenFn:
         log_ratio_T = _log_ratio(stats, batch)
         loss = policy_loss(log_ratio_T, batch.advantage_T, batch.weight_T, found.bounds)
         with torch.no_grad():
+            clipped_T = clipped_tokens(log_ratio_T, batch.advantage_T, batch.mask_T, found.bounds)
             rest = [
                 _token_sums(stats, log_ratio_T, batch),
                 clip_sums(log_ratio_T, batch.advantage_T, batch.mask_T, found.bounds),
                 _found_sums(found, batch),
-                _age_sums(stats, log_ratio_T, batch, found.bounds, version),
+                _age_sums(stats, log_ratio_T, clipped_T, batch, version),
                 _gap_sums(stats, batch, version),
+                diagnostic_sums(stats, log_ratio_T, clipped_T, batch, found.bounds, version),
                 measure(stats, batch),
             ]
         return torch.cat([loss[None], *rest])
@@ -108,7 +111,7 @@ def update_metrics(sums: Tensor, found: Found | None, config: BoundsConfig) -> M
     of their own, the means over the tokens are logged. ``..._distance`` is how far the bounds used lie from
     those of the exact search, which the update's own sums give for nothing.
     """
-    loss, token, clip, pack, age, gap = sums[:_MEASURED].split(_SECTIONS)
+    loss, token, clip, pack, age, gap, diagnostic = sums[:_MEASURED].split(_SECTIONS)
     tokens = max(float(token[0]), 1.0)
     entropy, kl, ratio_gap = (token[1:] / tokens).tolist()
     exact = search(measured(sums), config)
@@ -119,6 +122,7 @@ def update_metrics(sums: Tensor, found: Found | None, config: BoundsConfig) -> M
         used = {name: value / tokens for name, value in zip(exact.metrics(), pack.tolist(), strict=True)}
     return {
         "policy/loss": float(loss) / tokens,
+        "policy/tokens": float(token[0]),
         "policy/entropy": entropy,
         "policy/kl": kl,
         "policy/ratio_gap": ratio_gap,
@@ -128,18 +132,26 @@ def update_metrics(sums: Tensor, found: Found | None, config: BoundsConfig) -> M
         "bapo/clip_high_distance": used["bapo/clip_high"] - exact.bounds.high,
         **gap_metrics(gap),
         **bucket_metrics(age),
+        **diagnostic_metrics(diagnostic),
     }
 
 
 # The vector of ``loss_fn``: the loss, the token sums, the clip counts, what was found (five numbers and
-# twelve readings of Eq. 8), the buckets of staleness, the engine's gap; then the contribution sums.
-_SECTIONS = (1, 4, 5, 5 + 12, BUCKET_SUMS, GAP_SUMS)
+# twelve readings of Eq. 8), the buckets of staleness, the engine's gap, the diagnostics; then the sums of the
+# contributions.
+_SECTIONS = (1, 4, 5, 5 + 12, BUCKET_SUMS, GAP_SUMS, DIAGNOSTIC_SUMS)
 _MEASURED = sum(_SECTIONS)
 
 
 def measured(sums: Tensor) -> Tensor:
     """The sums of ``contribution_fn`` in the vector of ``loss_fn``, at the weights before the update."""
     return sums[_MEASURED:]
+
+
+def mean_entropy(sums: Tensor) -> float:
+    """Nats per token, from the (reduced) vector of ``loss_fn``; 0 without tokens."""
+    tokens, entropy = sums[_SECTIONS[0] :][:2].tolist()
+    return float(entropy / max(tokens, 1.0))
 
 
 def update_metric_names(config: BoundsConfig) -> list[str]:
@@ -171,10 +183,9 @@ def _token_sums(stats: TokenStats, log_ratio_T: Tensor, batch: MicroBatch) -> Te
 
 
 def _age_sums(
-    stats: TokenStats, log_ratio_T: Tensor, batch: MicroBatch, bounds: Bounds, version: int
+    stats: TokenStats, log_ratio_T: Tensor, clipped_T: Tensor, batch: MicroBatch, version: int
 ) -> Tensor:
     """The tokens by staleness."""
-    clipped_T = clipped_tokens(log_ratio_T, batch.advantage_T, batch.mask_T, bounds)
     staleness_T = version - batch.version_T
     return bucket_sums(staleness_T, batch.mask_T != 0, clipped_T, log_ratio_T, stats.entropy_T)
 

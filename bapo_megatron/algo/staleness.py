@@ -15,6 +15,7 @@ Legend: ``_T`` tokens of a pack, ``_K`` those of them that count, ``_R`` tokens 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -65,6 +66,16 @@ def age_metrics(groups: Sequence[Sequence[np.ndarray]], version: int, step_versi
     return dict(zip(AGE_METRICS, means, strict=True))
 
 
+def bucket_of(staleness_T: Tensor) -> Tensor:
+    """int64: the place in ``BUCKETS`` of each token, from its staleness in updates; below 0 counts as 0."""
+    return torch.bucketize(staleness_T, _starts(staleness_T.device), right=True)
+
+
+@functools.lru_cache(maxsize=4)
+def _starts(device: torch.device) -> Tensor:
+    return torch.tensor(_STARTS, device=device)
+
+
 @torch.no_grad()
 def bucket_sums(
     staleness_T: Tensor, live_T: Tensor, clipped_T: Tensor, log_ratio_T: Tensor, entropy_T: Tensor
@@ -81,9 +92,8 @@ def bucket_sums(
     Returns:
         float64 [B * 4], additive over packs and ranks.
     """
-    starts = torch.tensor(_STARTS, device=staleness_T.device)
     live_K = live_T.nonzero().squeeze(1)
-    bucket_K = torch.bucketize(staleness_T.index_select(0, live_K), starts, right=True)
+    bucket_K = bucket_of(staleness_T.index_select(0, live_K))
     columns = (live_T, clipped_T, log_ratio_T.abs(), entropy_T)
     values_K4 = torch.stack([column_T.index_select(0, live_K).double() for column_T in columns], dim=1)
     sums_B4 = values_K4.new_zeros(len(BUCKETS), len(_VALUES)).index_add_(0, bucket_K, values_K4)

@@ -85,6 +85,8 @@ class ClusterFile:
     """Before the time limit, when saving is given up."""
     wait_s: int = 900
     """For the other ranks, once the first has ended."""
+    crash_wait_s: int = 60
+    """For the other ranks, once one has failed: those that wait for it would wait for hours."""
     engines_wait_s: int = 1200
     """For the rollout servers; then the run starts with those that are there."""
     look_s: int = 10
@@ -184,5 +186,6 @@ def _mistakes(cluster: ClusterFile) -> Iterator[str]:
 
 _LEAST = {
     "gpus_per_node": 0, "trainer_nodes": 1, "rollout_nodes": 0, "tasks_per_node": 1, "servers_per_node": 1,
-    "cpus_per_task": 1, "lead_s": 1, "margin_s": 0, "wait_s": 1, "engines_wait_s": 1, "look_s": 1,
+    "cpus_per_task": 1, "lead_s": 1, "margin_s": 0, "wait_s": 1, "crash_wait_s": 1, "engines_wait_s": 1,
+    "look_s": 1,
 }  # fmt: skip

@@ -7,9 +7,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import refuse_arguments
 
 _WATCH_S = 5.0
+
+_PATIENCE_S = 30.0
+"""With the file system of a run; longer than Slurm is waited for."""
 
 
 def submit_command(arguments: Sequence[str]) -> None:
@@ -35,12 +38,18 @@ def submit_command(arguments: Sequence[str]) -> None:
 
 def status_command(arguments: Sequence[str]) -> None:
     """``bapo status RUN [--watch]``."""
+    from bapo_megatron.cluster.patience import NoAnswer, within
     from bapo_megatron.cluster.status import read_status
     from bapo_megatron.cluster.status_text import render
 
     run, switches = _run_and_switches("status", arguments, "--watch")
     while True:
-        text = render(read_status(run))
+        try:
+            text = within(_PATIENCE_S, lambda: render(read_status(run)))
+        except NoAnswer:
+            text = f"{run} has not answered for {_PATIENCE_S:g} s: its file system hangs\n"
+            if "--watch" not in switches:
+                sys.exit(text.rstrip())
         if "--watch" not in switches:
             print(text, end="")
             return
@@ -71,5 +80,5 @@ def _run_and_switches(command: str, arguments: Sequence[str], *known: str) -> tu
     names = [word for word in arguments if not word.startswith("-")]
     if len(names) != 1 or switches - set(known):
         usage = " ".join(["usage: bapo", command, "RUN", *(f"[{name}]" for name in known)])
-        raise ConfigError(f"{usage}, with the directory of a run")
+        refuse_arguments(arguments, f"{usage}, with the directory of a run")
     return Path(names[0]), switches

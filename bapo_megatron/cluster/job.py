@@ -105,13 +105,10 @@ class ClusterJob:
         options = PlanOptions(
             gpu=self.cluster.gpu,  # type: ignore[arg-type]  # checked when the file was read
             engine_gpus=engine_gpus,
-            engine_tensor=self.config.rollout.sglang.tensor,
         )
         plan = make_plan(Job(run, find_shape(self.recipe, run.model.hf_path), options))
         engines = plan.engine_misfit() if self.cluster.rollout_nodes else None
-        # The plan's flag is the recipe's field here.
-        told = [engines.replace("--engine-tensor", "rollout.sglang.tensor")] if engines else []
-        return [*plan.misfits(), *told]
+        return [*plan.misfits(), *([engines] if engines else [])]
 
     def arguments(self) -> str:
         """Recipe and flags as one line of shell."""
@@ -131,6 +128,7 @@ class ClusterJob:
             "BAPO_LEAD_S": cluster.lead_s,
             "BAPO_MARGIN_S": cluster.margin_s,
             "BAPO_WAIT_S": cluster.wait_s,
+            "BAPO_CRASH_WAIT_S": cluster.crash_wait_s,
             "BAPO_MAX_CRASHES": budgets.crash,
             "BAPO_MAX_PREEMPTIONS": budgets.preemption,
             "BAPO_MAX_TIME_LIMITS": budgets.time_limit,

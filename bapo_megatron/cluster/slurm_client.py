@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _DEADLINE_S = 15.0
-_COUNTERS = ("crash", "preemption", "time_limit", "node", "engines")
+_COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 from bapo_megatron.cluster.slurm_client import JobState, queue_state, read_job_state
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.state.run_directory import read_config
+from bapo_megatron.state.run_directory import CHECKPOINT_NAME, read_config
 
 FRESH_S = 60.0
 """A server renews its entry in RUN/engines more often than this, or is gone."""
@@ -26,9 +25,11 @@ _TROUBLE = (
         "job_requeued_by_slurm",
         "nodes_excluded",
         "save_given_up",
+        "ranks_ended",
         "engines_missing",
     ),
     *("rollout_lost", "server_ended", "engine_lost", "engine_gap", "sampler_died", "broadcast_failed"),
+    "export_failed",
 )
 _WORDS = ("cause", "why", "reason", "message", "engine", "server", "nodes")
 
@@ -103,12 +104,13 @@ def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def newest_checkpoint(run: Path) -> tuple[int, float] | None:
-    """Step and time of the newest checkpoint with a manifest, which is written last."""
+    """Last finished step, and time, of the newest checkpoint with a manifest, which is written last."""
     found = []
     for manifest in run.glob("checkpoints/step_*/manifest.json"):
-        if match := re.fullmatch(r"step_(\d+)", manifest.parent.name):
-            found.append((int(match[1]), manifest.stat().st_mtime))
-    return max(found, default=None)
+        if match := CHECKPOINT_NAME.fullmatch(manifest.parent.name):
+            found.append((int(match[1]), int(match[2] or 0), manifest.stat().st_mtime))
+    step, _, time_s = max(found, default=(None, 0, 0.0))
+    return None if step is None else (step, time_s)
 
 
 def writer(run: Path, locks: Path = Path("/proc/locks")) -> int | None:

@@ -18,7 +18,7 @@ def within_difficulty(prompts: Sequence[Prompt], data: DataConfig) -> tuple[Prom
     """
     if data.difficulty is None:
         return tuple(prompts)
-    found = [(prompt, _number(prompt.extra_info, data.difficulty)) for prompt in prompts]
+    found = [(prompt, difficulty_of(prompt.extra_info, data.difficulty)) for prompt in prompts]
     kept = [
         prompt
         for prompt, value in found
@@ -34,7 +34,7 @@ def within_difficulty(prompts: Sequence[Prompt], data: DataConfig) -> tuple[Prom
     return tuple(kept)
 
 
-def _number(info: Any, path: str) -> float | None:
+def difficulty_of(info: Any, path: str) -> float | None:
     """The number at the end of the dotted path; the longest key wins, because names of models have dots."""
     if isinstance(info, dict):
         for key, value in info.items():
@@ -42,5 +42,5 @@ def _number(info: Any, path: str) -> float | None:
                 is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
                 return float(value) if is_number else None
             if path.startswith(f"{key}."):
-                return _number(value, path[len(key) + 1 :])
+                return difficulty_of(value, path[len(key) + 1 :])
     return None

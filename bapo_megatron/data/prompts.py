@@ -6,7 +6,6 @@ A row has the fields of Skywork-OR1-RL-Data: ``prompt`` (chat messages), ``rewar
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from bapo_megatron.data.fields import RowError, extra_info_of, field_of, ground_truth_of, messages_of
 from bapo_megatron.data.rows import Row, lines_as_written, read_rows
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.types import Prompt
@@ -48,7 +48,7 @@ def load_prompts(
         try:
             prompt = _prompt(number, row, tokenizer)
             _check(prompt.ground_truth, check_ground_truth)
-        except _RowError as error:
+        except RowError as error:
             number, error = _as_written(path, tokenizer) or (number, error)
             raise ConfigError(f"data.path={path}, row {number} (the first is 0): {error}") from error
         if len(prompt.token_ids_P) <= max_prompt_tokens:
@@ -63,11 +63,7 @@ def load_prompts(
     return PromptSet(tuple(prompts), too_long, len(prompts))
 
 
-class _RowError(Exception):
-    """What is wrong with a row; told on with its file and number."""
-
-
-def _as_written(path: Path, tokenizer: Any) -> tuple[int, _RowError] | None:
+def _as_written(path: Path, tokenizer: Any) -> tuple[int, RowError] | None:
     """The first row of a JSONL file that is wrong before Arrow has given each column one type.
 
     If row 7 has a number where the others have text, Arrow may turn the text of row 0 into a number.
@@ -75,7 +71,7 @@ def _as_written(path: Path, tokenizer: Any) -> tuple[int, _RowError] | None:
     for number, row in enumerate(lines_as_written(path)):
         try:
             _prompt(number, row, tokenizer)
-        except _RowError as error:
+        except RowError as error:
             return number, error
     return None
 
@@ -83,81 +79,26 @@ def _as_written(path: Path, tokenizer: Any) -> tuple[int, _RowError] | None:
 def _check(ground_truth: str, check_ground_truth: CheckGroundTruth | None) -> None:
     problem = check_ground_truth(ground_truth) if check_ground_truth else None
     if problem:
-        raise _RowError(f"reward_model.ground_truth: {problem}")
+        raise RowError(f"reward_model.ground_truth: {problem}")
 
 
 def _prompt(number: int, row: Row, tokenizer: Any) -> Prompt:
     return Prompt(
         prompt_id=number,
-        token_ids_P=_token_ids(_messages(row), tokenizer),
-        ground_truth=_ground_truth(row),
-        data_source=_field(row, "data_source", str, "text"),
-        extra_info=_extra_info(row),
+        token_ids_P=prompt_token_ids(messages_of(row), tokenizer),
+        ground_truth=ground_truth_of(row),
+        data_source=field_of(row, "data_source", str, "text"),
+        extra_info=extra_info_of(row),
     )
 
 
-def _field(row: Row, name: str, kind: type, kind_name: str) -> Any:
-    value = row.get(name)
-    if not isinstance(value, kind):
-        found = "missing" if value is None else f"of type {type(value).__name__}"
-        raise _RowError(f"{name} is {found}; it must be {kind_name}")
-    return value
-
-
-def _messages(row: Row) -> list[dict[str, str]]:
-    messages: list[dict[str, str]] = _field(row, "prompt", list, "a list of {role, content}")
-    if not messages:
-        raise _RowError("prompt is empty; it must hold at least one message {role, content}")
-    for message in messages:
-        if not isinstance(message, dict):
-            raise _RowError(f"prompt holds {message!r}; a message must be {{role, content}}")
-        for key in ("role", "content"):
-            value = message.get(key)
-            if not isinstance(value, str) or not value.strip():
-                raise _RowError(f"prompt has a message whose {key} is {value!r}; it must be text, not empty")
-    return messages
-
-
-def _token_ids(messages: list[dict[str, str]], tokenizer: Any) -> np.ndarray:
+def prompt_token_ids(messages: list[dict[str, str]], tokenizer: Any) -> np.ndarray:
+    """The prompt in the chat template, ready to be answered, int32. RowError if the template refuses it."""
     try:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # a template raises whatever its author chose
-        raise _RowError(f"prompt is refused by the tokenizer's chat template: {error}") from error
+        raise RowError(f"prompt is refused by the tokenizer's chat template: {error}") from error
     return np.asarray(ids, np.int32)
-
-
-def _ground_truth(row: Row) -> str:
-    value = _field(row, "reward_model", dict, 'an object with "ground_truth"').get("ground_truth")
-    answer = _unwrapped(value)
-    if not isinstance(answer, str) or not answer.strip():
-        raise _RowError(f"reward_model.ground_truth is {value!r}; it must be the answer as text, not empty")
-    return answer
-
-
-def _unwrapped(value: object) -> object:
-    """The answer in ``'["34"]'``, the form in which Skywork stores some; else the value itself."""
-    inner: object = value
-    if isinstance(value, str) and value.lstrip().startswith('["'):
-        try:
-            inner = json.loads(value)
-        except ValueError:
-            return value
-    if isinstance(inner, list) and all(isinstance(item, str) for item in inner):
-        if len(inner) > 1 and all(item.lstrip().startswith("assert") for item in inner):
-            return json.dumps(inner)  # the tests of a code problem
-        if len(inner) != 1:
-            raise _RowError(f"reward_model.ground_truth is {value!r}, {len(inner)} answers; give one")
-        return inner[0]
-    return value
-
-
-def _extra_info(row: Row) -> dict[str, Any]:
-    """Plain JSON, without the keys that only other rows have (Arrow fills them with None)."""
-    info = row.get("extra_info")
-    if info is not None and not isinstance(info, dict):
-        raise _RowError(f"extra_info is of type {type(info).__name__}; it must be an object")
-    plain = json.loads(json.dumps(info or {}, default=str))
-    return {key: value for key, value in plain.items() if value is not None}
 
 
 class PromptOrder:

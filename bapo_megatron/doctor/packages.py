@@ -46,6 +46,7 @@ PACKAGES = (
     Package("datasets", "datasets"),
     Package("math-verify", "math_verify"),
     Package("aiohttp", "aiohttp"),
+    Package("uvloop", "uvloop"),
     Package("numpy", "numpy"),
     Package("packaging", "packaging"),
     Package("psutil", "psutil"),
@@ -67,7 +68,6 @@ PACKAGES = (
     Package("apex", None, "fused kernels on GPUs without Transformer Engine", "from source"),
     Package("flash-attn", None, "Transformer Engine's attention", "--no-build-isolation flash-attn"),
     Package("wandb", None, "logging.wandb_project", '"wandb>=0.19"'),
-    Package("nemo-run", None, "submitting jobs to Slurm", 'nemo-run "leptonai<0.47"'),
 )
 
 

@@ -129,7 +129,7 @@ def facts_of(config: RunConfig) -> Facts:
         urls=list(sglang.urls) if samples else [],
         python=None if sglang.python is None else str(sglang.python),
         on_update=sglang.on_update,
-        longest_sequence=config.longest_sequence,
+        longest_sequence=config.longest_request,
         dtype=config.model.dtype,
         runs_programs=runs_code(config.reward.function),
         model=_model(config.model.hf_path),
@@ -156,7 +156,7 @@ def _model(folder: Path) -> dict[str, Any] | None:
 
 
 def _disk_gb(config: RunConfig) -> float | None:
-    """Checkpoints (one more while it is written), the final export, and two versions of SGLang's weights."""
+    """Checkpoints (one more while it is written), exports, and two versions of SGLang's weights."""
     from bapo_megatron.plan.sizes import total_parameters
     from bapo_megatron.policy.hf_config import read_model_shape
 
@@ -165,7 +165,9 @@ def _disk_gb(config: RunConfig) -> float | None:
     except ConfigError:  # it is among the problems
         return None
     kept = config.checkpoint.keep_last or -(-config.steps // config.checkpoint.every)
-    copies = 1 + 2 * (config.rollout.engine == "sglang")
+    every = config.checkpoint.export_every
+    exports = 1 + (config.steps // every if every else 0)
+    copies = exports + 2 * (config.rollout.engine == "sglang")
     weight_bytes = 4 if config.model.dtype == "float32" else 2
     return parameters * (_CHECKPOINT_BYTES[config.model.dtype] * (kept + 1) + weight_bytes * copies) / 1e9
 

@@ -49,9 +49,9 @@ def cache_bytes_per_token(shape: ModelShape) -> int:
 
 
 def engines(job: Job) -> Engines:
-    """The engines of the options."""
+    """As many as the options say, each of ``rollout.sglang.tensor`` GPUs."""
     options, gpu = job.options, job.gpu
-    size = options.engine_tensor
+    size = job.run.rollout.sglang.tensor
     gpus = options.engine_gpus or max(job.gpus, size)
     weights = total_parameters(job.shape) * 2.0 / size
     cache = max(0.0, options.engine_memory_fraction * gpu.memory - weights)

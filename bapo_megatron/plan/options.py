@@ -26,8 +26,6 @@ class PlanOptions:
     """Mean length of a response. None: a quarter of the longest."""
     engine_gpus: int | None = None
     """GPUs that sample. None: as many as train."""
-    engine_tensor: int = 4
-    """GPUs of one engine."""
     engine_memory_fraction: float = 0.85
     """Share of a GPU's memory for an engine's weights and KV cache."""
     engine_bandwidth: float = 0.6
@@ -42,7 +40,7 @@ class PlanOptions:
         for name in ("mfu", "memory_fraction", "engine_memory_fraction", "engine_bandwidth"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} must be in (0, 1]")
-        for name in ("mean_response_tokens", "engine_gpus", "engine_tensor"):
+        for name in ("mean_response_tokens", "engine_gpus"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")

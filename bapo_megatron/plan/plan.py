@@ -79,10 +79,10 @@ class Plan:
         if self.engines.fits:
             return None
         if not self.engines.count:
-            return "there are fewer --engine-gpus than --engine-tensor"
+            return "there are fewer --engine-gpus than rollout.sglang.tensor"
         return (
             f"an engine's KV cache holds no sequence of {self.job.run.longest_sequence} tokens: "
-            f"raise --engine-tensor"
+            f"raise rollout.sglang.tensor"
         )
 
 

@@ -147,10 +147,10 @@ def _speed(plan: Plan) -> Iterator[str]:
 
 
 def _engines(plan: Plan) -> Iterator[str]:
-    e, options = plan.engines, plan.job.options
+    e, size = plan.engines, plan.job.run.rollout.sglang.tensor
     longest = plan.job.run.longest_sequence
     yield (
-        f"Engines: {e.count} of {options.engine_tensor} GPUs; a GPU holds {e.weights / GB:.1f} GB of weights "
+        f"Engines: {e.count} of {size} GPUs; a GPU holds {e.weights / GB:.1f} GB of weights "
         f"and {e.cache / GB:.1f} GB of KV cache"
     )
     yield (

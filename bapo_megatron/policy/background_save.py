@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import queue
 import signal
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
+
+from bapo_megatron.memory import OutOfMemoryError, death
+from bapo_megatron.parent import end_with_parent
 
 
 class BackgroundSave:
@@ -25,6 +29,7 @@ class BackgroundSave:
         if request.async_fn is not None:
             request = request._replace(async_fn=partial(_with_parent, request.async_fn))
         self._caller.schedule_async_call(request)
+        self._process = self._caller.process
 
     def is_written(self) -> bool:
         """Whether this rank's part is on disk, or has failed."""
@@ -32,6 +37,9 @@ class BackgroundSave:
 
     def finish(self) -> None:
         """Make the parts a whole, when all are written. Collective; raises if one has failed."""
+        if self._process is not None and self._process.exitcode:
+            why = death(self._process.exitcode)
+            raise OutOfMemoryError(f"the process that writes the checkpoint has not finished: {why}")
         for finalize in self._request.finalize_fns:
             finalize()
 
@@ -66,9 +74,11 @@ class _Results:
 def _with_parent(write: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Run in the forked process. What nobody waits for any more must not go on writing, nor its own forks."""
     _die_with_parent()
+    signal.signal(signal.SIGCHLD, _die_with_child)
     inner = filesystem_async.FileSystemWriterAsync.write_preloaded_data
 
     def write_alone(*own: Any, **rest: Any) -> Any:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _die_with_parent()
         return inner(*own, **rest)
 
@@ -80,5 +90,12 @@ def _die_with_parent() -> None:
     """Also: signals that tell the run to stop are the trainer's business."""
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    end_with_parent()
+
+
+def _die_with_child(_number: int, _frame: FrameType | None) -> None:
+    """megatron waits for ever for a fork that was killed, as the kernel does where memory is short."""
+    for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        found = os.waitid(os.P_PID, int(child), os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is not None and found.si_code != os.CLD_EXITED:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -42,6 +42,8 @@ class Judgement:
     finite number."""
     detail: str = ""
     """More about the failure, for the log."""
+    score: float | None = dataclasses.field(default=None, compare=False)
+    """What the reward function said, before penalties; None if there is a failure."""
 
 
 class RewardPool:
@@ -176,7 +178,7 @@ class _Worker:
             return Judgement(failed, "died", str(error))
         if "failure" in answer:
             return Judgement(failed, answer["failure"], answer["detail"])
-        return Judgement(answer["reward"])
+        return Judgement(answer["reward"], score=answer["score"])
 
     def give_up(self) -> None:
         """End the process from another thread, for good: whoever asks it is told at once."""

@@ -114,7 +114,8 @@ def _scorer(reward: RewardConfig) -> Answerer:
         number = _finite(value)
         if number is None:
             return {"failure": "not finite", "detail": repr(value)[:DETAIL_CHARACTERS]}
-        return {"reward": number - format_penalty(response, pattern, reward.format_penalty)}
+        penalty = format_penalty(response, pattern, reward.format_penalty)
+        return {"score": number, "reward": number - penalty}
 
     return answer
 

@@ -110,6 +110,8 @@ class Book:
         self._version = 0
         """That of the weights that the engines have."""
         self._step_of: dict[int, int] = {}
+        self._newest = -1
+        """The newest version that is in it."""
         self.open: dict[int, OpenGroup] = {}
         self.finished: dict[int, Finished] = {}
         self.tokens: Counter[str] = Counter()
@@ -132,7 +134,7 @@ class Book:
 
     def lag(self, oldest_version: int | None, step: int) -> int:
         """Of a group whose oldest token has that version, if ``step`` trains on it."""
-        if oldest_version is None or oldest_version > max(self._step_of, default=-1):
+        if oldest_version is None or oldest_version > self._newest:
             return 0  # of weights that are on their way to the engines
         made = self._step_of.get(oldest_version)
         return step if made is None else step - 1 - made  # damage took the record of these weights
@@ -194,6 +196,7 @@ class Book:
         self.next_number, self.taken = fields["next_number"], fields["taken"]
         self.served, self.weights_step = fields["served"], fields["weights_step"]
         self._step_of = dict(fields["step_of"])
+        self._newest = max(self._step_of, default=-1)
         self._version = max((v for v, step in self._step_of.items() if step == self.weights_step), default=0)
         self.tokens, self.dropped = Counter(fields["tokens"]), Counter(fields["dropped"])
         self._trained = dict(fields["trained"])
@@ -209,7 +212,7 @@ class Book:
         at = 0
         arrays = [record.arrays[name] for name in ARRAYS]
         for number, epoch, index, sample, start, length, reason in record.fields["parts"]:
-            part = tuple(array[at : at + length] for array in arrays)
+            part = tuple(array[at : at + length].copy() for array in arrays)  # or one keeps them all
             at += length
             response = self._group(number, epoch, index).responses[sample]
             if response.tokens != start:  # damage took what lies between
@@ -268,6 +271,7 @@ class Book:
     def _on_weights(self, record: Record) -> None:
         version, step = record.fields["version"], record.fields["step"]
         self._step_of[version] = self.weights_step = step
+        self._newest = max(self._newest, version)
         self._version = version
 
     def _group(self, number: int, epoch: int, index: int) -> OpenGroup:

@@ -13,14 +13,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
+from bapo_megatron.memory import death
 from bapo_megatron.rollout.journal import read_step
 from bapo_megatron.rollout.service import Setup
 from bapo_megatron.rollout.signs_of_life import ALIVE, LifeWatch
 from bapo_megatron.types import StepBatch
 
 _RESTARTS = 5
-"""Deaths in a row, without a batch between them, after which the run gives up."""
+"""Deaths in a row, without a batch between them, that are mended; the next one ends the run."""
 
 _SILENT_S = 300.0
 """A process that has a question and gives no sign of life for so long is ended. Signs come from its event
@@ -33,6 +34,9 @@ _CLOSE_S = 30.0
 """How long it may take to end when it is asked to."""
 
 _SERVICE = "bapo_megatron.rollout.service"
+
+_ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "FailingDiskError": StorageFailed}
+"""What the process says by name; any other is a RunStopped."""
 
 Event = Callable[[dict[str, Any]], None]
 """Takes note of what has happened: a kind and its fields."""
@@ -68,6 +72,11 @@ class SamplerClient:
         self._deaths = 0
         self._begin = (step + 1, None)
         return read_step(path.parent, step)
+
+    def evaluated(self, step: int, wait_s: float) -> Path | Literal["weights"] | None:
+        """The file of the responses to held-out problems at the weights of ``step``, like ``next_batch``."""
+        found: Path | Literal["weights"] | None = self._ask("evaluated", step, wait_s)
+        return found
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:
         """Sample from the weights in ``folder``, which the updates of ``step`` have made."""
@@ -140,7 +149,7 @@ class SamplerClient:
         if kind == "ok":
             return rest[0]
         name, text = rest
-        raise ConfigError(text) if name == "ConfigError" else RunStopped(text)
+        raise _ERRORS.get(name, RunStopped)(text)
 
     def _start_again(self, why: str) -> None:
         while True:
@@ -169,10 +178,10 @@ class SamplerClient:
             try:
                 code = self._process.wait(_END_S)
             except subprocess.TimeoutExpired as error:
-                raise RunStopped(
+                raise StorageFailed(
                     f"the sampler's process {self._process.pid} cannot be ended; its file system may hang"
                 ) from error
-        return verdict or f"exit code {code}"
+        return verdict or death(code)
 
     def _launch(self) -> tuple[subprocess.Popen[bytes], Connection]:
         ours, theirs = Pipe()

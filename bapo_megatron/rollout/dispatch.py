@@ -7,6 +7,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Sampl
 
 Key = tuple[int, int]
 """Number of the group, and of the response in it."""
+
+_FEW = 128
+"""Requests to servers that are sent before what has come from others is looked at again."""
 
 _MOST_LOSSES = 20
 """A response may be what ends its engines; after so many it is given up, with its group."""
@@ -73,11 +77,22 @@ class Dispatch:
     def forget(self, number: int) -> None:
         """Let go of what is in flight for a group."""
         for sample in range(self._config.rollout.group_size):
+            self._losses.pop((number, sample), None)
             if task := self._running.pop((number, sample), None):
                 task.cancel()
 
-    def send(self) -> None:
-        """Fill the engines."""
+    async def send(self, at_once: bool) -> None:
+        """Fill the engines: ``at_once``, or with some requests, and with more when others had their turn."""
+        for sent in count(1):
+            if not self._send_one():
+                return
+            if sent == _FEW and not at_once:
+                self._fleet.changed.set()
+                await asyncio.sleep(0)
+                return
+
+    def _send_one(self) -> bool:
+        """The first that may go, if an engine has room."""
         while self._ready and self._supply.may_sample:
             key = self._ready[0]
             group = self._book.open.get(key[0])
@@ -90,10 +105,12 @@ class Dispatch:
                 continue
             member = self._fleet.reserve()
             if member is None:
-                return
+                return False
             heapq.heappop(self._ready)
             self._running[key] = task = asyncio.create_task(self._sample(member, group, key, tokens))
             task.add_done_callback(partial(self._release, member))
+            return True
+        return False
 
     def _release(self, member: Member, _task: asyncio.Task[None]) -> None:
         """Also of a task that was cancelled before it began."""
@@ -121,7 +138,8 @@ class Dispatch:
             else:
                 self.add(group, key[1])
         except EngineLost as lost:
-            self._losses[key] += lost.with_this
+            if lost.with_this:
+                self._losses[key] += 1
             if self._losses[key] < _MOST_LOSSES:
                 self.add(group, key[1])
             else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +18,8 @@ from typing import Any
 
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.agreement import Agreement
+from bapo_megatron.rollout.own_time import OwnTime
+from bapo_megatron.rollout.patience import Patience
 from bapo_megatron.types import GenerateRequest, Generation
 
 Report = Callable[..., None]
@@ -28,6 +29,8 @@ _STEADY_S = 60.0
 """An engine that has worked for so long is no longer one that comes only to go."""
 
 _LONGEST_PAUSE_S = 60.0
+_LATE_S = 1.0
+"""This process came to look so much too late that a limit may have passed meanwhile."""
 
 
 class EngineLost(Exception):
@@ -43,22 +46,6 @@ class EnginesGone(Exception):
     """No engine has worked for too long."""
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long engines are waited for, in seconds."""
-
-    heartbeat_s: float = 5.0
-    """Between two looks at an engine."""
-    silent_s: float = 20.0
-    """An engine that has not answered for so long is lost."""
-    abort_s: float = 60.0
-    """For an abort of everything."""
-    update_s: float = 600.0
-    """For new weights, with all that belongs to it."""
-    hang_s: float = 120.0
-    """An engine that has not answered for so long, or not taken weights in time, hangs: it is to be ended."""
-
-
 @dataclass(eq=False)
 class Member:
     """One engine and what is known of it."""
@@ -68,8 +55,8 @@ class Member:
     load: int = 0
     """Requests in flight."""
     flights: set[asyncio.Task[Generation]] = field(default_factory=set)
-    heard_at: float = field(default_factory=time.monotonic)
-    """When it was last heard of."""
+    heard_at: float = -math.inf
+    """When it was last heard of, by the fleet's clock as all times here."""
     told_s: float = 0.0
     """How long nothing more is said of its hanging, since ``told_at``."""
     told_at: float = -math.inf
@@ -98,7 +85,8 @@ class Fleet:
     def __init__(
         self, engines: Sequence[Engine], most: int, report: Report, patience: Patience | None = None
     ) -> None:
-        self._members = [Member(engine) for engine in engines]
+        self._clock = OwnTime()
+        self._members = [Member(engine, heard_at=self._clock.now()) for engine in engines]
         self._most = most
         self._report = report
         self._patience = patience or Patience()
@@ -106,13 +94,18 @@ class Fleet:
         self._gathered: list[Member] = []
         self.changed = asyncio.Event()
         """Set when an engine has come or gone."""
-        self._worked_at = time.monotonic()
+        self._worked_at = self._clock.now()
         """When a request was last answered, or all was well for a while."""
         self.comings = 0
         """How often an engine has come, or come back."""
-        self.down_since: float | None = time.monotonic()
+        self.down_since: float | None = self._clock.now()
         """Since when no engine works; None if one does."""
         self._monitors = [asyncio.create_task(self._watch(member)) for member in self._members]
+
+    @property
+    def places(self) -> int:
+        """Requests that all engines together may have in flight."""
+        return len(self._members) * self._most
 
     @property
     def up(self) -> int:
@@ -126,12 +119,16 @@ class Fleet:
 
     def check(self, minutes: float) -> None:
         """EnginesGone if no engine has worked for so long."""
-        if self.down_since is not None and time.monotonic() - self.down_since > 60 * minutes:
+        if self.down_since is not None and self._clock.now() - self.down_since > 60 * minutes:
             raise EnginesGone(f"no engine has worked for {minutes:g} minutes: {self.why_down()}")
 
-    def reserve(self) -> Member | None:
-        """The engine with the fewest requests, with one more counted for it; None if none has room."""
-        free = [member for member in self._members if member.is_up and member.load < self._most]
+    def reserve(self, beyond: bool = False) -> Member | None:
+        """The engine with the fewest requests, with one more counted for it; None if none has room.
+
+        ``beyond``: what the trainer waits for need not wait for room.
+        """
+        most = math.inf if beyond else self._most
+        free = [member for member in self._members if member.is_up and member.load < most]
         if not free:
             return None
         member = min(free, key=lambda one: one.load)
@@ -147,7 +144,7 @@ class Fleet:
         member.flights.add(flight)
         try:
             answer = await flight
-            self._worked_at = time.monotonic()
+            self._worked_at = member.heard_at = self._clock.now()
             return answer
         except asyncio.CancelledError:
             this = asyncio.current_task()
@@ -170,7 +167,7 @@ class Fleet:
         member.is_up, member.reason = False, reason
         for flight in member.flights:
             flight.cancel()
-        soon = time.monotonic() - member.came_at < _STEADY_S
+        soon = self._clock.now() - member.came_at < _STEADY_S
         member.pause_s = (
             min(_LONGEST_PAUSE_S, 2 * member.pause_s + self._patience.heartbeat_s) if soon else 0.0
         )
@@ -219,6 +216,7 @@ class Fleet:
 
     async def close(self) -> None:
         """Stop watching and let go of the engines."""
+        self._clock.close()
         for monitor in self._monitors:
             monitor.cancel()
         for member in self._members:
@@ -250,7 +248,7 @@ class Fleet:
         """It has the present weights, and takes requests."""
         if not member.is_up:
             member.is_up, self.down_since = True, None
-            member.heard_at = member.came_at = time.monotonic()
+            member.heard_at = member.came_at = self._clock.now()
             self.comings += 1
             member.told_at, member.told_s = -math.inf, 0.0
             self._report("engine_ready", engine=member.engine.name, version=version, engines=self.up)
@@ -271,13 +269,14 @@ class Fleet:
 
     async def _failure(self, member: Member, call: asyncio.Task[Any], limit_s: float) -> str | None:
         """What went wrong with ``call``. One at an engine that falls silent is not waited for to the end."""
-        began = member.heard_at = time.monotonic()
+        began, late_s = self._clock.now(), self._clock.late_s
+        member.heard_at = began
         while not call.done():
             await asyncio.wait({call}, timeout=self._patience.heartbeat_s)
             if call.done():
                 break
             await self._listen(member)
-            now = time.monotonic()
+            now = self._clock.now()
             if (silent_s := now - member.heard_at) > self._patience.silent_s:
                 call.cancel()
                 return f"no answer for {silent_s:.0f} s"
@@ -291,20 +290,25 @@ class Fleet:
         if error is None:
             return None
         reason = str(error) or repr(error)
-        if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
+        is_ours = self._clock.late_s - late_s > _LATE_S
+        timed_out = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
+        if timed_out and not is_ours:
             self._hangs(member, reason)
         return reason
 
     async def _listen(self, member: Member) -> bool:
         """Whether the engine answers."""
+        began, late_s = self._clock.now(), self._clock.late_s
         if not await member.engine.is_alive():
+            if self._clock.late_s - late_s > _LATE_S:  # so its answer may have come too late by our fault
+                member.heard_at += self._clock.now() - began
             return False
-        member.heard_at = time.monotonic()
+        member.heard_at = self._clock.now()
         return True
 
     def _hangs(self, member: Member, reason: str) -> None:
         """Say that it is to be ended: it answers, perhaps, but does nothing. Again and again, ever later."""
-        now = time.monotonic()
+        now = self._clock.now()
         if now - member.told_at >= member.told_s:
             member.told_at, member.told_s = now, max(self._patience.hang_s, 2 * member.told_s)
             self._report("engine_hangs", engine=member.engine.name, reason=reason)
@@ -315,7 +319,7 @@ class Fleet:
         while True:
             await asyncio.sleep(patience.heartbeat_s + (0.0 if member.is_up else member.pause_s))
             answers = await self._listen(member)
-            silent_s = time.monotonic() - member.heard_at
+            silent_s = self._clock.now() - member.heard_at
             if member.is_up:
                 if answers and member.heard_at - member.came_at > _STEADY_S:
                     self._worked_at = member.heard_at

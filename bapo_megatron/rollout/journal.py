@@ -85,6 +85,9 @@ class ReplaySampler:
         """The batch that the other run trained on in ``step``."""
         return read_step(self._directory, step)
 
+    def evaluated(self, step: int, wait_s: float) -> None:
+        """Nothing is asked: there are no engines."""
+
     def load_weights(self, folder: Path, version: int, step: int) -> None:
         """Nothing is sampled."""
 

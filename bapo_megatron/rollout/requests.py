@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def nothing(request: GenerateRequest) -> Generation:
     return Generation(request.request_id, empty, np.zeros(0, np.float32), empty, "abort")
 
 
+@lru_cache(1 << 16)  # every segment of a response asks again
 def request_seed(run_seed: int, epoch: int, index: int, sample: int) -> int:
     """63 bits that depend on all four, the same on every machine."""
     entropy = np.random.SeedSequence([run_seed % 2**64, epoch, index, sample])

@@ -9,39 +9,32 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bapo_megatron.algo.filters import is_uniform
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.prompts import PromptOrder
-from bapo_megatron.reward.pool import Judgement
 from bapo_megatron.rollout import records
 from bapo_megatron.rollout.book import Book, Finished, OpenGroup
 from bapo_megatron.rollout.dispatch import Dispatch
 from bapo_megatron.rollout.fleet import Fleet, Report
 from bapo_megatron.rollout.journal import step_path, write_step
+from bapo_megatron.rollout.judging import Judge
 from bapo_megatron.rollout.record_log import Record
 from bapo_megatron.rollout.requests import Dataset, identity
 from bapo_megatron.rollout.rollout_metrics import sampler_metrics
 from bapo_megatron.rollout.segment_journal import SegmentJournal
 from bapo_megatron.rollout.step_files import StepFiles
 from bapo_megatron.rollout.supply import Supply
-from bapo_megatron.types import Prompt, StepBatch
+from bapo_megatron.types import StepBatch
 
 MOST_RESAMPLES = 3
 """A prompt whose groups are too old time and again is given up after so many new beginnings."""
 
 _DRAIN_S = 5.0
 """How long the end of a run waits for the tokens that engines have in hand."""
-
-
-class Judge(Protocol):
-    """Rewards a response; never raises for what a response does."""
-
-    async def judge(self, prompt: Prompt, response: str, tokens: int) -> Judgement:
-        """The reward, and what kind of failure it stands for, if any."""
 
 
 class GroupSampler:
@@ -81,6 +74,7 @@ class GroupSampler:
         self._changed, self._advanced = fleet.changed, asyncio.Condition()
         self._failure: Exception | None = None
         self._closing = False
+        self.is_held: Callable[[], bool] = lambda: False  # asked before anything is sent to engines
         self._advancing: asyncio.Task[None] | None = None
 
     # --- what the trainer asks for ---
@@ -126,12 +120,16 @@ class GroupSampler:
             async with asyncio.timeout(wait_s), self._advanced:
                 await self._advanced.wait_for(lambda: self._failure or self._chosen(step) is not None)
         except TimeoutError:
-            self._fleet.check(self._rollout.sglang.lost_minutes)
+            self.check_engines()
             return None
         if self._failure:
             raise self._failure
         await self._give(step)
         return path
+
+    def check_engines(self) -> None:
+        """EnginesGone if none has worked for too long."""
+        self._fleet.check(self._rollout.sglang.lost_minutes)
 
     async def load_weights(self, folder: Path, version: int, step: int) -> None:
         """Bring weights, which the updates of ``step`` have made, to every engine that works."""
@@ -203,10 +201,12 @@ class GroupSampler:
             self._judging[group.number] = task = asyncio.create_task(self._judge_group(group))
             task.add_done_callback(self._note_failure)
         self._whole.clear()
+        if self.is_held():
+            return
         self._begin_groups()
         while self._news or self._dispatch.has_arrived:  # nothing is sent for a group that is to be dropped
             await self._commit()
-        self._dispatch.send()
+        await self._dispatch.send(at_once=self._rounds)
 
     async def _commit(self) -> None:
         """Write everything that is new to the journal, then take note of it."""
@@ -253,7 +253,7 @@ class GroupSampler:
         ids = [response.arrays()[0] for response in group.responses]
         texts = await asyncio.to_thread(self._dataset.texts, ids)  # it takes a while for long responses
         found = await asyncio.gather(
-            *(self._judged(prompt, text, len(one)) for text, one in zip(texts, ids, strict=True))
+            *(self._judge.judge(prompt, text, len(one)) for text, one in zip(texts, ids, strict=True))
         )
         rewards = [one.reward for one in found]
         failures = [one.failure for one in found if one.failure]
@@ -262,13 +262,6 @@ class GroupSampler:
         if self._rollout.drop_uniform_groups and is_uniform(rewards):
             self._drop(group, "uniform")
         self._changed.set()
-
-    async def _judged(self, prompt: Prompt, text: str, tokens: int) -> Judgement:
-        try:
-            return await self._judge.judge(prompt, text, tokens)
-        except OSError as error:  # no room for a process, or for its files
-            self._report("reward_failed", detail=str(error))
-            return Judgement(self._config.reward.failed, "died", str(error))
 
     def _begin_groups(self) -> None:
         if self._rounds and (self._dispatch.is_busy or self._judging or self._whole or self._news):
@@ -285,10 +278,12 @@ class GroupSampler:
 
     def _chosen(self, step: int) -> list[Finished] | None:
         """The groups of ``step``; None while there are too few and more may come."""
+        count, is_last = self._rollout.prompts_per_step, self._is_exhausted()
+        if len(self._book.finished) < count and not is_last:
+            return None
         groups = sorted(self._book.finished.items())
         found = [group for _, group in groups if not self._must_go(group, step)]
-        count = self._rollout.prompts_per_step
-        return found[:count] if len(found) >= count or self._is_exhausted() else None
+        return found[:count] if len(found) >= count or is_last else None
 
     def _is_exhausted(self) -> bool:
         """Nothing more can come before the next weights."""

@@ -15,7 +15,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,20 +23,24 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-import aiohttp
+import uvloop
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.prompts import PromptSet
+from bapo_megatron.data.suites import Suite
 from bapo_megatron.data.tokenizer import load_tokenizer
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.reward.pool import RewardPool
-from bapo_megatron.rollout.fleet import EnginesGone, Fleet, Patience
+from bapo_megatron.rollout.fleet import EnginesGone, Fleet
+from bapo_megatron.rollout.held_out import HeldOut
+from bapo_megatron.rollout.judging import SteadyJudge
+from bapo_megatron.rollout.patience import Patience
 from bapo_megatron.rollout.requests import Dataset, limits_of, stop_token_ids
 from bapo_megatron.rollout.sampler import GroupSampler
 from bapo_megatron.rollout.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.sglang.fleet_broadcast import FleetBroadcast
-from bapo_megatron.rollout.sglang.server import ServerError, SglangServer
+from bapo_megatron.rollout.sglang.server import ServerError, SglangServer, open_session
 from bapo_megatron.rollout.signs_of_life import answering, tell
 
 
@@ -50,6 +54,8 @@ class Setup:
     """Of SGLang servers; none for the local engine."""
     device: str
     """Of the local engine."""
+    held_out: tuple[Suite, ...] = ()
+    """What `config.evaluation` names."""
 
 
 _TOLD = (ConfigError, RunStopped, EnginesGone, ServerError, OSError)
@@ -60,17 +66,22 @@ class Service:
     """Answers the trainer's questions."""
 
     def __init__(
-        self, sampler: GroupSampler, broadcast: FleetBroadcast, events: list[dict[str, Any]]
+        self,
+        sampler: GroupSampler,
+        broadcast: FleetBroadcast,
+        held_out: HeldOut,
+        events: list[dict[str, Any]],
     ) -> None:
-        self._sampler, self._broadcast = sampler, broadcast
+        self._sampler, self._broadcast, self._held_out = sampler, broadcast, held_out
         self._events = events
 
     async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The reply to one question, with what has happened since the last one."""
         asked: dict[str, Callable[..., Awaitable[Any]]] = {
-            "start": self._sampler.start,
+            "start": self._start,
             "next_batch": self._next_batch,
-            "load_weights": self._sampler.load_weights,
+            "evaluated": self._evaluated,
+            "load_weights": self._load_weights,
             "state": self._state,
             "checkpointed": self._sampler.checkpointed,
             "gather": self._broadcast.gather,
@@ -88,10 +99,25 @@ class Service:
         self._events.clear()
         return (*reply, events)
 
+    async def _start(self, first_step: int, state: dict[str, Any] | None) -> None:
+        self._held_out.start(first_step)
+        await self._sampler.start(first_step, state)
+
     async def _next_batch(self, step: int, wait_s: float) -> Path | Literal["weights"] | None:
-        if (path := await self._sampler.next_batch(step, wait_s)) is None and self._sampler.wants_weights:
-            return "weights"
-        return path
+        return self._or_weights(await self._sampler.next_batch(step, wait_s))
+
+    async def _evaluated(self, step: int, wait_s: float) -> Path | Literal["weights"] | None:
+        path = await self._held_out.responses(step, wait_s)
+        self._sampler.check_engines()
+        return self._or_weights(path)
+
+    def _or_weights(self, path: Path | None) -> Path | Literal["weights"] | None:
+        return "weights" if path is None and self._sampler.wants_weights else path
+
+    async def _load_weights(self, folder: Path, version: int, step: int) -> None:
+        self._held_out.expect(step)
+        await self._sampler.load_weights(folder, version, step)
+        self._held_out.begin()
 
     async def _begin(self, version: int) -> None:
         self._sampler.weights_are_coming(version)
@@ -99,7 +125,9 @@ class Service:
 
     async def _finish(self, version: int, step: int) -> str:
         digest = await self._broadcast.finish(version)
+        self._held_out.expect(step)
         self._sampler.weights_came(version, step)
+        self._held_out.begin()
         return digest
 
     async def _state(self) -> dict[str, Any]:
@@ -123,7 +151,7 @@ def main() -> None:
         if setup is None:  # the trainer has ended before it asked anything
             return
         collect_seldom()
-        asyncio.run(_serve(pipe, setup))
+        uvloop.run(_serve(pipe, setup))
     except (EOFError, ConnectionResetError, BrokenPipeError):
         os._exit(0)  # the trainer is gone; threads may still decode
     except RunStopped as stopped:  # what engines had in hand at the end could not be written
@@ -143,12 +171,12 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
     events: list[dict[str, Any]] = []
     async with AsyncExitStack() as opened:
         try:
-            sampler, fleet = await answering(pipe, _open(setup, opened, partial(_note, events)))
+            sampler, fleet, held_out = await answering(pipe, _open(setup, opened, partial(_note, events)))
         except (ConfigError, RunStopped) as error:  # after any other the trainer tries again
             await asyncio.to_thread(pipe.recv)  # whatever the trainer asks first
             tell(pipe, (*_failed(error), events))
             return
-        service = Service(sampler, FleetBroadcast(fleet, setup.config.rollout.sglang), events)
+        service = Service(sampler, FleetBroadcast(fleet, setup.config.rollout.sglang), held_out, events)
         while True:
             try:
                 question = await asyncio.to_thread(pipe.recv)
@@ -163,12 +191,13 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
 
 async def _open(
     setup: Setup, opened: AsyncExitStack, report: Callable[..., None]
-) -> tuple[GroupSampler, Fleet]:
+) -> tuple[GroupSampler, Fleet, HeldOut]:
     config, rollout = setup.config, setup.config.rollout
-    judge = RewardPool(config.reward, rollout.max_response_tokens)
-    await judge.start()
-    opened.push_async_callback(judge.close)
-    engines = await _engines(setup, opened)
+    pool = RewardPool(config.reward, rollout.max_response_tokens)
+    await pool.start()
+    opened.push_async_callback(pool.close)
+    judge = SteadyJudge(pool, config.reward.failed, report)
+    engines = await open_engines(config, setup.urls, setup.device, opened)
     local = rollout.engine == "local"
     most = rollout.prompts_per_step * rollout.group_size * 1000 if local else rollout.sglang.max_in_flight
     fleet = Fleet(engines, most, report, Patience(update_s=60 * rollout.sglang.update_minutes))
@@ -177,25 +206,29 @@ async def _open(
     dataset = Dataset(setup.problems.prompts, tokenizer, stop_token_ids(config.model.hf_path, tokenizer))
     sampler = GroupSampler(config, dataset, fleet, judge, report, rounds=local)
     opened.push_async_callback(sampler.close)
-    return sampler, fleet
+    held_out = HeldOut(config, setup.held_out, dataset, fleet, judge)
+    opened.callback(held_out.close)
+    if local:  # its answers hang, in their last bits, on what it is asked at the same time
+        sampler.is_held = lambda: held_out.is_busy
+    return sampler, fleet, held_out
 
 
-async def _engines(setup: Setup, opened: AsyncExitStack) -> list[Engine]:
-    config, sglang = setup.config, setup.config.rollout.sglang
-    if not setup.urls:
+async def open_engines(
+    config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack
+) -> list[Engine]:
+    """The SGLang servers at ``urls``, or the local engine on ``device`` if there are none."""
+    sglang = config.rollout.sglang
+    if not urls:
         from bapo_megatron.rollout.local import LocalEngine  # transformers takes seconds to import
         from bapo_megatron.rollout.local_model import LocalModel
 
         model = config.model
-        load = partial(LocalModel, model.hf_path, config.rollout.max_batch, model.dtype, setup.device)
+        load = partial(LocalModel, model.hf_path, config.rollout.max_batch, model.dtype, device)
         return [LocalEngine(await asyncio.to_thread(load))]
-    connector = aiohttp.TCPConnector(limit=0)  # as many as there are requests in flight
-    session = await opened.enter_async_context(aiohttp.ClientSession(connector=connector))
+    session = await opened.enter_async_context(open_session())
     deadlines = Deadlines(60 * sglang.request_minutes, 60 * sglang.update_minutes)
     limits = limits_of(config.model.hf_path)
-    return [
-        SglangEngine(SglangServer(url, session), limits, sglang.on_update, deadlines) for url in setup.urls
-    ]
+    return [SglangEngine(SglangServer(url, session), limits, sglang.on_update, deadlines) for url in urls]
 
 
 def _note(events: list[dict[str, Any]], kind: str, **fields: Any) -> None:

@@ -11,26 +11,31 @@ does not count.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
 from typing import Any
 
+import torch.distributed as dist
+
 from bapo_megatron import __version__
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.disk import writing
-from bapo_megatron.distributed import share
+from bapo_megatron.distributed import is_main, share
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.files import write_atomically
 from bapo_megatron.interfaces import Saving
-from bapo_megatron.state.pending import MANIFEST, PendingCheckpoint, digest, on_main, remove
+from bapo_megatron.state.pending import MANIFEST, Digests, PendingCheckpoint, digest, on_main, remove
+from bapo_megatron.state.run_directory import CHECKPOINT_NAME
 
-_NAME = re.compile(r"step_(\d{6,})(?:_update_(\d{3,}))?")
 _POLL_S = 0.05
+
+READERS = 4
+"""Files that a rank verifies at a time."""
 
 Moment = tuple[int, int]
 """Steps that were finished, and updates of the next one that were made."""
@@ -76,6 +81,10 @@ class CheckpointStore:
         self._pending: PendingCheckpoint | None = None
         self.newest: Moment = (0, 0)
         """Of which a checkpoint was begun, or that the run continues."""
+        self.holds: Callable[[int], bool] = lambda step: False
+        """Whether somebody still reads the checkpoint of a step, which then stays."""
+        self.scores: dict[int, float] = {}
+        """What the weights of a step are worth, for ``keep_best``. Rank 0's."""
 
     def begin(self, moment: Moment, save_policy: Callable[[Path], Saving], trainer: dict[str, Any]) -> None:
         """Begin to write the checkpoint of ``moment``; the one before it is settled. ``settle`` ends it.
@@ -105,22 +114,23 @@ class CheckpointStore:
                     return None
                 sleep(_POLL_S)
             self._pending = None
-            on_main(lambda: self._delete_all_but(self.newest))
+            on_main(self.delete_old)
         return Saved(step, updates, pending.seconds)
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint, None if there never was one. Reads every byte of it.
+        """The newest whole checkpoint, None if there never was one. Collective: each rank reads its share.
 
         Broken ones are passed over and named. CheckpointError if all are broken: to begin anew would
         erase the run's record, and that is for a person to decide.
         """
         problems = []
-        for moment, path in sorted(self._folders(), reverse=True):
+        for moment, path in share(sorted(self._folders(), reverse=True)):
             try:
                 return _read(path, moment)
             except CheckpointError as error:
                 problems.append(f"{path}: {error}")
-                print(f"passing over {problems[-1]}", flush=True)
+                if is_main():
+                    print(f"passing over {problems[-1]}", flush=True)
         if problems:
             raise CheckpointError(
                 "no checkpoint of the run is whole:\n"
@@ -138,9 +148,35 @@ class CheckpointStore:
         """Of the checkpoints that are there; 0 if there is none."""
         return min((step for (step, _), _ in self._folders()), default=0)
 
+    def steps(self) -> list[int]:
+        """Those with a checkpoint at their end, up to the newest that counts."""
+        return sorted(
+            step for (step, updates), _ in self._folders() if not updates and step <= self.newest[0]
+        )
+
+    def delete_old(self) -> None:
+        """Keep the newest and those before it that are to be kept, on rank 0. Later ones were passed over:
+        they go."""
+        found = sorted(self._folders())
+        kept = [moment for moment, _ in found if moment <= self.newest]
+        whole_steps = [step for step, updates in kept if not updates]
+        recent = kept[-self._config.keep_last :]
+        stay = {step for step in whole_steps if self.holds(step)} | self._milestones(whole_steps)
+        for moment, path in found:
+            step, updates = moment
+            if moment not in recent and (updates or moment > self.newest or step not in stay):
+                remove(path)
+
+    def _milestones(self, steps: Sequence[int]) -> set[int]:
+        """Those of ``steps`` that ``keep_every`` and ``keep_best`` name; of equally good ones the later."""
+        every, best = self._config.keep_every, self._config.keep_best
+        scored = sorted((self.scores[step], step) for step in steps if step in self.scores)
+        found = {step for _, step in scored[-best:]} if best else set()
+        return found | {step for step in steps if every is not None and step % every == 0}
+
     def _folders(self) -> Iterator[tuple[Moment, Path]]:
         for path in self.folder.glob("step_*"):
-            if match := _NAME.fullmatch(path.name):
+            if match := CHECKPOINT_NAME.fullmatch(path.name):
                 yield (int(match[1]), int(match[2] or 0)), path
 
     def _start(self, temporary: Path) -> None:
@@ -148,29 +184,37 @@ class CheckpointStore:
         self.clear_leftovers()
         temporary.mkdir(parents=True)
 
-    def _delete_all_but(self, newest: Moment) -> None:
-        """Keep ``newest`` and those before it that are to be kept. Later ones were passed over: they go."""
-        every, last = self._config.keep_every, self._config.keep_last
-        found = sorted(self._folders())
-        recent = [moment for moment, _ in found if moment <= newest][-last:]
-        for moment, path in found:
-            step, updates = moment
-            is_milestone = every is not None and step % every == 0 and not updates and moment <= newest
-            if not (moment in recent or is_milestone):
-                remove(path)
-
 
 def _read(path: Path, moment: Moment) -> Checkpoint:
+    """The checkpoint, or CheckpointError on every rank alike. Collective."""
+    files, problem = share(_manifest(path) if is_main() else None)
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, _differences(path, files))
+    if found := problem or next((told for told in problems if told), None):
+        raise CheckpointError(found)
+    trainer = share(json.loads((path / "trainer.json").read_text()) if is_main() else None)
+    return Checkpoint(path, moment, trainer)
+
+
+def _manifest(path: Path) -> tuple[Digests, str | None]:
+    """What the files must be, the largest first; or why nobody knows."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        files = dict(manifest["files"])
+        files = dict(json.loads((path / MANIFEST).read_text())["files"])
+        return dict(sorted(files.items(), key=lambda item: -item[1]["bytes"])), None
     except FileNotFoundError:
-        raise CheckpointError("it has no manifest") from None
+        return {}, "it has no manifest"
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"its manifest cannot be read: {error!r}") from None
-    for name, recorded in files.items():
-        if not (path / name).is_file():
-            raise CheckpointError(f"{name} is missing")
-        if digest(path / name) != recorded:
-            raise CheckpointError(f"{name} differs from the manifest")
-    return Checkpoint(path, moment, json.loads((path / "trainer.json").read_text()))
+        return {}, f"its manifest cannot be read: {error!r}"
+
+
+def _differences(path: Path, files: Digests) -> str | None:
+    """What is wrong with the first bad file of this rank's share. Files come in turn to the ranks."""
+    mine = list(files)[dist.get_rank() :: dist.get_world_size()]
+    with ThreadPoolExecutor(READERS, thread_name_prefix="verify") as pool:
+        return next(filter(None, pool.map(lambda name: _wrong(path, name, files[name]), mine)), None)
+
+
+def _wrong(path: Path, name: str, recorded: dict[str, Any]) -> str | None:
+    if not (path / name).is_file():
+        return f"{name} is missing"
+    return f"{name} differs from the manifest" if digest(path / name) != recorded else None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bapo_megatron.disk import writing
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.files import sync_file, sync_folder, write_atomically
+from bapo_megatron.files import publish_folder, write_atomically
 
 SHARD_BYTES = 4 * 2**30
 
@@ -38,7 +38,7 @@ def export_hf(
             temporary.mkdir(parents=True)
             _copy_reference(reference, temporary)
             _write_shards(weights, temporary, shard_bytes)
-            _publish(temporary, output)
+            publish_folder(temporary, output)
     else:
         for _ in weights:
             pass
@@ -98,18 +98,3 @@ def check_output(output: Path) -> None:
         return
     if output.exists():
         raise ConfigError(f"{output} exists and is no Hugging Face folder, so it is kept: name another")
-
-
-def _publish(temporary: Path, output: Path) -> None:
-    for path in temporary.iterdir():
-        sync_file(path)
-    sync_folder(temporary)
-    replaced = output.with_name(f".{output.name}.replaced")
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    if output.exists():
-        output.rename(replaced)
-    temporary.rename(output)
-    sync_folder(output.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)

@@ -1,4 +1,4 @@
-"""Where a run's metrics go: metrics.jsonl and updates.jsonl always, TensorBoard and W&B when asked for."""
+"""Where a run's metrics go: JSON lines (steps, updates, evaluations), TensorBoard and W&B when asked for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from bapo_megatron.config import LoggingConfig
 from bapo_megatron.disk import writing
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.files import write_atomically
-from bapo_megatron.state.logs import JsonlLog, finite_json
+from bapo_megatron.state.logs import JsonlLog, finite_json, read_jsonl
 from bapo_megatron.types import Metrics
 
+EVALUATIONS = "evaluations.jsonl"
 _WANDB_ID_FILE = "wandb_id"
 
 
@@ -34,6 +35,13 @@ def check_logging(logging: LoggingConfig) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def evaluation_means(run_dir: Path) -> dict[int, float]:
+    """``eval/mean`` of the steps that were evaluated."""
+    log = run_dir / EVALUATIONS
+    rows = read_jsonl(log) if log.exists() else []
+    return {row["step"]: row["eval/mean"] for row in rows}
+
+
 class MetricsLog:
     """The metrics of one run. Steps count from 1; ``resume_step`` is the last that a checkpoint holds.
 
@@ -46,14 +54,27 @@ class MetricsLog:
     ) -> None:
         self._steps = JsonlLog(run_dir / "metrics.jsonl")
         self._updates = JsonlLog(run_dir / "updates.jsonl")
-        for log in (self._steps, self._updates):
+        self._evaluations = JsonlLog(run_dir / EVALUATIONS)
+        for log in (self._steps, self._updates, self._evaluations):
             log.rewind(resume_step)
+        self._evaluated = evaluation_means(run_dir).keys()
         self._run_dir = run_dir
         self._boards = _boards(run_dir, logging, resume_step, run_config)
 
     def write_step(self, step: int, metrics: Metrics) -> None:
         """Write the metrics of one step everywhere."""
         self._steps.append({"step": step, **metrics})
+        self._show(step, metrics)
+
+    def write_evaluation(self, step: int, metrics: Metrics) -> bool:
+        """Write everywhere what the weights that ``step`` has made are worth; False if it is there."""
+        if step in self._evaluated:
+            return False
+        self._evaluations.append({"step": step, **metrics})
+        self._show(step, metrics)
+        return True
+
+    def _show(self, step: int, metrics: Metrics) -> None:
         numbers = {name: value for name, value in finite_json(metrics).items() if value is not None}
         for board in self._boards:
             with writing("what the boards show", self._run_dir):
@@ -67,6 +88,7 @@ class MetricsLog:
         """Flush and release everything."""
         self._steps.close()
         self._updates.close()
+        self._evaluations.close()
         for board in self._boards:
             board.close()
 

@@ -1,13 +1,14 @@
 """One run, one directory, one process that writes to it.
 
 run/  config.json  metrics.jsonl  updates.jsonl  events.jsonl  journal/  checkpoints/  tensorboard/
-      report/  export/
+      report/  export/  exports/
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,15 +19,21 @@ from bapo_megatron.config_checks import flat
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.files import write_atomically
 
-FORMAT = 1
+FORMAT = 2
 """Version of the directory's layout. A program that meets another refuses."""
+
+CHECKPOINT_NAME = re.compile(r"step_(\d{6,})(?:_update_(\d{3,}))?")
+"""Of a checkpoint's folder: finished steps, and updates of the step after them."""
+
+Change = tuple[str, Any, Any]
+"""A field's name, what it was, what it is."""
 
 # What may differ when a run is continued: how far, where, how fast, how it is shown, what it waits for; but
 # not what it computes. Names that end with a dot or an underscore stand for all that begin so.
 _STEPS = "steps"
 _MAY_CHANGE = (
     *(_STEPS, "name", "run_dir", "allow_change", "hang_minutes"),
-    *("parallel.", "checkpoint.", "logging.", "batch."),
+    *("parallel.", "checkpoint.", "logging.", "evaluation.", "batch."),
     *("algorithm.gap_", "algorithm.on_gap"),
     *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),
     *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps", "rollout.sglang."),
@@ -71,8 +78,8 @@ def check_same_run(config: RunConfig) -> None:
         )
 
 
-def changes(config: RunConfig, stored: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Fields that differ from a stored configuration: name, what was, what is."""
+def changes(config: RunConfig, stored: dict[str, Any]) -> list[Change]:
+    """Fields that differ from a stored configuration."""
     ours = _as_json(config)
     return [
         (name, stored.get(name), ours.get(name))
@@ -92,12 +99,26 @@ def _may_change(name: str, config: RunConfig) -> bool:
     return name.startswith(prefixes) and name not in _MAY_NOT_CHANGE
 
 
-def store_config(config: RunConfig) -> list[tuple[str, Any, Any]]:
-    """Write the resolved configuration into the run directory; how it differs from the one before."""
+def changed_settings(config: RunConfig) -> list[Change]:
+    """How the configuration differs from the one that is stored; of a new run not at all."""
     before = read_config(config.directory)
+    return changes(config, before) if before else []
+
+
+def check_within_step(changed: list[Change], config: RunConfig) -> None:
+    """ConfigError if a step that a checkpoint has cut would go on in another way than it began."""
+    names = {name for name, *_ in changed} & set(config.allow_change)
+    if named := sorted(name for name in names if name.startswith("algorithm.") or name == "seed"):
+        raise ConfigError(
+            f"{', '.join(named)}: the newest checkpoint lies within a step, which must end as it began; "
+            "continue without the change until the next checkpoint, and change it then"
+        )
+
+
+def store_config(config: RunConfig) -> None:
+    """Write the resolved configuration into the run directory."""
     stored = {"format": FORMAT, "config": _as_json(config)}
     write_atomically(config.directory / "config.json", json.dumps(stored, indent=2) + "\n")
-    return changes(config, before) if before else []
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:

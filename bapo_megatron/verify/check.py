@@ -15,6 +15,7 @@ from typing import Any
 
 from bapo_megatron.algo.bounds import Bounds, search_bounds, sum_count
 from bapo_megatron.build import build_policy
+from bapo_megatron.canary import CanarySpec, canary_sequences, scored, unscored
 from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config_checks import flat
 from bapo_megatron.distributed import is_main, share
@@ -22,7 +23,6 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.policy.hf_config import read_model_shape
 from bapo_megatron.preflight import check_weights
-from bapo_megatron.verify.canary import CanarySpec, canary_sequences, scored, unscored
 from bapo_megatron.verify.certificate import (
     Certificate,
     identity_differences,

@@ -42,3 +42,15 @@ bapo_run_command() {  # name of the log, RUN, command: one srun of it
     bapo_event "${name}_done" "exit_code=$code" "shard=${BAPO_SHARD:-0}"
     return "$code"
 }
+
+bapo_pick_evaluation() {  # STEPS SUITES element: its step and its suite, or what is wrong
+    local steps suites
+    IFS=, read -ra steps <<<"$1"
+    IFS=, read -ra suites <<<"$2"
+    if (($3 >= ${#steps[@]} * ${#suites[@]})); then
+        echo "element $3: ${#steps[@]} steps and ${#suites[@]} suites make" \
+            "--array=0-$((${#steps[@]} * ${#suites[@]} - 1))"
+        return 1
+    fi
+    echo "${steps[$3 / ${#suites[@]}]} ${suites[$3 % ${#suites[@]}]}"
+}

@@ -75,7 +75,7 @@ bapo_told() {  # a signal: every rank is to save and stop
 # Wait for the trainer (pid of its srun), beside the rollout servers' srun if there is one. The exit code is
 # the job's. bash runs traps only between commands, so nothing here waits in the foreground for long.
 bapo_supervise() {
-    local rollout=${2:-} code given_up='' looked=$SECONDS
+    local rollout=${2:-} code given_up='' looked=$SECONDS failed='' failed_at=0
     BAPO_TRAINER=$1
     bapo_engines=''
     bapo_event job_ready "step=$(bapo_checkpoint_step)"
@@ -94,6 +94,14 @@ bapo_supervise() {
             bapo_event save_given_up "step=$(bapo_checkpoint_step)"
             kill -TERM "$BAPO_TRAINER" 2>/dev/null  # srun ends its step at once
         fi
+        if [[ -z $failed ]]; then
+            failed=$(bapo_first_failure) failed_at=$SECONDS
+        elif ((failed_at > 0 && SECONDS - failed_at >= BAPO_CRASH_WAIT_S)); then
+            failed_at=0
+            bapo_event ranks_ended "rank=${failed% *}" "exit_code=${failed#* }"
+            bapo_say "rank ${failed% *} ended with ${failed#* } and others wait for it: they are ended"
+            kill -TERM "$BAPO_TRAINER" 2>/dev/null
+        fi
         if ((BAPO_EXPECTED > 0 && SECONDS - looked >= BAPO_LOOK_S)); then
             looked=$SECONDS
             bapo_watch_engines
@@ -101,6 +109,9 @@ bapo_supervise() {
     done
     builtin wait "$BAPO_TRAINER"
     code=$?
+    # srun tells the largest code; those that were ended, or fell over the first, say nothing of why.
+    failed=${failed:-$(bapo_first_failure)}
+    [[ -z $failed || $code = 85 ]] || code=${failed#* }
     [[ -z $rollout ]] || kill -TERM "$rollout" 2>/dev/null
     bapo_finish "$code"
 }

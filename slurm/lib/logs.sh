@@ -5,10 +5,31 @@ bapo_say() { echo "[$(date +%T)] $*"; }
 
 bapo_open_logs() {
     BAPO_LOGS=$BAPO_RUN/logs/$SLURM_JOB_ID/$BAPO_RESTART
-    mkdir -p "$BAPO_LOGS" || bapo_refuse "the run directory $BAPO_RUN cannot be written to"
+    bapo_await_disk
     export BAPO_LOGS
     echo "job $SLURM_JOB_ID, restart $BAPO_RESTART: logs are in $BAPO_LOGS"
     exec >>"$BAPO_LOGS/job.log" 2>&1
+}
+
+# A file system that fails may come back; another reason not to write is told at once.
+bapo_await_disk() {
+    local deadline=$((SECONDS + BAPO_DISK_WAIT_S)) problem
+    until problem=$(LC_ALL=C mkdir -p "$BAPO_LOGS/ended" 2>&1); do
+        if ! [[ $problem =~ Input/output|Stale|endpoint ]] || ((SECONDS >= deadline)); then
+            bapo_refuse "the run directory $BAPO_RUN cannot be written to: $problem"
+        fi
+        sleep 5 & builtin wait $!
+    done
+}
+
+# RANK CODE of the first rank that ended badly, by the files that task.sh leaves; nothing if none has.
+bapo_first_failure() {
+    local files file code
+    files=$(find "$BAPO_LOGS/ended" -type f ! -name '*.tmp' -printf '%T@ %p\n' 2>/dev/null | sort -n)
+    while read -r _ file; do
+        if [[ -z $file ]] || ! read -r code <"$file"; then continue; fi
+        [[ $code = 0 || $code = 85 ]] || { echo "${file##*/} $code"; return; }
+    done <<<"$files"
 }
 
 # The last line of the log of the rank that went first: those that follow complain of its absence.
@@ -20,9 +41,16 @@ bapo_cause() {
             echo "${line:-$(grep -v '^[[:space:]]*$' "$log" | tail -n 1)} (${log##*/})"
             return
         fi
-    done < <(ls -tr "$BAPO_LOGS"/trainer-*.log 2>/dev/null)
+    done < <(bapo_logs_in_order)
     line=$(grep -E '^(srun|slurmstepd).*(Killed|oom|Node failure|error:)' "$BAPO_LOGS/job.log" | tail -n 1)
     echo "${line:-no trainer said why}"
+}
+
+bapo_logs_in_order() {  # of the trainer: the first rank's that ended badly, then as they were last written
+    local rank
+    rank=$(bapo_first_failure)
+    [[ -z $rank ]] || ls "$BAPO_LOGS"/trainer-*-"${rank% *}.log" 2>/dev/null
+    ls -tr "$BAPO_LOGS"/trainer-*.log 2>/dev/null
 }
 
 # The end of a job that will not come back, told where one looks first: at the top of its log, and at the end.

@@ -7,7 +7,7 @@ bapo_budget() {  # of a kind of end
         engines) echo "$BAPO_MAX_CRASHES" ;;
         preemption) echo "$BAPO_MAX_PREEMPTIONS" ;;
         time_limit) echo "$BAPO_MAX_TIME_LIMITS" ;;
-        node) echo "$BAPO_MAX_NODE_FAILURES" ;;
+        node | storage) echo "$BAPO_MAX_NODE_FAILURES" ;;
     esac
 }
 
@@ -32,28 +32,50 @@ bapo_kind_of_end() {
     elif ((code == 2)); then echo config
     elif ((code == 3)); then
         if bapo_lacks_engines; then echo engines; else echo stopped; fi
+    elif ((code == 4)); then echo storage
+    elif bapo_loses_a_node; then echo node
     else echo crash
     fi
 }
 
+# Ranks of a node that fails may be gone before Slurm says that it is down.
+bapo_loses_a_node() {
+    local look
+    for look in 1 2 3; do
+        sleep 1
+        [[ -n $(bapo_down_nodes) ]] && return 0
+    done
+    return 1
+}
+
+# Whether a kind of end is not the run's fault. A time limit is not if its ranks ended well (85): there was
+# nothing newer to save, while the journal keeps what was sampled. Ranks that could not save would fail again.
+bapo_is_blameless() {  # kind, exit code
+    case $1 in
+        preemption | node | storage) return 0 ;;
+        time_limit) (($2 == 85)) ;;
+        *) return 1 ;;
+    esac
+}
+
 # Whether a job that ended so may come back. Takes note of it; says why not.
-bapo_may_requeue() {
-    local kind=$1 step count budget
-    step=$(bapo_checkpoint_step) count=$((${bapo_state[$kind]} + 1)) budget=$(bapo_budget "$kind")
+bapo_may_requeue() {  # kind, exit code
+    local kind=$1 code=${2:-1} progress count budget
+    progress=$(bapo_progress) count=$((${bapo_state[$kind]} + 1)) budget=$(bapo_budget "$kind")
     if ((count > budget)); then
         echo "$kind number $count, and the budget is $budget"
         return 1
     fi
-    if ((step > bapo_state[step_requeue])); then
-        bapo_write_state "$kind=$count" idle=0 "step_requeue=$step"
+    if ((progress > bapo_state[progress])); then
+        bapo_write_state "$kind=$count" idle=0 "progress=$progress"
         return 0
     fi
-    # Not the run's fault: a few may come before its next checkpoint.
-    if [[ $kind = preemption || $kind = node ]] && ((bapo_state[idle] < BAPO_MAX_IDLE)); then
+    # A few may come before its next checkpoint.
+    if bapo_is_blameless "$kind" "$code" && ((bapo_state[idle] < BAPO_MAX_IDLE)); then
         bapo_write_state "$kind=$count" "idle=$((bapo_state[idle] + 1))"
         return 0
     fi
-    echo "$kind, and no newer checkpoint than step $step since the last requeue"
+    echo "$kind, and no newer checkpoint than step $((progress / 1000000)) since the last requeue"
     return 1
 }
 
@@ -100,7 +122,7 @@ bapo_finish() {
     cause=$(bapo_cause)
     if [[ $kind = config || $kind = stopped ]]; then
         why="the run says that to start again would not help"
-    elif why=$(bapo_may_requeue "$kind"); then
+    elif why=$(bapo_may_requeue "$kind" "$code"); then
         bapo_read_state  # what the subshell above has written
         bapo_event job_requeue "reason=$kind" "count=${bapo_state[$kind]}" "step=$step" "exit_code=$code" \
             "cause=$cause"

@@ -11,11 +11,13 @@ BAPO_MOUNTS=${BAPO_MOUNTS:-}                        # HOST:CONTAINER,... for pyx
 BAPO_LEAD_S=${BAPO_LEAD_S:-600}                     # before the end of the job, to save and stop
 BAPO_MARGIN_S=${BAPO_MARGIN_S:-30}                  # before the end of the job, when saving is given up
 BAPO_WAIT_S=${BAPO_WAIT_S:-900}                     # for the other ranks, once the first has ended
+BAPO_CRASH_WAIT_S=${BAPO_CRASH_WAIT_S:-60}         # for the others, once one of them has failed
+BAPO_DISK_WAIT_S=${BAPO_DISK_WAIT_S:-300}           # at the start, for a file system that fails
 BAPO_MAX_CRASHES=${BAPO_MAX_CRASHES:-5}             # budgets of one job, each of its own kind
 BAPO_MAX_PREEMPTIONS=${BAPO_MAX_PREEMPTIONS:-100}
 BAPO_MAX_TIME_LIMITS=${BAPO_MAX_TIME_LIMITS:-500}
 BAPO_MAX_NODE_FAILURES=${BAPO_MAX_NODE_FAILURES:-20}
-BAPO_MAX_IDLE=${BAPO_MAX_IDLE:-3}                   # preemptions and lost nodes in a row without a checkpoint
+BAPO_MAX_IDLE=${BAPO_MAX_IDLE:-3}                   # ends that are not its fault, without a checkpoint
 BAPO_SERVERS_PER_NODE=${BAPO_SERVERS_PER_NODE:-1}   # SGLang servers on a rollout node
 BAPO_SERVER_GPUS=${BAPO_SERVER_GPUS:-8}             # GPUs of each: rollout.sglang.tensor
 BAPO_ENGINES=${BAPO_ENGINES:-}                      # servers to wait for; none: all of this job's own
@@ -33,7 +35,7 @@ bapo_refuse() {  # message: the job was asked for something that cannot be
 
 bapo_check_numbers() {
     local name
-    for name in LEAD_S MARGIN_S WAIT_S MAX_CRASHES MAX_PREEMPTIONS MAX_TIME_LIMITS \
+    for name in LEAD_S MARGIN_S WAIT_S CRASH_WAIT_S DISK_WAIT_S MAX_CRASHES MAX_PREEMPTIONS MAX_TIME_LIMITS \
         MAX_NODE_FAILURES MAX_IDLE SERVERS_PER_NODE SERVER_GPUS ENGINES_WAIT_S HEALTH_WAIT_S FRESH_S \
         LOOK_S; do
         local variable=BAPO_$name

@@ -1,14 +1,14 @@
 # shellcheck shell=bash disable=SC2034
 # RUN/slurm.state: what has to outlive a restart, as name=value lines. Written aside, then renamed.
 
-BAPO_STATE_NAMES=(job restart status signal step_requeue crash preemption time_limit node engines idle
+BAPO_STATE_NAMES=(job restart status signal progress crash preemption time_limit node storage engines idle
     excluded end nodes)
 declare -A bapo_state
 
 bapo_read_state() {
     local name value
-    bapo_state=([job]=$SLURM_JOB_ID [step_requeue]=-1 [crash]=0 [preemption]=0 [time_limit]=0 [node]=0
-        [engines]=0 [idle]=0 [excluded]='' [status]=new [signal]='')
+    bapo_state=([job]=$SLURM_JOB_ID [progress]=-1 [crash]=0 [preemption]=0 [time_limit]=0 [node]=0
+        [storage]=0 [engines]=0 [idle]=0 [excluded]='' [status]=new [signal]='')
     [[ -f $BAPO_RUN/slurm.state ]] || return 0
     # Another job is another decision of a person: it begins with full budgets.
     grep -qx "job=$SLURM_JOB_ID" "$BAPO_RUN/slurm.state" || return 0
@@ -23,12 +23,16 @@ bapo_write_state() {  # [name=value ...] to change before it is written
     done >"$temporary" && sync "$temporary" && mv -f "$temporary" "$BAPO_RUN/slurm.state"
 }
 
-bapo_checkpoint_step() {  # of the newest checkpoint with a manifest, which is written last; 0 for none
-    local folder name newest=0
+# How far the newest checkpoint with a manifest (it is written last) is: steps, as millions, and updates of
+# the step after them. 0 for none.
+bapo_progress() {
+    local folder progress newest=0
     for folder in "$BAPO_RUN"/checkpoints/step_*; do
-        name=${folder##*/step_}
-        [[ $name =~ ^[0-9]+$ && -s $folder/manifest.json ]] || continue
-        ((10#$name > newest)) && newest=$((10#$name))
+        [[ ${folder##*/} =~ ^step_([0-9]+)(_update_([0-9]+))?$ && -s $folder/manifest.json ]] || continue
+        progress=$((10#${BASH_REMATCH[1]} * 1000000 + 10#${BASH_REMATCH[3]:-0}))
+        ((progress > newest)) && newest=$progress
     done
     echo "$newest"
 }
+
+bapo_checkpoint_step() { echo $(($(bapo_progress) / 1000000)); }  # the last finished step of that checkpoint

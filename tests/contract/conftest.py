@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -33,7 +32,7 @@ from bapo_megatron.rollout.sglang.process import (
     server_environment,
     sglang_python,
 )
-from bapo_megatron.rollout.sglang.server import SglangServer
+from bapo_megatron.rollout.sglang.server import SglangServer, open_session
 
 from .blocking import BlockingEngine
 
@@ -100,7 +99,7 @@ class Servers:
         url = self.shared(model).url
 
         async def make() -> Engine:
-            server = SglangServer(url, aiohttp.ClientSession())
+            server = SglangServer(url, open_session())
             return SglangEngine(server, limits_of(model))
 
         engine = BlockingEngine(make, model, self._folder / f"{model.name}-weights")

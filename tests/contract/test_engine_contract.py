@@ -174,9 +174,11 @@ def test_greedy_takes_the_most_probable_token_and_reports_temperature_1(
 def test_sampling_follows_the_softmax(start: Start, make_model: MakeModel) -> None:
     """Chi-square over a vocabulary of 16; 44.3 is exceeded once in 10,000 by a true sampler."""
     folder = make_model("qwen2", vocab_size=16)
-    draws = 2000
+    draws, at_a_time = 2000, 500
     asked = [request(i, seed=i, new=1, temperature=1.5) for i in range(draws)]
-    tokens = [int(a.token_ids_R[0]) for a in start(folder, max_batch=500).generate(asked)]
+    engine = start(folder, max_batch=at_a_time)
+    answers = [a for i in range(0, draws, at_a_time) for a in engine.generate(asked[i : i + at_a_time])]
+    tokens = [int(a.token_ids_R[0]) for a in answers]
     with torch.inference_mode():
         logits = reference_model(folder)(torch.tensor([[1, 2, 3]])).logits[0, -1].double()
     expected = torch.softmax(logits / 1.5, -1).numpy() * draws

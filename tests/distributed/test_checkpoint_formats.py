@@ -157,19 +157,26 @@ PP2_VPP2 = ParallelConfig(pipeline=2, virtual=2)
 PP4 = ParallelConfig(pipeline=4)
 CP2_DP2 = ParallelConfig(context=2, data=2)
 DP2_PP2 = ParallelConfig(data=2, pipeline=2)
+TP2_CP2 = ParallelConfig(tensor=2, context=2)
+TP2_PP2_VPP2 = ParallelConfig(tensor=2, pipeline=2, virtual=2)
 
 
 @pytest.mark.parametrize(
-    ("written", "others"),
+    ("family", "written", "others"),
     [
-        (TP2_PP2, [ONE, PP2_VPP2, TP2_SP_DP2]),
-        (PP2_VPP2, [TP2_PP2, CP2_DP2]),
-        (TP2_SP_DP2, [PP4, PP2_VPP2]),
-        (CP2_DP2, [TP2_SP_DP2, DP2_PP2]),
-        (ONE, [DP2_PP2, TP2_PP2]),
+        ("qwen2", TP2_PP2, [ONE, PP2_VPP2, TP2_SP_DP2]),
+        ("qwen2", PP2_VPP2, [TP2_PP2, CP2_DP2]),
+        ("qwen2", TP2_SP_DP2, [PP4, PP2_VPP2]),
+        ("qwen2", CP2_DP2, [TP2_SP_DP2, DP2_PP2, TP2_PP2_VPP2]),
+        ("qwen2", ONE, [DP2_PP2, TP2_PP2]),
+        ("qwen3", TP2_PP2_VPP2, [TP2_CP2, PP4]),
+        ("qwen3", TP2_CP2, [PP2_VPP2]),
+        ("llama", PP4, [TP2_CP2, TP2_PP2_VPP2]),  # tied: the first and the last stage have the embedding
+        ("llama", TP2_CP2, [ONE, PP2_VPP2]),
     ],
 )
 def test_the_trainer_loads_its_checkpoints_at_any_layout(
+    family: str,
     written: ParallelConfig,
     others: list[ParallelConfig],
     models: dict[str, Path],
@@ -177,7 +184,7 @@ def test_the_trainer_loads_its_checkpoints_at_any_layout(
     tmp_path: Path,
 ) -> None:
     """Loaded elsewhere and saved again, weights and optimizer are what they were, bit for bit."""
-    model, path = models["qwen2"], tmp_path / "policy"
+    model, path = models[family], tmp_path / "policy"
     [(saved, _), *_] = run_layout(save, written, model, "bfloat16", written, path, samples, STACKED)
     assert inspect_checkpoint(path).written_at == sizes_of(written)
     for number, other in enumerate(others):

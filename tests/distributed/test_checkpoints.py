@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +12,11 @@ import torch
 
 from bapo_megatron.algo.bapo import grpo
 from bapo_megatron.algo.objective import loss_fn, search
-from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.config import BatchConfig, CheckpointConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.state import checkpoint
+from bapo_megatron.state.pending import digest
 from tests.models import random_samples, save_tiny_model
 from tests.saves import complete
 from tests.workers import run_layout
@@ -119,3 +123,46 @@ def test_a_checkpoint_before_any_update(qwen2: Path, samples: list[Sample], tmp_
     arguments = (qwen2, samples, tmp_path / "policy")
     [(fresh, loaded)] = run_layout(save_before_any_update, ParallelConfig(), *arguments)
     assert fresh == loaded
+
+
+def _verified(folder: Path) -> tuple[int, list[str]]:
+    """The step of the checkpoint that is taken, and the files that this rank has read."""
+    read: list[str] = []
+    real = checkpoint.digest
+
+    def noting(path: Path) -> dict[str, Any]:
+        read.append(path.name)
+        return real(path)
+
+    checkpoint.digest = noting
+    latest = checkpoint.CheckpointStore(folder, CheckpointConfig()).latest()
+    assert latest is not None
+    assert latest.trainer == {"version": latest.step}
+    return latest.step, read
+
+
+def _write_checkpoint(folder: Path, step: int, sizes: list[int]) -> None:
+    path = folder / f"checkpoints/step_{step:06d}"
+    path.mkdir(parents=True)
+    (path / "trainer.json").write_text(json.dumps({"version": step}))
+    for number, size in enumerate(sizes):
+        (path / f"part{number}").write_bytes(bytes([number]) * size)
+    files = {file.name: digest(file) for file in path.iterdir()}
+    (path / "manifest.json").write_text(json.dumps({"files": files}))
+
+
+@pytest.mark.parametrize("damaged", range(5))
+def test_ranks_share_the_reading_of_a_checkpoint(damaged: int, tmp_path: Path) -> None:
+    """Whichever rank's share is damaged, all ranks take the same older one."""
+    sizes = [100, 5000, 3000, 4000, 2000]
+    _write_checkpoint(tmp_path, 1, sizes)
+    _write_checkpoint(tmp_path, 2, sizes)
+    first = run_layout(_verified, ParallelConfig(data=2), tmp_path)
+    assert [step for step, _ in first] == [2, 2]
+    # By size: part1 part3 part2 part4 part0 trainer.json, in turn.
+    assert [sorted(read) for _, read in first] == [
+        ["part0", "part1", "part2"],
+        ["part3", "part4", "trainer.json"],
+    ]
+    (tmp_path / f"checkpoints/step_000002/part{damaged}").write_bytes(bytes(sizes[damaged]) + b"x")
+    assert [step for step, _ in run_layout(_verified, ParallelConfig(data=2), tmp_path)] == [1, 1]

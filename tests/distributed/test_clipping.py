@@ -11,6 +11,7 @@ import torch
 
 from bapo_megatron.algo.bapo import balanced
 from bapo_megatron.algo.objective import contribution_fn, loss_fn, search, update_metrics
+from bapo_megatron.algo.polarity_control import PolarityConfig
 from bapo_megatron.clipping import Clipping
 from bapo_megatron.config import (
     AlgorithmConfig,
@@ -70,8 +71,8 @@ def answer(
     for _ in range(updates):
         loss, found = clipping.loss(policy, packs, on_policy=False)
         result = policy.update(packs, loss)
-        clipping.observe(result.sums)
-        metrics.append(update_metrics(result.sums, found, algorithm.bounds))
+        weights = clipping.observe(result.sums)
+        metrics.append({**update_metrics(result.sums, found, algorithm.bounds), **weights})
         norms.append(result.grad_norm)
     return Answer(metrics, norms, log_probs, policy.pack_layout)
 
@@ -102,6 +103,33 @@ def test_held_forwards_make_the_same_updates(
                 theirs["bapo/clip_low"],
                 theirs["bapo/clip_high"],
             )
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(tensor=2, sequence=True),
+        ParallelConfig(pipeline=2),
+        ParallelConfig(context=2),
+        ParallelConfig(data=2),
+    ],
+    ids=["tp2-sp", "pp2", "cp2", "dp2"],
+)
+def test_polarity_and_diagnostics_at_every_layout(
+    parallel: ParallelConfig, qwen2: Path, samples: list[Sample]
+) -> None:
+    """A target far above the entropy: from the second update on the weights are 1.5 and 0.5."""
+    algorithm = AlgorithmConfig(bounds=EXACT, polarity=PolarityConfig(True, target_entropy=100.0))
+    one = ParallelConfig()
+    [single] = run_layout(answer, one, qwen2, samples, one, algorithm)
+    [plain] = run_layout(answer, one, qwen2, samples, one, scoped("update"))
+    assert single.grad_norms[0] == plain.grad_norms[0]
+    assert single.grad_norms[1] != pytest.approx(plain.grad_norms[1], rel=1e-2)
+    for ranks in run_layout(answer, parallel, qwen2, samples, parallel, algorithm):
+        assert ranks.grad_norms == pytest.approx(single.grad_norms, rel=1e-4)
+        for ours, theirs in zip(ranks.metrics, single.metrics, strict=True):
+            assert known(ours) == pytest.approx(known(theirs), rel=2e-4, abs=2e-5)
+        assert ranks.metrics[1]["polarity/expanding_weight"] == 1.5
 
 
 @pytest.mark.parametrize(

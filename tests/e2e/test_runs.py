@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from bapo_megatron.state.logs import read_jsonl
-from bapo_megatron.types import Metrics
 from tests.accounts import check_run
+from tests.metrics import results
 from tests.processes import sampler_of
 from tests.raw_journal import keeping_logs
 from tests.small_disk import fill, small_disk
@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 SHORT = [
     "--steps=5",
     "--checkpoint.every=2",
+    "--evaluation.every=0",
     "--rollout.prompts-per-step=6",
     "--rollout.group-size=4",
     "--optimizer.warmup-updates=20",  # the schedule's place must come back, too
@@ -77,14 +78,6 @@ def audited(run_dir: Path) -> Iterator[None]:
     with keeping_logs(run_dir / "journal", kept):
         yield
     assert check_run(run_dir, kept).totals()["trained"] > 0
-
-
-def results(run_dir: Path, name: str = "metrics.jsonl") -> list[Metrics]:
-    """The rows of a log without what depends on the clock."""
-    return [
-        {key: value for key, value in row.items() if not key.startswith("time/")}
-        for row in read_jsonl(run_dir / name)
-    ]
 
 
 def exported(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -170,10 +163,39 @@ def test_kill_9_of_the_sampler_costs_nothing(whole: Path, tmp_path: Path) -> Non
             assert sampler is not None
             sampler.kill()
         output = finish(process)
-    assert output.count("the sampler's process has ended (exit code -9)") == 2
+    assert output.count("the sampler's process has ended (killed by SIGKILL") == 2
     assert results(run_dir) == results(whole)
     kinds = [row["kind"] for row in read_jsonl(run_dir / "events.jsonl")]
     assert kinds.count("sampler_died") == 2
+
+
+def test_a_run_that_is_evaluated_computes_the_same(whole: Path, tmp_path: Path) -> None:
+    """Killed behind its second evaluation, and continued. The best of the evaluated checkpoints stays."""
+    run_dir, suite = tmp_path / "evaluated", tmp_path / "sums.jsonl"
+    suite.write_text("".join((ROOT / "recipes/demo/eval.jsonl").read_text().splitlines(keepends=True)[:10]))
+    flags = (f"--evaluation.suites={suite}", "--evaluation.every=2", "--evaluation.samples=3")
+    kept = ("--checkpoint.keep-last=1", "--checkpoint.keep-best=1")
+    process = start(run_dir, *flags, *kept)
+    while not (run_dir / "evaluation/step_000002.jsonl").exists():
+        assert process.poll() is None, process.communicate()[0].decode()[-3000:]
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    finish(start(run_dir, *flags, *kept))
+    for log in ("metrics.jsonl", "updates.jsonl"):
+        assert results(run_dir, log) == results(whole, log)
+    rows = read_jsonl(run_dir / "evaluations.jsonl")
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert all(row["eval/sums/problems"] == 10 for row in rows)
+    assert all(row["eval/mean"] == pytest.approx(row["eval/sums/avg@3"]) for row in rows)
+    assert max(row["eval/mean"] for row in rows) > 0
+    for row in rows:
+        responses = read_jsonl(run_dir / f"evaluation/step_{row['step']:06d}.jsonl")
+        assert sum(one["correct"] for one in responses) / 30 == pytest.approx(row["eval/mean"])
+    _, second, fourth = rows
+    best = 4 if fourth["eval/mean"] >= second["eval/mean"] else 2
+    names = {path.name for path in (run_dir / "checkpoints").iterdir()}
+    assert names == {f"step_{best:06d}", "step_000005"}
 
 
 @pytest.mark.parametrize("leave_kilobytes", [0, 2500])

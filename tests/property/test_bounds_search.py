@@ -29,7 +29,7 @@ FIELDS = ("log_ratio", "advantage", "rollout_log_prob", "mask")
 
 
 def examples(number: int) -> Any:
-    return settings(max_examples=number, deadline=None, derandomize=True)
+    return settings(max_examples=number, derandomize=True)
 
 
 @st.composite

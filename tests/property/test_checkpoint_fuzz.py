@@ -133,7 +133,7 @@ def read_all(root: Path, file: str) -> None:
 def test_damaged_files_are_read_or_refused(file: str, root: Path) -> None:
     whole = (root / file).read_bytes()
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(damage())
     def check(apply: Any) -> None:
         with changed(root / file, apply(whole)):
@@ -164,7 +164,7 @@ def test_damaged_descriptions_of_objects_are_read_or_refused(file: str, root: Pa
     torch.save(torch.load(root / file, weights_only=False), original)  # with the checksums of its tensors
     _, pickled = pickle_of(original)
 
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=80)
     @given(damage())
     def check(apply: Any) -> None:
         with changed(root / file, with_pickle(original, apply(pickled))):
@@ -173,7 +173,7 @@ def test_damaged_descriptions_of_objects_are_read_or_refused(file: str, root: Pa
     check()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_pickle_or_refused(data: bytes) -> None:
     assert "noise" in (refusal(lambda: load_pickle(data + b".", "noise", persistent=repr)) or "noise")

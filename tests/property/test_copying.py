@@ -78,7 +78,7 @@ def collect(tensor: BlockTensor) -> np.ndarray:
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_element_arrives_and_nothing_else_changes(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
     values = np.arange(1, rows * columns + 1, dtype=np.uint16).reshape(rows, columns)
@@ -259,7 +259,7 @@ def test_holes_stay_holes(tmp_path: Path) -> None:
 
 
 @given(data=st.binary(min_size=4, max_size=400))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_rounding_is_that_of_torch(data: bytes) -> None:
     import torch
 

@@ -49,7 +49,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_every_document_is_in_one_pack_and_no_pack_overflows(case: Case) -> None:
     packs = [pack for rank in case.plan() for pack in rank]
     assert sorted(i for pack in packs for i in pack) == list(range(len(case.lengths)))
@@ -57,7 +57,7 @@ def test_every_document_is_in_one_pack_and_no_pack_overflows(case: Case) -> None
 
 
 @given(cases())
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_ranks_have_as_many_packs_in_a_multiple_and_none_to_spare(case: Case) -> None:
     """Any two packs of best fit hold more than one capacity: fewer than 2 tokens / capacity + 1 suffice."""
     plan = case.plan()
@@ -70,7 +70,7 @@ def test_ranks_have_as_many_packs_in_a_multiple_and_none_to_spare(case: Case) ->
 
 
 @given(cases())
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_the_heaviest_pack_of_a_rank_comes_first(case: Case) -> None:
     def cost(pack: list[int]) -> int:
         """In whole tokens, as the plan counts; packs of one length differ by attention alone."""
@@ -82,7 +82,7 @@ def test_the_heaviest_pack_of_a_rank_comes_first(case: Case) -> None:
 
 
 @given(cases(), st.randoms(use_true_random=False))
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_the_plan_follows_from_the_lengths(case: Case, random: object) -> None:
     """The same twice, and the same lengths in the same packs in whatever order the samples come."""
 

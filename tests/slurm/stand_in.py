@@ -40,6 +40,32 @@ def told(_number: int, _frame: FrameType | None) -> None:
     STOP = True
 
 
+HARM = option("stand-in.harm", "")
+
+
+def eat_memory_or_wait() -> None:
+    """The last rank takes memory until the kernel kills it; the others wait for it, as NCCL does."""
+    if int(os.environ["WORLD_SIZE"]) - 1 != RANK:
+        time.sleep(3600)
+    if not limit_memory(64 * 2**20):
+        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel would
+    held = []
+    while True:
+        held.append(bytearray(b"x" * 2**20))
+
+
+def limit_memory(limit_bytes: int) -> bool:
+    """Move this process into a control group that has only so much; whether there are any (version 1)."""
+    group = Path(f"/sys/fs/cgroup/memory/bapo-test-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError:
+        return False
+    return True
+
+
 def append(name: str, row: dict[str, object]) -> None:
     """One line of a log."""
     with (RUN / name).open("a") as file:
@@ -96,6 +122,8 @@ def train() -> None:
             if RANK == 0 and step > start + 1:
                 save(step - 1)
             sys.exit(85)
+        if step == crash_at and HARM == "memory":
+            eat_memory_or_wait()
         if step == crash_at and int(os.environ["WORLD_SIZE"]) - 1 == RANK:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if step == crash_at:

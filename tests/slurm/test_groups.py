@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints_tools import verify
+from tests.checkpoint_models import save_random_model
 from tests.slurm.cluster.cluster import Cluster
 from tests.slurm.jobs import submit
 from tests.slurm.test_survival import ONE, stand_in, steps_made
@@ -63,6 +65,33 @@ def test_an_evaluation_is_an_array(cluster: Cluster, run: Path) -> None:
     found = sorted(path.read_text()[:7] for path in run.glob("logs/*/0/evaluate-*.log"))
     assert found == ["0 of 2:", "1 of 2:"]
     assert {row["exit_code"] for row in job.events("evaluate_done")} == {0}
+
+
+def test_a_conversion_by_our_converter(cluster: Cluster, run: Path) -> None:
+    """Its script is on nobody's PATH; a second job for the same output is refused, as at the prompt."""
+    model = save_random_model(run / "hf")
+    words = [str(run), "bapo-ckpt", "to-megatron", str(model), str(run / "megatron")]
+    job = submit(cluster, run, "convert.sbatch", [], words, words=True)
+    assert job.wait()["ExitCode"] == "0:0"
+    assert verify(model, run / "megatron").equal
+    again = submit(cluster, run, "convert.sbatch", [], words, words=True)
+    assert again.wait()["ExitCode"] == "2:0"
+    [log] = run.glob(f"logs/{again.number}/0/convert-*.log")
+    assert "exists; --overwrite replaces it" in log.read_text()
+
+
+def test_bapo_eval_is_an_array_of_steps_and_suites(cluster: Cluster, run: Path) -> None:
+    run.mkdir()
+    arguments = [str(run), "100,latest", "aime24,math500", "--samples", "4"]
+    job = submit(cluster, run, "eval.sbatch", ["--array=0-4"], arguments, words=True, BAPO_PYTHON="echo")
+    job.until(lambda: len(job.events("eval_done")) == 4)
+    found = sorted(path.read_text().strip() for path in run.glob("logs/*/0/eval-*.log"))
+    begin = f"-m bapo_megatron.cli eval {run} --step"
+    assert found == [
+        f"{begin} {step} --suite {suite} --samples 4"
+        for step in ("100", "latest")
+        for suite in ("aime24", "math500")
+    ]
 
 
 def test_a_conversion_ends_with_its_commands_exit_code(cluster: Cluster, run: Path) -> None:

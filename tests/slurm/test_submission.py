@@ -72,8 +72,9 @@ def commands(script: str) -> list[str]:
     return [line for line in script.splitlines() if line and not line.startswith("#")]
 
 
-def test_a_real_run_on_two_nodes(cluster: Cluster, run: Path) -> None:
-    """Two gloo processes, tensor parallel between the nodes; the probe's all-reduce before them."""
+def test_a_real_run_on_two_nodes_and_then_on_one(cluster: Cluster, run: Path) -> None:
+    """Two gloo processes, tensor parallel between the nodes; the probe's all-reduce before them. Another job
+    continues it on one node."""
     two = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8"]
     small = ["--steps=2", "--parallel.tensor=2", "--rollout.prompts-per-step=4", "--rollout.group-size=4"]
     real = {"BAPO_PYTHON": sys.executable, "BAPO_HEALTH": "on", "OMP_NUM_THREADS": "1"}
@@ -85,6 +86,13 @@ def test_a_real_run_on_two_nodes(cluster: Cluster, run: Path) -> None:
     assert (run / "export/model.safetensors").exists()
     health = next(run.glob("logs/*/0/health/0/n1.json")).read_text()
     assert '"all_reduce": "ok"' in health
+    assert {path.read_text() for path in run.glob("logs/*/0/ended/*")} == {"0\n"}
+    one = ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=8"]
+    less = ["--steps=3", "--parallel.tensor=1", *small[2:], "--logging.no-tensorboard"]
+    job = submit(cluster, run, "colocated.sbatch", one, less, **real)
+    assert job.wait(200)["JobState"] == "COMPLETED", job.log()
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3]
+    assert [(row["step"], row["processes"]) for row in job.events("resume")] == [(3, 1)]
 
 
 def test_cancel_lets_a_run_save_and_stop(cluster: Cluster, run: Path, environment: None) -> None:

@@ -16,18 +16,22 @@ TOOLS = ROOT / "checkpoints_tools"
 
 # Lower layers first; a module may import from its own layer and from those before it.
 LAYERS = [
-    {"types", "errors", "files", "disk", "ending", "interrupt", "mkl", "watchdog"},
+    {"types", "errors", "files", "disk", "ending", "interrupt", "memory", "mkl", "parent", "watchdog"},
     {"algo"},
-    {"config", "config_checks", "config_sglang"},
+    {"config", "config_checks", "config_outputs", "config_sglang"},
     {"interfaces", "distributed", "named_weights"},
     {"data", "reward"},
     {"rollout", "policy", "sync", "state", "checkpoints_tools"},
-    {"progress", "report", "report_data", "report_panels", "report_plots", "recipe", "plan"},
-    {"record", "certificate", "clipping", "old_log_probs", "alarm"},
+    {"progress", "report", "recipe", "plan"},
+    {"evaluation"},
+    {"record", "canary"},
+    {"certificate", "clipping", "old_log_probs", "alarm"},
     {"build", "sft"},
     {"saving"},
+    {"waiting"},
+    {"evaluate"},
     {"preflight", "train"},
-    {"finish", "verify", "doctor", "cluster"},
+    {"finish", "verify", "doctor", "cluster", "study"},
     {"cli"},
 ]
 SIBLINGS = ("rollout", "policy", "sync", "state")

@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bapo_megatron.errors import ConfigError
-from checkpoints_tools import Settings, atomic_output, copying, to_hf, to_megatron
+from checkpoints_tools import Settings, atomic_output, copying, reshard, to_hf, to_megatron
 from checkpoints_tools.atomic_output import check_space, temporary_folder
 from checkpoints_tools.opening import open_checkpoint
 from tests.checkpoint_models import folder_bytes, save_random_model
@@ -38,11 +39,16 @@ def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["to_megatron", "to_hf"])
+@pytest.fixture(params=["to_megatron", "to_hf", "reshard", "reshard to ranks"])
 def convert(request: pytest.FixtureRequest, model: Path, checkpoint: Path) -> Convert:
-    if request.param == "to_hf":
-        return lambda output, settings: to_hf(checkpoint, output, settings=settings)
-    return lambda output, settings: to_megatron(model, output, settings=settings)
+    ranks: dict[str, Any] = {"to": "mp_rank", "tensor": 2, "pipeline": 3}
+    conversions: dict[str, Convert] = {
+        "to_megatron": lambda output, settings: to_megatron(model, output, settings=settings),
+        "to_hf": lambda output, settings: to_hf(checkpoint, output, settings=settings),
+        "reshard": lambda output, settings: reshard(checkpoint, output, grid=3, settings=settings),
+        "reshard to ranks": lambda output, settings: reshard(checkpoint, output, **ranks, settings=settings),
+    }
+    return conversions[request.param]
 
 
 def in_a_child(work: Callable[[], object]) -> int:
@@ -109,7 +115,8 @@ def test_a_kill_at_any_moment_leaves_all_or_nothing(convert: Convert, model: Pat
                 open_checkpoint(path, reference=model)
             except ConfigError:
                 continue
-            weights = {n: data for n, data in whole.items() if n.endswith((".safetensors", ".distcp"))}
+            ends = (".safetensors", ".distcp", "model_optim_rng.pt")
+            weights = {n: data for n, data in whole.items() if n.endswith(ends)}
             assert weights.items() <= folder_bytes(left).items()
     assert finished, "a kill after the rename was among the moments"
     assert folder_bytes(output) == whole

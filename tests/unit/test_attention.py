@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_megatron.policy import attention
@@ -116,7 +116,6 @@ def test_chunks_of_all_ranks_make_the_whole(size: int, kernel: Any, monkeypatch:
 
 
 @given(st.lists(st.integers(0, 500), max_size=40))
-@settings(deadline=None)
 def test_batches_hold_every_document_once_with_bounded_padding(lengths: list[int]) -> None:
     groups = groups_of_like_length(lengths)
     assert sorted(d for group in groups for d in group) == [d for d, n in enumerate(lengths) if n]

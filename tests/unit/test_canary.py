@@ -20,7 +20,7 @@ from bapo_megatron.algo.bounds import (
     published_code,
     search_bounds,
 )
-from bapo_megatron.verify.canary import CanarySpec, canary_sequences, scored, unscored
+from bapo_megatron.canary import CanarySpec, canary_sequences, scored, unscored
 
 SPEC = CanarySpec(seed=3, tokens=4000, longest=200, vocab=50)
 

@@ -5,26 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.config import CheckpointConfig
-from bapo_megatron.distributed import free_port
 from bapo_megatron.errors import CheckpointError, RunStopped
 from bapo_megatron.interfaces import Saving
 from bapo_megatron.state.checkpoint import CheckpointStore
 from tests.saves import Written, save, write_policy
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process_group")
 
 
 @pytest.fixture
@@ -186,6 +179,17 @@ def test_one_within_a_step_comes_after_the_step_before_and_before_its_own(store:
     assert store.latest().moment == (21, 0)
 
 
+def test_the_best_are_kept(tmp_path: Path) -> None:
+    """Of steps 10 to 50 the newest, and the two with the highest scores; of equal ones the later."""
+    store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_best=2))
+    for step, score in ((10, 0.5), (20, 0.7), (30, 0.5), (40, None), (50, 0.1)):
+        save(store, step, write_policy(b"x"), {})
+        if score is not None:
+            store.scores[step] = score
+    names = sorted(path.name for path in store.folder.iterdir())
+    assert names == ["step_000020", "step_000030", "step_000050"]
+
+
 def test_milestones_are_kept_for_ever(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_every=20))
     for step in (10, 20, 30, 40, 50):
@@ -195,3 +199,14 @@ def test_milestones_are_kept_for_ever(tmp_path: Path) -> None:
         "step_000040",
         "step_000050",
     ]
+
+
+def test_a_milestone_that_was_passed_over_goes(tmp_path: Path) -> None:
+    """The run goes on from before it, so it is of another course, if of any."""
+    store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_every=20))
+    for step in (10, 20):
+        save(store, step, write_policy(b"x"), {})
+    truncate(store.folder / "step_000020")
+    store.newest = (10, 0)
+    save(store, 11, write_policy(b"y"), {})
+    assert [path.name for path in store.folder.iterdir()] == ["step_000011"]

@@ -14,6 +14,7 @@ from bapo_megatron.config import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
+    EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -27,7 +28,14 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.hf_config import ModelShape
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.recipe import load_recipe
-from bapo_megatron.state.run_directory import check_same_run, check_writable, only_writer, store_config
+from bapo_megatron.state.run_directory import (
+    changed_settings,
+    check_same_run,
+    check_within_step,
+    check_writable,
+    only_writer,
+    store_config,
+)
 
 GOOD = RunConfig(
     "good",
@@ -69,6 +77,25 @@ def test_a_good_reward_passes() -> None:
         ({"optimizer": OptimizerConfig(lr=1e-6, min_lr=1e-5)}, "optimizer.min_lr=1e-05 is above"),
         ({"optimizer": OptimizerConfig(lr=float("nan"))}, "optimizer.lr=nan is not a finite number"),
         ({"checkpoint": CheckpointConfig(every=0)}, "checkpoint.every=0 must be at least 1"),
+        ({"checkpoint": CheckpointConfig(keep_every=0)}, "checkpoint.keep_every=0 must be at least 1"),
+        (
+            {"checkpoint": CheckpointConfig(export_every=-10)},
+            "checkpoint.export_every=-10 must be at least 0",
+        ),
+        (
+            {"checkpoint": CheckpointConfig(every=10, export_every=25)},
+            r"export_every=25 must be a multiple of checkpoint.every=10.*: set it to 20$",
+        ),
+        ({"checkpoint": CheckpointConfig(every=10, export_every=4)}, "set it to 10$"),
+        ({"evaluation": EvaluationConfig(every=5)}, "evaluation.every=5 needs evaluation.suites"),
+        ({"checkpoint": CheckpointConfig(keep_best=1)}, "keep_best=1 needs evaluation.every"),
+        (
+            {
+                "checkpoint": CheckpointConfig(every=4, keep_best=1),
+                "evaluation": EvaluationConfig(every=6, suites=("aime24",)),
+            },
+            "evaluation.every=6 is no multiple of checkpoint.every=4",
+        ),
         ({"reward": RewardConfig(workers=0)}, "reward.workers=0 must be at least 1"),
         ({"reward": RewardConfig(time_limit_s=0.0)}, "reward.time_limit_s=0.0 must be above 0"),
         ({"reward": RewardConfig(memory_limit_mb=255)}, "reward.memory_limit_mb=255 must be at least 256"),
@@ -233,6 +260,27 @@ def test_how_a_run_is_operated_may_change(
     with pytest.raises(ConfigError, match="was started with other settings") as refused:
         check_same_run(changed)
     assert str(refused.value).count(" in the run, ") == 1
+
+
+def test_a_step_ends_as_it_began(tmp_path: Path) -> None:
+    """Behind a checkpoint within a step, what the step computes cannot be changed even by name."""
+    run = dataclasses.replace(GOOD, run_dir=tmp_path)
+    store_config(run)
+    reused = dataclasses.replace(
+        run,
+        algorithm=AlgorithmConfig(reuse_epochs=7),
+        optimizer=OptimizerConfig(lr=0.1),
+        allow_change=("algorithm.reuse_epochs", "optimizer.lr"),
+    )
+    changed = changed_settings(reused)
+    assert ("optimizer.lr", 2e-6, 0.1) in changed
+    with pytest.raises(
+        ConfigError, match=r"^algorithm.reuse_epochs: the newest checkpoint lies within a step"
+    ):
+        check_within_step(changed, reused)
+    slower = dataclasses.replace(reused, algorithm=run.algorithm)
+    check_within_step(changed_settings(slower), slower)
+    assert changed_settings(dataclasses.replace(run, run_dir=tmp_path / "new")) == []
 
 
 def test_a_run_directory_of_another_format_is_refused(tmp_path: Path) -> None:

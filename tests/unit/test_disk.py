@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -13,14 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.disk import DiskError, writing
-from bapo_megatron.distributed import free_port
-from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.ending import end_with
+from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.rollout.journal import read_step, write_step
 from bapo_megatron.rollout.record_log import Record, read_records
 from bapo_megatron.rollout.segment_journal import SegmentJournal
@@ -36,11 +36,7 @@ from tests.small_disk import fill, small_disk
 FULL = r"No space left on device \(\d+ MB and [\d,]+ files are free there now\)"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process_group")
 
 
 @pytest.fixture
@@ -151,6 +147,36 @@ def test_the_journal(disk: Path) -> None:
         "state",
         "segments",
     ]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EROFS, errno.ESHUTDOWN])
+def test_a_file_system_that_fails_is_another_ending(number: int) -> None:
+    """As itself, and as another process or a library in another language tells of it."""
+    told = os.strerror(number)
+    for error in (OSError(number, told), RuntimeError(f"Worker failure: [Errno {number}] {told}")):
+        named = f"x could not be written to y: {told}"
+        with pytest.raises(StorageFailed, match=named) as caught, writing("x", Path("y")):
+            raise error
+        assert end_with(caught.value) == 4
+    with pytest.raises(DiskError) as full, writing("x", Path("y")):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert not isinstance(full.value, StorageFailed)
+    assert end_with(full.value) == 3
+
+
+@pytest.mark.parametrize(("free_bytes", "code"), [(2**31, 4), (2**20, 3), (None, 4)])
+def test_a_file_cut_short_is_judged_by_the_room(
+    free_bytes: int | None, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def statistics(_path: Path) -> os.statvfs_result:
+        if free_bytes is None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.statvfs_result((1, 1, free_bytes, free_bytes, free_bytes, 9, 9, 9, 0, 255))
+
+    monkeypatch.setattr("bapo_megatron.disk._statistics", statistics)
+    with pytest.raises(DiskError, match="a file was cut short") as caught, writing("x", Path("y")):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+    assert end_with(caught.value) == code
 
 
 def test_other_errors_pass() -> None:

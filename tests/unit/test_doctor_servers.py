@@ -280,6 +280,8 @@ def test_the_disk_that_a_run_needs(demo: Callable[..., RunConfig], monkeypatch: 
     assert facts_of(large).disk_gb == 48.0
     kept = dataclasses.replace(large.checkpoint, keep_last=0, every=3)  # 10 steps: checkpoints 3, 6, 9, 10
     assert facts_of(dataclasses.replace(large, checkpoint=kept)).disk_gb == 14.0 * 5 + 6
+    exporting = dataclasses.replace(large.checkpoint, every=2, export_every=4)  # after steps 4 and 8
+    assert facts_of(dataclasses.replace(large, checkpoint=exporting)).disk_gb == 14.0 * 3 + 6 + 2 * 2
 
 
 def test_rows_of_a_recipe() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.interfaces import Confirm
+from bapo_megatron.rollout import dispatch
 from bapo_megatron.rollout.fleet import EnginesGone
 from bapo_megatron.types import GenerateRequest
 from tests import sampling
@@ -318,5 +320,94 @@ def test_where_engines_differ_and_nobody_knows_who_is_right_all_load_again(tmp_p
             engines[0].digest = None
             await until(lambda: world.fleet.up == 2)
             assert len((await world.batch(2)).groups) == 4
+
+    run(check())
+
+
+def test_a_late_sampler_loses_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped, or ten thousand answers came at once: that it heard nothing is not their fault."""
+    monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, silent_s=1.5))
+
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+        world = World(tmp_path, [engine])
+        async with world.sampling():
+            await world.batch(1)
+            for _ in range(2):
+                engine.ready = False  # its answers come too late for their limit
+                time.sleep(4.0)
+                await asyncio.sleep(0.3)
+                engine.ready = True
+                await asyncio.sleep(0.1)
+            assert "engine_lost" not in world.event_kinds()
+
+    run(check())
+
+
+def test_an_engine_that_answers_requests_is_not_silent(tmp_path: Path) -> None:
+    """It may be too busy to say that it is alive."""
+
+    async def check() -> None:
+        busy = ScriptedEngine(mixed, "busy")
+        world = World(tmp_path, [busy], max_staleness=8)
+        async with world.sampling():
+            await world.batch(1)
+            busy.ready = False
+            member = world.fleet.reserve()
+            assert member is not None
+            for _ in range(20):
+                await asyncio.sleep(sampling.PATIENCE.silent_s / 4)
+                await world.fleet.generate(member, busy.asked[0])
+            assert world.fleet.up == 1
+            await until(lambda: world.fleet.up == 0)  # nobody asks any more
+
+    run(check())
+
+
+def test_requests_go_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the answers to the first are not read only when the last is sent."""
+    monkeypatch.setattr(dispatch, "_FEW", 5)
+    at_once: list[int] = []
+
+    async def check(rounds: bool) -> None:
+        engine = ScriptedEngine(mixed)
+        engine.gate.clear()
+        world = World(tmp_path / str(rounds), [engine])
+        async with world.sampling(rounds=rounds):
+            before = 0
+            while len(engine.asked) < 12:  # 4 prompts x 3 responses
+                await asyncio.sleep(0)
+                at_once.append(len(engine.asked) - before)
+                before = len(engine.asked)
+            engine.gate.set()
+            assert len((await world.batch(1)).groups) == 4
+
+    run(check(rounds=False))
+    assert 0 < max(at_once) <= 5
+    at_once.clear()
+    run(check(rounds=True))
+    assert max(at_once) == 12
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_limit_that_passed_while_the_sampler_was_late_ends_no_engine(tmp_path: Path, late: bool) -> None:
+    """It is lost, as nobody knows what weights it has; but that it hangs is not said."""
+
+    async def check() -> None:
+        slow, good = ScriptedEngine(mixed, "slow"), ScriptedEngine(mixed, "good")
+        world = World(tmp_path, [slow, good])
+        async with world.sampling():
+            await world.batch(1)
+
+            async def load(folder: Path, version: int, confirm: Confirm) -> None:
+                if late:
+                    await asyncio.sleep(0)
+                    time.sleep(3.0)
+                raise TimeoutError("no answer within 60 s")
+
+            slow.load = load  # type: ignore[method-assign]
+            await world.weights(1)
+            assert any(e["kind"] == "engine_lost" and e["engine"] == "slow" for e in world.events)
+            assert bool(hanging(world)) is not late
 
     run(check())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.state.run_directory import FORMAT
 from checkpoints_tools.locate import Format, hf_reference, locate
 
 
@@ -34,7 +35,7 @@ def run(tmp_path: Path) -> Path:
         make_step(tmp_path / "run", step)
     touch(tmp_path / "run/checkpoints/.step_000140.tmp/policy/.metadata")
     model = touch(tmp_path / "model/config.json", "{}").parent
-    config = {"format": 1, "config": {"model.hf_path": str(model)}}
+    config = {"format": FORMAT, "config": {"model.hf_path": str(model)}}
     touch(tmp_path / "run/config.json", json.dumps(config))
     return tmp_path / "run"
 

@@ -16,7 +16,7 @@ from bapo_megatron import config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.state import metrics_log
 from bapo_megatron.state.logs import read_jsonl
-from bapo_megatron.state.metrics_log import MetricsLog, check_logging
+from bapo_megatron.state.metrics_log import MetricsLog, check_logging, evaluation_means
 
 FILES_ONLY = config.LoggingConfig(tensorboard=False)
 
@@ -115,3 +115,17 @@ def test_loggers_that_are_not_installed_are_told_before_the_run(monkeypatch: pyt
     assert "pip install tensorboard" in str(error.value)
     assert "pip install wandb" in str(error.value)
     check_logging(FILES_ONLY)
+
+
+def test_evaluations_follow_a_run_that_goes_back(tmp_path: Path) -> None:
+    """Of the weights that it goes on from, an evaluation stays and is not written twice; later ones go."""
+    log = MetricsLog(tmp_path, FILES_ONLY, 0, {})
+    for step in (0, 2, 4):
+        assert log.write_evaluation(step, {"eval/mean": step / 10})
+    log.close()
+    again = MetricsLog(tmp_path, FILES_ONLY, 2, {})
+    assert evaluation_means(tmp_path) == {0: 0.0, 2: 0.2}
+    assert not again.write_evaluation(2, {"eval/mean": 0.9})
+    assert again.write_evaluation(4, {"eval/mean": 0.5})
+    again.close()
+    assert evaluation_means(tmp_path) == {0: 0.0, 2: 0.2, 4: 0.5}

@@ -12,6 +12,7 @@ from bapo_megatron.algo.bapo import balanced, fixed, grpo, published_code
 from bapo_megatron.algo.objective import (
     contribution_fn,
     loss_fn,
+    mean_entropy,
     search,
     update_metric_names,
     update_metrics,
@@ -68,6 +69,7 @@ def test_loss_and_metrics_of_fixed_bounds_by_hand() -> None:
     sums = loss_fn(found, config, version=6)(STATS, PACK)
     metrics = update_metrics(sums, found, config)
     assert float(sums[0]) == pytest.approx(-0.4, abs=1e-6)
+    assert mean_entropy(sums) == pytest.approx(0.6)
     expected = {
         "policy/loss": -0.4 / 3,
         "policy/entropy": 0.6,

@@ -157,7 +157,7 @@ def test_a_layout_of_multiples_that_do_not_fit_is_refused() -> None:
     st.integers(1, 3),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_ranks_share_the_samples_and_the_shape(
     lengths: list[int], data_size: int, multiple: int, count: int, document: int, fixed: bool
 ) -> None:

@@ -21,6 +21,7 @@ from bapo_megatron.config import (
     ParallelConfig,
     RolloutConfig,
     RunConfig,
+    SglangConfig,
 )
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.plan.activations import kept
@@ -71,7 +72,9 @@ def job(parallel: ParallelConfig = ONE, shape: ModelShape = SMALL, **batch: obje
         ModelConfig(Path("model")),
         DataConfig(Path("data"), max_prompt_tokens=16),
         parallel=parallel,
-        rollout=RolloutConfig(prompts_per_step=2, group_size=4, max_response_tokens=14),
+        rollout=RolloutConfig(
+            prompts_per_step=2, group_size=4, max_response_tokens=14, sglang=SglangConfig(tensor=4)
+        ),
         batch=BatchConfig(**{"pack_tokens": 16, **batch}),
     )
     return Job(run, shape, PlanOptions(mean_response_tokens=14))
@@ -261,8 +264,10 @@ def test_cache_by_hand() -> None:
     found = engines(planned(engine_gpus=64))
     # 0.85 x 80 GB less a quarter of the weights, on four GPUs, over 17.7 GB a sequence.
     assert found.longest_sequences == int((0.85 * 80e9 * 4 - 65.5e9) / (67584 * 256 * 1024)) == 11
-    assert not engines(planned(engine_tensor=1)).fits
     assert engines(planned(engine_gpus=2)).count == 0
+    alone = planned()
+    rollout = replace(alone.run.rollout, sglang=replace(alone.run.rollout.sglang, tensor=1))
+    assert not engines(replace(alone, run=replace(alone.run, rollout=rollout))).fits
 
 
 def test_decoding_by_hand() -> None:

@@ -59,7 +59,7 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
 
 
 @given(size=st.integers(0, ENDS[-1]))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_a_torn_tail_is_cut_and_writing_goes_on(tmp_path_factory: pytest.TempPathFactory, size: int) -> None:
     path = tmp_path_factory.mktemp("log") / "log"
     path.write_bytes(write(path)[:size])
@@ -93,7 +93,7 @@ def test_damage_among_records_written_together_costs_only_what_it_hit(tmp_path: 
 
 
 @given(place=st.integers(0, ENDS[-1] - 1), flip=st.integers(1, 255))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_a_damaged_byte_costs_one_record(
     tmp_path_factory: pytest.TempPathFactory, place: int, flip: int
 ) -> None:

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from bapo_megatron.algo.diagnostics import RATIO_BINS
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.report import headline, write_report
-from bapo_megatron.report_data import moving_mean, read_run
-from bapo_megatron.report_panels import PANELS, bands
+from bapo_megatron.report.data import moving_mean, read_run
+from bapo_megatron.report.distributions import DISTRIBUTIONS
+from bapo_megatron.report.page import headline, write_report
+from bapo_megatron.report.panels import PANELS, bands
 from bapo_megatron.state.run_directory import FORMAT
 
 BOUNDS = {
@@ -44,7 +46,30 @@ def made_up_update(step: float, noise: random.Random) -> dict[str, float | None]
         "bapo/contribution": 0.4 + abs(noise.gauss(0.004, 0.012)) + 0.05 * learnt,
         "bapo/clip_fraction_high": 0.004 + 0.003 * learnt + abs(noise.gauss(0, 0.001)),
         "bapo/clip_fraction_low": 0.009 - 0.002 * learnt + abs(noise.gauss(0, 0.001)),
+        "bapo/positive_token_fraction": 0.3 + 0.3 * learnt + noise.gauss(0, 0.02),
+        **made_up_diagnostics(learnt, noise),
     }
+
+
+def made_up_diagnostics(learnt: float, noise: random.Random) -> dict[str, float | None]:
+    """Kinds of tokens, ratios and staleness of an update."""
+    found: dict[str, float | None] = {"policy/tokens": 1e5, "staleness/mean": 1.5, "staleness/max": 3.0}
+    for kind in ("positive_high", "positive_low", "negative_high", "negative_low"):
+        found[f"quadrant/{kind}/clipped"] = abs(noise.gauss(0.01, 0.01))
+        found[f"quadrant/{kind}/contribution"] = 0.25 + noise.gauss(0, 0.02)
+    found["polarity/expanding_effect"] = 0.02 + noise.gauss(0, 0.002)
+    found["polarity/contracting_effect"] = -0.03 - 0.02 * learnt + noise.gauss(0, 0.002)
+    found["entropy_rule/effect"] = -0.01 - 0.02 * learnt + noise.gauss(0, 0.002)
+    found["entropy_rule/covariance"] = 0.01 + 0.02 * learnt + noise.gauss(0, 0.002)
+    for number, name in enumerate(RATIO_BINS):
+        found[f"ratio/{name}/tokens"] = 0.4 if number == 6 else 0.02
+        found[f"ratio/{name}/probability"] = 0.9 if number == 6 else 0.3
+        found[f"ratio/{name}/entropy"] = 0.5
+    for bucket, share in (("0", 0.25), ("1", 0.25), ("2-3", 0.5)):
+        found |= {f"staleness/{bucket}/tokens": share, f"staleness/{bucket}/clipped": 0.02 * share}
+        found |= {f"staleness/{bucket}/entropy": 0.5, f"staleness/{bucket}/effect": noise.gauss(-0.01, 0.01)}
+        found[f"staleness/{bucket}/covariance"] = noise.gauss(0.01, 0.01)
+    return found
 
 
 def made_up_step(step: int, noise: random.Random) -> dict[str, float | None]:
@@ -76,6 +101,8 @@ def made_up_run(folder: Path, steps: int = 60, updates: int = 4) -> Path:
         update_rows += [{"step": step, "epoch": 0, "update": i, **row} for i, row in enumerate(rows)]
     write_lines(folder / "metrics.jsonl", step_rows)
     write_lines(folder / "updates.jsonl", update_rows)
+    evaluated = [{"step": step, "eval/mean": 0.2 + step / 200} for step in range(0, steps + 1, 10)]
+    write_lines(folder / "evaluations.jsonl", evaluated)
     write_lines(
         folder / "events.jsonl",
         [
@@ -103,10 +130,19 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def few_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two curves and a distribution suffice where pictures are not the point: drawing takes time."""
+    for module in ("page", "plots", "comparison"):
+        monkeypatch.setattr(f"bapo_megatron.report.{module}.PANELS", PANELS[:2])
+    for module in ("plots", "distributions", "comparison_plots"):
+        monkeypatch.setattr(f"bapo_megatron.report.{module}.DISTRIBUTIONS", DISTRIBUTIONS[:1])
+
+
 def test_page_needs_nothing_but_itself(reported: Path) -> None:
     page = (reported / "report" / "index.html").read_text()
     sources = re.findall(r"""(?:src|href)\s*=\s*["']([^"']*)""", page)
-    assert len(sources) == len(PANELS)
+    assert len(sources) == len(PANELS) + len(DISTRIBUTIONS)
     assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
     assert "@import" not in page
     assert "url(" not in page
@@ -122,20 +158,21 @@ def test_page_says_the_headline_and_the_configuration(reported: Path) -> None:
     assert "<td>resume</td><td>step 41</td>" in page
 
 
-@pytest.mark.parametrize("name", [*(panel.file for panel in PANELS), "overview"])
+@pytest.mark.parametrize("name", [*(panel.file for panel in (*PANELS, *DISTRIBUTIONS)), "overview"])
 def test_pictures_show_something(reported: Path, name: str) -> None:
     pixels = imread(reported / "report" / f"{name}.png")
     assert min(pixels.shape[:2]) >= 600
     assert pixels[..., :3].std() > 0.03
 
 
-def test_same_run_gives_the_same_page(reported: Path) -> None:
-    page = reported / "report" / "index.html"
-    before = page.read_bytes()
-    write_report(reported)
-    assert page.read_bytes() == before
+@pytest.mark.usefixtures("few_pictures")
+def test_same_run_gives_the_same_page(tmp_path: Path) -> None:
+    made_up_run(tmp_path, steps=5)
+    first = write_report(tmp_path).read_bytes()
+    assert write_report(tmp_path).read_bytes() == first
 
 
+@pytest.mark.usefixtures("few_pictures")
 def test_names_are_text_not_markup(tmp_path: Path) -> None:
     made_up_run(tmp_path, steps=1)
     write_config(tmp_path, {"name": "<b>bold & more"})
@@ -220,3 +257,18 @@ def test_fixed_bounds_have_no_range_and_no_target(tmp_path: Path) -> None:
     write_config(tmp_path, BOUNDS | {"algorithm.bounds.low_end": 0.6, "algorithm.bounds.high_end": 1.2})
     run = read_run(tmp_path)
     assert [band for panel in PANELS for band in bands(panel, run)] == []
+
+
+def test_evaluations_are_at_their_own_steps(tmp_path: Path) -> None:
+    """The weights of the beginning are step 0; a run that was never evaluated has no values anywhere."""
+    (tmp_path / "run").mkdir()
+    made_up_run(tmp_path / "run", steps=20)
+    run = read_run(tmp_path / "run")
+    series = run.by_step("eval/mean")
+    assert series.step.tolist() == [0, 10, 20]
+    assert series.value.tolist() == pytest.approx([0.2, 0.25, 0.3])
+    assert run.first_step == 0
+    (tmp_path / "run/evaluations.jsonl").unlink()
+    never = read_run(tmp_path / "run")
+    assert np.isnan(never.by_step("eval/mean").value).all()
+    assert never.first_step == 1

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from bapo_megatron.cluster.commands import status_command
+from bapo_megatron.cluster.patience import within
 from bapo_megatron.cluster.run_logs import cancel, follow_logs, newest_logs, show_logs
 from bapo_megatron.cluster.slurm_client import read_job_state
 from bapo_megatron.cluster.status import read_status, tail_rows, writer
 from bapo_megatron.cluster.status_text import ago, render
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.state.run_directory import FORMAT
 
 NOW = 1_800_000_000.0
 STATE = "job=41\nrestart=2\nstatus=running\nend=1800003600\nnodes=n1 n2\nexcluded=n3\ncrash=1\ntime_limit=4\n"
@@ -30,7 +33,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     manifest = run / "checkpoints/step_000110/manifest.json"
     manifest.write_text("{}")
     os.utime(manifest, (NOW - 240, NOW - 240))
-    (run / "config.json").write_text(json.dumps({"format": 1, "config": {"steps": 500}}))
+    (run / "config.json").write_text(json.dumps({"format": FORMAT, "config": {"steps": 500}}))
     rows: list[dict[str, Any]] = [
         {"step": 119},
         {"step": 120, "reward/mean": 0.5123, "time/tokens_per_s": 8123.4, "time/step_s": 60.0},
@@ -56,16 +59,37 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run
 
 
+def test_an_export_that_failed_is_the_last_trouble(run: Path) -> None:
+    failed = {
+        "time": "2027-01-15T07:40:00.000+00:00",
+        "kind": "export_failed",
+        "step": 110,
+        "message": "full",
+    }
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(failed) + "\n")
+    assert read_status(run, NOW).trouble == "export failed: full"
+
+
 def test_everything_that_is_known_is_shown(run: Path) -> None:
     assert render(read_status(run, NOW)).splitlines()[1:] == [
         "job         41, RUNNING, restart 2, on n1 n2, 1:00:00 left",
         "step        120 of 500, reward 0.512, 8,123 tokens/s, 6:20:00 to go at 60.0 s a step",
         "checkpoint  step 110, 4 min ago",  # step 120 has no manifest yet
         "engines     1 of 3 alive",
-        "requeues    crash 1, preemption 0, time limit 4, node 0, engines 0",
+        "requeues    crash 1, preemption 0, time limit 4, node 0, storage 0, engines 0",
         "left out    n3",
         "last error  60 min ago: engine lost: gone: http://n7:1",
     ]
+
+
+def test_a_checkpoint_within_a_step_counts(run: Path) -> None:
+    folder = run / "checkpoints/step_000110_update_002"
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    os.utime(folder / "manifest.json", (NOW - 60, NOW - 60))
+    status = read_status(run, NOW)
+    assert (status.checkpoint, status.checkpoint_age_s) == (110, 60)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +125,28 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     assert "step        none yet" in text
     assert "checkpoint  none yet" in text
     assert "error" not in text
+
+
+def test_a_file_system_that_hangs_does_not_hang_status(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To open a pipe waits for its other end, as to read from a server that is gone waits for it."""
+    status_command([str(run)])
+    assert "step        120 of 500" in capsys.readouterr().out
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    monkeypatch.setattr("bapo_megatron.cluster.commands._PATIENCE_S", 0.5)
+    with pytest.raises(SystemExit, match="has not answered for 0.5 s: its file system hangs"):
+        status_command([str(run)])
+
+
+def test_what_is_asked_may_fail() -> None:
+    def ask() -> str:
+        raise ConfigError("no such run")
+
+    assert within(10, lambda: "well") == "well"
+    with pytest.raises(ConfigError, match="no such run"):
+        within(10, ask)
 
 
 def test_no_run_directory(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
@@ -18,8 +17,9 @@ from safetensors.torch import load_file
 
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.requests import limits_of
+from bapo_megatron.rollout.sglang import server as http_server
 from bapo_megatron.rollout.sglang.engine import Deadlines, SglangEngine
-from bapo_megatron.rollout.sglang.server import ServerError, SglangServer
+from bapo_megatron.rollout.sglang.server import ServerError, SglangServer, open_session
 from bapo_megatron.types import GenerateRequest, SamplingParams
 from tests.contract.blocking import BlockingEngine
 from tests.models import save_tiny_model
@@ -37,6 +37,10 @@ class FakeServer:
         self.hangs: set[str] = set()
         self.on_abort: list[int] = []
         """Requests wait for an abort, and have so many tokens then: one entry for each."""
+        self.connections: list[Any] = []
+        """The other end of each request's."""
+        self.cuts = 0
+        """So many requests are cut off without an answer."""
         self.paused = False
         self._aborted: dict[str, asyncio.Event] = {}
         self._loop = asyncio.new_event_loop()
@@ -59,6 +63,11 @@ class FakeServer:
 
     async def _handle(self, request: web.Request) -> web.Response:
         path = request.path.lstrip("/")
+        self.connections.append(request.transport.get_extra_info("peername"))
+        if path == "generate" and self.cuts:
+            self.cuts -= 1
+            request.transport.close()
+            return web.Response()
         if path in self.hangs:
             await asyncio.sleep(3)
         if path in self.answers:
@@ -113,7 +122,7 @@ def engine_on(server: FakeServer, model: Path, folder: Path) -> BlockingEngine:
     async def make() -> Engine:
         deadlines = Deadlines(request_s=2.0, update_s=2.0, abort_s=0.5)
         return SglangEngine(
-            SglangServer(server.url, aiohttp.ClientSession(), control_timeout=2.0),
+            SglangServer(server.url, open_session(), control_timeout=2.0),
             limits_of(model),
             deadlines=deadlines,
         )
@@ -123,6 +132,35 @@ def engine_on(server: FakeServer, model: Path, folder: Path) -> BlockingEngine:
 
 def weights(model: Path) -> Any:
     return load_file(model / "model.safetensors").items()
+
+
+def test_no_request_meets_the_end_of_an_idle_connection(
+    server: FakeServer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client gives it up before the server does, which does so after 5 s."""
+    assert http_server._KEEP_IDLE_S < 4
+    monkeypatch.setattr(http_server, "_KEEP_IDLE_S", 0.5)
+    engine = engine_on(server, model, tmp_path)
+    try:
+        server.connections.clear()
+        for pause_s in (0.0, 0.0, 1.5):
+            time.sleep(pause_s)
+            engine.generate([REQUEST])
+        first, second, third = server.connections
+        assert first == second != third
+    finally:
+        engine.close()
+
+
+def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(
+    server: FakeServer, engine: BlockingEngine
+) -> None:
+    server.cuts = 1
+    (answer,) = engine.generate([REQUEST])
+    assert answer.token_ids_R.tolist() == [3, 4]
+    server.cuts = 2
+    with pytest.raises(ServerError, match="isconnected"):
+        engine.generate([REQUEST])
 
 
 def test_a_sound_server(server: FakeServer, engine: BlockingEngine, model: Path) -> None:

@@ -43,8 +43,9 @@ def shell(tmp_path: Path) -> Shell:
     return run
 
 
-def checkpoint(run: Path, step: int, whole: bool = True) -> None:
-    folder = run / f"checkpoints/step_{step:06d}"
+def checkpoint(run: Path, step: int, whole: bool = True, update: int | None = None) -> None:
+    within = "" if update is None else f"_update_{update:03d}"
+    folder = run / f"checkpoints/step_{step:06d}{within}"
     folder.mkdir(parents=True)
     if whole:
         (folder / "manifest.json").write_text("{}")
@@ -82,6 +83,21 @@ def test_a_requeue_needs_a_newer_checkpoint(shell: Shell, tmp_path: Path) -> Non
     assert may_requeue(shell, "time_limit").startswith("time_limit, and no newer checkpoint than step 10")
 
 
+def test_a_checkpoint_within_a_step_is_a_newer_one(shell: Shell, tmp_path: Path) -> None:
+    """A job whose step takes longer than its time gets through it, a few updates at a time."""
+    checkpoint(tmp_path, 10)
+    assert may_requeue(shell, "time_limit") == "yes"
+    for update in (2, 9, 10):
+        checkpoint(tmp_path, 10, update=update)
+        assert may_requeue(shell, "time_limit") == "yes"
+        assert may_requeue(shell, "time_limit").endswith(
+            "no newer checkpoint than step 10 since the last requeue"
+        )
+    checkpoint(tmp_path, 11)
+    assert may_requeue(shell, "time_limit") == "yes"
+    assert shell("bapo_checkpoint_step").stdout == "11\n"
+
+
 def test_budgets_are_apart(shell: Shell, tmp_path: Path) -> None:
     limits = {"BAPO_MAX_CRASHES": "2", "BAPO_MAX_TIME_LIMITS": "1"}
     for step, kind, answer in (
@@ -96,7 +112,14 @@ def test_budgets_are_apart(shell: Shell, tmp_path: Path) -> None:
         assert may_requeue(shell, kind, **limits) == answer
     state = read_job_state(tmp_path)
     assert state is not None
-    assert state.requeues == {"crash": 2, "preemption": 1, "time_limit": 1, "node": 0, "engines": 0}
+    assert state.requeues == {
+        "crash": 2,
+        "preemption": 1,
+        "time_limit": 1,
+        "node": 0,
+        "storage": 0,
+        "engines": 0,
+    }
 
 
 def test_a_few_preemptions_may_come_before_a_checkpoint(shell: Shell, tmp_path: Path) -> None:
@@ -108,6 +131,24 @@ def test_a_few_preemptions_may_come_before_a_checkpoint(shell: Shell, tmp_path: 
     checkpoint(tmp_path, 1)
     assert may_requeue(shell, "node", BAPO_MAX_IDLE="2") == "yes"
     assert may_requeue(shell, "preemption", BAPO_MAX_IDLE="2") == "yes"
+
+
+def test_a_time_limit_without_a_newer_checkpoint(shell: Shell) -> None:
+    """Ranks that ended well had nothing newer to save: sampling goes on from the journal. Others would fail
+    in the same way again."""
+
+    def again(code: int) -> str:
+        script = f'bapo_read_state; why=$(bapo_may_requeue time_limit {code}) && echo yes || echo "$why"'
+        return shell(script, BAPO_MAX_IDLE="2").stdout.strip()
+
+    assert [again(85) for _ in range(3)] == ["yes"] * 3
+    assert again(85).startswith("time_limit, and no newer checkpoint than step 0")
+    assert again(137).startswith("time_limit, and no newer checkpoint than step 0")
+
+
+def test_a_save_that_was_given_up_is_not_tried_again_and_again(shell: Shell) -> None:
+    script = "bapo_read_state; bapo_may_requeue time_limit 137 >/dev/null && echo yes || echo no"
+    assert [shell(script).stdout.strip() for _ in range(2)] == ["yes", "no"]
 
 
 def test_another_job_begins_with_full_budgets(shell: Shell) -> None:
@@ -124,6 +165,8 @@ def test_another_job_begins_with_full_budgets(shell: Shell) -> None:
         (2, "", "config"),
         (3, "", "stopped"),
         (3, "BAPO_EXPECTED=2", "engines"),
+        (4, "", "storage"),
+        (137, "", "crash"),
         (85, "", "preemption"),
         (138, "BAPO_SIGNAL=USR1", "preemption"),
         (85, "BAPO_END=$(($(date +%s) + 500))", "time_limit"),
@@ -174,6 +217,39 @@ def test_the_cause_is_that_of_the_rank_that_went_first(shell: Shell, tmp_path: P
     assert shell("bapo_cause").stdout.strip() == "srun: error: n2: task 1: Killed"
 
 
+def test_the_first_rank_that_ended_badly_is_believed(shell: Shell, tmp_path: Path) -> None:
+    """Whose log was written last says nothing: a rank that was killed wrote none of its own."""
+    (tmp_path / "ended").mkdir()
+    assert shell("bapo_first_failure").stdout == ""
+    for rank, code, age in ((0, 1, 10), (1, 137, 20), (2, 85, 30), (3, 0, 40)):
+        path = tmp_path / f"ended/{rank}"
+        path.write_text(f"{code}\n")
+        os.utime(path, (1e9 - age, 1e9 - age))
+    assert shell("bapo_first_failure").stdout == "1 137\n"
+    (tmp_path / "trainer-n1-0.log").write_text("ConnectionError: peer closed\n")
+    (tmp_path / "trainer-n2-1.log").write_text("step 3\nerror: rank 1 on n2 was killed by SIGKILL\n")
+    os.utime(tmp_path / "trainer-n1-0.log", (1e9, 1e9))
+    expected = "error: rank 1 on n2 was killed by SIGKILL (trainer-n2-1.log)"
+    assert shell("bapo_cause").stdout.strip() == expected
+
+
+def test_a_file_system_that_fails_at_the_start_is_waited_for(shell: Shell, tmp_path: Path) -> None:
+    """mkdir fails as on NFS, twice; then it is well."""
+    fails = """
+        sleep() { :; }
+        mkdir() { echo x >>"$BAPO_RUN/tries"; (($(wc -l <"$BAPO_RUN/tries") > 2)) && return 0
+                  echo "mkdir: cannot create directory: $WORDS" >&2; return 1; }
+        bapo_await_disk && echo well
+    """
+    assert shell(fails, WORDS="Stale file handle").stdout.strip() == "well"
+    (tmp_path / "tries").unlink()
+    refused = shell(fails, WORDS="Permission denied")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "cannot be written to: mkdir: cannot create directory: Permission denied" in refused.stderr
+    (tmp_path / "tries").unlink()
+    assert shell(fails, WORDS="Input/output error", BAPO_DISK_WAIT_S="0").returncode == 2
+
+
 @pytest.mark.parametrize(
     ("flags", "directory"),
     [
@@ -209,3 +285,12 @@ def test_servers_are_alive_while_they_renew_their_entries(shell: Shell, tmp_path
     assert shell("bapo_engines_alive").stdout.split() == ["http://a:1"]
     shell("bapo_forget_engines")
     assert not list((tmp_path / "engines").iterdir())
+
+
+def test_an_element_of_an_evaluation_has_its_step_and_suite(shell: Shell) -> None:
+    lines = "\n".join(f"bapo_pick_evaluation 100,200 aime24,aime25,math500 {n} || true" for n in range(7))
+    assert shell(lines).stdout.splitlines() == [
+        *(f"{step} {suite}" for step in (100, 200) for suite in ("aime24", "aime25", "math500")),
+        "element 6: 2 steps and 3 suites make --array=0-5",
+    ]
+    assert shell("bapo_pick_evaluation latest aime24 1").returncode == 1

@@ -15,8 +15,16 @@ import torch
 from bapo_megatron.algo.bapo import balanced, published_code
 from bapo_megatron.build import Run
 from bapo_megatron.clipping import Clipping
-from bapo_megatron.config import AlgorithmConfig, BatchConfig, DataConfig, ModelConfig, RunConfig
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RunConfig,
+)
 from bapo_megatron.errors import Interrupted, RunStopped
+from bapo_megatron.evaluate import evaluate
 from bapo_megatron.state.checkpoint import Saved
 from bapo_megatron.train import next_batch, train_on
 from bapo_megatron.types import (
@@ -181,7 +189,7 @@ class EndlessSampler:
 
 def test_the_ranks_meet_while_groups_are_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
     met = []
-    monkeypatch.setattr("bapo_megatron.train.share", lambda value: met.append(value) or value)
+    monkeypatch.setattr("bapo_megatron.waiting.share", lambda value: met.append(value) or value)
     run, _ = run_with()
     run.sampler = EndlessSampler(stops=False)  # type: ignore[assignment]
     assert next_batch(run, 4) == StepBatch((), {})
@@ -202,9 +210,42 @@ def test_a_run_without_engines_saves_what_it_has(
     assert [moment for moment, _ in run.checkpoints.begun] == saved  # type: ignore[attr-defined]
 
 
+def test_an_evaluation_is_waited_for_recorded_and_scored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Engines that were lost meanwhile get the present weights once more. By hand: 2 of 4 are right."""
+    alone(monkeypatch)
+    run, policy = run_with()
+    run.config = dataclasses.replace(run.config, evaluation=EvaluationConfig(every=5, suites=("s",)))
+    path, answers, told = tmp_path / "step_000010.jsonl", [None, "weights", None], []
+    row = {"suite": "s", "tokens": 3, "finish_reason": "stop", "failure": None, "response": ""}
+    rows = [{**row, "problem": n // 2, "sample": n % 2, "correct": n < 2} for n in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    class Parts:
+        """A sampler, a way to the engines, and a recorder."""
+
+        def evaluated(self, step: int, wait_s: float) -> Any:
+            assert step == 10
+            return answers.pop(0) if answers else path
+
+        def push(self, pushed: Any, step: int) -> None:
+            assert (pushed, step, answers) == (policy, 10, [None])
+
+        def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+            told.append((step, metrics["eval/mean"], metrics["eval/s/problems"]))
+
+    run.sampler = run.sync = run.recorder = Parts()  # type: ignore[assignment]
+    run.checkpoints.scores = {}
+    evaluate(run, 9)
+    evaluate(run, 10)
+    assert told == [(10, 0.5, 2)]
+    assert run.checkpoints.scores == {10: 0.5}
+
+
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other ranks to tell."""
-    for module in ("train", "saving"):
+    for module in ("waiting", "saving"):
         monkeypatch.setattr(f"bapo_megatron.{module}.share", lambda value: value)
     monkeypatch.setattr("bapo_megatron.saving.certificate", lambda *_: {})
 

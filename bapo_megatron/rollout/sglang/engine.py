@@ -17,8 +17,8 @@ from bapo_megatron.rollout.sglang.flights import Flight, Flights
 from bapo_megatron.rollout.sglang.server import PauseMode, ServerError, SglangServer
 from bapo_megatron.types import GenerateRequest, Generation
 
-_ABORT_AGAIN_S = 1.0
-"""A request that is between two states may miss an abort."""
+_ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
+"""A request that is between two states may miss an abort, of itself or of all."""
 
 
 @dataclass(frozen=True)
@@ -208,9 +208,9 @@ class SglangEngine:
             await self.server.resume()
             await asyncio.sleep(0.1)  # retracted requests run again, or their last tokens would be lost
         await self.server.abort_all()
-        while left := [flight for flight in flights if flight in self._flights.all]:
-            await asyncio.sleep(0.05)
-            await asyncio.gather(*(self.server.abort(flight.rid) for flight in left))
+        while any(flight in self._flights.all for flight in flights):
+            await asyncio.sleep(_ABORT_ALL_AGAIN_S)
+            await self.server.abort_all()  # the gate is closed: there are no others
         if self._paused_at is not None:
             await self.server.pause()
         else:

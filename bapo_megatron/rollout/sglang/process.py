@@ -27,19 +27,26 @@ _CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     "--sleep-on-idle",  # else an idle server keeps a core busy
 )
+_CPU_CACHE_TOKENS = 65_536
+"""Of the key-value cache, unless one sequence is longer: a machine's memory is not the server's alone."""
 _CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[str]:
     """What the recipe says of its servers, as flags of ``sglang.launch_server``, for one of them."""
     sglang = config.rollout.sglang
-    gpus = ("--base-gpu-id", str(sglang.first_gpu + number * sglang.tensor)) if cuda else ()
+    context = sglang.context or config.longest_request
+    place = (
+        ("--base-gpu-id", str(sglang.first_gpu + number * sglang.tensor))
+        if cuda
+        else ("--max-total-tokens", str(max(_CPU_CACHE_TOKENS, context)))
+    )
     return [
-        *gpus,
+        *place,
         *("--dtype", config.model.dtype),
         *("--tp-size", str(sglang.tensor)),
         *("--mem-fraction-static", str(sglang.memory_fraction)),
-        *("--context-length", str(sglang.context or config.longest_sequence)),
+        *("--context-length", str(context)),
         *(("--disable-radix-cache",) if sglang.on_update == "in_place" else ()),
         *sglang.flags,
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +20,30 @@ _LONG_REPLY_BYTES = 500_000
 """Of some ten thousand tokens, which take milliseconds to read. A thread does it, and others go on."""
 
 
+_KEEP_IDLE_S = 2.0
+"""A connection is used again for so long. Less than the 5 s after which a server of uvicorn closes it: a
+request that is sent at that moment would fail as if the server had died."""
+
+
+_CONNECT_S = 60.0
+"""A machine that is gone is noticed earlier, by its silence (``fleet.py``)."""
+
+
+_CROSSED_S = 2.0
+"""A request that is cut off so early may have crossed the end of an idle connection: it is sent once more."""
+
+
+def open_session() -> aiohttp.ClientSession:
+    """For calls to servers: as many connections as there are requests in flight."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S))
+
+
 class ServerError(RuntimeError):
     """A server refused, hung, or answered nonsense. The message names it."""
+
+
+class Disconnected(ServerError):
+    """A connection was closed before any of the answer came."""
 
 
 class Refused(ServerError):
@@ -37,8 +60,14 @@ class SglangServer:
 
     async def generate(self, request: GenerateRequest, rid: str, timeout: float | None = None) -> Generation:
         """Answer one request under the id ``rid``. An aborted one returns what it has."""
+        content, began = generate_payload(request, rid), time.monotonic()
         try:
-            body = await self._call("POST", "/generate", generate_payload(request, rid), timeout)
+            try:
+                body = await self._call("POST", "/generate", content, timeout)
+            except Disconnected:
+                if time.monotonic() - began > _CROSSED_S:
+                    raise
+                body = await self._call("POST", "/generate", content, timeout)
         except Refused as error:  # any other server would refuse it too
             raise ValueError(f"request {request.request_id!r}: {error}") from error
         try:
@@ -172,7 +201,7 @@ class SglangServer:
 
     async def _call(self, method: str, path: str, body: bytes | None, timeout: float | None) -> bytes:
         """The bytes of the answer, whose status is 200."""
-        limit = aiohttp.ClientTimeout(total=timeout, connect=10.0)
+        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_S)
         headers = {"Content-Type": "application/json"}
         url = self.url + path
         try:
@@ -184,8 +213,12 @@ class SglangServer:
                     told = f"{url}: status {answer.status}: {content[:500].decode(errors='replace')}"
                     raise Refused(told) if answer.status == 400 else ServerError(told)
                 return content
+        except aiohttp.ConnectionTimeoutError:
+            raise ServerError(f"{url}: no connection within {_CONNECT_S:g} s") from None
         except TimeoutError as error:
-            raise ServerError(f"{url}: no answer within {timeout or 10:g} s") from error
+            raise ServerError(f"{url}: no answer within {timeout:g} s") from error
+        except aiohttp.ServerDisconnectedError as error:
+            raise Disconnected(f"{url}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{url}: {type(error).__name__}: {error}") from error
 

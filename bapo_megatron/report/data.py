@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.state.logs import Row, read_jsonl
+from bapo_megatron.state.metrics_log import EVALUATIONS
 from bapo_megatron.state.run_directory import read_config
 
 
@@ -46,6 +47,8 @@ class RunRecord:
     events: list[Row]
     config: dict[str, Any]
     """The resolved configuration by dotted names; empty if it was not stored."""
+    evaluations: list[Row] = field(default_factory=list)
+    """Of held-out problems, at some of the steps."""
 
     @property
     def name(self) -> str:
@@ -63,8 +66,16 @@ class RunRecord:
         """The steps that have metrics."""
         return np.array([row["step"] for row in self.steps], dtype=float)
 
+    @property
+    def first_step(self) -> int:
+        """Of what can be drawn: step 0 if the weights that the run began with were evaluated."""
+        return min(int(row["step"]) for row in (*self.steps, *self.evaluations))
+
     def by_step(self, metric: str) -> Series:
-        """A metric's mean of each step, at the step's number."""
+        """A metric's mean of each step, at the step's number; of evaluations, at those that had one."""
+        if metric.startswith("eval/") and self.evaluations:
+            steps = np.array([row["step"] for row in self.evaluations], dtype=float)
+            return Series(steps, _values(self.evaluations, metric))
         return Series(self.step_numbers, _values(self.steps, metric))
 
     def by_update(self, metric: str) -> Series:
@@ -92,6 +103,7 @@ def read_run(run_dir: Path) -> RunRecord:
         _read_optional(run_dir / "updates.jsonl"),
         _read_optional(run_dir / "events.jsonl"),
         read_config(run_dir) or {},
+        _read_optional(run_dir / EVALUATIONS),
     )
 
 

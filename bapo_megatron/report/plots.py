@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from bapo_megatron.report_data import RunRecord, Series, moving_mean
-from bapo_megatron.report_panels import PANELS, Band, Curve, Panel, bands
+from bapo_megatron.report.data import RunRecord, Series, moving_mean
+from bapo_megatron.report.distributions import DISTRIBUTIONS, draw_distribution
+from bapo_megatron.report.panels import NEGATIVE, NEUTRAL, OVERVIEW, PANELS, Band, Curve, Panel, bands
+from bapo_megatron.report.series import marks
 
 _INK = "#2b2f36"
 _PALE_INK = "#6b7280"
 _GRID = "#e6e8ec"
-_STYLE = {
+STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "text.color": _INK,
@@ -40,28 +43,37 @@ _STYLE = {
     "figure.constrained_layout.h_pad": 0.1,
     "svg.hashsalt": "report",  # Same run, same bytes.
 }
-_TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11.5, "fontweight": "bold"}
+TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11.5, "fontweight": "bold"}
 _SPIKE_RATIO = 20
 """A largest value this many times the median makes a linear axis useless."""
-_MOST_UPDATES = 2000
+MOST_UPDATES = 2000
 """More of them make a solid block; the thin line then follows the steps."""
 _RATIO_TICKS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 5, 10)
 _PLAIN_TITLE_PAD, _LEGEND_TITLE_PAD = 10, 25
 """Points between a title and its axes, without and with a legend in between."""
+_TWO_ROWS, _TWO_ROWS_TITLE_PAD = 4, 33
+"""Curves whose legend takes two rows, and the room for it."""
+
+
+def _title_pad(panel: Panel) -> int:
+    if len(panel.curves) == _TWO_ROWS:
+        return _TWO_ROWS_TITLE_PAD
+    return _LEGEND_TITLE_PAD if len(panel.curves) > 1 else _PLAIN_TITLE_PAD
 
 
 def draw_panels(run: RunRecord, folder: Path) -> dict[str, bytes]:
     """Write a PNG of each panel into ``folder``; returns them as SVG, by file name, for the page."""
-    return {panel.file: _save_panel(panel, run, folder) for panel in PANELS}
+    curves = {panel.file: _save_panel(panel, run, folder) for panel in PANELS}
+    return curves | {panel.file: _save_distribution(panel, run, folder) for panel in DISTRIBUTIONS}
 
 
 def draw_overview(run: RunRecord, path: Path) -> None:
-    """All panels in one PNG of two rows, for a README."""
-    with matplotlib.rc_context(_STYLE):
+    """The first panels in one PNG of two rows, for a README."""
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(15, 7), layout="constrained")
-        for axes, panel in zip(figure.subplots(2, len(PANELS) // 2).flat, PANELS, strict=True):
+        for axes, panel in zip(figure.subplots(2, len(OVERVIEW) // 2).flat, OVERVIEW, strict=True):
             _draw(axes, panel, run)
-            axes.set_title(panel.title, pad=_LEGEND_TITLE_PAD, **_TITLE)  # Equal, so that titles line up.
+            axes.set_title(panel.title, pad=_LEGEND_TITLE_PAD, **TITLE)  # Equal, so that titles line up.
         figure.savefig(path, dpi=130)
 
 
@@ -72,7 +84,7 @@ def smoothing_window(steps: int) -> int:
 
 def _save_panel(panel: Panel, run: RunRecord, folder: Path) -> bytes:
     vector = BytesIO()
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5, 3.2), layout="constrained")
         _draw(figure.subplots(), panel, run)
         figure.savefig(folder / f"{panel.file}.png", dpi=200)
@@ -80,23 +92,35 @@ def _save_panel(panel: Panel, run: RunRecord, folder: Path) -> bytes:
     return vector.getvalue()
 
 
+def _save_distribution(panel: Panel, run: RunRecord, folder: Path) -> bytes:
+    vector = BytesIO()
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5, 3.2), layout="constrained")
+        axes = figure.subplots()
+        axes.set_title(panel.title, pad=_PLAIN_TITLE_PAD, **TITLE)
+        axes.set_ylabel(panel.y_label)
+        [artists] = draw_distribution(axes, panel, [(run, NEUTRAL)])
+        if not artists:
+            nothing_measured(axes)
+        elif panel.file == "entropy_prediction":
+            axes.legend(loc="upper left", handlelength=0.5)
+        figure.savefig(folder / f"{panel.file}.png", dpi=200)
+        figure.savefig(vector, format="svg", metadata={"Date": None})
+    return vector.getvalue()
+
+
 def _draw(axes: Any, panel: Panel, run: RunRecord) -> None:
     values = np.concatenate([_draw_curve(axes, curve, panel, run) for curve in panel.curves])
-    axes.set_title(
-        panel.title, pad=_LEGEND_TITLE_PAD if len(panel.curves) > 1 else _PLAIN_TITLE_PAD, **_TITLE
-    )
+    axes.set_title(panel.title, pad=_title_pad(panel), **TITLE)
     axes.set_xlabel("step")
     axes.set_ylabel(panel.y_label)
-    _frame_steps(axes, run)
+    frame_steps(axes, [run])
     if len(values):
         shaded = bands(panel, run)
-        _frame_values(axes, panel, values, shaded)
+        frame_values(axes, panel, values, shaded)
         _annotate(axes, panel, run, shaded)
     else:
-        axes.set_yticks([])
-        axes.text(
-            0.5, 0.5, "not measured in this run", transform=axes.transAxes, ha="center", color=_PALE_INK
-        )
+        nothing_measured(axes)
 
 
 def _draw_curve(axes: Any, curve: Curve, panel: Panel, run: RunRecord) -> np.ndarray:
@@ -106,30 +130,35 @@ def _draw_curve(axes: Any, curve: Curve, panel: Panel, run: RunRecord) -> np.nda
     """
     mean = run.by_step(curve.metric)
     raw = run.by_update(curve.metric)
-    if not np.isfinite(raw.value).any() or len(raw.value) > _MOST_UPDATES:
+    if not np.isfinite(raw.value).any() or len(raw.value) > MOST_UPDATES:
         raw = mean
     smooth = Series(mean.step, moving_mean(mean.value, smoothing_window(len(mean.value))))
     axes.plot(raw.step, raw.value, color=curve.colour, linewidth=0.8, alpha=0.35)
     marker = "o" if len(smooth.step) < 3 else None  # A line of one point cannot be seen.
-    axes.plot(smooth.step, smooth.value, color=curve.colour, linewidth=2, marker=marker, label=curve.label)
+    style = {"linewidth": 2, "marker": marker, "linestyle": (0, (3, 1.2)) if curve.dashed else "-"}
+    axes.plot(smooth.step, smooth.value, color=curve.colour, label=curve.label, **style)
     thin, thick = raw.value[np.isfinite(raw.value)], smooth.value[np.isfinite(smooth.value)]
-    return np.concatenate([thin if panel.y_scale == "spikes" else _without_outliers(thin), thick])
+    return np.concatenate([thin if panel.y_scale == "spikes" else without_outliers(thin), thick])
 
 
 def _annotate(axes: Any, panel: Panel, run: RunRecord, shaded: list[Band]) -> None:
     for band in shaded:
         _draw_band(axes, band)
-    for step in run.resumed_at:
-        axes.axvline(step - 0.5, color=_PALE_INK, linewidth=0.8, linestyle=(0, (4, 3)), alpha=0.7)
+    for mark in marks(run):
+        colour, line = (NEGATIVE, (0, (1, 2))) if mark.loss else (_PALE_INK, (0, (4, 3)))
+        axes.axvline(mark.position, color=colour, linewidth=0.8, linestyle=line, alpha=0.7)
     if len(panel.curves) > 1:
+        crowded = len(panel.curves) > 3
         axes.legend(
             loc="lower left",
             bbox_to_anchor=(0, 1.01),
-            ncols=len(panel.curves),
+            ncols=len(panel.curves) if len(panel.curves) != _TWO_ROWS else 2,
             borderpad=0.2,
             borderaxespad=0,
             handlelength=1.2,
-            columnspacing=1.2,
+            columnspacing=0.8 if crowded else 1.2,
+            labelspacing=0.1,
+            fontsize=7.5 if crowded else 9,
         ).set_in_layout(False)  # The title's pad keeps its place.
 
 
@@ -153,14 +182,21 @@ def _draw_band(axes: Any, band: Band) -> None:
     )
 
 
-def _frame_steps(axes: Any, run: RunRecord) -> None:
-    steps = run.step_numbers
-    margin = max((steps.max() - steps.min()) * 0.02, 0.5)
-    axes.set_xlim(steps.min() - margin, steps.max() + margin)
+def nothing_measured(axes: Any) -> None:
+    """Say so, instead of empty axes."""
+    axes.set_yticks([])
+    axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_PALE_INK)
+
+
+def frame_steps(axes: Any, runs: Sequence[RunRecord]) -> None:
+    """Limits and ticks of the axis of steps."""
+    first, last = min(run.first_step for run in runs), max(run.step_numbers.max() for run in runs)
+    margin = max((last - first) * 0.02, 0.5)
+    axes.set_xlim(first - margin, last + margin)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
 
 
-def _frame_values(axes: Any, panel: Panel, values: np.ndarray, shaded: list[Band]) -> None:
+def frame_values(axes: Any, panel: Panel, values: np.ndarray, shaded: list[Band]) -> None:
     """Limits, scale and tick labels of the vertical axis."""
     if panel.y_scale == "spikes" and values.min() > 0 and values.max() > _SPIKE_RATIO * np.median(values):
         axes.set_yscale("log")
@@ -186,7 +222,7 @@ def _frame_ratios(axes: Any, low: float, high: float) -> None:
     axes.set_ylim(low / 1.12, high * 1.15)
 
 
-def _without_outliers(values: np.ndarray) -> np.ndarray:
+def without_outliers(values: np.ndarray) -> np.ndarray:
     """One wild update shall not flatten a whole curve."""
     if len(values) < 100:
         return values

@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bapo_megatron.report_data import RunRecord
+from bapo_megatron.algo.staleness import BUCKETS
+from bapo_megatron.report.data import RunRecord
 
 NEUTRAL = "#1f3b63"
 POSITIVE = "#2b8a5a"
 NEGATIVE = "#c2453a"
+AGES = ("#9fb3cf", "#7f9abf", "#5f80ac", "#456894", "#2f5079", "#1f3b63")
+"""Darker with the staleness of a bucket."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Curve:
     metric: str
     colour: str = NEUTRAL
     label: str | None = None
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Panel:
     y_scale: Literal["auto", "from_zero", "percent", "ratio", "spikes"] = "from_zero"
     """``from_zero``: down to 0, or to the least value below. ``ratio``: logarithmic, as 2 and 1/2 are alike.
     ``spikes``: logarithmic if a few values dwarf the others."""
+    compared: tuple[int, ...] | None = None
+    """Curves that a comparison of several runs draws; None for all."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,16 @@ class Band:
     high: float
     colour: str
     label: str
+
+
+def _quadrants(what: str) -> tuple[Curve, ...]:
+    """A curve for each kind of token; dashed are those that raise the entropy."""
+    return (
+        Curve(f"quadrant/positive_high/{what}", POSITIVE, "rewarded, likely"),
+        Curve(f"quadrant/positive_low/{what}", POSITIVE, "rewarded, unlikely", dashed=True),
+        Curve(f"quadrant/negative_high/{what}", NEGATIVE, "punished, likely", dashed=True),
+        Curve(f"quadrant/negative_low/{what}", NEGATIVE, "punished, unlikely"),
+    )
 
 
 PANELS = (
@@ -81,7 +97,7 @@ PANELS = (
             Curve("bapo/clip_low", NEGATIVE, "lower (negative)"),
         ),
         "Where the ratio of new to old probability is clipped. BAPO searches both bounds for each update, "
-        "inside the shaded ranges. They should move; a bound that lies at its upper end has nothing left "
+        "inside its ranges. They should move; a bound that lies at its upper end has nothing left "
         "to give.",
         "Fig. 8",
         "ratio",
@@ -140,7 +156,88 @@ PANELS = (
         "a rise says that the data is too old or the learning rate too high.",
         "no figure",
     ),
+    Panel(
+        "held_out",
+        "Held-out problems",
+        "share of right answers",
+        (Curve("eval/mean", POSITIVE),),
+        "Mean over the suites of avg@n, at the steps that were evaluated. Where it falls behind the reward, "
+        "the policy learns the training problems and not the task.",
+        "Table 1",
+        "percent",
+    ),
+    Panel(
+        "positive_tokens",
+        "Proportion of positive tokens",
+        "share of tokens",
+        (Curve("bapo/positive_token_fraction", POSITIVE),),
+        "Tokens of responses that are better than their group. Below a half the negatives are in the "
+        "majority before any weight or clipping.",
+        "Fig. 4",
+        "percent",
+    ),
+    Panel(
+        "quadrant_clipped",
+        "Clipped tokens by kind",
+        "share of the kind",
+        _quadrants("clipped"),
+        "Which tokens lose their gradient. Rewarded unlikely tokens and punished likely ones raise the "
+        "entropy: where they are clipped more than the others, clipping lowers it.",
+        "Table 4; section 3 says it of Fig. 5",
+        "percent",
+        compared=(1,),
+    ),
+    Panel(
+        "quadrant_contribution",
+        "Gradient by kind of token",
+        "share of the gradient's mass",
+        _quadrants("contribution"),
+        "Who moves the policy. Rewarded likely tokens and punished unlikely ones lower the entropy, the "
+        "other two kinds raise it.",
+        "Table 4",
+        "percent",
+        compared=(1, 2),
+    ),
+    Panel(
+        "entropy_effect",
+        "First-order effect on the entropy",
+        "nats for a step of size 1",
+        (
+            Curve("entropy_rule/effect", NEUTRAL, "sum"),
+            Curve("polarity/expanding_effect", POSITIVE, "expanding"),
+            Curve("polarity/contracting_effect", NEGATIVE, "contracting"),
+        ),
+        "The Entropy-Clip Rule, term by term: what the tokens with a gradient do to the entropy. Below 0 the "
+        "update contracts it.",
+        "Eq. 6",
+        "auto",
+        compared=(0,),
+    ),
+    Panel(
+        "staleness",
+        "Staleness",
+        "updates",
+        (Curve("staleness/mean", NEUTRAL, "mean"), Curve("staleness/max", AGES[0], "oldest token")),
+        "How many updates lie between the policy that sampled a token and the one that trains on it.",
+        "the setting of Figs. 2 and 11",
+        compared=(0,),
+    ),
+    Panel(
+        "staleness_clipped",
+        "Clipped tokens by staleness",
+        "share of the bucket",
+        tuple(
+            Curve(f"staleness/{bucket}/clipped", colour, bucket)
+            for bucket, colour in zip(BUCKETS, AGES, strict=True)
+        ),
+        "Tokens that the bounds clip, by age in updates. The older a token, the farther its ratio from 1.",
+        "section 3 says it of Fig. 2",
+        "percent",
+        compared=(),
+    ),
 )
+OVERVIEW = PANELS[:8]
+"""What one look at a run needs."""
 
 
 def bands(panel: Panel, run: RunRecord) -> list[Band]:

@@ -1,0 +1,82 @@
+"""When PAPO presses which branch: from the run's entropy to the weights of both. Plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class PolarityConfig:
+    """PAPO (arXiv 2605.11775): advantages of entropy-expanding and entropy-contracting tokens reweighted."""
+
+    enabled: bool = False
+    """Reweight the advantages. The bounds are then searched with the reweighted ones, which takes a forward
+    pass also where the ratio is known."""
+    strength: float = 0.5
+    """Largest change of a branch's weight: below 1, so that neither branch is lost."""
+    target_entropy: float | None = None
+    """Entropy that is held, nats per token. None: that of the run's first update."""
+    band: float = 0.5
+    """Distance from the target, as a part of it, at which the weights change by all of `strength`."""
+    memory: float = 0.9
+    """Weight of the past in the moving mean of the updates' entropies."""
+
+
+class BranchWeights(NamedTuple):
+    """What the advantages of the tokens of each branch are multiplied by."""
+
+    expanding: float
+    contracting: float
+
+
+def phase(entropy: float, target: float, band: float) -> float:
+    """Where the entropy stands: ``clip((target - entropy) / (band target), -1, 1)``; 1 is far too low.
+
+    Args:
+        entropy: nats per token.
+        target: the entropy that is held, nats per token; at 0 the phase is 0.
+        band: part of the target at which the phase is 1 or -1.
+    """
+    if target <= 0:
+        return 0.0
+    return max(-1.0, min(1.0, (target - entropy) / (band * target)))
+
+
+class PolarityControl:
+    """The phase of a run, and the weights of its next update. Starts at phase 0."""
+
+    def __init__(self, config: PolarityConfig) -> None:
+        self._config = config
+        self._entropy: float | None = None
+        self._target = config.target_entropy
+
+    @property
+    def phase(self) -> float:
+        """Where the moving mean of the entropy stands; 0 before the first update."""
+        if self._entropy is None or self._target is None:
+            return 0.0
+        return phase(self._entropy, self._target, self._config.band)
+
+    @property
+    def weights(self) -> BranchWeights:
+        """``1 + strength phase`` for tokens that expand the entropy, ``1 - strength phase`` for others."""
+        change = self._config.strength * self.phase
+        return BranchWeights(1.0 + change, 1.0 - change)
+
+    def observe(self, entropy: float) -> None:
+        """Take note of the mean entropy, in nats per token, that an update measured before its step."""
+        if self._target is None:
+            self._target = entropy
+        memory = self._config.memory
+        self._entropy = entropy if self._entropy is None else memory * self._entropy + (1 - memory) * entropy
+
+    def state(self) -> dict[str, Any] | None:
+        """What a continuation needs to know; plain JSON. None before the first update."""
+        return None if self._entropy is None else {"entropy": self._entropy, "target": self._target}
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Go on after ``state``. A target of the configuration counts before the stored one."""
+        if state is not None:
+            self._entropy = state["entropy"]
+            self._target = self._config.target_entropy or state["target"]

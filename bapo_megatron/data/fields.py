@@ -1,0 +1,71 @@
+"""The fields of a row of Skywork-OR1-RL-Data, each with what can be wrong with it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from bapo_megatron.data.rows import Row
+
+
+class RowError(Exception):
+    """What is wrong with a row; told on with its file and number."""
+
+
+def field_of(row: Row, name: str, kind: type, kind_name: str) -> Any:
+    """The value of ``row[name]``, which must be of type ``kind``."""
+    value = row.get(name)
+    if not isinstance(value, kind):
+        found = "missing" if value is None else f"of type {type(value).__name__}"
+        raise RowError(f"{name} is {found}; it must be {kind_name}")
+    return value
+
+
+def messages_of(row: Row) -> list[dict[str, str]]:
+    """The chat messages of ``prompt``, at least one, none empty."""
+    messages: list[dict[str, str]] = field_of(row, "prompt", list, "a list of {role, content}")
+    if not messages:
+        raise RowError("prompt is empty; it must hold at least one message {role, content}")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise RowError(f"prompt holds {message!r}; a message must be {{role, content}}")
+        for key in ("role", "content"):
+            value = message.get(key)
+            if not isinstance(value, str) or not value.strip():
+                raise RowError(f"prompt has a message whose {key} is {value!r}; it must be text, not empty")
+    return messages
+
+
+def ground_truth_of(row: Row) -> str:
+    """The text of ``reward_model.ground_truth``: one answer, or the tests of a program."""
+    value = field_of(row, "reward_model", dict, 'an object with "ground_truth"').get("ground_truth")
+    answer = _unwrapped(value)
+    if not isinstance(answer, str) or not answer.strip():
+        raise RowError(f"reward_model.ground_truth is {value!r}; it must be the answer as text, not empty")
+    return answer
+
+
+def _unwrapped(value: object) -> object:
+    """The answer in ``'["34"]'``, the form in which Skywork stores some; else the value itself."""
+    inner: object = value
+    if isinstance(value, str) and value.lstrip().startswith('["'):
+        try:
+            inner = json.loads(value)
+        except ValueError:
+            return value
+    if isinstance(inner, list) and all(isinstance(item, str) for item in inner):
+        if len(inner) > 1 and all(item.lstrip().startswith("assert") for item in inner):
+            return json.dumps(inner)  # the tests of a code problem
+        if len(inner) != 1:
+            raise RowError(f"reward_model.ground_truth is {value!r}, {len(inner)} answers; give one")
+        return inner[0]
+    return value
+
+
+def extra_info_of(row: Row) -> dict[str, Any]:
+    """Plain JSON, without the keys that only other rows have (Arrow fills them with None)."""
+    info = row.get("extra_info")
+    if info is not None and not isinstance(info, dict):
+        raise RowError(f"extra_info is of type {type(info).__name__}; it must be an object")
+    plain = json.loads(json.dumps(info or {}, default=str))
+    return {key: value for key, value in plain.items() if value is not None}

@@ -1,0 +1,1 @@
+"""Public datasets made into the one format that runs and evaluations read."""

@@ -1,0 +1,161 @@
+"""The data card: where a prepared dataset comes from, what was left out of it, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from bapo_megatron import __version__
+from bapo_megatron.data.prepare.filters import INVALID
+from bapo_megatron.data.prepare.options import CARD_TEXT, DATA_FILE, PrepareOptions
+from bapo_megatron.data.prepare.problems import Problem
+
+FORMAT = 1
+"""Version of card.json."""
+
+EXAMPLES = 3
+"""Of each reason."""
+
+_SHOWN_CHARACTERS = 300
+_NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A row that was left out."""
+
+    reason: str
+    source: str
+    row: int
+    why: str
+    question: str
+
+
+@dataclass
+class Card:
+    """Counts and examples, filled while the rows go by. It holds no time: equal data, equal card."""
+
+    sources: list[dict[str, Any]]
+    """Name, SHA-256 and number of rows of each."""
+    options: PrepareOptions
+    against: list[dict[str, Any]] = field(default_factory=list)
+    """The same of each evaluation set."""
+    sha256: str = ""
+    """Of data.jsonl."""
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[Dropped]] = field(default_factory=dict)
+    invalid: list[Dropped] = field(default_factory=list)
+    """All of them."""
+    by_data_source: Counter[str] = field(default_factory=Counter)
+    by_ability: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Prompt tokens of what is kept; empty without a tokenizer."""
+
+    def keep(self, problem: Problem) -> None:
+        """Count a row that is written."""
+        self.kept += 1
+        self.by_data_source[problem.data_source] += 1
+        self.by_ability["code" if problem.is_code else "math"] += 1
+
+    def drop(self, row: Dropped) -> None:
+        """Count a row that is not."""
+        self.dropped[row.reason] += 1
+        short = dataclasses.replace(row, why=_short(row.why), question=_short(row.question))
+        if row.reason == INVALID:
+            self.invalid.append(short)
+        shown = self.examples.setdefault(row.reason, [])
+        if len(shown) < EXAMPLES:
+            shown.append(short)
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of card.json."""
+        options = dataclasses.asdict(self.options)
+        return {
+            "format": FORMAT,
+            "code_version": __version__,
+            "data": {"file": DATA_FILE, "sha256": self.sha256, "rows": self.kept},
+            "sources": self.sources,
+            "against": self.against,
+            "options": {
+                name: json.loads(json.dumps(value, default=str))
+                for name, value in options.items()
+                if name not in _NOT_ABOUT_THE_DATA
+            },
+            "dropped": dict(self.dropped),
+            "invalid_rows": [{"source": one.source, "row": one.row, "why": one.why} for one in self.invalid],
+            "examples": {name: [vars(one) for one in shown] for name, shown in self.examples.items()},
+            "by_data_source": dict(self.by_data_source.most_common()),
+            "by_ability": dict(self.by_ability.most_common()),
+            "prompt_tokens": self._prompt_tokens(),
+        }
+
+    def _prompt_tokens(self) -> dict[str, int] | None:
+        """Nearest ranks: the smallest length that such a share of the prompts does not exceed."""
+        if not self.lengths:
+            return None
+        ordered = sorted(self.lengths.elements())
+        ranks = {"smallest": 0.0, "median": 0.5, "95%": 0.95, "largest": 1.0}
+        return {name: ordered[max(1, math.ceil(share * len(ordered))) - 1] for name, share in ranks.items()}
+
+
+def as_markdown(card: Card) -> str:
+    """The content of README.md."""
+    data = card.as_json()
+    rows = sum(source["rows"] for source in card.sources)
+    lines = [
+        f"# {card.options.output.name}",
+        "",
+        f"{card.kept} problems of {rows} rows, prepared by `bapo data prepare` {__version__}.",
+        f"SHA-256 of `{DATA_FILE}`: `{card.sha256}`.",
+        *_table("Sources", ("source", "rows", "SHA-256"), [_source(one) for one in card.sources]),
+        *_table(
+            "Kept apart from", ("evaluation set", "rows", "SHA-256"), [_source(one) for one in card.against]
+        ),
+        *_table("Left out", ("reason", "rows"), [*card.dropped.items()]),
+        *_table("Kept", ("data source", "rows"), card.by_data_source.most_common()),
+        *_table("Prompt tokens", ("", "tokens"), [*(data["prompt_tokens"] or {}).items()]),
+        *_table(
+            "Options", ("option", "value"), [(k, f"`{json.dumps(v)}`") for k, v in data["options"].items()]
+        ),
+    ]
+    for reason, shown in card.examples.items():
+        lines += ["", f"## Examples: {reason}", ""]
+        lines += [f"- {one.source}, row {one.row}: {_cell(one.why)}{_quoted(one.question)}" for one in shown]
+    return "\n".join(lines) + "\n"
+
+
+def summary(card: Card) -> str:
+    """What the command prints."""
+    rows = sum(source["rows"] for source in card.sources)
+    output = card.options.output
+    lines = [f"{card.kept} of {rows} rows are in {output / DATA_FILE} (SHA-256 {card.sha256[:12]}...)"]
+    lines += [f"left out: {count} {reason}" for reason, count in card.dropped.items()]
+    return "\n".join([*lines, f"why, with examples: {output / CARD_TEXT}"]) + "\n"
+
+
+def _source(source: dict[str, Any]) -> tuple[str, int, str]:
+    return source["name"], source["rows"], f"`{source['sha256']}`"
+
+
+def _table(title: str, head: tuple[str, ...], rows: list[Any]) -> list[str]:
+    if not rows:
+        return []
+    cells = [head, ("---",) * len(head), *rows]
+    return ["", f"## {title}", "", *("| " + " | ".join(_cell(str(c)) for c in row) + " |" for row in cells)]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", r"\|")
+
+
+def _quoted(question: str) -> str:
+    return f"\n  > {_cell(question)}" if question else ""
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + " ..."

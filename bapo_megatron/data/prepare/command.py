@@ -1,0 +1,20 @@
+"""`bapo data prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tyro
+
+from bapo_megatron.data.prepare.card import summary
+from bapo_megatron.data.prepare.options import PrepareOptions
+from bapo_megatron.data.prepare.pipeline import prepare
+from bapo_megatron.errors import ConfigError
+
+
+def data_command(arguments: Sequence[str]) -> None:
+    """Prepare, and print what was left out."""
+    if arguments[:1] != ["prepare"]:
+        raise ConfigError("usage: bapo data prepare SOURCE ... --output DIR [flags]; --help lists the flags")
+    options = tyro.cli(PrepareOptions, prog="bapo data prepare", args=list(arguments[1:]))
+    print(summary(prepare(options)), end="")

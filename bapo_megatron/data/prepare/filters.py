@@ -1,0 +1,124 @@
+"""Why a row is left out. Each filter sees what the ones before it have kept."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from bapo_megatron.data.difficulty import difficulty_of
+from bapo_megatron.data.fields import RowError
+from bapo_megatron.data.prepare.contamination import Contamination
+from bapo_megatron.data.prepare.normal_form import answer_text, key
+from bapo_megatron.data.prepare.problems import Problem
+from bapo_megatron.data.prompts import prompt_token_ids
+from bapo_megatron.reward.functions import ground_truth_check
+
+Filter = Callable[[Problem], str | None]
+"""Why a problem is left out, or None. RowError if it turns out to be none."""
+
+INVALID = "invalid"
+"""The filter of rows that are no problem at all."""
+
+
+class Duplicates:
+    """Questions of one normal form: the first stays. If their answers differ, none does.
+
+    The first pass shows it every question; the second asks. Programs' tests are not compared.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[bytes, bytes] = {}
+        self._torn: set[bytes] = set()
+        self._seen: set[bytes] = set()
+
+    def show(self, problem: Problem) -> None:
+        """Remember the question and its answer."""
+        question = key(problem.question)
+        answer = b"tests" if problem.is_code else key(answer_text(problem.ground_truth))
+        if self._answers.setdefault(question, answer) != answer:
+            self._torn.add(question)
+
+    def conflict(self, problem: Problem) -> str | None:
+        """Whether another row answers the question differently."""
+        torn = key(problem.question) in self._torn
+        return f"answered {problem.ground_truth!r} here and differently elsewhere" if torn else None
+
+    def repeated(self, problem: Problem) -> str | None:
+        """Whether the question came before."""
+        question = key(problem.question)
+        if question in self._seen:
+            return "the question came before"
+        self._seen.add(question)
+        return None
+
+
+def contamination_filter(index: Contamination) -> Filter:
+    """What is in an evaluation set."""
+
+    def why(problem: Problem) -> str | None:
+        found = index.match(problem.question)
+        if found is None:
+            return None
+        return f"has {found.share:.0%} of {found.problem.suite}, row {found.problem.row}"
+
+    return why
+
+
+def difficulty_filter(path: str, least: float, most: float) -> Filter:
+    """What is too easy or too hard, or of unknown difficulty."""
+
+    def why(problem: Problem) -> str | None:
+        value = difficulty_of(problem.extra_info, path)
+        if value is None:
+            return f"it has no {path}"
+        return None if least <= value <= most else f"{path} is {value:g}"
+
+    return why
+
+
+def length_filter(tokenizer: Any, most: int, lengths: Counter[int]) -> Filter:
+    """What is too long. ``lengths`` counts the prompt tokens of what is kept."""
+
+    def why(problem: Problem) -> str | None:
+        count = len(prompt_token_ids(problem.messages, tokenizer))
+        if count > most:
+            return f"its prompt has {count} tokens"
+        lengths[count] += 1
+        return None
+
+    return why
+
+
+def judgeable() -> Filter:
+    """What no judge could score: an answer that is no mathematics, or tests that are none."""
+    check = ground_truth_check("math_or_code")
+    assert check is not None
+    return lambda problem: check(problem.ground_truth)
+
+
+class TypesOfExtraInfo:
+    """Holds each key of ``extra_info`` to one type: Arrow gives a column one."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+
+    def clash(self, info: dict[str, Any]) -> str | None:
+        """The first key whose type is another than before, and what it was."""
+        for name, value in info.items():
+            now = "number" if isinstance(value, (int, float)) else type(value).__name__
+            if (before := self._found.setdefault(name, now)) != now:
+                return f"extra_info.{name} is of type {now} here ({json.dumps(value)[:60]}), {before} before"
+        return None
+
+
+def first_reason(problem: Problem, filters: Iterable[tuple[str, Filter]]) -> tuple[str, str] | None:
+    """Name and words of the first filter that leaves it out."""
+    for name, leaves_out in filters:
+        try:
+            if why := leaves_out(problem):
+                return name, why
+        except RowError as error:
+            return INVALID, str(error)
+    return None

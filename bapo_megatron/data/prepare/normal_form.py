@@ -1,0 +1,48 @@
+"""What of a question's text counts when two questions are compared.
+
+Case, spaces, dollar signs, LaTeX's spacing and punctuation at the end do not; symbols and numbers do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+
+_SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!\s]|\\[()\[\]]|[$~]")
+_SAME = re.compile(r"\\[dt](?=frac|binom)")
+_TOKEN = re.compile(r"[\u3400-\u9fff]|\\?[^\W\d_\u3400-\u9fff]+|\d+|\S")
+"""A character of a script that is written without spaces, a word or a command, a number, or a symbol."""
+
+
+def tokens(question: str) -> list[str]:
+    """Words, commands, numbers and symbols, in order."""
+    text = _SPACING.sub(" ", unicodedata.normalize("NFKC", question).lower())
+    found = _TOKEN.findall(_SAME.sub(lambda _: "\\", text))
+    while found and found[-1] in ".?!,;:":
+        found.pop()
+    return found
+
+
+def words(question: str) -> list[str]:
+    """Words and numbers alone: what is left when somebody has typeset a question anew."""
+    bare = (token.lstrip("\\") for token in tokens(question))
+    return [word for word in bare if word and word.isalnum()]
+
+
+def key(question: str) -> bytes:
+    """16 bytes that are equal for questions of one normal form, and else are not."""
+    return hashlib.sha256(" ".join(tokens(question)).encode()).digest()[:16]
+
+
+def answer_text(answer: str) -> str:
+    """An answer without what its typesetting adds; whole numbers without zeros in front."""
+    text = "".join(tokens(answer))
+    digits = text.removeprefix("+")
+    whole = digits.isascii() and digits.removeprefix("-").isdecimal() and len(digits) < 100
+    return str(int(digits)) if whole else text
+
+
+def ngrams(sequence: list[str], size: int) -> set[str]:
+    """All runs of ``size`` words; empty if there are fewer."""
+    return {" ".join(sequence[at : at + size]) for at in range(len(sequence) - size + 1)}

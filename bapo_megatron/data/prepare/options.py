@@ -1,0 +1,79 @@
+"""What `bapo data prepare` is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from bapo_megatron.config_checks import raise_problems
+
+DATA_FILE, CARD_FILE, CARD_TEXT = "data.jsonl", "card.json", "README.md"
+"""What a prepared folder holds."""
+
+SUITES = Path("data/suites")
+"""Where evaluation suites are looked for by their names."""
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Sources in, one validated folder out."""
+
+    sources: tyro.conf.Positional[tuple[str, ...]]
+    """Files (.jsonl, .json, .parquet), or datasets of the hub as OWNER/NAME or OWNER/NAME:CONFIG."""
+    output: Path
+    """Folder that is written: data.jsonl, card.json, README.md."""
+    split: str = "train"
+    """Of sources on the hub. Skywork-OR1-RL-Data has `math` and `code`."""
+    revision: str | None = None
+    """Of sources on the hub: a commit. None: the newest."""
+    against: tuple[str, ...] = ()
+    """Evaluation sets that must not be trained on: names of suites, or files of any known schema."""
+    suites: Path = SUITES
+    """Where the suites are that `against` names."""
+    ngram_words: int = 8
+    """Words of an n-gram, for `against`."""
+    ngram_share: float = 0.3
+    """A question that has so much of an evaluation problem's n-grams is left out."""
+    instruct: bool = True
+    """Prompts that do not ask for a box, or a fenced block, get a sentence that does. Off, they stay as they
+    are: for a model that was not taught by instructions."""
+    tokenizer: Path | None = None
+    """Hugging Face folder of the model, to count prompt tokens with its chat template."""
+    max_prompt_tokens: int = 2048
+    """Longer prompts are left out, if there is a tokenizer."""
+    difficulty: str | None = None
+    """Where in `extra_info` a difficulty is, e.g. `model_difficulty.DeepSeek-R1-Distill-Qwen-7B` (Skywork's
+    data: how many of 16 answers of that model were wrong). Rows without it are left out."""
+    min_difficulty: float = -1e9
+    """Smallest that is kept. With 1 what the model always solves is left out."""
+    max_difficulty: float = 1e9
+    """Largest that is kept. With 15 what the model never solves is left out."""
+    max_invalid: float = 0.05
+    """Nothing is written if a larger share of the rows is invalid: the schema is probably another."""
+    overwrite: Annotated[bool, tyro.conf.FlagConversionOff] = False
+    """Replace an earlier output."""
+
+    def check(self) -> None:
+        """ConfigError with every mistake that the fields show by themselves."""
+        raise_problems(list(self._problems()))
+
+    def _problems(self) -> Iterator[str]:
+        if not self.sources:
+            yield "sources: none is given; name a file or a dataset of the hub"
+        if self.ngram_words < 1:
+            yield f"ngram_words={self.ngram_words} must be at least 1"
+        if not 0 < self.ngram_share <= 1:
+            yield f"ngram_share={self.ngram_share} must be above 0 and at most 1"
+        if self.max_prompt_tokens < 1:
+            yield f"max_prompt_tokens={self.max_prompt_tokens} must be at least 1"
+        if not 0 <= self.max_invalid <= 1:
+            yield f"max_invalid={self.max_invalid} must be between 0 and 1"
+        if self.min_difficulty > self.max_difficulty:
+            yield f"min_difficulty={self.min_difficulty} is above max_difficulty={self.max_difficulty}"
+        bounded = (self.min_difficulty, self.max_difficulty) != (-1e9, 1e9)
+        if bounded and self.difficulty is None:
+            yield "min_difficulty and max_difficulty need difficulty: say where in extra_info the number is"

@@ -1,0 +1,160 @@
+"""Sources to a prepared folder, in two passes: one learns which questions repeat, one filters and writes.
+
+The same sources and options give the same bytes, so the digest of data.jsonl names a dataset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from bapo_megatron.data.fields import RowError
+from bapo_megatron.data.prepare.card import Card, Dropped, as_markdown
+from bapo_megatron.data.prepare.contamination import Contamination, EvaluationProblem
+from bapo_megatron.data.prepare.filters import (
+    INVALID,
+    Duplicates,
+    Filter,
+    TypesOfExtraInfo,
+    contamination_filter,
+    difficulty_filter,
+    first_reason,
+    judgeable,
+    length_filter,
+)
+from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
+from bapo_megatron.data.prepare.problems import Problem, problem_of
+from bapo_megatron.data.prepare.sources import Source, open_source
+from bapo_megatron.data.tokenizer import load_tokenizer
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.files import publish_folder
+
+Read = tuple[Source, int, Problem | RowError]
+"""A source, the number of a row in it (the first is 0), and what the row is."""
+
+
+def prepare(options: PrepareOptions) -> Card:
+    """Write the folder ``options.output``, whole or not at all. ConfigError names what is wrong."""
+    options.check()
+    check_output(options.output, options.overwrite)
+    sources = [open_source(text, options.split, options.revision) for text in options.sources]
+    duplicates = Duplicates()
+    card = Card(sources=[], options=options)
+    filters = _filters(options, duplicates, card)
+    for source in sources:
+        rows = sum(_shown(duplicates, read) for read in _problems(source, options.instruct))
+        card.sources.append({"name": source.name, "sha256": source.digest(), "rows": rows})
+    temporary = options.output.with_name(f".{options.output.name}.tmp")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    try:
+        card.sha256 = _write(temporary / DATA_FILE, sources, filters, card)
+        _check_result(card, options)
+        (temporary / CARD_FILE).write_text(json.dumps(card.as_json(), indent=2, ensure_ascii=False) + "\n")
+        (temporary / CARD_TEXT).write_text(as_markdown(card))
+        publish_folder(temporary, options.output)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return card
+
+
+def check_output(output: Path, overwrite: bool) -> None:
+    """ConfigError if ``output`` is there and may not be replaced."""
+    if not output.exists():
+        return
+    if not (output / CARD_FILE).is_file():
+        raise ConfigError(f"output={output} exists and is no prepared dataset, so it is kept: name another")
+    if not overwrite:
+        raise ConfigError(f"output={output} exists: name another, or give --overwrite")
+
+
+def _problems(source: Source, instruct: bool) -> Iterator[Read]:
+    for number, row in enumerate(source.rows()):
+        try:
+            yield source, number, problem_of(row, source.name, number, instruct)
+        except RowError as error:
+            yield source, number, error
+
+
+def _shown(duplicates: Duplicates, read: Read) -> int:
+    """1, for the count of rows."""
+    if isinstance(read[2], Problem):
+        duplicates.show(read[2])
+    return 1
+
+
+def _filters(options: PrepareOptions, duplicates: Duplicates, card: Card) -> list[tuple[str, Filter]]:
+    """The cheap ones first."""
+    found: list[tuple[str, Filter]] = [
+        ("conflicting answers", duplicates.conflict),
+        ("duplicate", duplicates.repeated),
+    ]
+    if options.difficulty is not None:
+        bounds = options.min_difficulty, options.max_difficulty
+        found.append(("difficulty", difficulty_filter(options.difficulty, *bounds)))
+    if options.against:
+        problems = [problem for text in options.against for problem in _evaluation_set(text, options, card)]
+        index = Contamination(problems, options.ngram_words, options.ngram_share)
+        found.append(("contaminated", contamination_filter(index)))
+    found.append((INVALID, judgeable()))
+    if options.tokenizer is not None:
+        tokenizer = load_tokenizer(options.tokenizer)
+        found.append(("too long", length_filter(tokenizer, options.max_prompt_tokens, card.lengths)))
+    return found
+
+
+def _evaluation_set(text: str, options: PrepareOptions, card: Card) -> Iterator[EvaluationProblem]:
+    suite = options.suites / text / DATA_FILE
+    path = suite if suite.is_file() else Path(text)
+    if not path.is_file():
+        raise ConfigError(
+            f"against: {text} is neither a file nor a suite ({suite} does not exist): prepare it first, or "
+            f"give the path of its file"
+        )
+    source, rows = open_source(str(path), options.split, None), 0
+    for _, number, problem in _problems(source, options.instruct):
+        if isinstance(problem, RowError):
+            raise ConfigError(f"against: {path}, row {number} (the first is 0): {problem}")
+        rows += 1
+        yield EvaluationProblem(text, number, problem.question)
+    card.against.append({"name": text, "sha256": source.digest(), "rows": rows})
+
+
+def _write(path: Path, sources: list[Source], filters: list[tuple[str, Filter]], card: Card) -> str:
+    """Write what is kept, note what is not; the SHA-256 of the file."""
+    digest, types = hashlib.sha256(), TypesOfExtraInfo()
+    with path.open("wb") as file:
+        for source in sources:
+            for _, number, problem in _problems(source, card.options.instruct):
+                if isinstance(problem, RowError):
+                    card.drop(Dropped(INVALID, source.name, number, str(problem), ""))
+                elif reason := first_reason(problem, filters):
+                    card.drop(Dropped(reason[0], source.name, number, reason[1], problem.question))
+                elif clash := types.clash(problem.extra_info):
+                    raise ConfigError(
+                        f"{source.name}, row {number} (the first is 0): {clash}; prepare the sources apart"
+                    )
+                else:
+                    line = json.dumps(problem.row(), ensure_ascii=False, sort_keys=True).encode() + b"\n"
+                    file.write(line)
+                    digest.update(line)
+                    card.keep(problem)
+    return digest.hexdigest()
+
+
+def _check_result(card: Card, options: PrepareOptions) -> None:
+    rows = sum(source["rows"] for source in card.sources)
+    first = "".join(f"\n{one.source}, row {one.row}: {one.why}" for one in card.invalid[:5])
+    if len(card.invalid) > options.max_invalid * rows:
+        raise ConfigError(
+            f"{len(card.invalid)} of {rows} rows are invalid, more than max_invalid={options.max_invalid}; "
+            f"nothing was written. The first (rows count from 0):{first}"
+        )
+    if not card.kept:
+        told = ", ".join(f"{name} {count}" for name, count in card.dropped.items()) or "there are none"
+        raise ConfigError(f"no row of {rows} is left ({told}); nothing was written")

@@ -1,0 +1,135 @@
+r"""A row of any schema that is known, as one problem.
+
+Chat rows (Skywork-OR1-RL-Data, DAPO-Math-17k, this project's own) have ``prompt``, as messages or as text,
+and ``reward_model.ground_truth``. Plain rows (DeepScaleR, MATH-500, AIME) have ``problem`` or ``question``
+and ``answer``, or a ``solution`` that ends with a box. Names may be capitalised.
+
+Both judges want a certain form: an answer in ``\boxed{}``, a program in a fenced block. A prompt that does
+not ask for it gets one sentence that does. DAPO's own sentences, which ask for a line "Answer:", go.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bapo_megatron.data.fields import RowError, extra_info_of, ground_truth_of, messages_of
+from bapo_megatron.data.rows import Row
+from bapo_megatron.reward.code_tests import is_tests
+from bapo_megatron.reward.math import last_boxed
+
+MATH_INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
+CODE_INSTRUCTION = "Write one Python program, and put it into a ```python block at the end of your answer."
+
+_QUESTION, _ANSWER, _SOLUTION = ("problem", "question"), "answer", "solution"
+_ANSWER_LINE = re.compile(
+    r"\s*solve the following math problem step by step\.[^\n]*\n+(.*?)\n+remember to put your answer on its "
+    r"own line after \"answer:\"\.?\s*",
+    re.IGNORECASE | re.DOTALL,
+)
+_BOX_REQUEST = re.compile(
+    r"\s*\b(?:let'?s think|please|put|present|return|output|give|write|enclose|make sure|remember)\b"
+    r"(?:(?!\n\s*\n).){0,200}?\\boxed\s*\{\s*\}[^\n]{0,80}\Z",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem in the one format."""
+
+    messages: list[dict[str, str]]
+    question: str
+    """What is asked, without the sentence about the form of the answer; two problems are compared by it."""
+    ground_truth: str
+    data_source: str
+    extra_info: dict[str, Any]
+
+    @property
+    def is_code(self) -> bool:
+        """Whether its ground truth is the tests of a program."""
+        return is_tests(self.ground_truth)
+
+    def row(self) -> Row:
+        """As it is stored."""
+        return {
+            "data_source": self.data_source,
+            "prompt": self.messages,
+            "ability": "code" if self.is_code else "math",
+            "reward_model": {"ground_truth": self.ground_truth, "style": "rule"},
+            "extra_info": self.extra_info,
+        }
+
+
+def problem_of(row: Row, source: str, number: int, instruct: bool = True) -> Problem:
+    """The problem in row ``number`` of ``source``. RowError says what is missing or wrong.
+
+    ``instruct``: prompts that do not ask for the form that the judge wants are made to.
+    """
+    named = {name.lower(): value for name, value in row.items()}
+    if isinstance(named.get("reward_model"), dict) or "prompt" in named:
+        return _chat(named, source, number, instruct)
+    if any(name in named for name in _QUESTION):
+        return _plain(named, source, number, instruct)
+    raise RowError(
+        f"its fields are {', '.join(sorted(row))}; a row has prompt and reward_model, or problem (question) "
+        f"and answer (solution)"
+    )
+
+
+def _chat(row: Row, source: str, number: int, instruct: bool) -> Problem:
+    if isinstance(row.get("prompt"), str):
+        row = {**row, "prompt": [{"role": "user", "content": row["prompt"]}]}
+    messages = [{"role": one["role"], "content": one["content"]} for one in messages_of(row)]
+    if messages[-1]["role"] != "user":
+        raise RowError(f"prompt ends with a message of {messages[-1]['role']!r}; the last must be the user's")
+    ground_truth = ground_truth_of(row)
+    data_source = row.get("data_source")
+    info = {**extra_info_of(row), "row": number}
+    name = data_source if isinstance(data_source, str) else source
+    return _problem(messages, ground_truth, name, info, instruct)
+
+
+def _plain(row: Row, source: str, number: int, instruct: bool) -> Problem:
+    question = next(row[name] for name in _QUESTION if name in row)
+    if not isinstance(question, str) or not question.strip():
+        raise RowError(f"the problem is {question!r}; it must be text, not empty")
+    known = {*_QUESTION, _ANSWER, _SOLUTION}
+    info = {
+        name: value
+        for name, value in row.items()
+        if name not in known and isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    }
+    messages = [{"role": "user", "content": question.strip()}]
+    return _problem(messages, _answer(row), source, {**info, "row": number}, instruct)
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    """``answer``, a text or a whole number; else what is boxed last in ``solution``."""
+    answer = row.get(_ANSWER)
+    if answer is None and isinstance(row.get(_SOLUTION), str):
+        answer = last_boxed(row[_SOLUTION])
+        if answer is None:
+            raise RowError("it has no answer, and its solution has no \\boxed{}")
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        answer = str(answer)
+    return ground_truth_of({"reward_model": {"ground_truth": answer}})
+
+
+def _problem(
+    messages: list[dict[str, str]], ground_truth: str, data_source: str, info: dict[str, Any], instruct: bool
+) -> Problem:
+    content = messages[-1]["content"]
+    if wrapped := _ANSWER_LINE.fullmatch(content):
+        content = wrapped[1].strip()
+    question = _BOX_REQUEST.sub("", content).strip() or content
+    if is_tests(ground_truth):
+        wanted, instruction = "```" in content, CODE_INSTRUCTION
+    else:
+        wanted, instruction = "\\boxed" in content, MATH_INSTRUCTION
+    content = content if wanted or not instruct else f"{content}\n\n{instruction}"
+    return Problem(
+        [*messages[:-1], {"role": "user", "content": content}], question, ground_truth, data_source, info
+    )

@@ -1,0 +1,127 @@
+"""The rows of a source as they are: a file of JSONL, JSON or parquet, or a dataset of the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.data.rows import FORMATS, Row
+from bapo_megatron.errors import ConfigError
+
+_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
+_PARQUET_ROWS = 256
+"""Read at a time: rows of code problems have megabytes of tests."""
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A file."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """As a data card shows it."""
+        return self.path.name
+
+    def rows(self) -> Iterator[Row]:
+        """All rows in the order of the file, one at a time. ConfigError with the row's number."""
+        read = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}[self.path.suffix]
+        for number, row in enumerate(read(self.path)):
+            if not isinstance(row, dict):
+                raise ConfigError(f"{self.path}, row {number} (the first is 0): it is no object: {row!r:.80}")
+            yield row
+
+    def digest(self) -> str:
+        """SHA-256 of the file."""
+        with self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A split of a dataset on the hub."""
+
+    name: str
+    dataset: Any
+
+    def rows(self) -> Iterator[Row]:
+        """All rows in order."""
+        yield from self.dataset
+
+    def digest(self) -> str:
+        """SHA-256 of the rows as JSON, a line each."""
+        found = hashlib.sha256()
+        for row in self.dataset:
+            found.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+        return found.hexdigest()
+
+
+Source = FileSource | HubSource
+
+
+def open_source(text: str, split: str, revision: str | None) -> Source:
+    """The file at the path ``text``, or the dataset ``OWNER/NAME`` or ``OWNER/NAME:CONFIG`` of the hub.
+
+    ConfigError if it is neither, or cannot be had.
+    """
+    path = Path(text)
+    if path.is_file():
+        if path.suffix not in FORMATS:
+            raise ConfigError(f"source {path}: unknown ending; give one of {', '.join(FORMATS)}")
+        return FileSource(path)
+    hub_id = _HUB_ID.fullmatch(text)
+    if path.exists() or path.suffix in FORMATS or hub_id is None:
+        raise ConfigError(f"source {text}: no such file, and no OWNER/NAME of the hub; give one of them")
+    return HubSource(f"{text}, split {split}", _from_hub(hub_id[1], hub_id[2], split, revision))
+
+
+def _from_hub(name: str, config: str | None, split: str, revision: str | None) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, config, split=split, revision=revision)
+    except Exception as error:  # it raises whatever the hub, the network or a builder does
+        raise ConfigError(
+            f"source {name}: cannot be loaded from the hub ({error}); check --split and --revision, or "
+            f"download its files where there is a network and give their paths"
+        ) from error
+
+
+def _jsonl(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8") as lines:
+        number = 0
+        try:
+            for line in lines:
+                if line.strip():
+                    yield json.loads(line)
+                    number += 1
+        except ValueError as error:  # UnicodeDecodeError too
+            raise ConfigError(f"{path}, row {number} (the first is 0): not JSON: {error}") from error
+
+
+def _json(path: Path) -> Iterator[Any]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise ConfigError(f"{path} must hold a list of objects; for one object a line name it .jsonl")
+    yield from rows
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(_PARQUET_ROWS):
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as parquet: {error}") from error

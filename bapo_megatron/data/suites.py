@@ -1,0 +1,55 @@
+"""Evaluation suites: folders that `bapo data prepare` wrote, by name, or files by path."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.data.prepare.options import DATA_FILE, SUITES
+from bapo_megatron.data.prompts import load_prompts
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.functions import ground_truth_check
+from bapo_megatron.types import Prompt
+
+JUDGE = "math_or_code"
+"""The reward function that decides, by the form of each ground truth."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Problems that are asked, all of them."""
+
+    name: str
+    sha256: str
+    """Of the file."""
+    prompts: tuple[Prompt, ...]
+
+
+def load_suite(text: str, tokenizer: Any, max_prompt_tokens: int, folder: Path = SUITES) -> Suite:
+    """The suite of the name or at the path ``text``; names are folders in ``folder``.
+
+    ConfigError if it does not exist, if a row is wrong, or if a prompt is too long: nothing is left out.
+    """
+    path = suite_path(text, folder)
+    found = load_prompts(path, tokenizer, max_prompt_tokens, ground_truth_check(JUDGE))
+    if found.too_long:
+        raise ConfigError(
+            f"suite {text}: {found.too_long} of its prompts have more than max_prompt_tokens="
+            f"{max_prompt_tokens} tokens; raise that, because all problems must be asked"
+        )
+    name = path.parent.name if path.name == DATA_FILE else path.stem
+    return Suite(name, hashlib.sha256(path.read_bytes()).hexdigest(), found.prompts)
+
+
+def suite_path(text: str, folder: Path = SUITES) -> Path:
+    """Its file. ConfigError says how to make one."""
+    named = folder / text / DATA_FILE
+    for path in (named, Path(text) / DATA_FILE, Path(text)):
+        if path.is_file():
+            return path
+    raise ConfigError(
+        f"suite {text}: there is neither {named} nor a file of that path; make it with "
+        f"`bapo data prepare SOURCE --output {folder / text}` (docs/data.md names the sources)"
+    )

@@ -1,0 +1,84 @@
+"""The checkpoint that is evaluated, as a Hugging Face folder that engines load."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.files import write_atomically
+from checkpoints_tools.locate import Format, Location, locate
+from checkpoints_tools.to_hf import to_hf
+
+_FILES = (".safetensors", ".json", ".jinja", ".model")
+"""What decides what a model says: weights, configuration, tokenizer, chat template."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What engines load."""
+
+    folder: Path
+    checkpoint: str
+    """Where it comes from."""
+    sha256: str
+    """Of its files, see `model_digest`."""
+
+
+def output_of(location: Location) -> Path:
+    """``evaluations/`` and a name that tells checkpoints of one machine apart."""
+    folder = location.folder.resolve()
+    if folder.name == "policy" and location.format is not Format.HF:  # RUN/checkpoints/step_000120/policy
+        return Path("evaluations") / f"{folder.parents[2].name}_{folder.parent.name}"
+    return Path("evaluations") / f"{folder.parent.name}_{folder.name}"
+
+
+def find_checkpoint(path: Path, step: str) -> Location:
+    """The checkpoint that ``path`` and ``step`` mean; CheckpointError if there is none."""
+    location = locate(path, step)
+    if location.format is Format.HF and not (location.folder / "config.json").is_file():
+        raise ConfigError(f"checkpoint={location.folder} holds no config.json; give a whole model folder")
+    return location
+
+
+def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
+    """The checkpoint itself if it is a Hugging Face folder, else its conversion in ``output/model``.
+
+    A conversion that is there already is used. ConfigError if it is another checkpoint's.
+    """
+    source = str(location.folder.resolve())
+    if location.format is Format.HF:
+        return Model(location.folder, source, model_digest(location.folder))
+    folder, note = output / "model", output / "model.json"
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / ".model.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # elements of an array share it: the first converts
+        if folder.exists():
+            made_of = (
+                json.loads(note.read_text())["checkpoint"] if note.is_file() else "an unknown checkpoint"
+            )
+            if made_of != source:
+                raise ConfigError(f"{folder} was made of {made_of}, not of {source}: give another --output")
+        else:
+            print(f"converting {source} to {folder}", flush=True)
+            write_atomically(note, json.dumps({"checkpoint": source}) + "\n")
+            to_hf(location.folder, folder, reference)
+    return Model(folder, source, model_digest(folder))
+
+
+def model_digest(folder: Path) -> str:
+    """SHA-256 over the names and SHA-256 of weights, configuration and tokenizer files."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name.endswith(_FILES))
+    with ThreadPoolExecutor(8) as threads:
+        digests = list(threads.map(_digest, paths))
+    lines = "".join(f"{digest}  {path.name}\n" for digest, path in zip(digests, paths, strict=True))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,129 @@
+"""What `bapo eval` is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig, SglangConfig
+from bapo_megatron.config_checks import raise_problems
+from bapo_megatron.data.prepare.options import SUITES
+from bapo_megatron.data.suites import JUDGE
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """One checkpoint, some suites."""
+
+    checkpoint: tyro.conf.Positional[Path]
+    """A Hugging Face folder, a run's directory, one of its checkpoints, or a checkpoint of Megatron."""
+    suite: str
+    """Names of suites, or paths of prepared files, separated by commas."""
+    suites: Path = SUITES
+    """Folder with the suites."""
+    output: Path | None = None
+    """Where responses and results are kept, a folder for each suite; what is there is continued. None:
+    `evaluations/` and the checkpoint's name."""
+    step: str = "latest"
+    """Which checkpoint of a run."""
+    hf_reference: Path | None = None
+    """Hugging Face folder of the model, for a checkpoint that carries no config and tokenizer."""
+    samples: int = 16
+    """Responses to each problem: n of avg@n. May change when an evaluation is continued."""
+    pass_at: tuple[int, ...] = (1, 4, 16)
+    """Each k of pass@k, up to `samples`; larger ones are left out."""
+    temperature: float = 0.6
+    """Of sampling; 0 takes the most probable token."""
+    max_response_tokens: int = 32768
+    """Responses are cut here, and count as truncated."""
+    max_prompt_tokens: int = 2048
+    """A suite with a longer prompt is refused."""
+    seed: int = 0
+    """Of sampling (local engine) and of the bootstrap."""
+    engine: Literal["local", "sglang"] = "local"
+    """`local`: in this process. `sglang`: servers, see `sglang`."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the model's weights."""
+    max_batch: int = 64
+    """Requests that the local engine decodes at a time."""
+    judges: int = 2
+    """Processes that judge responses."""
+    judge_limit_s: float = 30.0
+    """Longest judgement of a response; then it counts as wrong, and as unjudged."""
+    sglang: SglangConfig = field(default_factory=SglangConfig)
+    """The servers of `engine=sglang`."""
+
+    @property
+    def names(self) -> list[str]:
+        """The suites, as they were given."""
+        return [name for name in self.suite.split(",") if name]
+
+    @property
+    def wanted_pass_at(self) -> tuple[int, ...]:
+        """Those that exist."""
+        return tuple(sorted({k for k in self.pass_at if k <= self.samples}))
+
+    def check(self) -> None:
+        """ConfigError with every mistake that the fields show by themselves."""
+        raise_problems(list(self._problems()))
+
+    def _problems(self) -> Iterator[str]:
+        if not self.names:
+            yield "suite names nothing; give e.g. --suite aime24,math500"
+        if len(set(self.names)) < len(self.names):
+            yield f"suite={self.suite} names a suite twice"
+        counts = {
+            name: getattr(self, name)
+            for name in ("samples", "max_response_tokens", "max_prompt_tokens", "max_batch", "judges")
+        }
+        yield from (f"{name}={value} must be at least 1" for name, value in counts.items() if value < 1)
+        yield from (f"pass_at={k} must be at least 1" for k in self.pass_at if k < 1)
+        if self.seed < 0:
+            yield f"seed={self.seed} must not be negative"
+        if not 0 <= self.temperature < float("inf"):
+            yield f"temperature={self.temperature} must be 0 (greedy) or a positive number"
+        if self.temperature == 0 and self.samples > 1:
+            yield f"temperature=0 gives the same response each time: set samples=1, not {self.samples}"
+        if not self.judge_limit_s > 0:
+            yield f"judge_limit_s={self.judge_limit_s} must be above 0"
+
+    def run_config(self, model: Path, output: Path, longest_prompt: int) -> RunConfig:
+        """What the parts that serve a training run need to know, to serve this.
+
+        Servers get the context that ``longest_prompt`` tokens and a whole response need.
+        """
+        limit_s = self.judge_limit_s
+        return RunConfig(
+            name="evaluation",
+            model=ModelConfig(hf_path=model, dtype=self.dtype),
+            data=DataConfig(path=output, max_prompt_tokens=longest_prompt),
+            run_dir=output,
+            seed=self.seed,
+            rollout=RolloutConfig(
+                temperature=self.temperature,
+                max_response_tokens=self.max_response_tokens,
+                engine=self.engine,
+                max_batch=self.max_batch,
+                sglang=self.sglang,
+            ),
+            reward=RewardConfig(
+                function=JUDGE,
+                workers=self.judges,
+                time_limit_s=limit_s,
+                code_case_limit_s=min(RewardConfig.code_case_limit_s, limit_s),
+            ),
+        )
+
+    def sampling(self) -> dict[str, Any]:
+        """What responses depend on, besides model and problem: those of one evaluation agree in it."""
+        return {
+            "temperature": self.temperature,
+            "max_response_tokens": self.max_response_tokens,
+            "seed": self.seed,
+            "engine": self.engine,
+            "dtype": self.dtype,
+        }

@@ -1,0 +1,138 @@
+"""What an evaluation of one suite has on disk.
+
+    OUTPUT/SUITE/  settings.json  responses.jsonl (one a line)  summary.json (when all are there)
+
+A response is on disk before it is counted. A line that a kill has torn is cut off when the file is opened
+again. Whatever is there is not sampled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.disk import writing
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.evaluation.scoring import Judged
+from bapo_megatron.files import write_atomically
+from bapo_megatron.state.logs import JsonlLog
+from bapo_megatron.state.run_directory import only_writer
+
+FORMAT = 1
+SETTINGS, RESPONSES, SUMMARY = "settings.json", "responses.jsonl", "summary.json"
+
+_MAY_CHANGE = ("samples", "model.checkpoint", "suite.name")
+
+Row = dict[str, Any]
+
+
+class Responses(JsonlLog):
+    """The file of responses, open for appending."""
+
+    def append_all(self, rows: Sequence[Row]) -> None:
+        """Write the lines; they are on disk when this returns. RunStopped if the disk does not take them."""
+        for row in rows:
+            self.append(row)
+        with writing("a response", self.path):
+            os.fsync(self._file.fileno())
+
+
+@contextmanager
+def open_folder(folder: Path, settings: Row) -> Iterator[Responses]:
+    """The responses in ``folder``, which belong to ``settings`` and are written by this process alone.
+
+    ConfigError if what is there was sampled with other settings.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with only_writer(folder):
+        _check_settings(folder / SETTINGS, settings)
+        write_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
+        log = Responses(folder / RESPONSES)
+        try:
+            yield log
+        finally:
+            log.close()
+
+
+def _check_settings(path: Path, settings: Row) -> None:
+    if not path.exists():
+        return
+    before, now = flat(_json(path)), flat(settings)
+    different = [
+        f"{name}: {before.get(name)!r} then, {now.get(name)!r} now"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and name not in _MAY_CHANGE
+    ]
+    if different:
+        raise ConfigError(
+            f"{path.parent} holds responses that were sampled with other settings:\n"
+            + "\n".join(different)
+            + "\ngive them as they were to continue, or another --output"
+        )
+
+
+def flat(settings: Row) -> Row:
+    """One level of nesting under dotted names."""
+    found: Row = {}
+    for name, value in settings.items():
+        found |= (
+            {f"{name}.{key}": item for key, item in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
+    return found
+
+
+def read_responses(path: Path, samples: int) -> list[Judged]:
+    """The first ``samples`` responses of each problem, without their texts. A torn line does not count."""
+    found = {}
+    for number, line in enumerate(_whole_lines(path), 1):
+        try:
+            row = json.loads(line)
+            one = Judged(**{name: row[name] for name in Judged.__dataclass_fields__})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path}, line {number} is no response: {error!r}; mend it or delete it"
+            ) from None
+        if one.sample < samples:
+            found[one.problem, one.sample] = one
+    return [found[place] for place in sorted(found)]
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    """One at a time: the texts of long responses are gigabytes together."""
+    if path.exists():
+        with path.open("rb") as lines:
+            yield from (line for line in lines if line.endswith(b"\n"))
+
+
+def write_summary(folder: Path, settings: Row, metrics: Row) -> None:
+    """The result of the suite, whole or not at all."""
+    with (folder / RESPONSES).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    content = {**settings, "responses_sha256": digest, "metrics": metrics}
+    write_atomically(folder / SUMMARY, json.dumps(content, indent=2) + "\n")
+
+
+def read_summary(folder: Path) -> Row:
+    """A finished evaluation of one suite. ConfigError if it is none."""
+    path = folder / SUMMARY
+    if not path.is_file():
+        raise ConfigError(f"{folder} holds no {SUMMARY}: the evaluation is not finished; run it again")
+    return _json(path)
+
+
+def _json(path: Path) -> Row:
+    try:
+        content = json.loads(path.read_text())
+        version = content["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error!r}") from None
+    if version != FORMAT:
+        raise ConfigError(f"{path} has format {version}, this version of the program reads {FORMAT}")
+    return dict(content)

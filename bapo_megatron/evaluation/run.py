@@ -1,0 +1,195 @@
+"""`bapo eval`: a checkpoint to the summaries of its suites."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron import __version__
+from bapo_megatron.config import RunConfig
+from bapo_megatron.data.suites import Suite, load_suite
+from bapo_megatron.data.tokenizer import load_tokenizer
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.evaluation.model import Model, find_checkpoint, hf_model, output_of
+from bapo_megatron.evaluation.options import EvalOptions
+from bapo_megatron.evaluation.responses import (
+    FORMAT,
+    Responses,
+    Row,
+    open_folder,
+    read_responses,
+    write_summary,
+)
+from bapo_megatron.evaluation.sampling import Asker
+from bapo_megatron.evaluation.scoring import score
+from bapo_megatron.policy.device import has_cuda, select_device
+from bapo_megatron.reward.pool import RewardPool
+from bapo_megatron.rollout.fleet import Fleet
+from bapo_megatron.rollout.patience import Patience
+from bapo_megatron.rollout.requests import limits_of, stop_token_ids
+from bapo_megatron.rollout.service import open_engines
+from bapo_megatron.rollout.sglang.process import sglang_python
+from bapo_megatron.rollout.sglang.servers import servers_of
+from bapo_megatron.rollout.whole_response import Sampling
+from bapo_megatron.types import Metrics
+
+_VERSION = 1
+"""Of the weights that engines are given; what they started with is 0."""
+
+Results = dict[str, tuple[Path, Metrics]]
+"""For each suite its folder and its metrics."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What is left to do for a suite."""
+
+    suite: Suite
+    folder: Path
+    settings: Row
+    log: Responses
+    places: list[tuple[int, int]]
+    """Problem and sample of each response that is not there yet."""
+
+
+def evaluate(options: EvalOptions) -> Results:
+    """Sample, judge and score what is missing.
+
+    ConfigError, before anything is sampled, for what is wrong. RunStopped if the engines are gone or the disk
+    is full: the same call goes on later.
+    """
+    options.check()
+    location = find_checkpoint(options.checkpoint, options.step)
+    if options.engine == "sglang" and not options.sglang.urls:
+        sglang_python(options.sglang.python)
+    output = options.output or output_of(location)
+    model = hf_model(location, options.hf_reference, output)
+    tokenizer = load_tokenizer(model.folder)
+    suites = [
+        load_suite(name, tokenizer, options.max_prompt_tokens, options.suites) for name in options.names
+    ]
+    longest = max(len(prompt.token_ids_P) for suite in suites for prompt in suite.prompts)
+    _check_suites(suites, options, longest, limits_of(model.folder).context)
+    with ExitStack() as opened:
+        tasks = [_task(opened, suite, options, model, output) for suite in suites]
+        results: Results = {}
+
+        def finish(task: _Task) -> None:
+            results[task.suite.name] = task.folder, _finish(task, options)
+
+        for task in tasks:
+            if not task.places:
+                finish(task)
+        if missing := [task for task in tasks if task.places]:
+            _sample(missing, options.run_config(model.folder, output, longest), tokenizer, finish)
+    return {suite.name: results[suite.name] for suite in suites}
+
+
+def _check_suites(suites: Sequence[Suite], options: EvalOptions, longest: int, room: int) -> None:
+    names = [suite.name for suite in suites]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"suite={options.suite}: two of them are called alike ({', '.join(names)})")
+    if longest + options.max_response_tokens > room:
+        raise ConfigError(
+            f"max_response_tokens={options.max_response_tokens} and the longest prompt ({longest} tokens) "
+            f"are more than the model's context of {room}: set --max-response-tokens {max(1, room - longest)}"
+        )
+
+
+def _task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Model, output: Path) -> _Task:
+    settings = {
+        "format": FORMAT,
+        "suite": {"name": suite.name, "sha256": suite.sha256, "problems": len(suite.prompts)},
+        "model": {"checkpoint": model.checkpoint, "sha256": model.sha256},
+        "sampling": options.sampling(),
+        "samples": options.samples,
+        "code_version": __version__,
+    }
+    folder = output / suite.name
+    log = opened.enter_context(open_folder(folder, settings))
+    there = {(one.problem, one.sample) for one in read_responses(log.path, options.samples)}
+    every = [(problem, sample) for sample in range(options.samples) for problem in range(len(suite.prompts))]
+    places = [place for place in every if place not in there]
+    if there:
+        print(f"{suite.name}: {len(there)} of {len(every)} responses are there", flush=True)
+    return _Task(suite, folder, settings, log, places)
+
+
+def _finish(task: _Task, options: EvalOptions) -> Metrics:
+    responses = read_responses(task.log.path, options.samples)
+    metrics = score(responses, options.wanted_pass_at, seed=options.seed)
+    write_summary(task.folder, task.settings, metrics)
+    return metrics
+
+
+def _sample(
+    tasks: Sequence[_Task], config: RunConfig, tokenizer: Any, finish: Callable[[_Task], None]
+) -> None:
+    """``finish`` is called with each suite as soon as all of its responses are there."""
+    with ExitStack() as opened:
+        urls: list[str] = []
+        if config.rollout.engine == "sglang":
+            servers = opened.enter_context(
+                servers_of(config, has_cuda(), lambda event: print(event, flush=True))
+            )
+            urls = servers.urls
+        asyncio.run(_ask(tasks, config, tokenizer, urls, finish))
+
+
+async def _ask(
+    tasks: Sequence[_Task],
+    config: RunConfig,
+    tokenizer: Any,
+    urls: Sequence[str],
+    finish: Callable[[_Task], None],
+) -> None:
+    """All suites, one after the other, by the same engines."""
+    rollout, folder = config.rollout, config.model.hf_path
+    async with AsyncExitStack() as opened:
+        judge = RewardPool(config.reward, rollout.max_response_tokens)
+        await judge.start()
+        opened.push_async_callback(judge.close)
+        engines = await open_engines(config, urls, str(select_device()), opened)
+        most = rollout.sglang.max_in_flight if urls else rollout.max_batch
+        fleet = Fleet(engines, most, _report, Patience(update_s=60 * rollout.sglang.update_minutes))
+        opened.push_async_callback(fleet.close)
+        await fleet.update(folder, _VERSION)
+        sampling = Sampling(
+            rollout.temperature,
+            rollout.max_response_tokens,
+            config.seed,
+            stop_token_ids(folder, tokenizer),
+        )
+        for task in tasks:
+            prompts, lost_minutes = task.suite.prompts, rollout.sglang.lost_minutes
+            asker = Asker(prompts, tokenizer, fleet, judge, sampling, lost_minutes)
+            await asker.ask(task.places, _Progress(task))
+            await asyncio.to_thread(finish, task)
+
+
+class _Progress:
+    """Stores responses, and says now and then how far it is."""
+
+    def __init__(self, task: _Task) -> None:
+        self._task, self._done, self._right, self._told = task, 0, 0, 0
+
+    def __call__(self, rows: Sequence[Row]) -> None:
+        self._task.log.append_all(rows)
+        self._done += len(rows)
+        self._right += sum(row["correct"] for row in rows)
+        total = len(self._task.places)
+        if self._done == total or self._done - self._told >= max(1, total // 20):
+            self._told = self._done
+            right = self._right / self._done
+            print(
+                f"{self._task.suite.name}: {self._done} of {total} responses, {right:.1%} right", flush=True
+            )
+
+
+def _report(kind: str, **fields: Any) -> None:
+    told = ", ".join(f"{name}={value}" for name, value in fields.items())
+    print(f"{kind.replace('_', ' ')}: {told}", flush=True)

@@ -1,0 +1,110 @@
+"""Asking the engines every problem as often as wanted, judging the answers, keeping them.
+
+The engines, their quarantine and the judges are those of a training run (`rollout/`, `reward/`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from bapo_megatron.errors import RunStopped
+from bapo_megatron.evaluation.scoring import Judged, vote_of
+from bapo_megatron.reward.pool import RewardPool
+from bapo_megatron.rollout.fleet import EnginesGone, Fleet, Member
+from bapo_megatron.rollout.whole_response import Sampling, whole_response
+from bapo_megatron.types import Prompt
+
+Row = dict[str, Any]
+Keep = Callable[[Sequence[Row]], None]
+"""Stores some responses; it may block."""
+
+_LOOK_S = 1.0
+
+
+class Asker:
+    """Samples and judges responses to the problems of one suite."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        tokenizer: Any,
+        fleet: Fleet,
+        judge: RewardPool,
+        sampling: Sampling,
+        lost_minutes: float,
+    ) -> None:
+        """``lost_minutes``: longest wait while no engine works."""
+        self._prompts, self._tokenizer = prompts, tokenizer
+        self._fleet, self._judge, self._sampling = fleet, judge, sampling
+        self._lost_minutes = lost_minutes
+        self._running: set[asyncio.Task[None]] = set()
+        self._judged: asyncio.Queue[Row] = asyncio.Queue()
+        self._failure: BaseException | None = None
+
+    async def ask(self, places: Iterable[tuple[int, int]], keep: Keep) -> None:
+        """A response for every (problem, sample), each given to ``keep`` when it is judged.
+
+        RunStopped if no engine works for ``lost_minutes``, or one problem ends engine after engine.
+        """
+        waiting = deque(places)
+        keeper = asyncio.create_task(self._keep(len(waiting), keep))
+        keeper.add_done_callback(self._ended)
+        try:
+            while not keeper.done():
+                while waiting and (member := self._fleet.reserve()):
+                    self._start(member, *waiting.popleft())
+                self._check()
+                self._fleet.changed.clear()
+                changed = asyncio.ensure_future(self._fleet.changed.wait())
+                await asyncio.wait({changed, keeper}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+            self._check()
+        finally:
+            for task in [*self._running, keeper]:
+                task.cancel()
+            await asyncio.gather(*self._running, keeper, return_exceptions=True)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._fleet.check(self._lost_minutes)
+        except EnginesGone as gone:
+            raise RunStopped(str(gone)) from gone
+
+    def _start(self, member: Member, problem: int, sample: int) -> None:
+        task = asyncio.create_task(self._respond(member, problem, sample))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            self._fleet.changed.set()
+
+    async def _respond(self, member: Member, problem: int, sample: int) -> None:
+        prompt = self._prompts[problem]
+        tokens, reason = await whole_response(
+            self._fleet, self._sampling, prompt, f"{problem}-{sample}", (0, problem, sample), member
+        )
+        text = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        judgement = await self._judge.judge(prompt, text, len(tokens))
+        correct = judgement.reward > 0.5  # what could not be judged has reward 0
+        judged = Judged(problem, sample, correct, vote_of(text), len(tokens), reason, judgement.failure)
+        self._judged.put_nowait({**asdict(judged), "text": text})
+
+    async def _keep(self, count: int, keep: Keep) -> None:
+        """Hand over what is judged, as much at a time as there is, until all ``count`` are stored."""
+        while count:
+            rows = [await self._judged.get()]
+            with suppress(asyncio.QueueEmpty):
+                while True:
+                    rows.append(self._judged.get_nowait())
+            await asyncio.to_thread(keep, rows)
+            count -= len(rows)

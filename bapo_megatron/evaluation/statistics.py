@@ -1,0 +1,136 @@
+"""The numbers of an evaluation, and how sure they are.
+
+Shapes: ``_P`` problems, ``_M`` metrics. A problem has ``samples`` responses, of which ``correct`` are right.
+Problems are what is drawn at random: intervals and tests are over problems, never over responses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+RESAMPLES = 10_000
+"""Of a bootstrap."""
+
+CONFIDENCE = 0.95
+SIGNIFICANCE, POWER = 0.05, 0.8
+"""Of the minimal detectable difference: two-sided error of the first kind, and the chance to see it."""
+
+_ELEMENTS = 1 << 22
+"""Drawn at a time by the bootstrap."""
+
+
+class Vote(NamedTuple):
+    """The outcome of a majority vote."""
+
+    value: float
+    """Right: 1. Wrong, or nobody voted: 0. With a tie at the top, the share of the tied answers that are
+    right, which is what drawing lots would give on average."""
+    tied: bool
+
+
+class Interval(NamedTuple):
+    """Ends of a confidence interval."""
+
+    low: float
+    high: float
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The chance that one of ``k`` responses, drawn without replacement, is right. Unbiased for the policy's.
+
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, Eq. 1), with n samples of which c are correct. ValueError
+    unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= correct <= samples and 1 <= k <= samples):
+        raise ValueError(f"pass@{k} of {correct} correct in {samples} samples does not exist")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def majority_vote(answers: Sequence[str | None], correct: Sequence[bool]) -> Vote:
+    """Whether the answer that most responses give is right; None does not vote.
+
+    Answers are equal if their texts are. An answer is right if a judge found any response with it right.
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return Vote(0.0, False)
+    most = max(votes.values())
+    top = [answer for answer, count in votes.items() if count == most]
+    right = {answer for answer, is_right in zip(answers, correct, strict=True) if is_right}
+    return Vote(sum(answer in right for answer in top) / len(top), len(top) > 1)
+
+
+def bootstrap_intervals(
+    values_PM: np.ndarray, resamples: int = RESAMPLES, seed: int = 0, confidence: float = CONFIDENCE
+) -> list[Interval]:
+    """For each column: percentile interval of its mean over problems drawn with replacement (Efron 1979).
+
+    A column that is the same for all problems gets an interval of no width: the bootstrap cannot know better.
+    """
+    values_PM = np.asarray(values_PM, float)
+    problems = len(values_PM)
+    generator = np.random.default_rng(seed)
+    at_a_time = max(1, _ELEMENTS // problems)
+    means = []
+    for start in range(0, resamples, at_a_time):
+        count = min(at_a_time, resamples - start)
+        weights = generator.multinomial(problems, np.full(problems, 1 / problems), count)
+        means.append(weights @ values_PM / problems)
+    tail = (1 - confidence) / 2
+    low_M, high_M = np.quantile(np.concatenate(means), [tail, 1 - tail], axis=0)
+    return [Interval(float(low), float(high)) for low, high in zip(low_M, high_M, strict=True)]
+
+
+def sign_flip_p_value(differences_P: Sequence[int]) -> float:
+    """Two-sided p-value of the paired permutation test on the sum of whole-numbered differences, exact.
+
+    If the two models were equal, each problem's difference could as well have the other sign. The p-value is
+    the share of all 2^P choices of signs whose sum is at least as far from 0 as the observed one; problems
+    without a difference say nothing. The shares of all possible sums come from adding one problem after
+    the other, not from drawing signs.
+    """
+    steps = [abs(int(difference)) for difference in differences_P if difference]
+    observed, reach = abs(sum(differences_P)), sum(steps)
+    share_of = np.zeros(2 * reach + 1)  # of the sum ``index - reach``
+    share_of[reach] = 1.0
+    for step in steps:
+        up, down = np.zeros_like(share_of), np.zeros_like(share_of)
+        up[step:], down[:-step] = share_of[:-step], share_of[step:]
+        share_of = (up + down) / 2
+    sums = np.arange(-reach, reach + 1)
+    return min(1.0, float(share_of[np.abs(sums) >= observed].sum()))
+
+
+def detectable_difference(difference_std: float, problems: int) -> float:
+    """The smallest true difference of two means that a paired test would find with probability ``POWER``.
+
+    (z(1 - SIGNIFICANCE / 2) + z(POWER)) std / sqrt(P) = 2.80 std / sqrt(P), with the standard deviation of
+    the problems' differences; z is the quantile of the normal distribution.
+    """
+    normal = NormalDist()
+    return (
+        (normal.inv_cdf(1 - SIGNIFICANCE / 2) + normal.inv_cdf(POWER)) * difference_std / math.sqrt(problems)
+    )
+
+
+def standard_deviation(values_P: Sequence[float] | np.ndarray) -> float:
+    """With n - 1 below; 0 for a single value."""
+    return float(np.std(values_P, ddof=1)) if len(values_P) > 1 else 0.0
+
+
+def rerun_std(samples: int, correct_P: Sequence[int]) -> float | None:
+    """Standard deviation of the difference of avg@n between two evaluations of the same model, other seeds.
+
+    sqrt(2 sum_p q_p (1 - q_p) / (n - 1)) / P with q_p = c_p / n: the unbiased variance of each problem's
+    mean, for both evaluations. None for one sample a problem, which does not show it.
+    """
+    if samples < 2:
+        return None
+    rate_P = np.asarray(correct_P, float) / samples
+    return float(np.sqrt(2 * np.sum(rate_P * (1 - rate_P)) / (samples - 1)) / len(rate_P))

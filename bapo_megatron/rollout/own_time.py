@@ -1,0 +1,41 @@
+"""A clock that stands still while this process does not come to look.
+
+Whether an engine is silent is judged by it: an answer that lies unread for half a minute, because ten
+thousand others came with it or the process was stopped, is no silence of the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+_TICK_S = 0.5
+
+
+class OwnTime:
+    """Seconds, of one event loop; must be made within it."""
+
+    def __init__(self) -> None:
+        self._late_s = 0.0
+        self._due = time.monotonic() + _TICK_S
+        self._ticking = asyncio.create_task(self._tick())
+
+    def now(self) -> float:
+        """At most as many seconds after an earlier call as have passed."""
+        return min(time.monotonic(), self._due) - self._late_s
+
+    @property
+    def late_s(self) -> float:
+        """How long it has stood still in all."""
+        return self._late_s + max(0.0, time.monotonic() - self._due)
+
+    def close(self) -> None:
+        """Stand still from now on."""
+        self._ticking.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._due - time.monotonic())
+            woken = time.monotonic()
+            self._late_s += max(0.0, woken - self._due)
+            self._due = woken + _TICK_S

@@ -1,0 +1,196 @@
+"""What a study has found, as a Markdown document. Every number and verdict is worked out of the runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+
+import numpy as np
+
+from bapo_megatron.evaluation.statistics import standard_deviation
+from bapo_megatron.study.claims import SMALLEST, Finding, Side, best_preset, by_seed
+from bapo_megatron.study.document_text import CANNOT_SHOW, DEFINITIONS, METHOD, VERDICTS
+from bapo_megatron.study.measures import ArmRecord
+from bapo_megatron.study.methods import METHODS, SETTINGS, STALE
+from bapo_megatron.study.plan import Plan
+from bapo_megatron.study.runner import Failure
+
+COLUMNS: dict[str, str] = {
+    "final_reward": "final reward",
+    "held_out": "held-out",
+    "drawdown": "deepest fall",
+    "first_entropy": "entropy, start",
+    "final_entropy": "entropy, end",
+    "spikes": "spikes / 100 updates",
+    "clipped": "clipped tokens",
+    "contribution": "positive contribution",
+    "moved": "bounds moved",
+}
+"""Figures of the table, with their headings."""
+
+_DIGITS = {"spikes": 1, "clipped": 4, "moved": 2}
+
+
+def document(
+    plan: Plan,
+    records: Sequence[ArmRecord],
+    found: Sequence[Finding],
+    failures: Sequence[Failure],
+    pictures: dict[str, str],
+) -> str:
+    """The whole document. ``pictures``: titles by the path of the file as seen from the document."""
+    parts = [
+        *("# Staleness at toy scale", _summary(plan, records, failures), METHOD),
+        *(_settings(plan), "## Verdicts", VERDICTS, _verdicts(found)),
+        *("## Results", _results(records), "## All stale settings together", _together(plan, records)),
+        *("## Curves", *(f"**{title}**\n\n![{title}]({file})" for file, title in pictures.items())),
+        *("## What the words mean", DEFINITIONS, "## What this cannot show", CANNOT_SHOW),
+    ]
+    if failures:
+        parts += ["## Arms that failed", _failed(failures)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _summary(plan: Plan, records: Sequence[ArmRecord], failures: Sequence[Failure]) -> str:
+    """How much of it there is, before anything else."""
+    options = plan.options
+    quick = " (`--quick`: it shows that the study works, and little else)" if options.quick else ""
+    lines = [
+        f"Written by `bapo study staleness`{quick}: {len(records)} of {len(plan.arms)} arms are done, "
+        f"{options.seeds} seed{'s' if options.seeds > 1 else ''} of {plan.steps} steps each."
+    ]
+    if missing := len(plan.arms) - len(records) - len(failures):
+        lines.append(f"**Not run: {missing}.** What follows is from those that are done.")
+    if failures:
+        lines.append(
+            f"**Failed: {len(failures)}**, named at the end. A run that breaks is a result, too, and no "
+            "number below knows of it."
+        )
+    return "\n".join(lines)
+
+
+def _settings(plan: Plan) -> str:
+    base = plan.base
+    rows = [
+        ("recipe", f"`{plan.options.recipe.name}`"),
+        ("steps", str(plan.steps)),
+        ("batch", f"{base.rollout.prompts_per_step} prompts of {base.rollout.group_size} responses"),
+        ("learning rate", f"{plan.options.lr or base.optimizer.lr:g}, {base.optimizer.decay}"),
+        ("gradients clipped at", f"{base.optimizer.clip_grad:g}"),
+        ("temperature", f"{base.rollout.temperature:g}"),
+        ("longest response", f"{base.rollout.max_response_tokens} tokens"),
+        ("methods", ", ".join(f"`{name}`: {METHODS[name].label}" for name in plan.options.methods)),
+        ("settings", ", ".join(f"`{name}`: {SETTINGS[name].label}" for name in plan.options.settings)),
+    ]
+    return _table(["", ""], rows)
+
+
+def _verdicts(found: Sequence[Finding]) -> str:
+    rows = []
+    for finding in found:
+        claim = finding.claim
+        other = claim.other.label if claim.other else "1/2"
+        compared = f"{claim.figure}: {claim.side.label} - {other}"
+        sign = "above" if claim.sign > 0 else "below"
+        rows.append(
+            (
+                claim.text,
+                claim.source,
+                f"{compared}, {sign} 0 (matters from {SMALLEST[claim.figure]:g})",
+                _effect(finding),
+                f"**{finding.verdict}**",
+            )
+        )
+    return _table(["claim", "source", "here", "difference (95 % interval), seeds", "verdict"], rows)
+
+
+def _effect(finding: Finding) -> str:
+    effect = finding.effect
+    if effect is None:
+        return "-"
+    if effect.pairs == 1:
+        return f"{effect.mean:+.3f}, 1"
+    return f"{effect.mean:+.3f} ({effect.low:+.3f} to {effect.high:+.3f}), {effect.pairs}"
+
+
+def _results(records: Sequence[ArmRecord]) -> str:
+    rows = []
+    for setting in SETTINGS:
+        for method in METHODS:
+            cell = [one for one in records if (one.method, one.setting) == (method, setting)]
+            if cell:
+                rows.append((setting, method, str(len(cell)), *_cells(cell)))
+    heads = [*COLUMNS.values(), "collapses", "entropy collapses"]
+    return _table(["setting", "method", "seeds", *heads], rows)
+
+
+def _cells(cell: Sequence[ArmRecord]) -> Iterator[str]:
+    for name in COLUMNS:
+        yield _mean_and_spread([one.figures[name] for one in cell], _DIGITS.get(name, 3))
+    for name in ("collapsed", "entropy_collapsed"):
+        yield f"{sum(one.figures[name] for one in cell):.0f} of {len(cell)}"
+
+
+def _together(plan: Plan, records: Sequence[ArmRecord]) -> str:
+    """Methods over the stale settings by reuse, on the seeds that have all of them."""
+    settings = tuple(name for name in STALE if name in plan.options.settings)
+    if not settings:
+        return "The study has none."
+    rows = []
+    for method in plan.options.methods:
+        figures = {name: by_seed(records, Side(method, settings), name) for name in _TOGETHER}
+        seeds = len(figures["final_reward"])
+        values = (
+            _mean_and_spread(list(of_seed.values()), _DIGITS.get(name, 3))
+            for name, of_seed in figures.items()
+        )
+        rows.append((method, str(seeds), *values))
+    table = _table(["method", "seeds", *_TOGETHER.values()], rows)
+    return "\n\n".join(
+        (f"Means over {', '.join(f'`{name}`' for name in settings)}.", table, *_best(plan, records))
+    )
+
+
+def _best(plan: Plan, records: Sequence[ArmRecord]) -> Iterator[str]:
+    """Which preset of BAPO did best, and whether that could be luck."""
+    compared = best_preset(records, plan.options.settings)
+    if compared:
+        best = compared[0][0]
+        lines = [f"- {_against(finding)}" for _, finding in compared]
+        yield f"Of BAPO's presets `{best}` answers most held-out problems:\n\n" + "\n".join(lines)
+
+
+def _against(finding: Finding) -> str:
+    other = finding.claim.other.method if finding.claim.other else ""
+    word = _WORDS.get(finding.verdict, finding.verdict)
+    return f"against `{other}`: {_effect(finding)} seeds; **{word}**"
+
+
+_WORDS = {"seen": "better", "not seen": "no difference that matters"}
+
+_TOGETHER = {
+    "final_reward": "final reward",
+    "held_out": "held-out",
+    "mean_reward": "mean reward of the run",
+    "drawdown": "deepest fall",
+    "entropy_kept": "entropy, end / start",
+    "spikes": "spikes / 100 updates",
+}
+
+
+def _failed(failures: Sequence[Failure]) -> str:
+    return "\n".join(f"- `{failure.arm.name}`: {failure.reason}" for failure in failures)
+
+
+def _mean_and_spread(values: Sequence[float], digits: int) -> str:
+    """Mean and standard deviation over seeds, of those that exist."""
+    known = [value for value in values if np.isfinite(value)]
+    if not known:
+        return "-"
+    middle = f"{fmean(known):.{digits}f}"
+    return f"{middle} ± {standard_deviation(known):.{digits}f}" if len(known) > 1 else middle
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

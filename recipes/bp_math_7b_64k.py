@@ -1,0 +1,47 @@
+"""BP-Math-7B with 64k responses: the paper's 7B main run, on two trainer nodes of eight 80 GB GPUs.
+
+From the paper (arXiv 2510.18927, section 5.1): responses of up to 64k tokens "to align with the SFT
+setting", GRPO advantages, the BAPO bounds (the preset), staleness by reuse of samples; Table 1 has its
+results. Learning rate and temperature are stated for the 8k experiments (2e-6, 0.6) and used here too.
+
+Not said there, chosen here: 64 prompts x 16 responses a step, four updates of a quarter of the batch each,
+weight decay, steps, segments of 8,192 tokens, layout. The paper starts from its own SFT of Qwen2.5-Math-7B;
+this recipe names DeepSeek-R1-Distill-Qwen-7B, which has the same shape and is public. Engines run on nodes
+of their own: the cluster file says how many (docs/operations.md).
+
+    bapo plan recipes/bp_math_7b_64k.py
+"""
+
+from pathlib import Path
+
+from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    SglangConfig,
+)
+
+
+def recipe() -> RunConfig:
+    """Two nodes: TP 4, CP 4."""
+    return RunConfig(
+        name="bp_math_7b_64k",
+        steps=500,
+        model=ModelConfig(hf_path=Path("models/DeepSeek-R1-Distill-Qwen-7B")),
+        data=DataConfig(path=Path("data/skywork_or1_math.parquet")),
+        parallel=ParallelConfig(tensor=4, context=4, data=1, sequence=True),
+        rollout=RolloutConfig(
+            temperature=0.6,
+            max_response_tokens=65536,
+            engine="sglang",
+            segment_tokens=8192,
+            sglang=SglangConfig(tensor=2),
+        ),
+        algorithm=AlgorithmConfig(bounds=balanced(), updates_per_epoch=4),
+        batch=BatchConfig(pack_tokens=67584),
+    )

@@ -1,0 +1,44 @@
+"""OctoThinker-Llama3.2-3B-Long-Zero: the paper's Llama run, on one node of eight 80 GB GPUs.
+
+From the paper (arXiv 2510.18927, appendix A, Fig. 13, Table 2): c_low in [0.8, 0.9], c_high in [1.2, 2.0],
+target 0.45, on a Llama after mid-training, "since Llama family models behave badly in RL".
+
+Not said there, chosen here: the steps of the bounds (0.02 and 0.05, as for the other models), responses of
+up to 8k tokens, learning rate and temperature of the analysis runs (2e-6, 0.6), 64 prompts x 16 responses,
+four passes over each batch, weight decay, steps, layout. A plan takes the shape of its base, Llama-3.2-3B,
+from recipes/shapes.
+
+    bapo plan recipes/octothinker_llama_3b.py
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    SglangConfig,
+)
+
+
+def recipe() -> RunConfig:
+    """One node: TP 2, DP 4."""
+    bounds = replace(balanced(), low_start=0.8, low_end=0.9, high_start=1.2, high_end=2.0, target=0.45)
+    return RunConfig(
+        name="octothinker_llama_3b",
+        steps=500,
+        model=ModelConfig(hf_path=Path("models/OctoThinker-3B-Long-Zero")),
+        data=DataConfig(path=Path("data/skywork_or1_math.parquet")),
+        parallel=ParallelConfig(tensor=2, data=4, sequence=True),
+        rollout=RolloutConfig(
+            temperature=0.6, max_response_tokens=8192, engine="sglang", sglang=SglangConfig(tensor=1)
+        ),
+        algorithm=AlgorithmConfig(bounds=bounds, reuse_epochs=4),
+        batch=BatchConfig(pack_tokens=10240),
+    )

@@ -1,0 +1,20 @@
+"""The analysis run with asymmetric bounds: the validation experiment of section 4.1, Fig. 7 of the paper.
+
+Its text says what was found (a larger c_high holds the entropy up and helps; a smaller c_low lets it
+collapse), not at which values. Chosen here: c_high 2.0 with GRPO's c_low. The opposite case is
+`--algorithm.bounds.low-start 0.4 --algorithm.bounds.low-end 0.4 --algorithm.bounds.high-start 1.2
+--algorithm.bounds.high-end 1.2`. Everything else is that of r1_distill_qwen_7b_8k.py.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from bapo_megatron.algo.bapo import fixed
+from bapo_megatron.config import RunConfig
+from bapo_megatron.recipe import load_recipe
+
+
+def recipe() -> RunConfig:
+    """A wide upper bound."""
+    run = load_recipe(Path(__file__).with_name("r1_distill_qwen_7b_8k.py"), RunConfig)
+    return replace(run, name=Path(__file__).stem, algorithm=replace(run.algorithm, bounds=fixed(0.8, 2.0)))

@@ -1,0 +1,18 @@
+"""The analysis run with clip-higher: bounds 0.8 and 1.28, the second baseline of Fig. 11.
+
+The paper gives 1.28 as DAPO's upper bound (section 4.3, "connection to prior work"); everything else is
+that of r1_distill_qwen_7b_8k.py.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from bapo_megatron.algo.bapo import clip_higher
+from bapo_megatron.config import RunConfig
+from bapo_megatron.recipe import load_recipe
+
+
+def recipe() -> RunConfig:
+    """Clip-higher on stale data."""
+    run = load_recipe(Path(__file__).with_name("r1_distill_qwen_7b_8k.py"), RunConfig)
+    return replace(run, name=Path(__file__).stem, algorithm=replace(run.algorithm, bounds=clip_higher()))

@@ -1,0 +1,18 @@
+"""The analysis run under GRPO: bounds 0.8 and 1.2. The baseline of Figs. 2, 4, 5, 9 and 11 of the paper.
+
+The paper calls its bounds "symmetric fixed, e.g. [0.8, 1.2]" (section 3); everything else is that of
+r1_distill_qwen_7b_8k.py, levels of staleness included.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from bapo_megatron.algo.bapo import grpo
+from bapo_megatron.config import RunConfig
+from bapo_megatron.recipe import load_recipe
+
+
+def recipe() -> RunConfig:
+    """GRPO on stale data."""
+    run = load_recipe(Path(__file__).with_name("r1_distill_qwen_7b_8k.py"), RunConfig)
+    return replace(run, name=Path(__file__).stem, algorithm=replace(run.algorithm, bounds=grpo()))

@@ -1,0 +1,20 @@
+"""The analysis run on-policy, one update for each batch: the stable reference of Fig. 2 of the paper.
+
+GRPO's bounds. With one update at the weights that sampled, every ratio is 1 up to what engine and trainer
+differ by, and no bound acts. Everything else is that of r1_distill_qwen_7b_8k.py.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from bapo_megatron.algo.bapo import grpo
+from bapo_megatron.config import RunConfig
+from bapo_megatron.recipe import load_recipe
+
+
+def recipe() -> RunConfig:
+    """No staleness."""
+    run = load_recipe(Path(__file__).with_name("r1_distill_qwen_7b_8k.py"), RunConfig)
+    return replace(
+        run, name=Path(__file__).stem, algorithm=replace(run.algorithm, bounds=grpo(), reuse_epochs=1)
+    )

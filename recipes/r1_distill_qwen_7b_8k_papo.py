@@ -1,0 +1,20 @@
+"""The analysis run under BAPO with polarity-aware advantages (PAPO, arXiv 2605.11775); not in BAPO's paper.
+
+PAPO's abstract names no values; strength, band, memory and target are the defaults that docs/algorithm.md
+explains. Everything else is that of r1_distill_qwen_7b_8k.py.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from bapo_megatron.algo.polarity_control import PolarityConfig
+from bapo_megatron.config import RunConfig
+from bapo_megatron.recipe import load_recipe
+
+
+def recipe() -> RunConfig:
+    """BAPO and PAPO together."""
+    run = load_recipe(Path(__file__).with_name("r1_distill_qwen_7b_8k.py"), RunConfig)
+    return replace(
+        run, name=Path(__file__).stem, algorithm=replace(run.algorithm, polarity=PolarityConfig(enabled=True))
+    )

@@ -1,0 +1,44 @@
+"""A real SGLang server takes what ``bapo-ckpt`` has written."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from bapo_megatron.interfaces import Engine
+from bapo_megatron.rollout.requests import limits_of
+from bapo_megatron.rollout.sglang.engine import SglangEngine
+from bapo_megatron.rollout.sglang.server import SglangServer, open_session
+from checkpoints_tools import to_hf, to_megatron
+
+from .blocking import BlockingEngine
+from .conftest import Servers
+from .test_engine_contract import assert_from_model, mixed_requests
+
+
+def test_a_server_on_an_export_samples_from_the_model_that_went_in(
+    servers: Servers, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Through Megatron's format and back, in several files; transformers has the model as it was."""
+    model = make_model("qwen3", seed=7)
+    carried = tmp_path / "model"
+    shutil.copytree(model, carried)
+    to_megatron(carried, tmp_path / "megatron")
+    shutil.rmtree(carried)  # so that nothing can come from there
+    to_hf(tmp_path / "megatron", tmp_path / "export", shard_bytes=20_000)
+    assert len(list((tmp_path / "export").glob("*.safetensors"))) > 1
+
+    server = servers.start(tmp_path / "export")
+    server.wait_ready()
+
+    async def make() -> Engine:
+        return SglangEngine(SglangServer(server.url, open_session()), limits_of(model))
+
+    engine = BlockingEngine(make, model, tmp_path / "weights")
+    try:
+        asked = mixed_requests(14)
+        assert_from_model(model, asked, engine.generate(asked))
+    finally:
+        engine.close()
+        server.stop(seconds=1)

@@ -1,0 +1,66 @@
+"""Processes that write a checkpoint, and are killed while they do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+from bapo_megatron.config import ParallelConfig
+from bapo_megatron.memory import OutOfMemoryError
+from bapo_megatron.policy.background_save import BackgroundSave
+from tests.workers import run_layout
+
+pytestmark = pytest.mark.distributed
+
+
+def _write(pids: Path) -> None:
+    """As megatron: a fork of the writer writes, the writer waits for its word."""
+    context = multiprocessing.get_context("fork")
+    done = context.JoinableQueue()
+    done.put(0)
+    finished = context.Process(target=int)
+    finished.start()
+    finished.join(10)
+    fork = context.Process(target=time.sleep, args=(3600,))
+    fork.start()
+    pids.with_suffix(".tmp").write_text(f"{os.getpid()} {fork.pid}")
+    pids.with_suffix(".tmp").rename(pids)
+    done.join()
+
+
+def _killed(which: int, pids: Path) -> str:
+    """Kill the writer, or its fork: what the trainer is told."""
+    saving = BackgroundSave(AsyncRequest(_write, (pids,), []))
+    begun = time.monotonic()
+    while not pids.exists():
+        assert time.monotonic() < begun + 60, "nothing is written"
+        time.sleep(0.05)
+    both = [int(word) for word in pids.read_text().split()]
+    assert not saving.is_written()
+    os.kill(both[which], signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while not saving.is_written():
+        assert time.monotonic() < deadline, "nobody notices"
+        time.sleep(0.05)
+    try:
+        saving.finish()
+    except OutOfMemoryError as error:
+        return str(error)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(both[1], signal.SIGKILL)
+    return "all is well"
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_writer_that_is_killed_is_noticed(which: int, tmp_path: Path) -> None:
+    """By the kernel, say: a fork that copies what it writes is what it kills first."""
+    [told] = run_layout(_killed, ParallelConfig(), which, tmp_path / "pids")
+    assert told.startswith("the process that writes the checkpoint has not finished: killed by SIGKILL")

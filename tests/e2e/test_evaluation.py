@@ -1,0 +1,121 @@
+"""`bapo eval` and `bapo data prepare` as a user runs them, with the demo's policy."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.data.prepare.options import DATA_FILE
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.evaluation.model import model_digest
+from bapo_megatron.evaluation.responses import RESPONSES, SUMMARY
+from bapo_megatron.rollout.sglang.process import sglang_python
+from bapo_megatron.state.logs import read_jsonl
+from tests.processes import servers_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+POLICY = ROOT / "recipes/demo/policy"
+PROBLEMS, SAMPLES = 30, 4
+SHORT = ["--samples", str(SAMPLES), "--max-response-tokens", "48", "--temperature", "1", "--dtype", "float32"]
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "bapo_megatron.cli", *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[bytes], code: int = 0) -> str:
+    output = process.communicate(timeout=400)[0].decode()
+    assert process.returncode == code, output[-3000:]
+    return output
+
+
+def wait_for_responses(process: subprocess.Popen[bytes], path: Path, count: int) -> None:
+    deadline = time.monotonic() + 300
+    while not (path.exists() and path.read_bytes().count(b"\n") >= count):
+        assert process.poll() is None, process.communicate()[0].decode()[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def suites(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared by the command, from the demo's sums."""
+    folder = tmp_path_factory.mktemp("suites")
+    source = folder / "sums.jsonl"
+    lines = (ROOT / "recipes/demo/eval.jsonl").read_text().splitlines(keepends=True)
+    source.write_text("".join(lines[:PROBLEMS]))
+    finish(start("data", "prepare", source, "--output", folder / "sums", "--no-instruct"))
+    assert len(read_jsonl(folder / "sums" / DATA_FILE)) == PROBLEMS
+    return folder
+
+
+def evaluation(suites: Path, output: Path, *flags: str) -> subprocess.Popen[bytes]:
+    where = ("--suite", "sums", "--suites", suites, "--output", output)
+    return start("eval", POLICY, *where, *SHORT, *flags)
+
+
+def whole_responses(folder: Path, samples: int = SAMPLES) -> list[dict[str, Any]]:
+    """Every problem and sample, each once."""
+    rows = read_jsonl(folder / RESPONSES)
+    places = sorted((row["problem"], row["sample"]) for row in rows)
+    assert places == [(problem, sample) for problem in range(PROBLEMS) for sample in range(samples)]
+    return rows
+
+
+def test_killed_torn_and_continued(suites: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out/sums"
+    process = evaluation(suites, tmp_path / "out", "--max-batch", "8")
+    wait_for_responses(process, folder / RESPONSES, 10)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    before = (folder / RESPONSES).read_bytes()
+    before = before[: before.rfind(b"\n") + 1]
+    assert before.count(b"\n") < PROBLEMS * SAMPLES
+    assert not (folder / SUMMARY).exists()
+    with (folder / RESPONSES).open("ab") as file:
+        file.write(b'{"problem": 3, "sam')
+    output = finish(evaluation(suites, tmp_path / "out", "--max-batch", "8"))
+    there = before.count(b"\n")
+    assert f"{there} of {PROBLEMS * SAMPLES} responses are there" in output
+    assert (folder / RESPONSES).read_bytes().startswith(before)
+    rows = whole_responses(folder)
+    summary = json.loads((folder / SUMMARY).read_text())
+    right = sum(row["correct"] for row in rows) / len(rows)
+    assert 0.1 < right < 0.7, "the demo's policy is right in a third"
+    assert summary["metrics"][f"avg@{SAMPLES}"] == pytest.approx(right)
+    assert summary["model"]["sha256"] == model_digest(POLICY)
+    for row in rows:
+        assert row["answer"] is None or row["answer"] in row["text"].replace(" ", "")
+
+    again = finish(evaluation(suites, tmp_path / "out", "--samples", str(SAMPLES + 1)))
+    assert f"sums: {PROBLEMS} problems, {SAMPLES + 1} responses each" in again
+    assert f"{PROBLEMS * SAMPLES} of {PROBLEMS * (SAMPLES + 1)} responses are there" in again
+    whole_responses(folder, SAMPLES + 1)
+    refused = finish(evaluation(suites, tmp_path / "out", "--seed", "1"), 2)
+    assert "sampling.seed: 0 then, 1 now" in refused
+    compared = finish(start("eval", "compare", tmp_path / "out", tmp_path / "out"))
+    assert "difference +0.0 points" in compared
+
+
+def test_real_servers(suites: Path, tmp_path: Path) -> None:
+    try:
+        sglang_python()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    finish(evaluation(suites, tmp_path / "out", "--engine", "sglang"))
+    rows = whole_responses(tmp_path / "out/sums")
+    assert 0.1 < sum(row["correct"] for row in rows) / len(rows) < 0.7
+    assert not servers_of(tmp_path / "out")

@@ -1,0 +1,34 @@
+"""Exports of a run's checkpoints beside its training, by the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.state.logs import read_jsonl
+from checkpoints_tools import verify
+
+from .test_runs import finish, start
+
+pytestmark = pytest.mark.e2e
+
+
+def test_a_run_exports_its_checkpoints_and_a_continued_one_what_is_missing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = ["--steps=4", "--checkpoint.keep-last=1", "--checkpoint.export-every=2"]
+    finish(start(run_dir, *flags))
+    assert sorted(path.name for path in (run_dir / "exports").iterdir()) == ["step_000002", "step_000004"]
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_000004"]
+    last = run_dir / "exports/step_000004"
+    assert verify(last, run_dir / "export").equal  # what the policy itself says of its weights
+    assert not verify(run_dir / "exports/step_000002", last).equal
+    for path in last.iterdir():
+        if path.suffix != ".safetensors":
+            assert path.read_bytes() == (run_dir / "export" / path.name).read_bytes()
+
+    last.rename(run_dir / "moved")
+    finish(start(run_dir, *flags))
+    assert verify(last, run_dir / "moved").equal
+    done = [row["step"] for row in read_jsonl(run_dir / "events.jsonl") if row["kind"] == "export_done"]
+    assert done == [2, 4, 4]

@@ -1,0 +1,110 @@
+"""A miniature of `bapo study staleness`: two arms, two seeds, two steps; killed on its way, and continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bapo_megatron.state.logs import read_jsonl
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+ARMS = [f"{method}-stale_3-seed{seed}" for seed in (0, 1) for method in ("grpo", "balanced")]
+
+RECIPE = """
+from dataclasses import replace
+from pathlib import Path
+from bapo_megatron.config import RunConfig
+from bapo_megatron.recipe import load_recipe
+
+
+def recipe():
+    run = load_recipe(Path({root!r}) / "recipes/demo_study.py", RunConfig)
+    return replace(
+        run,
+        rollout=replace(run.rollout, prompts_per_step=4, group_size=4, max_response_tokens=24),
+        evaluation=replace(run.evaluation, suites=({suite!r},)),
+    )
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    """The study of a recipe with small batches and few held-out problems."""
+    suite = tmp_path / "few.jsonl"
+    lines = (ROOT / "recipes/demo/eval.jsonl").read_text().splitlines(keepends=True)
+    suite.write_text("".join(lines[:8]))
+    recipe = tmp_path / "small.py"
+    recipe.write_text(RECIPE.format(root=str(ROOT), suite=str(suite)))
+    flags = ["--methods", "grpo", "balanced", "--settings", "stale_3", "--seeds=2", "--steps=2"]
+    folder = [f"--recipe={recipe}", f"--folder={tmp_path / 'study'}"]
+    return [sys.executable, "-m", "bapo_megatron.cli", "study", "staleness", *flags, *folder]
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def wait_for(event: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+    deadline = time.monotonic() + 400
+    while not event():
+        assert process is None or process.poll() is None, process.communicate()[0][-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def exported(run_dir: Path) -> bool:
+    log = run_dir / "events.jsonl"
+    return log.exists() and any(row["kind"] == "export" for row in read_jsonl(log))
+
+
+def test_a_killed_study_goes_on_to_its_document(command: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    first = folder / "arms" / ARMS[0]
+    study = start(command)
+    wait_for(lambda: exported(first), study)
+    arms = psutil.Process(study.pid).children()
+    os.kill(study.pid, signal.SIGKILL)
+    study.wait()
+    wait_for(lambda: not any(arm.is_running() and arm.status() != psutil.STATUS_ZOMBIE for arm in arms))
+    before = (first / "metrics.jsonl").stat().st_mtime_ns
+
+    output = start(command).communicate(timeout=400)[0]
+    assert "4 of 4 arms" in output, output[-3000:]
+    assert (first / "metrics.jsonl").stat().st_mtime_ns == before
+    assert f" {ARMS[0]} done" not in output
+    assert f" {ARMS[3]} done" in output
+    check_arms(folder)
+    text = (folder / "study.md").read_text()
+    assert "4 of 4 arms are done, 2 seeds of 2 steps each" in text
+    assert "| stale_3 | balanced | 2 |" in text
+    assert len(list((folder / "figures").glob("*.png"))) == 7
+
+
+def check_arms(folder: Path) -> None:
+    """Each has made its steps once, with its own method and seed; seeds share their first batch."""
+    rewards = {}
+    for name in ARMS:
+        run = folder / "arms" / name
+        rows = read_jsonl(run / "metrics.jsonl")
+        assert [row["step"] for row in rows] == [1, 2]
+        rewards[name] = rows[0]["reward/mean"], rows[0]["rollout/tokens"]
+        config = json.loads((run / "config.json").read_text())["config"]
+        assert config["seed"] == int(name[-1])
+        assert config["algorithm.bounds.high_end"] == (1.2 if name.startswith("grpo") else 3.0)
+        assert [row["step"] for row in read_jsonl(run / "evaluations.jsonl")] == [0, 1, 2]
+    assert rewards[ARMS[0]] == rewards[ARMS[1]] != rewards[ARMS[2]] == rewards[ARMS[3]]
+    stored = json.loads((folder / "study.json").read_text())
+    assert sorted(stored["arms"]) == sorted(ARMS)

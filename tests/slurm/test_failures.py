@@ -1,0 +1,50 @@
+"""Ranks without memory, and file systems that fail, on a real Slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster.cluster import Cluster
+from tests.slurm.jobs import submit
+from tests.slurm.test_survival import ONE, requeues, stand_in
+
+pytestmark = pytest.mark.slurm
+KILLED = "error: rank 1 on n1 was killed by SIGKILL, most likely because the node had no memory left"
+
+
+@pytest.fixture
+def groups() -> Iterator[list[Path]]:
+    """The control groups that a test's ranks have made, removed at its end."""
+    folder = Path("/sys/fs/cgroup/memory")
+    found: list[Path] = []
+    before = set(folder.glob("bapo-test-*"))
+    yield found
+    for group in set(folder.glob("bapo-test-*")) - before:
+        group.rmdir()
+
+
+def test_a_rank_killed_for_memory_ends_the_others(cluster: Cluster, run: Path, groups: list[Path]) -> None:
+    """By the kernel, where control groups can be made. The other rank waits for an hour, as with NCCL."""
+    flags = stand_in(steps=50, every=1, crash_at=3, harm="memory")
+    waits = {"BAPO_WAIT_S": "900", "BAPO_CRASH_WAIT_S": "2"}
+    job = submit(cluster, run, "colocated.sbatch", [*ONE, "--nodelist=n1"], flags, **waits)
+    assert job.wait(120)["JobState"] == "FAILED", job.log()
+    if made := list(Path("/sys/fs/cgroup/memory").glob("bapo-test-*")):
+        assert all("oom_kill 1" in (group / "memory.oom_control").read_text() for group in made)
+    assert [(row["rank"], row["exit_code"]) for row in job.events("ranks_ended")] == [(1, 137)] * 2
+    assert requeues(job) == ["crash"]
+    assert job.events("job_requeue")[0]["cause"].startswith(KILLED)
+    assert job.events("job_requeue")[0]["exit_code"] == 137
+    top = job.log(restart=1).splitlines()[:2]
+    assert top[0].startswith("STOPPED: crash: crash, and no newer checkpoint than step 2")
+    assert top[1].startswith(f"cause: {KILLED}")
+
+
+def test_a_failing_file_system_is_tried_again_a_few_times(cluster: Cluster, run: Path) -> None:
+    job = submit(cluster, run, "colocated.sbatch", ONE, stand_in(code=4), BAPO_MAX_IDLE="1")
+    assert job.wait()["JobState"] == "FAILED"
+    assert requeues(job) == ["storage", "storage"]
+    assert job.log(restart=2).startswith("STOPPED: storage: storage, and no newer checkpoint than step 0")

@@ -1,0 +1,186 @@
+"""The statistics of an evaluation: numbers worked out by hand, and brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_megatron.evaluation.statistics import (
+    Vote,
+    bootstrap_intervals,
+    detectable_difference,
+    majority_vote,
+    pass_at_k,
+    rerun_std,
+    sign_flip_p_value,
+    standard_deviation,
+)
+
+# --- pass@k --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("samples", "correct", "k", "expected"),
+    [
+        (4, 1, 2, 1 - 3 / 6),  # C(3,2) / C(4,2)
+        (4, 2, 2, 1 - 1 / 6),
+        (4, 3, 2, 1.0),  # two of four cannot both be the one that is wrong
+        (5, 0, 5, 0.0),
+        (16, 4, 1, 0.25),
+        (3, 3, 3, 1.0),
+    ],
+)
+def test_pass_at_k_by_hand(samples: int, correct: int, k: int, expected: float) -> None:
+    assert pass_at_k(samples, correct, k) == pytest.approx(expected, abs=1e-15)
+
+
+@given(samples=st.integers(1, 8), data=st.data())
+def test_pass_at_k_is_the_share_of_all_subsets(samples: int, data: st.DataObject) -> None:
+    correct, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
+    subsets = list(itertools.combinations(range(samples), k))
+    hits = sum(min(subset) < correct for subset in subsets)
+    assert pass_at_k(samples, correct, k) == pytest.approx(hits / len(subsets))
+
+
+def test_pass_at_k_is_unbiased() -> None:
+    """Over all outcomes of 5 responses that are right with probability 0.3, it averages to 1 - 0.7^k."""
+    for k in range(1, 6):
+        mean = sum(math.comb(5, c) * 0.3**c * 0.7 ** (5 - c) * pass_at_k(5, c, k) for c in range(6))
+        assert mean == pytest.approx(1 - 0.7**k)
+
+
+@pytest.mark.parametrize(("samples", "correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 0), (4, 1, 5)])
+def test_pass_at_k_that_does_not_exist(samples: int, correct: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k}"):
+        pass_at_k(samples, correct, k)
+
+
+# --- majority ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answers", "correct", "vote"),
+    [
+        (["7", "7", "8"], [True, True, False], Vote(1.0, False)),
+        (["7", "8", "8"], [True, False, False], Vote(0.0, False)),
+        (["7", "8"], [True, False], Vote(0.5, True)),
+        (["7", "8", "9", None, None], [False, True, False, False, False], Vote(1 / 3, True)),
+        ([None, None, "7"], [False, False, True], Vote(1.0, False)),  # no answer is no vote
+        ([None], [False], Vote(0.0, False)),
+        (["7", "7", "8"], [False, True, False], Vote(1.0, False)),  # one judgement of two failed
+        (["1/2", "0.5", "3", "3", "3"], [True, True, False, False, False], Vote(0.0, False)),
+    ],
+)
+def test_majority_by_hand(answers: list[str | None], correct: list[bool], vote: Vote) -> None:
+    assert majority_vote(answers, correct) == vote
+
+
+# --- intervals -----------------------------------------------------------------------------------
+
+
+def test_the_bootstrap_against_every_resample() -> None:
+    """Three problems with 0, 0, 1 have 27 resamples; the mean is 0, 1/3, 2/3, 1 in 8, 12, 6, 1 of them."""
+    values = np.array([0.0, 0.0, 1.0])
+    exact = sorted(values[list(chosen)].mean() for chosen in itertools.product(range(3), repeat=3))
+    for confidence in (0.2, 0.5, 0.9):  # 8/27 lie at 0, so tails of 0.4, 0.25, 0.05 end inside a step
+        tail = (1 - confidence) / 2
+        low, high = exact[math.floor(tail * 27)], exact[math.ceil((1 - tail) * 27) - 1]
+        (found,) = bootstrap_intervals(values[:, None], 20_000, 1, confidence)
+        assert found == pytest.approx((low, high))
+
+
+def test_the_bootstrap_of_many_problems_is_the_normal_interval() -> None:
+    values = np.random.default_rng(0).normal(size=(400, 2)) * [1.0, 3.0]
+    for column, (low, high) in enumerate(bootstrap_intervals(values, seed=3)):
+        error = 1.96 * values[:, column].std() / 20
+        mean = values[:, column].mean()
+        assert low == pytest.approx(mean - error, abs=0.06 * error)
+        assert high == pytest.approx(mean + error, abs=0.06 * error)
+
+
+def test_the_bootstrap_is_a_function_of_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.arange(12.0)[:, None]
+    first = bootstrap_intervals(values, 1000, 5)
+    assert bootstrap_intervals(values, 1000, 5) == first
+    assert bootstrap_intervals(values, 1000, 6) != first
+    assert bootstrap_intervals(np.ones((7, 1)), 100) == [(1.0, 1.0)]
+    monkeypatch.setattr("bapo_megatron.evaluation.statistics._ELEMENTS", 100)
+    assert bootstrap_intervals(values, 1000, 5) == first, "drawn in pieces"
+
+
+# --- the paired test -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ([1, 1, 1], 2 / 8),  # +++ and ---
+        ([2, -1], 1.0),  # |sum| = 1 is the least that signs of 2 and 1 give
+        ([3, 1], 2 / 4),
+        ([1, 1, 1, 1, -1], 12 / 32),  # |sum| >= 3: 0 or 1 minus signs, or 0 or 1 plus signs
+        ([0, 0], 1.0),
+        ([0, 5, 0], 1.0),
+        ([], 1.0),
+    ],
+)
+def test_sign_flips_by_hand(differences: list[int], expected: float) -> None:
+    assert sign_flip_p_value(differences) == pytest.approx(expected, abs=1e-15)
+
+
+@given(st.lists(st.integers(-6, 6), max_size=9))
+def test_sign_flips_against_all_of_them(differences: list[int]) -> None:
+    observed = abs(sum(differences))
+    signs = list(itertools.product((-1, 1), repeat=len(differences)))
+    far = sum(abs(sum(s * d for s, d in zip(sign, differences, strict=True))) >= observed for sign in signs)
+    assert sign_flip_p_value(differences) == pytest.approx(far / len(signs))
+
+
+def test_sign_flips_of_ones_are_the_binomial_test() -> None:
+    """70 of 100 problems better: twice the upper tail of a fair coin."""
+    tail = Fraction(sum(math.comb(100, heads) for heads in range(70, 101)), 2**100)
+    assert sign_flip_p_value([1] * 70 + [-1] * 30) == pytest.approx(float(2 * tail), rel=1e-9)
+
+
+# --- how little can be seen ----------------------------------------------------------------------
+
+
+def test_the_detectable_difference_by_hand() -> None:
+    """1.95996 + 0.84162 = 2.80158; AIME's 30 problems with a spread of 20 points: 10.2 points."""
+    assert detectable_difference(0.2, 30) == pytest.approx(2.80158 * 0.2 / math.sqrt(30), rel=1e-5)
+    assert detectable_difference(0.2, 30) == pytest.approx(0.102, abs=5e-4)
+
+
+def test_a_test_finds_the_detectable_difference_in_four_of_five_cases() -> None:
+    generator = np.random.default_rng(0)
+    shift = round(1000 * detectable_difference(0.1, 40))
+    found = [
+        sign_flip_p_value(np.rint(generator.normal(shift, 100, 40)).astype(int).tolist()) < 0.05
+        for _ in range(200)
+    ]
+    assert 0.72 < np.mean(found) < 0.88
+
+
+def test_spread() -> None:
+    assert standard_deviation([1.0, 3.0]) == pytest.approx(2**0.5)
+    assert standard_deviation([1.0]) == 0.0
+
+
+def test_two_evaluations_of_one_model() -> None:
+    """Two problems, 2 of 4 and 4 of 4: sqrt(2 (1/4 + 0) / 3) / 2."""
+    assert rerun_std(4, [2, 4]) == pytest.approx(math.sqrt(2 * 0.25 / 3) / 2)
+    assert rerun_std(1, [0, 1]) is None
+
+
+def test_two_evaluations_of_one_model_in_a_simulation() -> None:
+    generator = np.random.default_rng(1)
+    rates = np.array([0.1, 0.5, 0.9, 1.0])
+    runs = generator.binomial(8, rates, size=(4000, 2, 4))
+    apart = (runs[:, 0] - runs[:, 1]).mean(axis=1) / 8
+    estimates = [rerun_std(8, counts) ** 2 for counts in runs[:, 0].tolist()]
+    assert np.mean(estimates) == pytest.approx(apart.var(), rel=0.05)

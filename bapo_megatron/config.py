@@ -112,7 +112,7 @@ class RolloutConfig:
     then it trains on what there is."""
     max_staleness: int = 0
     """Steps that the weights of a group's oldest token may lie behind those that its step starts from. 0:
-    every step samples anew and training waits. 1 and more: sampling goes on while the policy trains."""
+    every step samples anew and training waits. 1 and more: servers go on sampling while the policy trains."""
     overlap: bool = True
     """With max_staleness of 1 or more: sample during training too. Off, sampling stops when a step has its
     groups, and what is unfinished goes on in the next one (engines that share their GPUs need that)."""
@@ -120,8 +120,8 @@ class RolloutConfig:
     """Most tokens of one request; longer responses go on from their prefix. None: the whole response. A
     segment is what is lost with an engine."""
     budget_tokens: int | None = None
-    """Partial rollout: most tokens that a response gets under one version of the weights; what is unfinished
-    waits for the next. Needs max_staleness of 1 or more. None: no limit."""
+    """Partial rollout: most tokens that a response gets from one step's weights; what is unfinished waits for
+    the next step's. Needs max_staleness of 1 or more. None: no limit."""
     on_stale: Literal["resample", "drop", "train"] = "resample"
     """A group older than max_staleness: its prompt is sampled anew, or it is dropped, or trained on."""
     keep_steps: int | None = 1000

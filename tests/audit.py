@@ -168,8 +168,9 @@ class Audit:
         assert response.reason in (None, "stop", "length")
         assert response.reason != "length" or len(response.ids) == longest
         if budget is not None:
-            spent = Counter(response.versions)
-            assert max(spent.values()) <= budget, f"more than the budget of one version: {spent}"
+            for version, spent in Counter(response.versions).items():
+                steps = max(1, sum(version in made for made in self.versions_of.values()))  # or on its way
+                assert spent <= budget * steps, f"{spent} tokens of version {version}, of {steps} steps"
 
     def _judged(self, fields: dict[str, Any], _arrays: dict[str, np.ndarray]) -> None:
         group = self.groups[fields["number"]]

@@ -227,3 +227,10 @@ def mixed(_prompt: int, sample: int) -> str:
 def uniform_on(*numbers: int) -> Answer:
     """All wrong on these prompts, mixed on the others."""
     return lambda prompt, sample: "no" if prompt in numbers else mixed(prompt, sample)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for what happens in the background."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)

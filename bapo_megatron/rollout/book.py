@@ -112,6 +112,8 @@ class Book:
         self._step_of: dict[int, int] = {}
         self._newest = -1
         """The newest version that is in it."""
+        self._first_step_of: dict[int, int] = {}
+        """The first step that made each version: one that makes no update brings the same version again."""
         self.open: dict[int, OpenGroup] = {}
         self.finished: dict[int, Finished] = {}
         self.tokens: Counter[str] = Counter()
@@ -148,6 +150,11 @@ class Book:
         return max(counts, default=0)
 
     @property
+    def grants(self) -> int:
+        """Steps that began with the present version of the weights: each gives every response a budget."""
+        return self.weights_step - self._first_step_of.get(self._version, self.weights_step) + 1
+
+    @property
     def is_known(self) -> bool:
         """Anything was ever noted: at least that weights came."""
         return bool(self._step_of) or self.next_number > 0
@@ -176,6 +183,7 @@ class Book:
             "served": self.served,
             "weights_step": self.weights_step,
             "step_of": sorted(self._step_of.items()),
+            "first_step_of": sorted(self._first_step_of.items()),
             "tokens": dict(self.tokens),
             "trained": sorted(self._trained.items()),
             "judged": self.judged,
@@ -196,6 +204,7 @@ class Book:
         self.next_number, self.taken = fields["next_number"], fields["taken"]
         self.served, self.weights_step = fields["served"], fields["weights_step"]
         self._step_of = dict(fields["step_of"])
+        self._first_step_of = dict(fields.get("first_step_of", fields["step_of"]))
         self._newest = max(self._step_of, default=-1)
         self._version = max((v for v, step in self._step_of.items() if step == self.weights_step), default=0)
         self.tokens, self.dropped = Counter(fields["tokens"]), Counter(fields["dropped"])
@@ -271,6 +280,7 @@ class Book:
     def _on_weights(self, record: Record) -> None:
         version, step = record.fields["version"], record.fields["step"]
         self._step_of[version] = self.weights_step = step
+        self._first_step_of[version] = min(step, self._first_step_of.get(version, step))
         self._newest = max(self._newest, version)
         self._version = version
 

@@ -290,7 +290,7 @@ class Fleet:
         if error is None:
             return None
         reason = str(error) or repr(error)
-        is_ours = self._clock.late_s - late_s > _LATE_S
+        is_ours = self._clock.late_s - late_s > self._clock.now() - began  # more than half of the time
         timed_out = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
         if timed_out and not is_ours:
             self._hangs(member, reason)

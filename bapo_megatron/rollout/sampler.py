@@ -49,8 +49,8 @@ class GroupSampler:
         report: Report,
         rounds: bool = False,
     ) -> None:
-        """``rounds``: begin new groups only when no other is in the making, so that an engine which answers
-        in batches always forms the same ones."""
+        """``rounds``: begin new groups, and give a step its own, only when no other is in the making, so that
+        an engine which answers in batches always forms the same ones."""
         self._config, self._rollout = config, config.rollout
         self._dataset, self._fleet, self._judge, self._report = dataset, fleet, judge, report
         self._rounds = rounds
@@ -159,11 +159,13 @@ class GroupSampler:
             self._journal.collect([*self._book.open, *self._book.finished])
 
     async def close(self) -> None:
-        """Stop; what engines have in hand is kept as far as it has come."""
+        """Stop; what engines have in hand is kept as far as it has come, but in ``rounds``: a round that goes
+        on from half of its tokens ends in other bits than a whole one."""
         self._closing, self._supply.is_open = True, False
         if self._advancing is not None and not self._failure:
-            await self._fleet.abort()
-            await self._dispatch.drain(_DRAIN_S)
+            if not self._rounds:
+                await self._fleet.abort()
+                await self._dispatch.drain(_DRAIN_S)
             async with self._advanced:
                 await self._commit()
             self._advancing.cancel()
@@ -279,7 +281,7 @@ class GroupSampler:
     def _chosen(self, step: int) -> list[Finished] | None:
         """The groups of ``step``; None while there are too few and more may come."""
         count, is_last = self._rollout.prompts_per_step, self._is_exhausted()
-        if len(self._book.finished) < count and not is_last:
+        if not is_last and (self._rounds or len(self._book.finished) < count):
             return None
         groups = sorted(self._book.finished.items())
         found = [group for _, group in groups if not self._must_go(group, step)]

@@ -58,7 +58,7 @@ class Supply:
         if config.segment_tokens is not None:
             left = min(left, config.segment_tokens)
         if config.budget_tokens is not None:
-            left = min(left, config.budget_tokens - self._book.spent(response))
+            left = min(left, config.budget_tokens * self._book.grants - self._book.spent(response))
         return max(0, left)
 
     def is_stale(self, group: OpenGroup | Finished, step: int) -> bool:

@@ -27,7 +27,7 @@ def main(checkpoint: str, output: str, model: str, parent: str) -> int:
     ``parent``: the process that waits for it; it ends with that.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half written is removed
-    _die_with(int(parent))
+    end_with_parent(parent=int(parent))  # or it would meet the export of the next trainer
     os.nice(_NICENESS)
     try:
         to_hf(
@@ -37,11 +37,6 @@ def main(checkpoint: str, output: str, model: str, parent: str) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
-
-
-def _die_with(parent: int) -> None:
-    """Or the export of a trainer that was killed would go on, and meet that of the next."""
-    end_with_parent(parent=parent)
 
 
 if __name__ == "__main__":

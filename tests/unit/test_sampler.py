@@ -5,19 +5,35 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import random
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.pool import Judgement
 from bapo_megatron.rollout.requests import request_seed, stop_token_ids
-from tests.sampling import EOS, Letters, ScriptedEngine, World, mixed, prompt_ids, uniform_on
+from bapo_megatron.types import Prompt
+from tests.accounts import book_of
+from tests.sampling import (
+    EOS,
+    Letters,
+    ScriptedEngine,
+    StartsWithY,
+    World,
+    mixed,
+    prompt_ids,
+    uniform_on,
+    until,
+)
+
+T = TypeVar("T")
 
 
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 90))
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(coroutine, 90))
 
 
 def test_groups_hold_what_the_engine_said(tmp_path: Path) -> None:
@@ -201,6 +217,63 @@ def test_a_step_whose_responses_all_wait_for_weights_is_empty(tmp_path: Path) ->
     run(check())
 
 
+def test_steps_without_groups_bring_no_new_weights_but_new_budgets(tmp_path: Path) -> None:
+    """A step that trains on nothing makes no version: what waits for a budget must not wait for one."""
+
+    async def check() -> None:
+        engine = ScriptedEngine(lambda _prompt, sample: "y" if sample else "long")
+        world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
+        async with world.sampling(rounds=False) as sampler:
+            assert (await world.batch(1)).groups == ()
+            await sampler.load_weights(Path("v0"), 0, 1)
+            assert (await world.batch(2)).groups == ()
+            world.kill()
+        async with world.sampling(first_step=3, rounds=False) as sampler:  # of version 2
+            batch = await world.batch(3)
+        assert prompt_ids(batch) == [0, 1, 2, 3]
+        assert batch.groups[0].rollouts[0].versions_R.tolist() == [0, 0, 0, 0, 2]
+
+    run(check())
+
+
+def test_the_same_weights_for_many_steps_end_no_run(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(lambda _prompt, sample: "y" if sample else "long")
+        world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
+        async with world.sampling() as sampler:
+            for step in (1, 2):
+                assert (await world.batch(step)).groups == ()
+                await sampler.load_weights(Path("v0"), 0, step)
+            first = await world.batch(3)
+        assert first.groups[0].rollouts[0].versions_R.tolist() == [0] * 5
+        book = book_of(world.journal, world.dataset.prompts, 3)
+        assert book.grants == 3
+
+    run(check())
+
+
+def test_rounds_give_the_same_groups_however_long_a_judge_takes(tmp_path: Path) -> None:
+    """A step that took what happened to be judged would hang on the machine's load."""
+
+    class Slow(StartsWithY):
+        def __init__(self, seed: int) -> None:
+            self._chance = random.Random(seed)
+
+        async def judge(self, prompt: Prompt, response: str, tokens: int) -> Judgement:
+            await asyncio.sleep(self._chance.random() / 20)
+            return await super().judge(prompt, response, tokens)
+
+    async def check(seed: int) -> list[list[int]]:
+        world = World(
+            tmp_path / str(seed), [ScriptedEngine(mixed)], judge=Slow(seed), max_staleness=2, prompts=100
+        )
+        async with world.sampling():
+            return [prompt_ids(await world.train(step)) for step in range(1, 6)]
+
+    found = [run(check(seed)) for seed in range(4)]
+    assert found == [[list(range(4 * step, 4 * step + 4)) for step in range(5)]] * 4
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_no_group_is_begun_that_would_wait_too_long(tmp_path: Path, staleness: int) -> None:
     async def check() -> None:
@@ -209,9 +282,10 @@ def test_no_group_is_begun_that_would_wait_too_long(tmp_path: Path, staleness: i
         async with world.sampling(rounds=False):
             for step in range(1, 6):
                 batch = await world.batch(step)
-                await asyncio.sleep(0.05)  # training
-                begun = len(engine.asked) // 3
-                assert begun == (step + staleness) * 4
+                expected = (step + staleness) * 4 * 3
+                await until(lambda expected=expected: len(engine.asked) >= expected)
+                await asyncio.sleep(0.02)
+                assert len(engine.asked) == expected
                 lags = {step - 1 - int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R}
                 assert max(lags) <= staleness
                 await world.weights(step)

@@ -16,7 +16,7 @@ from bapo_megatron.rollout.journal import read_step, step_groups, steps_in
 from bapo_megatron.rollout.record_log import Record, read_records
 from tests import accounts
 from tests.raw_journal import keep_logs
-from tests.sampling import ScriptedEngine, World, prompt_ids
+from tests.sampling import ScriptedEngine, World, prompt_ids, until
 
 SETTINGS = {"prompts_per_step": 3, "group_size": 2, "max_response_tokens": 12, "segment_tokens": 2}
 
@@ -96,7 +96,7 @@ def test_finished_segments_survive_and_responses_go_on_from_them(tmp_path: Path)
         engine.gate.clear()
         world = World(tmp_path, [engine], **SETTINGS)
         async with world.sampling():
-            await asyncio.sleep(0.2)
+            await until(lambda: world.sampler.state()["tokens"].get("sampled") == 3 * 2 * 4)
             world.kill()
         assert book_of(world).tokens["sampled"] == 3 * 2 * 4
         engine.gate.set()
@@ -119,7 +119,7 @@ def test_damage_is_told_with_its_offset_and_costs_only_what_it_hit(tmp_path: Pat
         engine.gate.clear()
         world = World(tmp_path, [engine], **SETTINGS)
         async with world.sampling():
-            await asyncio.sleep(0.2)
+            await until(lambda: world.sampler.state()["tokens"].get("sampled") == 3 * 2 * 6)
             world.kill()
         (path,) = world.journal.glob("segments-*.log")
         found = [r for r in read_records(path) if isinstance(r, Record) and r.kind == "segments"]
@@ -242,5 +242,26 @@ def test_a_full_disk_is_told_and_the_journal_stays_whole(tmp_path: Path) -> None
             assert len((await world.batch(2)).groups) == 3
         assert "journal_damaged" not in world.event_kinds()
         check_accounts(world)
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_told_to_end_it_keeps_what_servers_have_in_hand(tmp_path: Path, rounds: bool) -> None:
+    """An engine that answers in rounds begins its round again: from half of it other bits would follow."""
+
+    async def check() -> None:
+        engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
+        engine.gate.clear()
+        world = World(tmp_path, [engine], **{**SETTINGS, "segment_tokens": None})
+        async with world.sampling(rounds=rounds):
+            await until(lambda: len(engine.asked) == 3 * 2)
+        assert book_of(world).tokens["sampled"] == (0 if rounds else 3 * 2)  # one token each
+        engine.gate.set()
+        engine.asked.clear()
+        async with world.sampling(rounds=rounds):
+            batch = await world.batch(1)
+        assert {request.prefix_tokens for request in engine.asked} == {0 if rounds else 1}
+        assert [len(r.token_ids_R) for group in batch.groups for r in group.rollouts] == [7] * 6
 
     asyncio.run(asyncio.wait_for(check(), 90))

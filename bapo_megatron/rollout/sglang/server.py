@@ -19,15 +19,12 @@ PauseMode = Literal["in_place", "retract"]
 _LONG_REPLY_BYTES = 500_000
 """Of some ten thousand tokens, which take milliseconds to read. A thread does it, and others go on."""
 
-
 _KEEP_IDLE_S = 2.0
 """A connection is used again for so long. Less than the 5 s after which a server of uvicorn closes it: a
 request that is sent at that moment would fail as if the server had died."""
 
-
 _CONNECT_S = 60.0
 """A machine that is gone is noticed earlier, by its silence (``fleet.py``)."""
-
 
 _CROSSED_S = 2.0
 """A request that is cut off so early may have crossed the end of an idle connection: it is sent once more."""

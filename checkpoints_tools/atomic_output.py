@@ -79,9 +79,11 @@ def atomic_output(output: Path) -> Iterator[Path]:
     """
     folder = temporary_folder(output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    lock = _begin(folder)
+    _clear(folder)
+    lock = None
     try:
         try:
+            lock = _begin(folder)
             yield folder
             _publish(folder, output)
         except OSError as error:
@@ -90,20 +92,37 @@ def atomic_output(output: Path) -> Iterator[Path]:
             raise ConfigError(
                 f"{_FULL[error.errno]}: output {output} was not written, and nothing of it was left"
             ) from error
-    except BaseException:
+    except _Taken:
+        raise
+    except BaseException:  # also a signal, at whatever moment
         shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
+
+
+class _Taken(ConfigError):
+    """Another process is writing the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"another process is writing {folder}: wait for it, or end it")
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a killed run has left."""
+    if folder.exists():
+        os.close(_lock(folder))
+        shutil.rmtree(folder)
 
 
 def _begin(folder: Path) -> int:
-    """Make the folder anew and lock it."""
-    if folder.exists():
-        os.close(_lock(folder))  # nobody writes it: a killed run has left it
-        shutil.rmtree(folder)
-    folder.mkdir()
-    return _lock(folder)
+    """Make the folder and lock it."""
+    try:
+        folder.mkdir()
+        return _lock(folder)
+    except (FileExistsError, FileNotFoundError):  # made, or cleared, by one that began at the same moment
+        raise _Taken(folder) from None
 
 
 def _lock(folder: Path) -> int:
@@ -112,7 +131,7 @@ def _lock(folder: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ConfigError(f"another process is writing {folder}: wait for it, or end it") from None
+        raise _Taken(folder) from None
     except OSError:
         pass  # some network file systems lock no folders; there a second run is the user's to avoid
     return descriptor

@@ -178,6 +178,26 @@ def test_a_term_signal_cleans_up(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def test_a_signal_before_the_lock_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(*_: object) -> None:
+        raise SystemExit(143)
+
+    monkeypatch.setattr(atomic_output.fcntl, "flock", told)
+    with pytest.raises(SystemExit), atomic_output.atomic_output(tmp_path / "output"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_another_began_at_the_same_moment_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic_output, "_clear", lambda folder: folder.mkdir())
+    output = tmp_path / "output"
+    with pytest.raises(ConfigError, match="another process"), atomic_output.atomic_output(output):
+        pass
+    assert temporary_folder(output).is_dir()
+
+
 def test_an_existing_output_is_kept_without_overwrite(convert: Convert, tmp_path: Path) -> None:
     output = tmp_path / "output"
     convert(output, Settings())

@@ -3,9 +3,9 @@
 The policy, its warm start and its problems are the demo's. What differs: small batches of 8 groups of 8, and
 a constant learning rate of 1e-4. At the demo's own 2e-5 every run of 40 steps ends well, so nothing could be
 told apart. At 1e-4, in single runs of 30 steps under GRPO's bounds, the on-policy run rose from a reward of
-0.26 to 0.76 (held-out 0.85, largest gradient norm 2.3 times the median); with 16 updates on each batch it
-reached 0.72 within 8 steps, then fell to 0.42 (held-out 0.57; 54 times). Both entropies fell from 0.15 to
-0.04 nats. So a fall and spikes can appear, and need not (docs/study_plan.md).
+0.26 to 0.76 (held-out 0.85); with 16 updates on each batch it reached 0.72 within 8 steps, then fell to 0.42
+(held-out 0.57). Both entropies fell from 0.15 to 0.04 nats. So a fall can appear, and need not
+(docs/study_plan.md).
 """
 
 from dataclasses import replace

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
+from bapo_megatron.config import RunConfig
 from bapo_megatron.evaluation.statistics import standard_deviation
-from bapo_megatron.study.claims import SMALLEST, Finding, Side, best_preset, by_seed
-from bapo_megatron.study.document_text import CANNOT_SHOW, DEFINITIONS, METHOD, VERDICTS
+from bapo_megatron.study.claims import SMALLEST, Claim, Finding, Side, best_preset, by_seed, judge
+from bapo_megatron.study.document_text import (
+    AGAINST_GRPO,
+    AT_REST_MEANS,
+    CANNOT_SHOW,
+    DEFINITIONS,
+    METHOD,
+    VERDICTS,
+)
 from bapo_megatron.study.measures import ArmRecord
-from bapo_megatron.study.methods import METHODS, SETTINGS, STALE
+from bapo_megatron.study.methods import BASELINE, METHODS, SETTINGS, STALE
 from bapo_megatron.study.plan import Plan
 from bapo_megatron.study.runner import Failure
 
@@ -25,10 +34,12 @@ COLUMNS: dict[str, str] = {
     "clipped": "clipped tokens",
     "contribution": "positive contribution",
     "moved": "bounds moved",
+    "clip_low": "c_low",
+    "clip_high": "c_high",
 }
 """Figures of the table, with their headings."""
 
-_DIGITS = {"spikes": 1, "clipped": 4, "moved": 2}
+_DIGITS = {"spikes": 1, "clipped": 4, "moved": 2, "clip_low": 2, "clip_high": 2}
 
 
 def document(
@@ -41,8 +52,10 @@ def document(
     """The whole document. ``pictures``: titles by the path of the file as seen from the document."""
     parts = [
         *("# Staleness at toy scale", _summary(plan, records, failures), METHOD),
-        *(_settings(plan), "## Verdicts", VERDICTS, _verdicts(found)),
+        *(_settings(plan), "## Verdicts", VERDICTS, _luck(found), _verdicts(found), *_set_aside(found)),
         *("## Results", _results(records), "## All stale settings together", _together(plan, records)),
+        *("## Against GRPO, setting by setting", AGAINST_GRPO, _against_grpo(plan, records)),
+        *_entropy_and_learning(records),
         *("## Curves", *(f"**{title}**\n\n![{title}]({file})" for file, title in pictures.items())),
         *("## What the words mean", DEFINITIONS, "## What this cannot show", CANNOT_SHOW),
     ]
@@ -75,19 +88,65 @@ def _settings(plan: Plan) -> str:
         ("recipe", f"`{plan.options.recipe.name}`"),
         ("steps", str(plan.steps)),
         ("batch", f"{base.rollout.prompts_per_step} prompts of {base.rollout.group_size} responses"),
+        ("responses of an update", ", ".join(f"`{name}` {count}" for name, count in _responses(plan))),
         ("learning rate", f"{plan.options.lr or base.optimizer.lr:g}, {base.optimizer.decay}"),
+        ("warm-up", f"{base.optimizer.warmup_updates} updates, whatever the setting"),
         ("gradients clipped at", f"{base.optimizer.clip_grad:g}"),
         ("temperature", f"{base.rollout.temperature:g}"),
         ("longest response", f"{base.rollout.max_response_tokens} tokens"),
+        ("held-out", _held_out(base)),
         ("methods", ", ".join(f"`{name}`: {METHODS[name].label}" for name in plan.options.methods)),
         ("settings", ", ".join(f"`{name}`: {SETTINGS[name].label}" for name in plan.options.settings)),
     ]
     return _table(["", ""], rows)
 
 
+def _responses(plan: Plan) -> Iterator[tuple[str, int]]:
+    """Most responses of one update, by setting."""
+    rollout = plan.base.rollout
+    for name in plan.options.settings:
+        setting = SETTINGS[name]
+        yield name, rollout.prompts_per_step * rollout.group_size // (setting.split * setting.updates)
+
+
+def _held_out(base: RunConfig) -> str:
+    evaluation = base.evaluation
+    suites = ", ".join(f"`{Path(suite).name}`" for suite in evaluation.suites) or "none"
+    temperature = base.rollout.temperature if evaluation.temperature is None else evaluation.temperature
+    return f"{suites}; responses to each problem: {evaluation.samples}, temperature {temperature:g}"
+
+
+def _luck(found: Sequence[Finding]) -> str:
+    judged = sum(finding.verdict not in ("not tried", "does not apply") for finding in found)
+    return (
+        f"{judged} claims are judged. At 95 % about {judged / 20:.0f} would leave 0 by luck alone, and not "
+        "one by one: nearly all are compared with the same runs of GRPO, whose luck is in all of them."
+    )
+
+
+def _set_aside(found: Sequence[Finding]) -> Iterator[str]:
+    """Claims of bounds that move, where they rest, and the other way round."""
+    aside: dict[Side, list[Finding]] = {}
+    for finding in found:
+        if finding.verdict == "does not apply":
+            aside.setdefault(finding.claim.side, []).append(finding)
+    if not aside:
+        return
+    lines = []
+    for side, findings in aside.items():
+        claim, moved = findings[0].claim, findings[0].moved or 0.0
+        lines.append(
+            f"- {side.label}: {len(findings)}, of {claim.needs}. Here {100 * moved:.1f} % of the updates "
+            "moved theirs."
+        )
+    yield "Not judged, as they do not apply:\n\n" + "\n".join(lines) + "\n\n" + AT_REST_MEANS
+
+
 def _verdicts(found: Sequence[Finding]) -> str:
     rows = []
     for finding in found:
+        if finding.verdict == "does not apply":
+            continue
         claim = finding.claim
         other = claim.other.label if claim.other else "1/2"
         compared = f"{claim.figure}: {claim.side.label} - {other}"
@@ -151,13 +210,54 @@ def _together(plan: Plan, records: Sequence[ArmRecord]) -> str:
     )
 
 
+def _against_grpo(plan: Plan, records: Sequence[ArmRecord]) -> str:
+    """Differences in held-out problems, paired by seed."""
+    settings = [name for name in (*STALE, "partial") if name in plan.options.settings]
+    rows = []
+    for method in plan.options.methods:
+        if method == BASELINE:
+            continue
+        claims = [
+            Claim("", "", "held_out", 1, Side(method, (name,)), Side(BASELINE, (name,))) for name in settings
+        ]
+        rows.append((method, *(_effect(judge(records, claim)) for claim in claims)))
+    return _table(["method", *settings], rows)
+
+
+def _entropy_and_learning(records: Sequence[ArmRecord]) -> Iterator[str]:
+    """How the entropy that an arm keeps goes with what it has learnt."""
+    figures = [
+        (one.figures["entropy_kept"], one.figures["held_out"]) for one in records if one.setting in STALE
+    ]
+    known = np.array([pair for pair in figures if np.isfinite(pair).all()])
+    if len(known) >= _LEAST_ARMS and (known.std(0) > 0).all():
+        yield (
+            f"Over the {len(known)} stale arms the entropy that is kept and the share of held-out problems "
+            f"that are right correlate at {np.corrcoef(known.T)[0, 1]:+.2f}. On a task that is learnt by "
+            "giving up a habit, entropy falls because the policy learns: more of it left is no success by "
+            "itself."
+        )
+
+
 def _best(plan: Plan, records: Sequence[ArmRecord]) -> Iterator[str]:
     """Which preset of BAPO did best, and whether that could be luck."""
     compared = best_preset(records, plan.options.settings)
     if compared:
-        best = compared[0][0]
+        best = " and ".join(
+            [f"`{compared[0][0]}`", *(f"`{name}`" for one in compared if (name := _ties(one[1])))]
+        )
         lines = [f"- {_against(finding)}" for _, finding in compared]
-        yield f"Of BAPO's presets `{best}` answers most held-out problems:\n\n" + "\n".join(lines)
+        yield (
+            f"Of BAPO's presets, most held-out problems: {best}. (The best of several noisy means looks "
+            "better than it is.)\n\n" + "\n".join(lines)
+        )
+
+
+def _ties(finding: Finding) -> str:
+    """The rival's name if it did as well in every seed."""
+    effect = finding.effect
+    tied = effect is not None and effect.low == effect.high == 0
+    return finding.claim.other.method if tied and finding.claim.other else ""
 
 
 def _against(finding: Finding) -> str:
@@ -166,7 +266,8 @@ def _against(finding: Finding) -> str:
     return f"against `{other}`: {_effect(finding)} seeds; **{word}**"
 
 
-_WORDS = {"seen": "better", "not seen": "no difference that matters"}
+_WORDS = {"seen": "better", "not seen": "no advantage that matters"}
+_LEAST_ARMS = 8
 
 _TOGETHER = {
     "final_reward": "final reward",

@@ -36,7 +36,10 @@ AGAINST_STALENESS = {
     "entropy_kept": "entropy, end / start",
     "drawdown": "deepest fall of the reward",
 }
-_COLOUR = dict(zip(METHODS, COLOURS, strict=False))
+_LOOK: dict[str, dict[str, Any]] = {
+    name: {"color": COLOURS[place % len(COLOURS)], "linestyle": "-" if place < len(COLOURS) else "--"}
+    for place, name in enumerate(METHODS)
+}
 _COLUMNS = 3
 
 
@@ -92,9 +95,9 @@ def _draw_setting(axes: Any, records: Sequence[ArmRecord], name: str) -> None:
         window = 1 if name == "held_out" else smoothing_window(len(runs[0].value))
         mean, low, high = spread([moving_mean(run.value, window) for run in runs])
         marker = "o" if name == "held_out" or len(mean) < 3 else None
-        style = {"color": _COLOUR[method], "linewidth": 1.8, "marker": marker, "markersize": 4}
+        style = {**_LOOK[method], "linewidth": 1.8, "marker": marker, "markersize": 4}
         axes.plot(runs[0].step, mean, **style)
-        axes.fill_between(runs[0].step, low, high, color=_COLOUR[method], alpha=0.12, linewidth=0)
+        axes.fill_between(runs[0].step, low, high, color=_LOOK[method]["color"], alpha=0.12, linewidth=0)
         drawn = True
     if not drawn:
         nothing_measured(axes)
@@ -137,13 +140,13 @@ def _draw_method(axes: Any, records: Sequence[ArmRecord], name: str, method: str
     mean, low, high = np.array(found).T
     ends = np.array([mean - low, high - mean]).clip(min=0)  # the mean of equal values may be off by rounding
     bars = {"yerr": ends, "capsize": 2, "linewidth": 1.4, "markersize": 4}
-    axes.errorbar(places, mean, marker="o", color=_COLOUR[method], **bars)
+    axes.errorbar(places, mean, marker="o", **_LOOK[method], **bars)
     return True
 
 
 def _add_legend(figure: Figure, methods: set[str]) -> None:
     known = [method for method in METHODS if method in methods]
-    lines = [matplotlib.lines.Line2D([], [], color=_COLOUR[method], linewidth=2) for method in known]
+    lines = [matplotlib.lines.Line2D([], [], **_LOOK[method], linewidth=2) for method in known]
     labels = [_plain(METHODS[method].label) for method in known]
     figure.legend(lines, labels, loc="outside upper center", ncols=min(len(known), 3), fontsize=9)
 

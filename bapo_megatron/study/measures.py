@@ -5,6 +5,7 @@ Legend: ``_S`` steps, ``_U`` updates. NaN where nothing was measured.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +15,10 @@ from bapo_megatron.state.metrics_log import evaluation_means
 from bapo_megatron.study.plan import Arm
 
 SPIKE_FACTOR = 3.0
-SPIKE_WINDOW = 25
-"""Updates that the running median is over."""
-SPIKE_HISTORY = 5
-"""Updates that must lie before one that can be called a spike."""
+SPIKE_WINDOW = 10
+"""Steps that the running median is over."""
+SPIKE_HISTORY = 4
+"""Steps that must lie before one that can have a spike."""
 COLLAPSE_SHARE = 0.5
 ENTROPY_SHARE = 0.1
 
@@ -87,17 +88,33 @@ def first_entropy(run: RunRecord, steps: int) -> float:
     return _mean(np.array([row.get("policy/entropy") for row in rows], float))
 
 
-def spikes(norms_U: np.ndarray, factor: float = SPIKE_FACTOR) -> int:
-    """Updates whose gradient norm is above ``factor`` times the median of the ``SPIKE_WINDOW`` before them.
+def spikes(norms_S: np.ndarray, factor: float = SPIKE_FACTOR) -> int:
+    """Gradient norms above ``factor`` times the median of the ``SPIKE_WINDOW`` before them.
 
-    The first ``SPIKE_HISTORY`` cannot be one. A norm that is not finite is one, and enters no median.
+    Of updates at one place in their steps: where a batch is used again the norm falls from pass to pass, and
+    each first pass would be a spike among its neighbours. The first ``SPIKE_HISTORY`` cannot be one. A norm
+    that is not finite is one, and enters no median.
     """
     found = 0
-    for place in range(SPIKE_HISTORY, len(norms_U)):
-        before = norms_U[max(0, place - SPIKE_WINDOW) : place]
+    for place in range(SPIKE_HISTORY, len(norms_S)):
+        before = norms_S[max(0, place - SPIKE_WINDOW) : place]
         known = before[np.isfinite(before)]
-        found += bool(len(known) and not norms_U[place] <= factor * np.median(known))
+        found += bool(len(known) and not norms_S[place] <= factor * np.median(known))
     return found
+
+
+def spike_rate(run: RunRecord) -> float:
+    """Spikes for every hundred updates; NaN if no norm was measured."""
+    at_place: dict[int, list[float]] = {}
+    made: Counter[int] = Counter()
+    for row in run.updates:
+        norm = row.get("policy/grad_norm")
+        at_place.setdefault(made[row["step"]], []).append(np.nan if norm is None else norm)
+        made[row["step"]] += 1
+    norms = [np.array(values, float) for values in at_place.values()]
+    if not any(np.isfinite(values).any() for values in norms):
+        return np.nan
+    return 100 * sum(map(spikes, norms)) / len(run.updates)
 
 
 def in_blocks(values_S: np.ndarray, blocks: int) -> np.ndarray:
@@ -116,8 +133,6 @@ def figures_of(run: RunRecord, steps: int) -> dict[str, float]:
     reward, entropy = curves["reward"].value, curves["entropy"].value
     first = first_entropy(run, max(1, len(run.steps) // steps))
     last = first_and_last(entropy)[1]
-    norms_U = run.by_update("policy/grad_norm").value
-    measured = np.isfinite(norms_U).any()
     return {
         "final_reward": first_and_last(reward)[1],
         "mean_reward": _mean(reward),
@@ -127,10 +142,12 @@ def figures_of(run: RunRecord, steps: int) -> dict[str, float]:
         "final_entropy": last,
         "entropy_kept": last / first if first > 0 else np.nan,
         "entropy_collapsed": float(last < ENTROPY_SHARE * first),
-        "spikes": 100 * spikes(norms_U) / len(norms_U) if measured else np.nan,
+        "spikes": spike_rate(run),
         "clipped": _mean(curves["clipped"].value),
         "contribution": _mean(curves["contribution"].value),
         "moved": _moved(run.by_update("bapo/rounds").value),
+        "clip_low": _mean(run.by_update("bapo/clip_low").value),
+        "clip_high": _mean(run.by_update("bapo/clip_high").value),
         "staleness": _mean(run.by_step("staleness/mean").value),
     }
 

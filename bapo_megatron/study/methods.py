@@ -55,6 +55,7 @@ METHODS = {
         "BAPO", dataclasses.replace(balanced(), target=0.5), "preset `balanced` with a target of 0.5"
     ),
     "published_code": Method("BAPO", published_code(), "preset `published_code`"),
+    "papo_grpo": Method("PAPO", grpo(), "on GRPO's bounds", polarity=True),
     "papo": Method("PAPO", balanced(), "on BAPO's `balanced`", polarity=True),
 }
 

@@ -23,7 +23,7 @@ class StudyOptions:
     """Where the arms are; a study that is there is continued."""
     recipe: Path = RECIPE
     """Task, model and learning rate of all arms."""
-    seeds: int = 3
+    seeds: int = 5
     """Runs of each arm: seeds 0, 1, ..."""
     steps: int | None = None
     """Steps of each arm. None: the recipe's."""
@@ -32,7 +32,7 @@ class StudyOptions:
     parallel: int = 2
     """Arms at a time."""
     methods: tuple[str, ...] = tuple(METHODS)
-    """Of grpo, clip_higher, paper, balanced, balanced_half, published_code, papo."""
+    """Of grpo, clip_higher, paper, balanced, balanced_half, published_code, papo_grpo, papo."""
     settings: tuple[str, ...] = tuple(SETTINGS)
     """Of fresh, stale_3, stale_7, stale_15, partial, fresh_matched."""
     quick: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

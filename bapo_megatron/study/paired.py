@@ -9,7 +9,10 @@ from statistics import fmean, stdev
 from typing import Literal
 
 CONFIDENCE = 0.95
-Verdict = Literal["seen", "not seen", "opposite", "not distinguishable", "not tried"]
+LEAST_PAIRS = 3
+"""Two differences may be alike by luck, and their interval then says nothing."""
+Verdict = Literal["seen", "not seen", "opposite", "not distinguishable", "not tried", "does not apply"]
+"""``does not apply`` is for claims of bounds that move, where they rest, or the other way round."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,15 @@ def verdict(effect: Effect | None, claimed_sign: int, smallest: float) -> Verdic
 
     - seen: low > 0 and high >= smallest (it is there, and may well be large enough to matter);
     - opposite: high < 0 and low <= -smallest;
-    - not seen: otherwise, high < smallest (whatever is there is too small to matter);
-    - not distinguishable: all else, the interval holds both nothing and an effect that matters;
+    - not seen: otherwise, high < smallest (an effect as claimed that matters is ruled out, not the opposite);
+    - not distinguishable: all else, the interval holds both nothing and an effect that matters, or there are
+      fewer than ``LEAST_PAIRS`` seeds;
     - not tried: no seed has both sides.
     """
     if effect is None:
         return "not tried"
+    if effect.pairs < LEAST_PAIRS:
+        return "not distinguishable"
     low, high = sorted((claimed_sign * effect.low, claimed_sign * effect.high))
     if low > 0 and high >= smallest:
         return "seen"

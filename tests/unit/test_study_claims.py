@@ -35,7 +35,9 @@ from bapo_megatron.study.runner import Failure
 FLAT = dict.fromkeys((*SMALLEST, "final_reward", "mean_reward", "final_entropy", "first_entropy"), 0.5) | {
     "collapsed": 0.0,
     "entropy_collapsed": 0.0,
-    "moved": 0.0,
+    "moved": 0.5,
+    "clip_low": 0.7,
+    "clip_high": 1.5,
     "staleness": 1.0,
 }
 
@@ -50,7 +52,7 @@ def record(method: str, setting: str, seed: int, **figures: float) -> ArmRecord:
 
 def made_up(**of_method: float) -> list[ArmRecord]:
     """Every arm of three seeds, alike but for their seed and the entropy that each method keeps."""
-    plan = make_plan(StudyOptions())
+    plan = make_plan(StudyOptions(seeds=3))
     return [
         record(
             arm.method, arm.setting, arm.seed, entropy_kept=of_method.get(arm.method, 0.5) + 0.001 * arm.seed
@@ -69,7 +71,34 @@ def verdicts(
 
 
 def test_nothing_happened_and_nothing_is_seen() -> None:
-    assert set(verdicts(made_up()).values()) == {"not seen"}
+    found = verdicts(made_up())
+    unfit = {key for key, verdict in found.items() if verdict == "does not apply"}
+    assert {text for text, _, _ in unfit} == {
+        "A lower c_low degrades performance",
+        "A lower c_low speeds up the fall of entropy",
+    }
+    assert {found[key] for key in found.keys() - unfit} == {"not seen"}
+
+
+def test_bounds_that_rest_say_nothing_of_the_search() -> None:
+    """`balanced` moves in 4 % of its updates, `published_code` in 6 %: one is clipping at 0.6 and 1.2."""
+    shares = {"balanced": 0.04, "published_code": 0.06}
+    records = [
+        replace(one, figures=one.figures | {"moved": shares.get(one.method, 0.5), "held_out": 0.3})
+        if one.method in shares
+        else one
+        for one in made_up()
+    ]
+    found = verdicts(records)
+    assert found["BAPO (`balanced`) outperforms GRPO", "balanced", "held_out"] == "does not apply"
+    assert found["BAPO (`published_code`) outperforms GRPO", "published_code", "held_out"] == "opposite"
+    assert found["A lower c_low degrades performance", "balanced", "held_out"] == "seen"
+    plan = make_plan(StudyOptions())
+    text = document(plan, records, findings(records, plan.options.settings), [], {})
+    assert "| BAPO (`balanced`) outperforms GRPO |" not in text
+    assert "- balanced (partial): 2, of bounds that move. Here 4.0 % of the updates moved theirs." in text
+    judged = [one for one in findings(records, plan.options.settings) if one.verdict != "does not apply"]
+    assert f"{len(judged)} claims are judged" in text
 
 
 def test_verdicts_follow_the_runs() -> None:
@@ -80,7 +109,9 @@ def test_verdicts_follow_the_runs() -> None:
     assert (
         found["A higher c_high holds back the fall of entropy", "clip_higher", "entropy_kept"] == "not seen"
     )
-    assert found["PAPO holds the entropy", "papo", "entropy_kept"] == "opposite"  # 0.5 against 0.9
+    on_balanced = found["PAPO on `balanced` holds the entropy", "papo", "entropy_kept"]
+    assert on_balanced == "opposite"  # 0.5 against 0.9
+    assert found["PAPO on `grpo` holds the entropy", "papo_grpo", "entropy_kept"] == "not seen"
 
 
 def test_noise_is_not_distinguishable() -> None:
@@ -171,6 +202,46 @@ def test_the_best_preset_by_hand() -> None:
     ]
     assert [one.effect and one.effect.mean for _, one in found] == pytest.approx([0.2, 0.1, 0.01])
     assert best_preset([one for one in records if one.method == "paper"], tuple(SETTINGS)) == []
+
+
+def test_presets_are_compared_on_the_seeds_that_all_have() -> None:
+    """`paper` has a seed more, in which all was easy; on the others it is as good as `balanced`."""
+    records = [
+        record(method, setting, seed, held_out=1.0 if seed == 2 else 0.5)
+        for method, seeds in (("paper", 3), ("balanced", 2), ("balanced_half", 2))
+        for setting in STALE
+        for seed in range(seeds)
+    ]
+    best, finding = best_preset(records, tuple(SETTINGS))[0]
+    assert (best, finding.effect and finding.effect.mean) == ("paper", 0.0)
+    plan = make_plan(StudyOptions(methods=("paper", "balanced", "balanced_half")))
+    text = document(plan, records, [], [], {})
+    assert "most held-out problems: `paper` and `balanced` and `balanced_half`." in text
+
+
+def test_entropy_is_held_against_learning() -> None:
+    """Kept 0.1, 0.2, ... 0.9 and right 0.9, 0.8, ... 0.1: a correlation of -1."""
+    records = [
+        record("grpo", "stale_3", seed, entropy_kept=0.1 * seed, held_out=1 - 0.1 * seed)
+        for seed in range(1, 10)
+    ]
+    plan = make_plan(StudyOptions(methods=("grpo",)))
+    assert "Over the 9 stale arms" in (text := document(plan, records, [], [], {}))
+    assert "correlate at -1.00." in text
+    assert "correlate" not in document(plan, records[:7], [], [], {})
+
+
+def test_differences_are_shown_for_each_setting() -> None:
+    """`balanced` 0.1 better than GRPO at one level and 0.2 worse at another, in each of three seeds."""
+    records = [
+        record(method, setting, seed, held_out=0.5 + shift + 0.01 * seed)
+        for method, shifts in (("grpo", (0.0, 0.0)), ("balanced", (0.1, -0.2)))
+        for setting, shift in zip(("stale_3", "stale_7"), shifts, strict=True)
+        for seed in range(3)
+    ]
+    plan = make_plan(StudyOptions(methods=("grpo", "balanced"), settings=("stale_3", "stale_7"), seeds=3))
+    text = document(plan, records, [], [], {})
+    assert "| balanced | +0.100 (+0.100 to +0.100), 3 | -0.200 (-0.200 to -0.200), 3 |" in text
 
 
 def test_the_spread_by_hand() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bapo_megatron.report.data import read_run
+from bapo_megatron.report.data import RunRecord, read_run
 from bapo_megatron.study.measures import (
     collapsed,
     curves_of,
@@ -19,6 +20,7 @@ from bapo_megatron.study.measures import (
     first_and_last,
     in_blocks,
     read_arm,
+    spike_rate,
     spikes,
     window_of,
 )
@@ -68,7 +70,22 @@ def test_spikes_by_hand() -> None:
 def test_the_median_of_spikes_runs() -> None:
     """Norms that have grown for good are spikes only until most of the window has their size."""
     grown = np.concatenate([np.ones(30), np.full(30, 10.0)])
-    assert spikes(grown) == 13  # the median of 25 is 1 while at most 12 of them are 10
+    assert spikes(grown) == 5  # the median of 10 is 1 while at most 4 of them are 10, and 5.5 at 5
+
+
+def norms(values: Sequence[float], per_step: int) -> RunRecord:
+    """A run with these gradient norms, so many updates in each step."""
+    updates = [{"step": 1 + n // per_step, "policy/grad_norm": value} for n, value in enumerate(values)]
+    return RunRecord(Path("run"), [], updates, [], {})
+
+
+def test_what_comes_back_in_every_step_is_no_spike() -> None:
+    """The first pass over each batch has large norms, the others small ones: a saw, all of 30 steps long."""
+    saw = [9.0, 1.0, 0.5, 0.4] * 30
+    assert spike_rate(norms(saw, 4)) == 0.0
+    saw[81] = 3.5  # the second place of the 21st step; the first place has more, always
+    assert spike_rate(norms(saw, 4)) == pytest.approx(100 / 120)
+    assert math.isnan(spike_rate(norms([float("nan")] * 8, 4)))
 
 
 def test_blocks_by_hand() -> None:
@@ -91,7 +108,7 @@ def arm(tmp_path: Path) -> Arm:
         }
         for step in range(1, 5)
     ]
-    norms = (1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 1.0, 1.0)
+    grad_norms = (1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 1.0, 1.0)
     updates = [
         {
             "step": 1 + place // 2,
@@ -99,8 +116,10 @@ def arm(tmp_path: Path) -> Arm:
             "policy/entropy": 0.4 if place % 2 else 1.6 - 0.3 * (place // 2),
             "policy/grad_norm": norm,
             "bapo/rounds": 3 if place == 2 else 0,
+            "bapo/clip_low": 0.9 if place == 2 else 0.6,
+            "bapo/clip_high": 1.6 if place == 2 else 1.2,
         }
-        for place, norm in enumerate(norms)
+        for place, norm in enumerate(grad_norms)
     ]
     evaluations = [{"step": 0, "eval/mean": 0.25}, {"step": 4, "eval/mean": 0.75}]
     for name, rows in (("metrics", steps), ("updates", updates), ("evaluations", evaluations)):
@@ -121,10 +140,12 @@ def test_an_arm_by_hand(arm: Arm) -> None:
             "final_entropy": 0.25,
             "entropy_kept": 0.15625,
             "entropy_collapsed": 0.0,
-            "spikes": 12.5,
+            "spikes": 0.0,  # four steps are too few to know what is usual
             "clipped": 0.03,
             "contribution": 0.25,
             "moved": 0.125,
+            "clip_low": 0.6375,
+            "clip_high": 1.25,
             "staleness": 3.0,
             "held_out": 0.75,
         }
@@ -208,6 +229,10 @@ def test_an_effect_by_hand() -> None:
         ([0.3, -0.1, 0.2], 1, "not distinguishable"),
         ([0.3], 1, "not distinguishable"),
         ([0.2, 0.2, 0.2], 1, "seen"),
+        ([0.20, 0.21], 1, "not distinguishable"),  # two may be alike by luck
+        ([-0.12, 0.0, -0.02], 1, "not distinguishable"),
+        ([-0.06, -0.03, -0.05], 1, "opposite"),
+        ([-0.06, -0.01, -0.03], 1, "not seen"),  # harm may be, a benefit that matters not
         ([0.0, 0.0, 0.0], 1, "not seen"),
         ([], 1, "not tried"),
     ],

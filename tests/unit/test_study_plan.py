@@ -34,15 +34,15 @@ def whole() -> dict[tuple[str, str, int], Arm]:
 
 
 def test_the_whole_study(whole: dict[tuple[str, str, int], Arm]) -> None:
-    """Seven methods in four stale settings; on-policy only those two that differ; one control."""
-    assert len(whole) == 3 * (7 * 4 + 2 + 1)
+    """Eight methods in four stale settings; on-policy only those three that differ; one control."""
+    assert len(whole) == 5 * (8 * 4 + 3 + 1)
     counts = Counter(setting for _, setting, _ in whole)
     assert counts == {
-        **dict.fromkeys(("stale_3", "stale_7", "stale_15", "partial"), 21),
-        "fresh": 6,
-        "fresh_matched": 3,
+        **dict.fromkeys(("stale_3", "stale_7", "stale_15", "partial"), 40),
+        "fresh": 15,
+        "fresh_matched": 5,
     }
-    assert {method for method, setting, _ in whole if setting == "fresh"} == {"grpo", "papo"}
+    assert {method for method, setting, _ in whole if setting == "fresh"} == {"grpo", "papo_grpo", "papo"}
     assert len({arm.run_dir for arm in whole.values()}) == len(whole)
 
 
@@ -56,9 +56,9 @@ def test_a_command_makes_the_method(method: str, whole: dict[tuple[str, str, int
     config.check()
     presets = {"grpo": grpo(), "clip_higher": clip_higher(), "papo": balanced()}
     presets |= {"paper": paper(), "balanced": balanced(), "published_code": published_code()}
-    presets |= {"balanced_half": replace(balanced(), target=0.5)}
+    presets |= {"balanced_half": replace(balanced(), target=0.5), "papo_grpo": grpo()}
     assert config.algorithm.bounds == presets[method]
-    assert config.algorithm.polarity.enabled == (method == "papo")
+    assert config.algorithm.polarity.enabled == method.startswith("papo")
     assert (config.seed, config.algorithm.reuse_epochs, config.algorithm.updates_per_epoch) == (1, 2, 4)
     assert config.directory == whole[method, "stale_7", 1].run_dir
 

@@ -12,7 +12,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
@@ -92,10 +92,12 @@ def atomic_output(output: Path) -> Iterator[Path]:
             raise ConfigError(
                 f"{_FULL[error.errno]}: output {output} was not written, and nothing of it was left"
             ) from error
-    except _Taken:
-        raise
     except BaseException:  # also a signal, at whatever moment
-        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            with suppress(_Taken):
+                _clear(folder)
         raise
     finally:
         if lock is not None:
@@ -110,10 +112,13 @@ class _Taken(ConfigError):
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a killed run has left."""
+    """Remove what a killed run has left. Locked meanwhile, so that nobody else begins in it."""
     if folder.exists():
-        os.close(_lock(folder))
-        shutil.rmtree(folder)
+        lock = _lock(folder)
+        try:
+            shutil.rmtree(folder)
+        finally:
+            os.close(lock)
 
 
 def _begin(folder: Path) -> int:
@@ -121,12 +126,15 @@ def _begin(folder: Path) -> int:
     try:
         folder.mkdir()
         return _lock(folder)
-    except (FileExistsError, FileNotFoundError):  # made, or cleared, by one that began at the same moment
+    except FileExistsError:  # made by one that began at the same moment
         raise _Taken(folder) from None
 
 
 def _lock(folder: Path) -> int:
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        raise _Taken(folder) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -134,7 +142,17 @@ def _lock(folder: Path) -> int:
         raise _Taken(folder) from None
     except OSError:
         pass  # some network file systems lock no folders; there a second run is the user's to avoid
+    if not _is_still(folder, descriptor):  # removed, and perhaps made anew, since it was opened
+        os.close(descriptor)
+        raise _Taken(folder)
     return descriptor
+
+
+def _is_still(folder: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(folder), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _replaced_folder(output: Path) -> Path:
@@ -144,9 +162,14 @@ def _replaced_folder(output: Path) -> Path:
 def _publish(folder: Path, output: Path) -> None:
     sync_folder(folder)
     replaced = _replaced_folder(output)
-    if output.is_dir() and any(output.iterdir()):
-        shutil.rmtree(replaced, ignore_errors=True)
-        output.rename(replaced)
-    folder.rename(output)
+    shutil.rmtree(replaced, ignore_errors=True)
+    try:
+        if output.is_dir() and any(output.iterdir()):
+            output.rename(replaced)
+        folder.rename(output)
+    except BaseException:
+        if replaced.exists() and not output.exists():
+            replaced.rename(output)
+        raise
     sync_folder(output.parent)
     shutil.rmtree(replaced, ignore_errors=True)

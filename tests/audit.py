@@ -37,6 +37,8 @@ class _Response:
 class _Group:
     place: tuple[int, int]
     responses: list[_Response]
+    begun_after: int
+    """The step whose weights were the last to come before it was begun."""
     rewards: list[float] | None = None
     end: str | None = None
     """``trained``, or why it was dropped."""
@@ -64,6 +66,8 @@ class Audit:
         self.taken = self.served = self.weights_step = 0
         self.versions_of: dict[int, list[int]] = {}
         """The version that each step has made, and those within the next that a run was continued with."""
+        self.last_step_of: dict[int, int] = {}
+        """The step that brought each version when it came last."""
         self.returns = 0
         """How often weights came that had been there before: a trainer or a sampler has begun again."""
         self.tokens: Counter[str] = Counter()
@@ -107,8 +111,7 @@ class Audit:
         assert tuple(fields[name] for name in ("next_number", "taken", "served", "weights_step")) == ours
         assert +Counter(fields["tokens"]) == +self.tokens
         assert +Counter(fields["dropped"]) == +self.dropped
-        made = {version: self._made(version) for version in self._versions}
-        assert dict(fields["step_of"]) == made
+        assert dict(fields["step_of"]) == self.last_step_of
         self._check_places()
 
     def _open(self, fields: dict[str, Any], _arrays: dict[str, np.ndarray]) -> None:
@@ -129,7 +132,7 @@ class Audit:
                 assert 0 <= index < len(self.prompts)
             groups.append(number)
             responses = [_Response() for _ in range(self.config.group_size)]
-            self.groups.append(_Group((epoch, index), responses))
+            self.groups.append(_Group((epoch, index), responses, self.weights_step))
         if not begins_again:
             assert len(self.live) <= self._most_groups()
 
@@ -158,19 +161,26 @@ class Audit:
             response.versions += versions
             response.reason, response.returns = reason, self.returns
             self._check_length(response)
+            self._check_budget(group, response)
             at = end
         self.tokens["sampled"] += at
         assert all(len(array) == at for array in arrays.values())
 
     def _check_length(self, response: _Response) -> None:
-        longest, budget = self.config.max_response_tokens, self.config.budget_tokens
+        longest = self.config.max_response_tokens
         assert len(response.ids) <= longest
         assert response.reason in (None, "stop", "length")
         assert response.reason != "length" or len(response.ids) == longest
-        if budget is not None:
-            for version, spent in Counter(response.versions).items():
-                steps = max(1, sum(version in made for made in self.versions_of.values()))  # or on its way
-                assert spent <= budget * steps, f"{spent} tokens of version {version}, of {steps} steps"
+
+    def _check_budget(self, group: _Group, response: _Response) -> None:
+        """One budget for each step that had these weights, from the group's beginning on."""
+        if (budget := self.config.budget_tokens) is None:
+            return
+        first = min(group.begun_after, self.weights_step)
+        for version, spent in Counter(response.versions).items():
+            steps = sum(version in made for step, made in self.versions_of.items() if step >= first)
+            steps = max(1, steps)  # they may be on their way
+            assert spent <= budget * steps, f"{spent} tokens of version {version}, of {steps} steps"
 
     def _judged(self, fields: dict[str, Any], _arrays: dict[str, np.ndarray]) -> None:
         group = self.groups[fields["number"]]
@@ -205,6 +215,7 @@ class Audit:
             assert all(version > one for one in known), "a step has gone back"
             known.append(version)
         self.returns += step <= self.weights_step
+        self.last_step_of[version] = step
         self.weights_step = step
 
     def _batch(self, fields: dict[str, Any], _arrays: dict[str, np.ndarray]) -> None:

@@ -157,6 +157,9 @@ class MortalRun:
         self._saved = 0
         """The step of the last checkpoint."""
         self._given: dict[int, list[int]] = {}
+        self._versions = {0: 0}
+        """Of the weights that each step makes."""
+        self.world.version_of = self._versions.__getitem__
 
     async def live(self, steps: int, deadly: int | None, way: str = "before") -> bool:
         """Go on to the end, or to the death of the sampler. Whether the end was reached."""
@@ -182,6 +185,7 @@ class MortalRun:
         assert path is not None, f"step {step} gets no groups"
         numbers = step_groups(world.journal, step)
         assert self._given.setdefault(step, numbers) == numbers, "a step got other groups than before"
+        self._versions[step] = self._versions[step - 1] + bool(numbers)
         await turns(self._chance, 80)
         await world.weights(step)
         self.reached += 1

@@ -157,6 +157,8 @@ class World:
         self.events: list[dict[str, Any]] = []
         self.sampler: GroupSampler
         self.fleet: Fleet
+        self.version_of: Callable[[int], int] = lambda step: step
+        """The version that a step makes: one without groups makes none."""
 
     def event_kinds(self) -> list[str]:
         """What was reported, in order."""
@@ -166,7 +168,7 @@ class World:
     async def sampling(
         self, first_step: int = 1, state: dict[str, Any] | None = None, most: int = 100, rounds: bool = True
     ) -> AsyncIterator[GroupSampler]:
-        """A sampler with weights of version ``first_step - 1``."""
+        """A sampler with the weights of step ``first_step - 1``."""
         self._others = asyncio.all_tasks()
         self.fleet = Fleet(self.engines, most, self._note, PATIENCE)
         self.sampler = GroupSampler(
@@ -195,8 +197,9 @@ class World:
             task.cancel()
 
     async def weights(self, step: int) -> None:
-        """The weights that ``step`` has made, as version ``step``."""
-        await self.sampler.load_weights(Path(f"v{step}"), step, step)
+        """The weights that ``step`` has made."""
+        version = self.version_of(step)
+        await self.sampler.load_weights(Path(f"v{version}"), version, step)
 
     async def batch(self, step: int, wait_s: float = 30.0) -> StepBatch:
         """The groups of a step."""

@@ -163,13 +163,16 @@ class _Worker:
         return notes
 
     def judge(self, question: dict[str, Any]) -> Judgement:
-        """Ask the process, a new one if the last was lost."""
+        """Ask the process; if it dies, which may not be the response's doing, a new one."""
         failed, limit_s = self._config.failed, self._config.time_limit_s
         try:
-            if self._child is None:
-                self.start()
-            assert self._child is not None
-            answer = self._child.ask(question, limit_s)
+            try:
+                answer = self._ask(question)
+            except ChildTimeout:
+                raise
+            except ChildError:
+                self.close()
+                answer = self._ask(question)
         except ChildTimeout:
             self.close()
             return Judgement(failed, "time", f"more than reward.time_limit_s={limit_s}")
@@ -179,6 +182,13 @@ class _Worker:
         if "failure" in answer:
             return Judgement(failed, answer["failure"], answer["detail"])
         return Judgement(answer["reward"], score=answer["score"])
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        if self._child is None:
+            self.start()
+        assert self._child is not None
+        answer: dict[str, Any] = self._child.ask(question, self._config.time_limit_s)
+        return answer
 
     def give_up(self) -> None:
         """End the process from another thread, for good: whoever asks it is told at once."""

@@ -25,12 +25,14 @@ STANDARD_OUTPUT, TOLD = 1, 3
 def main(lifeline_end: int) -> None:
     """Make the walls, then serve the cases of one source."""
     lifeline.end_with(lifeline_end)
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # told to every process of a job: the trainer's business
+        signal.signal(number, lambda *_: None)
     job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     notes = sandbox_walls.separate(job["box"])
     os.chdir(job["box"])
     server = os.fork()
     if server:
-        signal.signal(signal.SIGTERM, lambda *_: os.kill(server, signal.SIGKILL))
+        signal.signal(signal.SIGUSR2, lambda *_: os.kill(server, signal.SIGKILL))
         for descriptor in (sys.stdin.fileno(), sys.stdout.fileno()):  # so that the server's end is seen
             os.close(descriptor)
         os.waitpid(server, 0)

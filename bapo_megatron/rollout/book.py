@@ -63,6 +63,8 @@ class OpenGroup:
     index: int
     """Of its prompt."""
     responses: list[Response]
+    begun_after: int
+    """The step whose weights the engines had when it was begun."""
 
     @property
     def is_whole(self) -> bool:
@@ -141,18 +143,18 @@ class Book:
         made = self._step_of.get(oldest_version)
         return step if made is None else step - 1 - made  # damage took the record of these weights
 
-    def spent(self, response: Response) -> int:
-        """Most tokens of the response under one version of the weights, of the present one and those to come.
+    def unspent(self, group: OpenGroup, sample: int, budget: int) -> int:
+        """What a response may get before the next weights come, of a ``budget`` of tokens for each step.
 
-        Newer ones are there while weights are on their way, and after a trainer went on from a checkpoint.
+        Weights serve several steps if those between them had no groups to train on. Tokens of newer weights
+        are there while these are on their way, and after a trainer went on from a checkpoint; whatever is
+        asked for now may come from the newest.
         """
-        counts = (count for version, count in response.by_version.items() if version >= self._version)
-        return max(counts, default=0)
-
-    @property
-    def grants(self) -> int:
-        """Steps that began with the present version of the weights: each gives every response a budget."""
-        return self.weights_step - self._first_step_of.get(self._version, self.weights_step) + 1
+        by_version, present = group.responses[sample].by_version, self._version
+        newer = max((count for version, count in by_version.items() if version > present), default=0)
+        first = max(self._first_step_of.get(present, 0), min(group.begun_after, self.weights_step))
+        granted = budget * (self.weights_step - first + 1)
+        return max(0, min(granted - by_version[present], budget - newer))
 
     @property
     def is_known(self) -> bool:
@@ -287,7 +289,8 @@ class Book:
     def _group(self, number: int, epoch: int, index: int) -> OpenGroup:
         """The open group, begun now if it is not known (its own record may have been damaged)."""
         if number not in self.open:
-            self.open[number] = OpenGroup(number, epoch, index, [Response() for _ in range(self._group_size)])
+            responses = [Response() for _ in range(self._group_size)]
+            self.open[number] = OpenGroup(number, epoch, index, responses, self.weights_step)
             self.next_number = max(self.next_number, number + 1)
         return self.open[number]
 

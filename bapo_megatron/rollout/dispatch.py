@@ -99,7 +99,7 @@ class Dispatch:
             if group is None or key in self._running or group.responses[key[1]].finish_reason:
                 heapq.heappop(self._ready)
                 continue
-            tokens = self._supply.allowance(group.responses[key[1]])
+            tokens = self._supply.allowance(group, key[1])
             if not tokens:
                 self._parked.append(heapq.heappop(self._ready))
                 continue

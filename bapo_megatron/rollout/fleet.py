@@ -272,6 +272,7 @@ class Fleet:
         began, late_s = self._clock.now(), self._clock.late_s
         member.heard_at = began
         while not call.done():
+            late_s = self._clock.late_s
             await asyncio.wait({call}, timeout=self._patience.heartbeat_s)
             if call.done():
                 break
@@ -290,7 +291,7 @@ class Fleet:
         if error is None:
             return None
         reason = str(error) or repr(error)
-        is_ours = self._clock.late_s - late_s > self._clock.now() - began  # more than half of the time
+        is_ours = self._clock.late_s - late_s > _LATE_S  # since the last look, so when the limit passed
         timed_out = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
         if timed_out and not is_ours:
             self._hangs(member, reason)

@@ -266,10 +266,15 @@ class GroupSampler:
         self._changed.set()
 
     def _begin_groups(self) -> None:
-        if self._rounds and (self._dispatch.is_busy or self._judging or self._whole or self._news):
+        if self._rounds and not self._is_time_for_a_round():
             return
         if count := self._supply.room:
             self._open(self._order.take(self._book.taken, count), self._book.taken + count)
+
+    def _is_time_for_a_round(self) -> bool:
+        """No other is in the making, and the trainer waits: new weights would come at no certain token."""
+        waiting = self._dispatch.is_busy or self._judging or self._whole or self._news
+        return not waiting and self._supply.reached == self._book.weights_step
 
     def _open(self, places: Sequence[tuple[int, int]], taken: int | None) -> None:
         groups = [(self._next_number + n, epoch, index) for n, (epoch, index) in enumerate(places)]

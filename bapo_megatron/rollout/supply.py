@@ -10,7 +10,7 @@ the same way, arXiv 2505.24298, with samples for groups.)
 from __future__ import annotations
 
 from bapo_megatron.config import RolloutConfig
-from bapo_megatron.rollout.book import Book, Finished, OpenGroup, Response
+from bapo_megatron.rollout.book import Book, Finished, OpenGroup
 
 
 class Supply:
@@ -49,16 +49,16 @@ class Supply:
         most = (self._ahead + 1) * self._config.prompts_per_step
         return max(0, most - beyond - self._book.outstanding)
 
-    def allowance(self, response: Response) -> int:
-        """Tokens that the response may be asked for in one request, now; 0 if it is whole or must wait."""
-        config = self._config
+    def allowance(self, group: OpenGroup, sample: int) -> int:
+        """Tokens that a response may be asked for in one request, now; 0 if it is whole or must wait."""
+        config, response = self._config, group.responses[sample]
         if response.finish_reason:
             return 0
         left = config.max_response_tokens - response.tokens
         if config.segment_tokens is not None:
             left = min(left, config.segment_tokens)
         if config.budget_tokens is not None:
-            left = min(left, config.budget_tokens * self._book.grants - self._book.spent(response))
+            left = min(left, self._book.unspent(group, sample, config.budget_tokens))
         return max(0, left)
 
     def is_stale(self, group: OpenGroup | Finished, step: int) -> bool:

@@ -179,23 +179,75 @@ def test_a_term_signal_cleans_up(tmp_path: Path) -> None:
 
 
 def test_a_signal_before_the_lock_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(*_: object) -> None:
-        raise SystemExit(143)
+    flock, calls = atomic_output.fcntl.flock, []
 
-    monkeypatch.setattr(atomic_output.fcntl, "flock", told)
+    def told_once(descriptor: int, how: int) -> None:
+        calls.append(how)
+        if len(calls) == 1:
+            raise SystemExit(143)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(atomic_output.fcntl, "flock", told_once)
     with pytest.raises(SystemExit), atomic_output.atomic_output(tmp_path / "output"):
         pass
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("told", [True, False])
 def test_what_another_began_at_the_same_moment_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """It comes between this one's look and its mkdir; this one may get a signal then, too."""
+    output, begin = tmp_path / "output", atomic_output._begin
+    locks: list[int] = []
+
+    def too_late(folder: Path) -> int:
+        locks.append(begin(folder))
+        (folder / "theirs").touch()
+        if told:
+            raise SystemExit(143)
+        return begin(folder)
+
+    monkeypatch.setattr(atomic_output, "_begin", too_late)
+    with pytest.raises(SystemExit if told else ConfigError), atomic_output.atomic_output(output):
+        pass
+    assert (temporary_folder(output) / "theirs").exists()
+    os.close(locks[0])
+
+
+def test_a_lock_on_a_folder_that_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another removes it, and makes its own, between this one's open and its lock."""
+    flock, folder = atomic_output.fcntl.flock, tmp_path / "folder"
+    folder.mkdir()
+
+    def made_anew(descriptor: int, how: int) -> None:
+        folder.rename(tmp_path / "gone")
+        folder.mkdir()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(atomic_output.fcntl, "flock", made_anew)
+    with pytest.raises(ConfigError, match="another process"):
+        atomic_output._lock(folder)
+
+
+def test_a_signal_between_the_renames_brings_the_old_output_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(atomic_output, "_clear", lambda folder: folder.mkdir())
     output = tmp_path / "output"
-    with pytest.raises(ConfigError, match="another process"), atomic_output.atomic_output(output):
-        pass
-    assert temporary_folder(output).is_dir()
+    output.mkdir()
+    (output / "config.json").write_text("old")
+    rename = Path.rename
+
+    def told(path: Path, target: Path) -> Path:
+        if path == temporary_folder(output):
+            raise SystemExit(143)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", told)
+    with pytest.raises(SystemExit), atomic_output.atomic_output(output) as folder:
+        (folder / "config.json").write_text("new")
+    assert (output / "config.json").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [output]
 
 
 def test_an_existing_output_is_kept_without_overwrite(convert: Convert, tmp_path: Path) -> None:

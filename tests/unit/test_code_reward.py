@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bapo_megatron.data.prompts import load_prompts
@@ -505,3 +508,24 @@ def test_without_namespaces_the_second_line_holds(monkeypatch: pytest.MonkeyPatc
         ended = box.run("", 10.0)
         assert ended is not None
         assert ended.code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_what_a_job_is_told_costs_no_program(number: int) -> None:
+    """Slurm may tell every process of a job to stop: the trainer saves then, and goes on where it was."""
+    with Sandbox("import time\ntime.sleep(1)\nprint(input())", "", 512, 20.0) as sandbox:
+        root = psutil.Process(sandbox._child.pid)
+
+        def tell() -> None:
+            while len(found := [root, *root.children(recursive=True)]) < 3:  # walls, server, case
+                time.sleep(0.01)
+            time.sleep(0.2)
+            for process in found:
+                process.send_signal(number)
+
+        teller = threading.Thread(target=tell)
+        teller.start()
+        ended = sandbox.run("7", 20.0)
+        teller.join()
+        assert ended is not None
+        assert (ended.code, ended.output) == (0, "7\n")

@@ -117,6 +117,24 @@ def test_a_users_function_sees_the_whole_prompt() -> None:
     assert pooled(act) == Judgement(3 + 4 + 7 + 5.0)
 
 
+def test_a_worker_that_is_killed_costs_no_response() -> None:
+    """While it waits for work, or has some: what a response is worth does not hang on who was killed."""
+
+    async def act(pool: RewardPool) -> list[Judgement]:
+        found = [await pool.judge(prompt(), "0.5", 1)]
+        for text, wait_s in (("0.25", 0.0), ("wait 1", 0.5)):
+            worker = pool._workers[0]._child
+            assert worker is not None
+            asking = asyncio.create_task(pool.judge(prompt(), text, 1))
+            await asyncio.sleep(wait_s)
+            os.kill(worker.pid, signal.SIGKILL)
+            found.append(await asking)
+        assert not pool.failures
+        return found
+
+    assert pooled(act) == [Judgement(0.5), Judgement(0.25), Judgement(1.0)]
+
+
 def test_code_that_holds_the_interpreter_is_ended_with_its_children(tmp_path: Path) -> None:
     async def act(pool: RewardPool) -> list[Judgement]:
         texts = ["hold", f"child {tmp_path / 'pids'}", "0.5"]

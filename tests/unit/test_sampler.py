@@ -16,7 +16,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import Judgement
 from bapo_megatron.rollout.requests import request_seed, stop_token_ids
 from bapo_megatron.types import Prompt
-from tests.accounts import book_of
+from tests.accounts import check_accounts
 from tests.sampling import (
     EOS,
     Letters,
@@ -223,15 +223,15 @@ def test_steps_without_groups_bring_no_new_weights_but_new_budgets(tmp_path: Pat
     async def check() -> None:
         engine = ScriptedEngine(lambda _prompt, sample: "y" if sample else "long")
         world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
-        async with world.sampling(rounds=False) as sampler:
-            assert (await world.batch(1)).groups == ()
-            await sampler.load_weights(Path("v0"), 0, 1)
+        world.version_of = lambda step: max(0, step - 1)
+        async with world.sampling(rounds=False):
+            assert (await world.train(1)).groups == ()
             assert (await world.batch(2)).groups == ()
             world.kill()
-        async with world.sampling(first_step=3, rounds=False) as sampler:  # of version 2
+        async with world.sampling(first_step=3, rounds=False):
             batch = await world.batch(3)
         assert prompt_ids(batch) == [0, 1, 2, 3]
-        assert batch.groups[0].rollouts[0].versions_R.tolist() == [0, 0, 0, 0, 2]
+        assert batch.groups[0].rollouts[0].versions_R.tolist() == [0, 0, 0, 0, 1]
 
     run(check())
 
@@ -240,14 +240,47 @@ def test_the_same_weights_for_many_steps_end_no_run(tmp_path: Path) -> None:
     async def check() -> None:
         engine = ScriptedEngine(lambda _prompt, sample: "y" if sample else "long")
         world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
-        async with world.sampling() as sampler:
+        world.version_of = lambda _step: 0
+        async with world.sampling():
             for step in (1, 2):
-                assert (await world.batch(step)).groups == ()
-                await sampler.load_weights(Path("v0"), 0, step)
+                assert (await world.train(step)).groups == ()
             first = await world.batch(3)
         assert first.groups[0].rollouts[0].versions_R.tolist() == [0] * 5
-        book = book_of(world.journal, world.dataset.prompts, 3)
-        assert book.grants == 3
+
+    run(check())
+
+
+def test_budgets_are_of_the_steps_that_a_group_has_seen(tmp_path: Path) -> None:
+    """Groups 0 to 3 wait through step 1, which trains on nothing; 12 to 15 begin in step 2 with one budget.
+
+    New weights come while their first request is at the engine: they get no more tokens of these, either.
+    """
+
+    def answer(prompt: int, sample: int) -> str:
+        if prompt < 4:
+            return "y" if sample else "lon"
+        return "n" if prompt < 12 else ("yonge" if sample else "longe")
+
+    async def check() -> None:
+        engine = ScriptedEngine(answer)
+        engine.holds = lambda request: request.request_id.startswith("12-")
+        engine.gate.clear()
+        world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100, max_oversampling=1)
+        world.version_of = lambda step: (0, 0, 8)[step]
+        async with world.sampling(rounds=False):
+            assert (await world.train(1)).groups == ()
+            assert prompt_ids(await world.batch(2)) == [0, 1, 2, 3]
+            await until(lambda: any(request.request_id == "12-2-0" for request in engine.asked))
+            await world.weights(2)
+            engine.gate.set()
+            await until(lambda: len(world.sampler._book.open[12].responses[2].segments) > 0)
+            await asyncio.sleep(0.05)
+            world.kill()
+        asked = {r.request_id: r.params.max_new_tokens for r in engine.asked}
+        assert asked["0-0-2"] == 2  # the second budget of the first weights
+        assert {asked[f"12-{sample}-0"] for sample in range(3)} == {2}
+        assert "12-2-2" not in asked
+        check_accounts(world.journal, world.journal, world.config.rollout, world.dataset.prompts)
 
     run(check())
 

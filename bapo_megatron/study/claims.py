@@ -153,7 +153,7 @@ def _of_staleness() -> Iterator[Claim]:
     for text, figure, sign, fresh in (
         ("With staleness the training becomes unstable", "drawdown", 1, _GRPO_FRESH),
         ("With staleness the entropy falls further", "entropy_kept", -1, _GRPO_FRESH),
-        ("With staleness gradients explode", "spikes", 1, _GRPO_MATCHED),  # updates of one size
+        ("With staleness the gradient norm spikes", "spikes", 1, _GRPO_MATCHED),  # updates of one size
     ):
         yield Claim(text, fig_2, figure, sign, _GRPO_15, fresh)
         yield Claim(f"{text}, at equal updates", fig_2, figure, sign, _GRPO_7, _GRPO_MATCHED)

@@ -46,7 +46,8 @@ DEFINITIONS = f"""\
   entropy ends below {ENTROPY_SHARE:g} of what it was at the start.
 - *Spike*: an update whose gradient norm, before it is clipped, is above {SPIKE_FACTOR:g} times the
   median of the updates at its place in the {SPIKE_WINDOW} steps before it. (Within a step that uses its
-  batch again the norm falls from pass to pass.) A method whose norms are always large has few.
+  batch again the norm falls from pass to pass.) A method whose norms are always large has few: that
+  norms are larger, or explode, is another matter, see their curves.
 - *Positive contribution*: P / (P + N) over the tokens that have a gradient, at a method's own advantages;
   PAPO's are reweighted.
 - *Clipped tokens*: share of tokens whose gradient the bounds take away, mean of the run.

@@ -202,6 +202,7 @@ def test_an_interrupt_ends_the_copying(tmp_path: Path, monkeypatch: pytest.Monke
     target = lay_out(tmp_path, "target", (300, 4), [(0, 300, 0, 4)], 0, None)
     bands: list[int] = []
     main = threading.main_thread().ident or 0
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
 
     def moved(nbytes: int) -> None:
         if not bands:
@@ -209,8 +210,11 @@ def test_an_interrupt_ends_the_copying(tmp_path: Path, monkeypatch: pytest.Monke
         bands.append(nbytes)
         time.sleep(0.01)
 
-    with pytest.raises(KeyboardInterrupt):
-        copy_tensors({"w": source}, {"w": target}, threads=1, moved=moved)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            copy_tensors({"w": source}, {"w": target}, threads=1, moved=moved)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(bands) < 300
 
 

@@ -337,8 +337,11 @@ def test_a_late_sampler_loses_no_engine(tmp_path: Path, monkeypatch: pytest.Monk
     run(check())
 
 
-def test_an_engine_that_answers_requests_is_not_silent(tmp_path: Path) -> None:
+def test_an_engine_that_answers_requests_is_not_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may be too busy to say that it is alive."""
+    monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, silent_s=0.8))
 
     async def check() -> None:
         busy = ScriptedEngine(mixed, "busy")
@@ -348,8 +351,8 @@ def test_an_engine_that_answers_requests_is_not_silent(tmp_path: Path) -> None:
             busy.ready = False
             member = world.fleet.reserve()
             assert member is not None
-            for _ in range(20):
-                await asyncio.sleep(sampling.PATIENCE.silent_s / 4)
+            for _ in range(12):
+                await asyncio.sleep(sampling.PATIENCE.silent_s / 8)
                 await world.fleet.generate(member, busy.asked[0])
             assert world.fleet.up == 1
             await until(lambda: world.fleet.up == 0)  # nobody asks any more

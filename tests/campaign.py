@@ -25,6 +25,7 @@ from datetime import datetime
 from pathlib import Path
 
 from bapo_megatron import build, cli, finish, preflight, train  # noqa: F401  (imported once, for all lives)
+from bapo_megatron.rollout.journal import steps_in
 from bapo_megatron.state.logs import read_jsonl
 from tests.accounts import check_run
 from tests.metrics import results
@@ -114,8 +115,8 @@ class Life:
             return "starting"
         if list((self._run_dir / "checkpoints").glob(".step_*")):
             return "saving"
-        made = last_step(self._run_dir, "metrics.jsonl")
-        return "updating" if last_step(self._run_dir, "updates.jsonl") > made else "sampling"
+        given = max(steps_in(self._run_dir / "journal"), default=0)
+        return "updating" if given > last_step(self._run_dir, "metrics.jsonl") else "sampling"
 
     def harm(self, kind: str) -> None:
         """Do it, and see it end, if it is to end."""

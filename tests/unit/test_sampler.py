@@ -328,6 +328,24 @@ def test_no_group_is_begun_that_would_wait_too_long(tmp_path: Path, staleness: i
     run(check())
 
 
+def test_no_round_begins_while_the_policy_trains(tmp_path: Path) -> None:
+    """New weights would come at no certain token of it. There is room: uniform groups were dropped."""
+
+    async def check() -> None:
+        engine = ScriptedEngine(uniform_on(*range(0, 100, 3)))
+        world = World(tmp_path, [engine], max_staleness=1, prompts=100, max_oversampling=1)
+        async with world.sampling(rounds=True):
+            await world.batch(1)
+            before = len(engine.asked)
+            await asyncio.sleep(0.1)
+            assert len(engine.asked) == before
+            await world.weights(1)
+            await world.batch(2)
+            assert len(engine.asked) > before
+
+    run(check())
+
+
 def test_without_overlap_nothing_is_sampled_during_training(tmp_path: Path) -> None:
     async def check() -> None:
         slow, quick = ScriptedEngine(mixed), ScriptedEngine(mixed)

@@ -146,7 +146,7 @@ def test_weights_change_at_the_servers_while_the_router_goes_on(
     stack: Stack, router: Node, make_model: MakeModel
 ) -> None:
     newer = make_model("qwen2", seed=1)
-    asked = [request(f"u{number}", new=400) for number in range(4)]
+    asked = [request(f"u{number}", new=1000) for number in range(4)]
     running = stack.send(router, asked)
     time.sleep(1)
     stack.everywhere("/pause_generation", {"mode": "retract"})

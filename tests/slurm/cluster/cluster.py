@@ -6,6 +6,7 @@ Needs root, `unshare --uts --mount`, and the packages slurmctld, slurmd, slurm-c
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
@@ -14,6 +15,7 @@ import signal
 import socket
 import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,6 +35,12 @@ def reason_not_to_run() -> str | None:
         return "the Slurm tests need root, to start slurmd with a host name of its own"
     if subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True).returncode:
         return "the Slurm tests need `unshare --uts --mount` (in a container: CAP_SYS_ADMIN)"
+    with (Path(tempfile.gettempdir()) / "bapo_installs_slurm").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # apt-get would refuse a second process
+        return _not_installed()
+
+
+def _not_installed() -> str | None:
     if all(shutil.which(name, path="/usr/sbin:/usr/bin") for name in (*_DAEMONS, "sbatch")):
         return None
     install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]

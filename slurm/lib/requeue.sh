@@ -41,7 +41,7 @@ bapo_kind_of_end() {
 # Ranks of a node that fails may be gone before Slurm says that it is down.
 bapo_loses_a_node() {
     local look
-    for look in 1 2 3; do
+    for look in {1..10}; do  # of a busy controller
         sleep 1
         [[ -n $(bapo_down_nodes) ]] && return 0
     done

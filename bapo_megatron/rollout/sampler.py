@@ -273,8 +273,7 @@ class GroupSampler:
 
     def _is_time_for_a_round(self) -> bool:
         """No other is in the making, and the trainer waits: new weights would come at no certain token."""
-        waiting = self._dispatch.is_busy or self._judging or self._whole or self._news
-        return not waiting and self._supply.reached == self._book.weights_step
+        return not self._is_busy and self._supply.reached == self._book.weights_step
 
     def _open(self, places: Sequence[tuple[int, int]], taken: int | None) -> None:
         groups = [(self._next_number + n, epoch, index) for n, (epoch, index) in enumerate(places)]
@@ -294,8 +293,12 @@ class GroupSampler:
 
     def _is_exhausted(self) -> bool:
         """Nothing more can come before the next weights."""
-        waiting = self._dispatch.is_busy or self._judging or self._whole or self._news
-        return not waiting and self._supply.may_sample and self._supply.room == 0
+        return not self._is_busy and self._supply.may_sample and self._supply.room == 0
+
+    @property
+    def _is_busy(self) -> bool:
+        """Something is being sampled or judged, or waits to be noted."""
+        return bool(self._dispatch.is_busy or self._judging or self._whole or self._news)
 
     async def _give(self, step: int) -> None:
         """Write the step's file: from then on its groups belong to it."""

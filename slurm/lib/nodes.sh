@@ -29,8 +29,17 @@ bapo_rendezvous() {
     export MASTER_ADDR MASTER_PORT BAPO_FIRST_PORT
 }
 
-bapo_down_nodes() {  # those of the trainer
-    sinfo -h -N -n "$(bapo_nodes 0 | paste -sd,)" -t down,fail -o %N 2>/dev/null | sort -u
+# Nodes of the trainer that failed in this start. One that has come back since is no longer down, but srun
+# has said that it failed.
+bapo_lost_nodes() {
+    local nodes failed
+    nodes=$(bapo_nodes 0 | paste -sd,)
+    failed=$(sed -n 's/^srun: error: Node failure on \([^ ]*[^ .]\).*/\1/p' "$BAPO_LOGS/job.log" 2>/dev/null |
+        paste -sd,)
+    {
+        sinfo -h -N -n "$nodes" -t down,fail -o %N 2>/dev/null
+        [[ -z $failed ]] || comm -12 <(bapo_nodes 0 | sort) <(scontrol show hostnames "$failed" | sort)
+    } | sort -u
 }
 
 bapo_end_time() {  # of the job in seconds since 1970; 0 if it has none

@@ -25,7 +25,7 @@ bapo_kind_of_end() {
     if ((code == 0)); then echo finished
     elif [[ -e $BAPO_RUN/stop ]]; then echo cancelled
     elif [[ $(bapo_job_state) != RUNNING ]]; then echo slurm
-    elif [[ -n $(bapo_down_nodes) ]]; then echo node
+    elif [[ -n $(bapo_lost_nodes) ]]; then echo node
     elif [[ -n $BAPO_NO_ENGINES ]]; then echo engines
     elif ((code == 85)) || [[ -n $BAPO_SIGNAL ]]; then
         if bapo_near_the_end; then echo time_limit; else echo preemption; fi
@@ -43,7 +43,7 @@ bapo_loses_a_node() {
     local look
     for look in {1..10}; do  # of a busy controller
         sleep 1
-        [[ -n $(bapo_down_nodes) ]] && return 0
+        [[ -n $(bapo_lost_nodes) ]] && return 0
     done
     return 1
 }

@@ -29,7 +29,9 @@ def test_a_lost_rollout_node_costs_nothing_and_a_trainer_node_a_requeue(cluster:
     assert not job.events("server_ended")
     assert job.fields()["JobState"] == "RUNNING"
     assert not job.events("job_requeue")
-    cluster.fail(job.nodes(0)[1])
+    second = job.nodes(0)[1]
+    cluster.fail(second)
+    cluster.restore(second)  # it has only booted: when the ranks have ended it is up again
     job.until(lambda: job.events("job_requeue"))
     assert job.events("job_requeue")[0]["reason"] == "node"
     for node in set(cluster.nodes) - set(cluster.call("sinfo", "-hN", "-t", "idle", "-o", "%N").split()):

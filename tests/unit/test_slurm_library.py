@@ -182,6 +182,22 @@ def test_what_ended_a_job(shell: Shell, code: int, before: str, kind: str) -> No
     assert found.stdout.strip() == kind, found.stderr
 
 
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("srun: error: Node failure on n2", "node"),
+        ("srun: error: Node failure on n3,n2.", "node"),
+        ("srun: error: Node failure on n3", "crash"),  # it samples
+        ("Node failure on n2, says a rank", "crash"),
+    ],
+)
+def test_a_node_that_has_come_back_was_lost(shell: Shell, tmp_path: Path, said: str, kind: str) -> None:
+    (tmp_path / "job.log").write_text(f"[10:00:00] start\n{said}\nsrun: error: n1: task 0: Killed\n")
+    names = "scontrol() { tr , '\\n' <<<\"$3\"; }\nsleep() { :; }\n"
+    found = shell(f"{names}bapo_kind_of_end 137", SLURM_JOB_NODELIST="n1,n2")
+    assert found.stdout.strip() == kind, found.stderr
+
+
 def test_events_are_those_of_the_trainer(shell: Shell, tmp_path: Path) -> None:
     odd = 'say "x\\y"\n\ttab\x01 end'
     (tmp_path / "events.jsonl").write_text('{"kind": "start"}\n{"kind": "torn')

@@ -99,10 +99,17 @@ class Cluster:
     def fail(self, node: str) -> None:
         """A crash: slurmd, its steps and their tasks vanish at once.
 
-        slurmctld would notice after half a minute of silence; it is told at once.
+        slurmctld would notice after half a minute of silence; it is told at once. It is told again if an
+        answer to its last ping, still on its way, brings the node back.
         """
         self._kill_all(node)
-        self.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=crash")
+        seen = 0
+        while seen < 3:
+            seen += 1
+            if not self.call("sinfo", "-hN", "-p", "batch", "-n", node, "-o", "%T").startswith("down"):
+                self.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=crash")
+                seen = 0
+            time.sleep(0.1)
 
     def restore(self, node: str) -> None:
         """Start its slurmd again, and wait until it takes jobs."""

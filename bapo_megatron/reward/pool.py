@@ -10,8 +10,6 @@ import asyncio
 import dataclasses
 import logging
 import os
-import shutil
-import tempfile
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +22,7 @@ from bapo_megatron.reward.child import Child, ChildError, ChildTimeout, spread
 from bapo_megatron.reward.functions import is_built_in
 from bapo_megatron.reward.judge import COMMAND, START_LIMIT_S
 from bapo_megatron.reward.penalties import overlong_penalty
+from bapo_megatron.reward.scratch import Scratch, remove_abandoned
 from bapo_megatron.types import Prompt
 
 Failure = Literal["raised", "time", "died", "not finite"]
@@ -65,6 +64,7 @@ class RewardPool:
     async def start(self) -> None:
         """Start every worker. ConfigError says what keeps them from working; ChildError, that one died."""
         loop = asyncio.get_running_loop()
+        remove_abandoned()
         try:
             notes = await asyncio.gather(
                 *(loop.run_in_executor(self._threads, worker.start) for worker in self._workers)
@@ -140,7 +140,7 @@ class _Worker:
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._child: Child | None = None
-        self._directory = ""
+        self._scratch: Scratch | None = None
         self._given_up = False
         self._changing = threading.Lock()
 
@@ -149,8 +149,8 @@ class _Worker:
         with self._changing:
             if self._given_up:
                 raise ChildError("the pool was closed")
-            self._directory = tempfile.mkdtemp(prefix="bapo_reward_")
-            self._child = child = Child(COMMAND, spread({**os.environ, "TMPDIR": self._directory}))
+            self._scratch = Scratch()
+            self._child = child = Child(COMMAND, spread({**os.environ, "TMPDIR": self._scratch.path}))
         try:
             answer = child.ask(dataclasses.asdict(self._config), START_LIMIT_S)
         except BaseException:
@@ -202,5 +202,7 @@ class _Worker:
         with self._changing:
             if self._child is not None:
                 self._child.close()
-                shutil.rmtree(self._directory, ignore_errors=True)
                 self._child = None
+            if self._scratch is not None:
+                self._scratch.remove()
+                self._scratch = None

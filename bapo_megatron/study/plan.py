@@ -77,9 +77,17 @@ class Plan:
         """What a continuation must share: base configuration, steps, and the command of each arm."""
         return {
             "steps": self.steps,
-            "base": json.loads(json.dumps(flat(self.base), default=str)),
+            "base": self._without_places(),
             "arms": {arm.name: list(arm.command) for arm in self.arms},
         }
+
+    def _without_places(self) -> dict[str, Any]:
+        """The base configuration, with files beside the recipe as it sees them: another checkout may analyse
+        the study."""
+        beside = json.dumps(f"{self.options.recipe.absolute().parent}/").removesuffix('"')
+        text = json.dumps(flat(self.base), default=str)
+        described: dict[str, Any] = json.loads(text.replace(beside, '"'))
+        return described
 
 
 def make_plan(options: StudyOptions) -> Plan:

@@ -9,6 +9,10 @@ network. The same arguments give the same files.
 The solutions of the warm start show two habits: most are rough guesses, the others work the sum out digit
 by digit first. Guesses are seldom right, so what is left for RL is to find out that working pays, and to get
 better at it.
+
+With ``--guesses 0 --rambles 0.7`` most slip while they work the sum out, doubt it, begin again, slip again,
+and give up at the fifth attempt: wrong responses are the long ones, as on hard problems (Fig. 6 of the
+paper), and most tokens are negative.
 """
 
 from __future__ import annotations
@@ -105,7 +109,31 @@ def make_model(
     return model
 
 
-# --- the problems --------------------------------------------------------------------------------
+# --- the solutions -------------------------------------------------------------------------------
+
+
+def ramble(numbers: Sequence[int], rng: np.random.Generator, attempts: int = 5) -> str:
+    r"""So many attempts at a column addition. Each slips in one column, ends there in doubt, and is given up;
+    the last goes on to its wrong end.
+
+    >>> ramble([47, 86], np.random.default_rng(0), attempts=3)
+    '7+6+0=13,4+8+1=15?7+6+0=13,4+8+1=11?7+6+0=9?\\boxed{129}'
+    """
+    parts: list[str] = []
+    wrong = 0
+    for _ in range(attempts):
+        columns = scratchpad(numbers).split(",")[:-1]
+        place = int(rng.integers(len(columns)))
+        sums, _, total = columns[place].rpartition("=")
+        slip = _other_total(int(total), rng)
+        wrong = sum(numbers) + (slip - int(total)) * 10**place
+        parts += [*(f"{column}," for column in columns[:place]), f"{sums}={slip}?"]
+    return "".join(parts) + rf"\boxed{{{wrong}}}"
+
+
+def _other_total(total: int, rng: np.random.Generator) -> int:
+    """Of a column: up to 4 off, and no less than 0."""
+    return int(rng.choice([other for other in range(max(0, total - 4), total + 5) if other != total]))
 
 
 def scratchpad(numbers: Sequence[int]) -> str:
@@ -124,6 +152,9 @@ def scratchpad(numbers: Sequence[int]) -> str:
     return "".join(columns) + rf"\boxed{{{sum(numbers)}}}"
 
 
+# --- the problems --------------------------------------------------------------------------------
+
+
 def make_problems(
     sizes: dict[str, int], *, min_digits: int = 2, max_digits: int = 3, addends: int = 2, seed: int = 0
 ) -> dict[str, list[dict[str, Any]]]:
@@ -138,21 +169,27 @@ def make_problems(
     }
 
 
-def add_solutions(rows: list[dict[str, Any]], guesses: float, seed: int = 0) -> list[dict[str, Any]]:
-    """The rows with a solution to imitate: the share ``guesses`` is up to 5 off, the rest is worked out."""
+def add_solutions(
+    rows: list[dict[str, Any]], guesses: float, rambles: float = 0.0, seed: int = 0
+) -> list[dict[str, Any]]:
+    """The rows with a solution to imitate.
+
+    The share ``guesses`` is up to 5 off, the share ``rambles`` fails at length, the rest is worked out.
+    """
     rng = np.random.default_rng([seed, 1])
-    guessed = rng.random(len(rows)) < guesses
+    habits = rng.random(len(rows))
     errors = rng.integers(-5, 6, len(rows)).tolist()
-    return [
-        _with_solution(row, error if guess else None)
-        for row, guess, error in zip(rows, guessed, errors, strict=True)
-    ]
-
-
-def _with_solution(row: dict[str, Any], error: int | None) -> dict[str, Any]:
-    numbers = [int(number) for number in row["prompt"][0]["content"].rstrip("=").split("+")]
-    solution = scratchpad(numbers) if error is None else rf"\boxed{{{sum(numbers) + error}}}"
-    return {**row, "extra_info": {**row["extra_info"], "solution": solution}}
+    solved: list[dict[str, Any]] = []
+    for row, habit, error in zip(rows, habits, errors, strict=True):
+        numbers = [int(number) for number in row["prompt"][0]["content"].rstrip("=").split("+")]
+        if habit < guesses:
+            solution = rf"\boxed{{{sum(numbers) + error}}}"
+        elif habit < guesses + rambles:
+            solution = ramble(numbers, rng)
+        else:
+            solution = scratchpad(numbers)
+        solved.append({**row, "extra_info": {**row["extra_info"], "solution": solution}})
+    return solved
 
 
 def _sums(rng: np.random.Generator, count: int, widths: range, addends: int) -> Iterator[list[int]]:
@@ -201,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = {"warm_start": args.warm_start, "train": args.train, "eval": args.eval}
     digits = {"min_digits": args.min_digits, "max_digits": args.max_digits}
     splits = make_problems(sizes, **digits, addends=args.addends, seed=args.seed)
-    splits["warm_start"] = add_solutions(splits["warm_start"], args.guesses, args.seed)
+    splits["warm_start"] = add_solutions(splits["warm_start"], args.guesses, args.rambles, args.seed)
     for split, rows in splits.items():
         write_jsonl(args.out / f"{split}.jsonl", rows)
     print(f"{args.out}: {model.num_parameters():,} parameters; problems: {sizes}")
@@ -213,6 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--guesses", type=float, default=0.75, help="share of solutions that only guess")
+    parser.add_argument("--rambles", type=float, default=0.0, help="share that fails after a long time")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the problems")
     for flag, default, meaning in (
         ("--warm-start", 4000, "problems with solutions"),

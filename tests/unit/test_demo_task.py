@@ -134,6 +134,49 @@ def test_guesses_are_close_and_seldom_right() -> None:
     assert 0.04 < np.mean(np.array(errors) == 0) < 0.15
 
 
+def attempts(solution: str) -> list[list[str]]:
+    """The columns of each attempt, the last of them doubted."""
+    return [part.split(",") for part in solution.split("?")[:-1]]
+
+
+def test_a_ramble_slips_in_every_attempt_and_nowhere_else() -> None:
+    rng = np.random.default_rng(0)
+    for numbers in ([47, 86], [999, 1], [120, 304]):
+        for _ in range(50):
+            solution = make_task.ramble(numbers, rng)
+            right = make_task.scratchpad(numbers).split(",")[:-1]
+            assert len(attempts(solution)) == 5
+            for columns in attempts(solution):
+                *good, doubted = columns
+                assert good == right[: len(good)]
+                sums, slip = doubted.split("=")
+                total = right[len(good)].split("=")[1]
+                assert right[len(good)].startswith(f"{sums}=")
+                assert 0 < abs(int(slip) - int(total)) <= 4
+            assert not is_right(str(sum(numbers)), solution)
+
+
+def test_rambles_end_at_their_last_slip() -> None:
+    """By hand: 13 becomes 15 in the tens, so 133 becomes 153."""
+    rng = np.random.default_rng(0)
+    found = make_task.ramble([47, 86], rng, attempts=1)
+    assert found == r"7+6+0=13,4+8+1=15?\boxed{153}"
+
+
+def test_wrong_solutions_may_be_the_long_ones() -> None:
+    problems = make_task.make_problems({"warm_start": 600})["warm_start"]
+    solutions = [
+        (is_right(row["reward_model"]["ground_truth"], row["extra_info"]["solution"]), row)
+        for row in make_task.add_solutions(problems, guesses=0.0, rambles=0.7)
+    ]
+    lengths = {
+        right: [len(row["extra_info"]["solution"]) for ok, row in solutions if ok == right]
+        for right in (True, False)
+    }
+    assert 0.65 < len(lengths[False]) / 600 < 0.75
+    assert np.mean(lengths[False]) > 2.4 * np.mean(lengths[True])
+
+
 def test_the_share_of_guesses(task: Path) -> None:
     solutions = [row["extra_info"]["solution"] for row in rows(task / "warm_start.jsonl")]
     assert 0.6 < np.mean([solution.startswith(r"\boxed") for solution in solutions]) < 0.9

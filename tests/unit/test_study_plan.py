@@ -179,6 +179,24 @@ def test_a_study_may_be_moved(tmp_path: Path) -> None:
     assert str(tmp_path / "there") in (tmp_path / "there" / PLAN).read_text()
 
 
+def test_another_checkout_may_analyse_a_study(tmp_path: Path) -> None:
+    """Files beside the recipe are compared by where they lie from there; others, by where they lie."""
+    store_plan(make_plan(replace(SMALL, folder=tmp_path)))
+    stored = json.loads((tmp_path / PLAN).read_text())["base"]
+    assert (stored["model.hf_path"], stored["evaluation.suites"]) == ("demo/policy", ["demo/eval.jsonl"])
+    (tmp_path / "other").symlink_to(RECIPE.parent)
+    store_plan(make_plan(replace(SMALL, folder=tmp_path, recipe=tmp_path / "other" / RECIPE.name)))
+    assert make_plan(SMALL).describe()["base"]["model.hf_path"] == "demo/policy"
+
+
+@pytest.mark.parametrize("recipe", ["demo_study.py", "demo_study_long.py"])
+def test_tasks_of_the_study(recipe: str) -> None:
+    base = load_recipe(RECIPE.with_name(recipe), RunConfig)
+    base.check()
+    assert (base.model.hf_path / "model.safetensors").is_file()
+    assert Path(base.evaluation.suites[0]).is_file()
+
+
 def test_done_needs_the_last_evaluation(tmp_path: Path) -> None:
     """What a run has evaluated at its end is not evaluated again by its continuation."""
     arm = Arm("grpo", "fresh", 0, 4, tmp_path, (), evaluates=True)

@@ -57,6 +57,8 @@ class Run:
     """Rank 0's."""
     first_step: int
     """1 for a new run, else the step after the checkpoint that it continues."""
+    goes_on: bool
+    """Steps are left, or the evaluation of the last."""
     within: Within | None
     """The part of the first step that is done already."""
     interrupt: Interrupt
@@ -75,7 +77,7 @@ def open_run(config: RunConfig, interrupt: Interrupt) -> Iterator[Run]:
         store.clear_leftovers()
     latest = store.latest()
     first_step, within = latest.step + 1 if latest else 1, None
-    goes_on = first_step <= config.steps
+    goes_on = first_step <= config.steps or share(_lacks_its_end(config, first_step) if is_main() else None)
     if latest:
         store.newest = latest.moment
         within = latest.trainer["within"] and tuple(latest.trainer["within"])
@@ -110,9 +112,17 @@ def open_run(config: RunConfig, interrupt: Interrupt) -> Iterator[Run]:
         sync.push(policy, first_step - 1)
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
         yield Run(
-            *(config, policy, clipping, sync, store, sampler, recorder, first_step, within),
+            *(config, policy, clipping, sync, store, sampler, recorder, first_step, goes_on, within),
             *(interrupt, watchdog, exports),
         )
+
+
+def _lacks_its_end(config: RunConfig, first_step: int) -> bool:
+    """Whether all steps are saved, and a kill has cut the evaluation of the last."""
+    last = config.steps
+    return (
+        first_step == last + 1 and config.evaluates(last) and last not in evaluation_means(config.directory)
+    )
 
 
 @contextmanager

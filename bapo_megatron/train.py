@@ -38,7 +38,7 @@ def train(run: Run) -> None:
         if _is_due(run, step):
             checkpoint(run, step)
         settle(run, wait=step == run.config.steps)
-    if run.first_step <= run.config.steps:
+    if run.goes_on:
         evaluate(run, run.config.steps)
 
 

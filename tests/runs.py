@@ -27,4 +27,5 @@ def run_of(config: RunConfig, policy: Any, clipping: Clipping, checkpoints: Any 
     """One that samples nothing, records nothing, and is told nothing."""
     nothing: Any = None
     told: Any = Told()
-    return Run(config, policy, clipping, nothing, checkpoints, None, None, 1, None, told, Watchdog(minutes=0))
+    watchdog = Watchdog(minutes=0)
+    return Run(config, policy, clipping, nothing, checkpoints, None, None, 1, True, None, told, watchdog)

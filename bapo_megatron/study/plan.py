@@ -50,10 +50,6 @@ class Arm:
         evaluated = not self.evaluates or self.steps in evaluation_means(self.run_dir)
         return evaluated and self._has("export")
 
-    def is_cut_at_its_end(self) -> bool:
-        """Whether all its steps are saved, but it is not done: a continuation does not evaluate again."""
-        return self.evaluates and self._has("checkpoint") and not self.is_done()
-
     def _has(self, kind: str) -> bool:
         log = self.run_dir / "events.jsonl"
         rows = read_jsonl(log) if log.exists() else []

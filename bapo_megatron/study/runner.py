@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -86,9 +85,6 @@ class _Bench:
         while self.waiting and len(self.at_work) < self._parallel:
             arm = self.waiting.pop(0)
             arm.run_dir.parent.mkdir(parents=True, exist_ok=True)
-            if arm.is_cut_at_its_end():
-                self._say(f"{arm.name} was cut before its last evaluation was kept: it begins anew")
-                shutil.rmtree(arm.run_dir)
             self.at_work[arm] = self._start(arm), time.monotonic()
 
     def collect(self) -> None:

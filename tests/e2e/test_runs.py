@@ -198,6 +198,27 @@ def test_a_run_that_is_evaluated_computes_the_same(whole: Path, tmp_path: Path) 
     assert names == {f"step_{best:06d}", "step_000005"}
 
 
+def test_the_last_evaluation_is_made_again_if_it_was_cut(tmp_path: Path) -> None:
+    """As a kill leaves it: the last step is saved, its evaluation is not written. Once there, it stays."""
+    run_dir, suite = tmp_path / "run", tmp_path / "sums.jsonl"
+    suite.write_text("".join((ROOT / "recipes/demo/eval.jsonl").read_text().splitlines(keepends=True)[:10]))
+    flags = ("--steps=2", f"--evaluation.suites={suite}", "--evaluation.every=2", "--parallel.data=2")
+    finish(start(run_dir, *flags))
+    responses, log = run_dir / "evaluation/step_000002.jsonl", run_dir / "evaluations.jsonl"
+    before, rows, updates = responses.read_bytes(), read_jsonl(log), results(run_dir, "updates.jsonl")
+    responses.unlink()
+    log.write_text(log.read_text().splitlines(keepends=True)[0])
+    finish(start(run_dir, *flags))
+    assert [row["step"] for row in read_jsonl(log)] == [0, 2]
+    assert read_jsonl(log)[1]["eval/mean"] == rows[1]["eval/mean"]
+    assert responses.read_bytes() == before
+    assert results(run_dir, "updates.jsonl") == updates
+    made = log.read_bytes(), responses.stat().st_mtime_ns
+    output = finish(start(run_dir, *flags))
+    assert "has made its 2 steps" in output
+    assert (log.read_bytes(), responses.stat().st_mtime_ns) == made
+
+
 @pytest.mark.parametrize("leave_kilobytes", [0, 2500])
 def test_a_full_disk_stops_the_run_and_room_continues_it(
     leave_kilobytes: int, whole: Path, tmp_path: Path

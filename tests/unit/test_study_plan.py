@@ -198,21 +198,13 @@ def test_tasks_of_the_study(recipe: str) -> None:
 
 
 def test_done_needs_the_last_evaluation(tmp_path: Path) -> None:
-    """What a run has evaluated at its end is not evaluated again by its continuation."""
     arm = Arm("grpo", "fresh", 0, 4, tmp_path, (), evaluates=True)
-    events, evaluations = tmp_path / "events.jsonl", tmp_path / "evaluations.jsonl"
+    evaluations = tmp_path / "evaluations.jsonl"
     evaluations.write_text('{"step": 2, "eval/mean": 0.5}\n')
-    events.write_text('{"kind": "checkpoint", "step": 2}\n')
-    assert not arm.is_cut_at_its_end()  # it goes on with step 3
-    events.write_text('{"kind": "checkpoint", "step": 4}\n')
-    assert arm.is_cut_at_its_end()
-    events.write_text(events.read_text() + '{"kind": "export", "step": 4}\n')
+    (tmp_path / "events.jsonl").write_text('{"kind": "export", "step": 4}\n')
     assert not arm.is_done()
-    assert arm.is_cut_at_its_end()
     evaluations.write_text('{"step": 4, "eval/mean": 0.5}\n')
     assert arm.is_done()
-    assert not arm.is_cut_at_its_end()
-    assert not replace(arm, run_dir=tmp_path / "none").is_cut_at_its_end()
     assert all(one.evaluates for one in make_plan(SMALL).arms)
 
 

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,18 +89,6 @@ def test_a_killed_arm_is_told_and_goes_on(tmp_path: Path) -> None:
     rows = read_jsonl(arm.run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[0]["pid"] == rows[1]["pid"] != rows[2]["pid"]
-
-
-def test_an_arm_without_its_last_evaluation_begins_anew(tmp_path: Path) -> None:
-    [arm] = [replace(one, evaluates=True) for one in arms_in(tmp_path, "a")]
-    arm.run_dir.mkdir()
-    (arm.run_dir / "metrics.jsonl").write_text('{"step": 1, "pid": 0}\n')
-    (arm.run_dir / "events.jsonl").write_text('{"kind": "checkpoint", "step": 3}\n')
-    _, said = run([arm])
-    assert said[1] == "a was cut before its last evaluation was kept: it begins anew"
-    rows = read_jsonl(arm.run_dir / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert rows[0]["pid"] != 0
 
 
 def test_a_failure_ends_no_other_arm(tmp_path: Path) -> None:

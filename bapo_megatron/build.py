@@ -77,7 +77,7 @@ def open_run(config: RunConfig, interrupt: Interrupt) -> Iterator[Run]:
         store.clear_leftovers()
     latest = store.latest()
     first_step, within = latest.step + 1 if latest else 1, None
-    goes_on = first_step <= config.steps or share(_lacks_its_end(config, first_step) if is_main() else None)
+    goes_on = first_step <= config.steps or share(is_main() and _lacks_its_end(config, latest))
     if latest:
         store.newest = latest.moment
         within = latest.trainer["within"] and tuple(latest.trainer["within"])
@@ -92,7 +92,7 @@ def open_run(config: RunConfig, interrupt: Interrupt) -> Iterator[Run]:
         if is_main():
             if goes_on:
                 store_config(config)
-            recorder = opened.enter_context(closing(Recorder(config, first_step)))
+            recorder = opened.enter_context(closing(Recorder(config, first_step, goes_on)))
             if changed and goes_on:
                 recorder.event({"kind": "config_changed", "fields": {name: now for name, _, now in changed}})
             store.scores = evaluation_means(config.directory)
@@ -117,12 +117,12 @@ def open_run(config: RunConfig, interrupt: Interrupt) -> Iterator[Run]:
         )
 
 
-def _lacks_its_end(config: RunConfig, first_step: int) -> bool:
+def _lacks_its_end(config: RunConfig, latest: Checkpoint | None) -> bool:
     """Whether all steps are saved, and a kill has cut the evaluation of the last."""
     last = config.steps
-    return (
-        first_step == last + 1 and config.evaluates(last) and last not in evaluation_means(config.directory)
-    )
+    if not latest or (latest.step, latest.trainer["within"]) != (last, None) or not config.evaluates(last):
+        return False
+    return last not in evaluation_means(config.directory)
 
 
 @contextmanager

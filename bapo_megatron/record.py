@@ -23,20 +23,21 @@ from bapo_megatron.types import Metrics, StepBatch
 class Recorder:
     """Writes a run's record. Lives on rank 0; steps count from 1."""
 
-    def __init__(self, config: RunConfig, first_step: int) -> None:
+    def __init__(self, config: RunConfig, first_step: int, goes_on: bool) -> None:
         directory = config.directory
         settings = {name: str(value) for name, value in flat(config).items()}
         self._metrics = MetricsLog(directory, config.logging, first_step - 1, settings)
         self._progress = Progress(config.steps, first_step)
         self._events = EventLog(directory / "events.jsonl")
-        if first_step > config.steps:
+        if not goes_on:
             print(f"{directory} has made its {config.steps} steps; more --steps or another --run-dir go on")
             return
         kind, processes = "start" if first_step == 1 else "resume", torch.distributed.get_world_size()
         self._events.event(kind, step=first_step, processes=processes)
-        print(
-            f"{directory}: {kind} at step {first_step} of {config.steps}, processes: {processes}", flush=True
-        )
+        where = f"step {first_step} of {config.steps}"
+        if first_step > config.steps:
+            where = f"the evaluation of step {config.steps}"
+        print(f"{directory}: {kind} at {where}, processes: {processes}", flush=True)
 
     def step(self, step: int, updates: Sequence[Metrics], metrics: Metrics) -> None:
         """Write the metrics of a step and of its updates, and move the progress line."""

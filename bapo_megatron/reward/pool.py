@@ -64,7 +64,7 @@ class RewardPool:
     async def start(self) -> None:
         """Start every worker. ConfigError says what keeps them from working; ChildError, that one died."""
         loop = asyncio.get_running_loop()
-        remove_abandoned()
+        await asyncio.to_thread(remove_abandoned)
         try:
             notes = await asyncio.gather(
                 *(loop.run_in_executor(self._threads, worker.start) for worker in self._workers)
@@ -149,8 +149,12 @@ class _Worker:
         with self._changing:
             if self._given_up:
                 raise ChildError("the pool was closed")
-            self._scratch = Scratch()
-            self._child = child = Child(COMMAND, spread({**os.environ, "TMPDIR": self._scratch.path}))
+            self._scratch = scratch = Scratch()
+            try:
+                self._child = child = Child(COMMAND, spread({**os.environ, "TMPDIR": scratch.path}))
+            except BaseException:
+                self._remove_scratch()
+                raise
         try:
             answer = child.ask(dataclasses.asdict(self._config), START_LIMIT_S)
         except BaseException:
@@ -203,6 +207,9 @@ class _Worker:
             if self._child is not None:
                 self._child.close()
                 self._child = None
-            if self._scratch is not None:
-                self._scratch.remove()
-                self._scratch = None
+            self._remove_scratch()
+
+    def _remove_scratch(self) -> None:
+        if self._scratch is not None:
+            self._scratch.remove()
+            self._scratch = None

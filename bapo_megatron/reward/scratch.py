@@ -1,4 +1,8 @@
-"""Directories for what judges write, which no end of their owner leaves behind for long."""
+"""Directories for what judges write, which no end of their owner leaves behind for long.
+
+A directory's lock holds on the machine that took it, also where the place for temporary files is shared by
+several. So each looks after its own, told apart by the kernel's id of its present start.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-_PREFIX = "bapo_reward_"
+_PREFIX = f"bapo_reward_{Path('/proc/sys/kernel/random/boot_id').read_text()[:13]}_"
 
 
 class Scratch:

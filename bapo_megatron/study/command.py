@@ -70,7 +70,8 @@ def write_study(plan: Plan, failures: Sequence[Failure]) -> None:
         raise ConfigError(f"no arm of the study in {plan.options.folder} is done: nothing to write{first}")
     path = plan.options.document
     folder = path.parent / "figures"
-    pictures = {f"figures/{name}": title for name, title in draw_study(records, folder).items()}
+    drawn = draw_study(records, folder, path.stem)
+    pictures = {f"figures/{name}": title for name, title in drawn.items()}
     text = document(plan, records, findings(records, plan.options.settings), failures, pictures)
     write_atomically(path, text)
     print(f"{len(records)} of {len(plan.arms)} arms: {path}")

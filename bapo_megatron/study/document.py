@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -53,6 +54,7 @@ def document(
     parts = [
         *("# Staleness at toy scale", _summary(plan, records, failures), METHOD),
         *(_settings(plan), "## Verdicts", VERDICTS, _luck(found), _verdicts(found), *_set_aside(found)),
+        *_not_tried(found),
         *("## Results", _results(records), "## All stale settings together", _together(plan, records)),
         *("## Against GRPO, setting by setting", AGAINST_GRPO, _against_grpo(plan, records)),
         *_entropy_and_learning(records),
@@ -142,14 +144,21 @@ def _set_aside(found: Sequence[Finding]) -> Iterator[str]:
     yield "Not judged, as they do not apply:\n\n" + "\n".join(lines) + "\n\n" + AT_REST_MEANS
 
 
+def _not_tried(found: Sequence[Finding]) -> Iterator[str]:
+    """Claims whose arms the study leaves out, or has not run yet."""
+    counts = Counter(_compared(finding.claim) for finding in found if finding.verdict == "not tried")
+    if counts:
+        lines = "\n".join(f"- {compared}: {count}" for compared, count in counts.items())
+        yield f"Claims not tried, as no seed has both arms:\n\n{lines}"
+
+
 def _verdicts(found: Sequence[Finding]) -> str:
     rows = []
     for finding in found:
-        if finding.verdict == "does not apply":
+        if finding.verdict in ("does not apply", "not tried"):
             continue
         claim = finding.claim
-        other = claim.other.label if claim.other else "1/2"
-        compared = f"{claim.figure}: {claim.side.label} - {other}"
+        compared = f"{claim.figure}: {_compared(claim)}"
         sign = "above" if claim.sign > 0 else "below"
         rows.append(
             (
@@ -161,6 +170,10 @@ def _verdicts(found: Sequence[Finding]) -> str:
             )
         )
     return _table(["claim", "source", "here", "difference (95 % interval), seeds", "verdict"], rows)
+
+
+def _compared(claim: Claim) -> str:
+    return f"{claim.side.label} - {claim.other.label if claim.other else '1/2'}"
 
 
 def _effect(finding: Finding) -> str:

@@ -63,15 +63,15 @@ CANNOT_SHOW = """\
 - That staleness alone is at work between the settings by reuse: more reuse also means more updates, as
   in the paper, smaller ones, and a warm-up that is over sooner. `fresh_matched` takes that apart for GRPO
   at one level.
-- What BAPO does where negative tokens rule. Here right responses are at first the longer ones, and a
-  group's normalised advantages make both sides about equal later, so the paper's target of 0.4 is mostly
-  met as it is. `paper` is laxer still: as Eq. 8 is written, its 0.4 is met by a share of 0.22.
-  `balanced_half` asks for half instead.
+- More than one balance of the signs. In the default recipe right responses are at first the longer ones,
+  and a group's normalised advantages make both sides about equal later, so the paper's target of 0.4 is
+  mostly met as it is (`balanced_half` asks for half). In `demo_study_long.py` wrong responses are long, as
+  in Fig. 6, and positive tokens hold a third. `paper` is laxer: as Eq. 8 is written, its 0.4 is met by a
+  share of 0.22.
 - PAPO as its authors run it: the formulas are ours wherever the abstract leaves room. On `balanced` its
   weights keep the positive tokens below the target, so the search runs to the ends of its ranges; what
   either does alone is in `papo_grpo` and `balanced`.
 - Small differences in held-out problems: one snapshot, and no more problems and responses than the table
   says.
-- Responses that are longer when they are wrong (Fig. 6).
 - The scope `micro_batch` of the published code, where a micro-batch is a whole update, as in the default
   recipe."""

@@ -43,15 +43,15 @@ _LOOK: dict[str, dict[str, Any]] = {
 _COLUMNS = 3
 
 
-def draw_study(records: Sequence[ArmRecord], folder: Path) -> dict[str, str]:
-    """Write all pictures as PNG into ``folder``; returns the title of each by its file name."""
+def draw_study(records: Sequence[ArmRecord], folder: Path, prefix: str) -> dict[str, str]:
+    """Write all pictures as ``folder``/``prefix``_NAME.png; returns the title of each by its file name."""
     folder.mkdir(parents=True, exist_ok=True)
     titles = {}
     with matplotlib.rc_context(STYLE):
         for name, (title, _) in PANELS.items():
-            titles[_save(_draw_curves(records, name), folder, name)] = title
-        titles[_save(draw_against_staleness(records), folder, "staleness")] = "Results against staleness"
-    return titles
+            titles[_save(_draw_curves(records, name), folder, f"{prefix}_{name}")] = title
+        last = _save(draw_against_staleness(records), folder, f"{prefix}_staleness")
+    return {**titles, last: "Results against staleness"}
 
 
 def spread(curves: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -65,7 +65,7 @@ def spread(curves: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.nda
 def _save(figure: Figure, folder: Path, name: str) -> str:
     picture = BytesIO()
     figure.savefig(picture, format="png", dpi=130)
-    file = f"study_{name}.png"
+    file = f"{name}.png"
     write_atomically(folder / file, picture.getvalue())
     return file
 

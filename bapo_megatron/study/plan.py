@@ -73,17 +73,9 @@ class Plan:
         """What a continuation must share: base configuration, steps, and the command of each arm."""
         return {
             "steps": self.steps,
-            "base": self._without_places(),
+            "base": json.loads(json.dumps(flat(self.base), default=str)),
             "arms": {arm.name: list(arm.command) for arm in self.arms},
         }
-
-    def _without_places(self) -> dict[str, Any]:
-        """The base configuration, with files beside the recipe as it sees them: another checkout may analyse
-        the study."""
-        beside = json.dumps(f"{self.options.recipe.absolute().parent}/").removesuffix('"')
-        text = json.dumps(flat(self.base), default=str)
-        described: dict[str, Any] = json.loads(text.replace(beside, '"'))
-        return described
 
 
 def make_plan(options: StudyOptions) -> Plan:
@@ -157,7 +149,7 @@ def check_same_study(plan: Plan) -> dict[str, Any]:
     path, ours = plan.options.folder / PLAN, plan.describe()
     if path.exists():
         stored = json.loads(path.read_text())
-        if different := list(_differences(stored, ours)):
+        if different := list(_differences(stored, ours, plan.options.analyse)):
             raise ConfigError(
                 f"the study in {path.parent} was started with other settings:\n"
                 + "\n".join(different)
@@ -167,15 +159,26 @@ def check_same_study(plan: Plan) -> dict[str, Any]:
     return ours
 
 
-def _differences(stored: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+def _differences(stored: dict[str, Any], ours: dict[str, Any], analyse: bool) -> list[str]:
+    """One line for each. An analysis may come from another checkout: its files lie elsewhere."""
+    look = _place_in_checkout if analyse else lambda value: value
     found = [("--steps", stored["steps"], ours["steps"])]
     names = sorted(stored["base"].keys() | ours["base"].keys())
-    found += [(f"recipe: {name}", stored["base"].get(name), ours["base"].get(name)) for name in names]
+    base, now = ({name: look(one["base"].get(name)) for name in names} for one in (stored, ours))
+    found += [(f"recipe: {name}", base[name], now[name]) for name in names]
     for name in sorted(stored["arms"].keys() & ours["arms"].keys()):
         then, now = (_flags(arms["arms"][name]) for arms in (stored, ours))
         found += [(flag, then.get(flag), now.get(flag)) for flag in sorted(then.keys() | now.keys())]
     lines = [f"{name}: {then} in the study, {now} now" for name, then, now in found if then != now]
     return list(dict.fromkeys(lines))  # each once, whatever the number of arms
+
+
+def _place_in_checkout(value: Any) -> Any:
+    """The end of an absolute path: demo/policy."""
+    if isinstance(value, list):
+        return [_place_in_checkout(one) for one in value]
+    is_absolute = isinstance(value, str) and value.startswith("/")
+    return "/".join(Path(value).parts[-2:]) if is_absolute else value
 
 
 def _flags(command: list[str]) -> dict[str, str]:

@@ -227,7 +227,10 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the whole task in ``--out``."""
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if min(args.guesses, args.rambles) < 0 or args.guesses + args.rambles > 1:
+        parser.error("--guesses and --rambles are shares of the solutions: together at most 1")
     model_folder: Path = args.out / "model"
     model_folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(model_folder)

@@ -208,7 +208,8 @@ def test_the_last_evaluation_is_made_again_if_it_was_cut(tmp_path: Path) -> None
     before, rows, updates = responses.read_bytes(), read_jsonl(log), results(run_dir, "updates.jsonl")
     responses.unlink()
     log.write_text(log.read_text().splitlines(keepends=True)[0])
-    finish(start(run_dir, *flags))
+    assert "resume at the evaluation of step 2, processes: 2" in finish(start(run_dir, *flags))
+    assert [row["kind"] for row in read_jsonl(run_dir / "events.jsonl")].count("resume") == 1
     assert [row["step"] for row in read_jsonl(log)] == [0, 2]
     assert read_jsonl(log)[1]["eval/mean"] == rows[1]["eval/mean"]
     assert responses.read_bytes() == before

@@ -177,6 +177,13 @@ def test_wrong_solutions_may_be_the_long_ones() -> None:
     assert np.mean(lengths[False]) > 2.4 * np.mean(lengths[True])
 
 
+def test_shares_above_one_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_task.main(["--out", str(tmp_path), "--rambles=0.7"])  # and 0.75 guesses
+    assert "together at most 1" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_share_of_guesses(task: Path) -> None:
     solutions = [row["extra_info"]["solution"] for row in rows(task / "warm_start.jsonl")]
     assert 0.6 < np.mean([solution.startswith(r"\boxed") for solution in solutions]) < 0.9

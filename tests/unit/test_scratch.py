@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from bapo_megatron.config import RewardConfig
+from bapo_megatron.reward import pool
 from bapo_megatron.reward.scratch import Scratch, remove_abandoned
 
 OWNER = """
@@ -55,12 +57,34 @@ def test_that_of_a_killed_owner_goes_at_the_next_start(place: Path) -> None:
 
 
 def test_nothing_else_is_touched(place: Path) -> None:
-    (place / "bapo_reward_file").touch()
+    """Nor what another machine has in a place that they share."""
+    scratch = Scratch()
+    prefix = scratch.path[:-8]  # mkdtemp adds eight characters
+    scratch.remove()
+    Path(f"{prefix}12345678").touch()
     (place / "another").mkdir()
-    (place / "elsewhere").mkdir()
-    (place / "bapo_reward_link").symlink_to(place / "elsewhere")
+    Path(f"{prefix}87654321").symlink_to(place / "another")
+    (place / "bapo_reward_01234567-89ab_12345678").mkdir()
     remove_abandoned()
     assert len(list(place.iterdir())) == 4
+    Path(f"{prefix}12345678").unlink()
+    Path(f"{prefix}12345678").mkdir()
+    remove_abandoned()
+    assert len(list(place.iterdir())) == 3
+
+
+def test_a_judge_that_cannot_be_started_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_arguments: object) -> None:
+        raise OSError("no room for a process")
+
+    monkeypatch.setattr(pool, "Child", no_room)
+    worker = pool._Worker(RewardConfig())
+    open_before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(OSError, match="no room"):
+            worker.start()
+    assert list(place.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 def test_those_that_sweep_do_not_take_what_others_have_just_made() -> None:

@@ -296,6 +296,8 @@ def test_the_document_says_what_there_is(written: Path) -> None:
     assert "| stale_7 | grpo | 2 | 0.600 ± 0.000 | 0.400 ± 0.000 |" in text
     [kept] = re.findall(r"\| BAPO \(`balanced`\) keeps the entropy \|.*\| (.*) \| \*\*(.*)\*\* \|", text)
     assert kept == ("+0.300, 1", "not distinguishable")  # one seed has both arms
+    assert "- papo_grpo (stale_7) - grpo (stale_7): 2\n" in text
+    assert "**not tried** |" not in text
 
 
 def test_the_pictures_show_something(written: Path) -> None:
@@ -321,7 +323,7 @@ def test_failures_are_told_and_counted(tmp_path: Path) -> None:
 def test_equal_values_have_bars_of_no_length(tmp_path: Path) -> None:
     """The mean of equal numbers may differ from them by rounding; no bar has a length below 0."""
     records = [record("grpo", "fresh", seed, final_reward=0.1, drawdown=0.1 + 0.2) for seed in range(3)]
-    assert "study_staleness.png" in draw_study(records, tmp_path)
+    assert "long_staleness.png" in draw_study(records, tmp_path, "long")
 
 
 def test_axes_without_runs_say_so() -> None:

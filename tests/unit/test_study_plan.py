@@ -16,7 +16,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.recipe import load_recipe
 from bapo_megatron.study.methods import METHODS, SETTINGS
 from bapo_megatron.study.options import RECIPE, StudyOptions
-from bapo_megatron.study.plan import PLAN, Arm, make_plan, store_plan
+from bapo_megatron.study.plan import PLAN, Arm, check_same_study, make_plan, store_plan
 
 SMALL = StudyOptions(methods=("grpo", "balanced"), settings=("fresh", "stale_7"), seeds=2, steps=4)
 
@@ -180,13 +180,16 @@ def test_a_study_may_be_moved(tmp_path: Path) -> None:
 
 
 def test_another_checkout_may_analyse_a_study(tmp_path: Path) -> None:
-    """Files beside the recipe are compared by where they lie from there; others, by where they lie."""
+    """But not continue it there: its runs would not."""
     store_plan(make_plan(replace(SMALL, folder=tmp_path)))
-    stored = json.loads((tmp_path / PLAN).read_text())["base"]
-    assert (stored["model.hf_path"], stored["evaluation.suites"]) == ("demo/policy", ["demo/eval.jsonl"])
     (tmp_path / "other").symlink_to(RECIPE.parent)
-    store_plan(make_plan(replace(SMALL, folder=tmp_path, recipe=tmp_path / "other" / RECIPE.name)))
-    assert make_plan(SMALL).describe()["base"]["model.hf_path"] == "demo/policy"
+    elsewhere = replace(SMALL, folder=tmp_path, recipe=tmp_path / "other" / RECIPE.name)
+    check_same_study(make_plan(replace(elsewhere, analyse=True)))
+    with pytest.raises(ConfigError, match="recipe: model.hf_path: .*/recipes/demo/policy in the study"):
+        store_plan(make_plan(elsewhere))
+    another_task = replace(elsewhere, recipe=RECIPE.with_name("demo_study_long.py"), analyse=True)
+    with pytest.raises(ConfigError, match="hf_path: demo/policy in the study, demo/policy_long now"):
+        check_same_study(make_plan(another_task))
 
 
 @pytest.mark.parametrize("recipe", ["demo_study.py", "demo_study_long.py"])

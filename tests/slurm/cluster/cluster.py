@@ -103,8 +103,9 @@ class Cluster:
         answer to its last ping, still on its way, brings the node back.
         """
         self._kill_all(node)
-        seen = 0
+        seen, deadline = 0, time.monotonic() + 30
         while seen < 3:
+            assert time.monotonic() < deadline, f"{node} does not stay down:\n{self._logs()}"
             seen += 1
             if not self.call("sinfo", "-hN", "-p", "batch", "-n", node, "-o", "%T").startswith("down"):
                 self.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=crash")

@@ -40,7 +40,6 @@ _LOOK: dict[str, dict[str, Any]] = {
     name: {"color": COLOURS[place % len(COLOURS)], "linestyle": "-" if place < len(COLOURS) else "--"}
     for place, name in enumerate(METHODS)
 }
-_COLUMNS = 3
 
 
 def draw_study(records: Sequence[ArmRecord], folder: Path, prefix: str) -> dict[str, str]:
@@ -72,14 +71,14 @@ def _save(figure: Figure, folder: Path, name: str) -> str:
 
 def _draw_curves(records: Sequence[ArmRecord], name: str) -> Figure:
     settings = [setting for setting in SETTINGS if any(record.setting == setting for record in records)]
-    columns = min(len(settings), _COLUMNS)
+    columns = 2 if len(settings) == 4 else min(len(settings), 3)
     rows = -(-len(settings) // columns)
     figure = Figure(figsize=(1.0 + 4 * columns, 0.6 + 2.9 * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
     for axes, setting in zip(grid, settings, strict=False):
         _draw_setting(axes, [record for record in records if record.setting == setting], name)
         axes.set_title(_plain(SETTINGS[setting].label), pad=8, **TITLE)
-    for axes in list(grid)[len(settings) :]:
+    for axes in grid[len(settings) :]:
         axes.set_visible(False)
     figure.supylabel(PANELS[name][1], fontsize=10)
     _add_legend(figure, {record.method for record in records})

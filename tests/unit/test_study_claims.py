@@ -25,7 +25,7 @@ from bapo_megatron.study.claims import (
     within,
 )
 from bapo_megatron.study.document import document
-from bapo_megatron.study.figures import draw_against_staleness, draw_study, spread
+from bapo_megatron.study.figures import _draw_curves, draw_against_staleness, draw_study, spread
 from bapo_megatron.study.measures import ArmRecord
 from bapo_megatron.study.methods import BAPO, METHODS, SETTINGS, STALE
 from bapo_megatron.study.options import StudyOptions
@@ -324,6 +324,17 @@ def test_equal_values_have_bars_of_no_length(tmp_path: Path) -> None:
     """The mean of equal numbers may differ from them by rounding; no bar has a length below 0."""
     records = [record("grpo", "fresh", seed, final_reward=0.1, drawdown=0.1 + 0.2) for seed in range(3)]
     assert "long_staleness.png" in draw_study(records, tmp_path, "long")
+
+
+@pytest.mark.parametrize(
+    ("count", "shape"), [(1, (1, 1)), (2, (1, 2)), (4, (2, 2)), (5, (2, 3)), (6, (2, 3))]
+)
+def test_there_is_a_panel_for_each_setting_and_no_other(count: int, shape: tuple[int, int]) -> None:
+    figure = _draw_curves([record("grpo", setting, 0) for setting in list(SETTINGS)[:count]], "reward")
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    assert [bool(axes.get_title(loc="left")) for axes in shown] == [True] * count
+    grid = shown[0].get_subplotspec().get_gridspec()
+    assert (grid.nrows, grid.ncols) == shape
 
 
 def test_axes_without_runs_say_so() -> None:

@@ -269,10 +269,11 @@ class Fleet:
 
     async def _failure(self, member: Member, call: asyncio.Task[Any], limit_s: float) -> str | None:
         """What went wrong with ``call``. One at an engine that falls silent is not waited for to the end."""
-        began, late_s = self._clock.now(), self._clock.late_s
+        began = self._clock.now()
+        before_s = late_s = self._clock.late_s
         member.heard_at = began
         while not call.done():
-            late_s = self._clock.late_s
+            before_s, late_s = late_s, self._clock.late_s
             await asyncio.wait({call}, timeout=self._patience.heartbeat_s)
             if call.done():
                 break
@@ -291,7 +292,9 @@ class Fleet:
         if error is None:
             return None
         reason = str(error) or repr(error)
-        is_ours = self._clock.late_s - late_s > _LATE_S  # since the last look, so when the limit passed
+        # Since the look before the last, so about when the limit passed: this process may look once more, after
+        # it was late, before it comes to the limits that have passed meanwhile.
+        is_ours = self._clock.late_s - before_s > _LATE_S
         timed_out = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
         if timed_out and not is_ours:
             self._hangs(member, reason)

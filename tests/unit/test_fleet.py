@@ -13,7 +13,8 @@ import pytest
 
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout import dispatch
-from bapo_megatron.rollout.fleet import EnginesGone
+from bapo_megatron.rollout.fleet import EnginesGone, Fleet
+from bapo_megatron.rollout.patience import Patience
 from bapo_megatron.types import GenerateRequest
 from tests import sampling
 from tests.sampling import ScriptedEngine, World, mixed, prompt_ids, until
@@ -422,3 +423,48 @@ def test_a_limit_that_passed_while_the_sampler_was_late_ends_no_engine(
             assert bool(hanging(world)) is not excused
 
     run(check())
+
+
+class LateOnce:
+    """A clock of a process that is late by three seconds once; it counts the looks at that."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.late = 0.0
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    @property
+    def late_s(self) -> float:
+        self.looks += 1
+        return self.late
+
+
+@pytest.mark.parametrize(("heartbeats", "excused"), [(0, True), (1, True), (2, False)])
+def test_a_limit_may_be_told_one_look_after_the_sampler_was_late(heartbeats: int, excused: bool) -> None:
+    """A heartbeat brings two looks at the clock: as it listens to the engine, and before it waits again."""
+    told: list[str] = []
+
+    async def check() -> None:
+        patience = Patience(heartbeat_s=0.01, silent_s=1000.0)
+        fleet = Fleet([ScriptedEngine(mixed)], 1, lambda kind, **_fields: told.append(kind), patience)
+        for monitor in fleet._monitors:
+            monitor.cancel()
+        fleet._clock.close()
+        clock = LateOnce()
+        fleet._clock = clock  # type: ignore[assignment]
+
+        async def call() -> None:
+            await asyncio.sleep(0.05)
+            clock.late, seen = 3.0, clock.looks
+            while clock.looks < seen + 2 * heartbeats:
+                await asyncio.sleep(0)
+            raise TimeoutError("no answer within 60 s")
+
+        [member] = fleet._members
+        assert not await fleet._or_lose(member, call(), 1000.0)
+        assert member.reason == "no answer within 60 s"
+
+    run(check())
+    assert ("engine_hangs" in told) is not excused

@@ -292,8 +292,8 @@ class Fleet:
         if error is None:
             return None
         reason = str(error) or repr(error)
-        # Since the look before the last, so about when the limit passed: this process may look once more, after
-        # it was late, before it comes to the limits that have passed meanwhile.
+        # Since the look before the last, so about when the limit passed: this process may look once more,
+        # after it was late, before it comes to the limits that have passed meanwhile.
         is_ours = self._clock.late_s - before_s > _LATE_S
         timed_out = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
         if timed_out and not is_ours:

@@ -11,7 +11,7 @@ MEGATRON := $(shell grep '^megatron-core==' $(PINS))
 VENV := .venv
 BIN := $(VENV)/bin
 SGLANG_VENV := .venv-sglang
-SGLANG_PINS := bapo_megatron/rollout/sglang_cpu/requirements.txt
+SGLANG_PINS := bapo_megatron/rollout/engines/sglang_cpu/requirements.txt
 DEMO_RUN := runs/demo_cpu
 
 NEMO_RUN_VENV := .venv-nemo-run

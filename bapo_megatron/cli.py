@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from bapo_megatron.ending import end_with
 from bapo_megatron.errors import ConfigError, Interrupted, RunStopped
+from bapo_megatron.runtime.exit_codes import end_with
 
 if TYPE_CHECKING:
+    from bapo_megatron.commands.verify.check import VerifyConfig
     from bapo_megatron.config import RunConfig, SftConfig
-    from bapo_megatron.verify.check import VerifyConfig
 
 C = TypeVar("C")
 
@@ -99,11 +99,11 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _train(arguments: Sequence[str]) -> None:
+    from bapo_megatron.checkpoint.run_directory import check_writable
     from bapo_megatron.config import RunConfig
-    from bapo_megatron.distributed import launched_world_size, run_processes
     from bapo_megatron.policy.layout import data_parallel_size
-    from bapo_megatron.preflight import check_run
-    from bapo_megatron.state.run_directory import check_writable
+    from bapo_megatron.runtime.distributed import launched_world_size, run_processes
+    from bapo_megatron.trainer.preflight import check_run
 
     config = _configured("train", RunConfig, arguments)
     launched = launched_world_size()
@@ -121,15 +121,15 @@ def train_process(config: RunConfig) -> None:
     """One rank of a training run, from its process group to its end."""
     from contextlib import nullcontext
 
-    from bapo_megatron.build import open_run
-    from bapo_megatron.disk import writing
-    from bapo_megatron.distributed import is_main
-    from bapo_megatron.finish import finish
-    from bapo_megatron.interrupt import Interrupt
-    from bapo_megatron.memory import naming_memory
+    from bapo_megatron.checkpoint.run_directory import only_writer
+    from bapo_megatron.commands.finish import finish
     from bapo_megatron.policy.layout import parallel_processes
-    from bapo_megatron.state.run_directory import only_writer
+    from bapo_megatron.runtime.distributed import is_main
+    from bapo_megatron.runtime.out_of_memory import naming_memory
+    from bapo_megatron.runtime.preemption import Interrupt
+    from bapo_megatron.runtime.storage import writing
     from bapo_megatron.train import train
+    from bapo_megatron.trainer.build import open_run
 
     _quiet()
     interrupt = Interrupt()
@@ -147,9 +147,9 @@ def train_process(config: RunConfig) -> None:
 
 def _sft(arguments: Sequence[str]) -> None:
     from bapo_megatron.config import SftConfig
-    from bapo_megatron.distributed import launched_world_size, run_processes
     from bapo_megatron.policy.layout import data_parallel_size
-    from bapo_megatron.preflight import check_sft
+    from bapo_megatron.runtime.distributed import launched_world_size, run_processes
+    from bapo_megatron.trainer.preflight import check_sft
 
     config = _configured("sft", SftConfig, arguments)
     launched = launched_world_size()
@@ -163,9 +163,9 @@ def _sft(arguments: Sequence[str]) -> None:
 
 def sft_process(config: SftConfig) -> None:
     """One rank of a warm start."""
-    from bapo_megatron.disk import writing
     from bapo_megatron.policy.layout import parallel_processes
-    from bapo_megatron.sft import run_sft
+    from bapo_megatron.runtime.storage import writing
+    from bapo_megatron.trainer.sft import run_sft
 
     _quiet()
     with writing("the model", config.output), parallel_processes(config.parallel):
@@ -173,16 +173,16 @@ def sft_process(config: SftConfig) -> None:
 
 
 def _report(arguments: Sequence[str]) -> None:
-    from bapo_megatron.report.page import report_command
+    from bapo_megatron.commands.report.page import report_command
 
     print(report_command(arguments))
 
 
 def _rollout_server(arguments: Sequence[str]) -> None:
     from bapo_megatron.config import RunConfig
+    from bapo_megatron.config.recipe import load_recipe
     from bapo_megatron.policy.device import has_cuda
-    from bapo_megatron.recipe import load_recipe
-    from bapo_megatron.rollout.sglang.process import ServeCommand, serve
+    from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand, serve
 
     recipe = _recipe("rollout-server", arguments)
     default = ServeCommand(load_recipe(recipe, RunConfig))
@@ -194,13 +194,13 @@ def _rollout_server(arguments: Sequence[str]) -> None:
 def _plan(arguments: Sequence[str]) -> int:
     import json
 
+    from bapo_megatron.commands.plan.advice import fastest_layouts, problems, smallest_changes
+    from bapo_megatron.commands.plan.job import Job, find_shape
+    from bapo_megatron.commands.plan.options import PlanCommand
+    from bapo_megatron.commands.plan.plan import as_dict, make_plan
+    from bapo_megatron.commands.plan.table import render
     from bapo_megatron.config import RunConfig
-    from bapo_megatron.plan.advice import fastest_layouts, problems, smallest_changes
-    from bapo_megatron.plan.job import Job, find_shape
-    from bapo_megatron.plan.options import PlanCommand
-    from bapo_megatron.plan.plan import as_dict, make_plan
-    from bapo_megatron.plan.table import render
-    from bapo_megatron.recipe import load_recipe
+    from bapo_megatron.config.recipe import load_recipe
 
     recipe = _recipe("plan", arguments)
     command = _flags("plan", recipe, PlanCommand, PlanCommand(load_recipe(recipe, RunConfig)), arguments)
@@ -219,11 +219,11 @@ def _plan(arguments: Sequence[str]) -> int:
 
 
 def _verify_parallel(arguments: Sequence[str]) -> None:
+    from bapo_megatron.commands.verify.check import VerifyConfig, check_verify
     from bapo_megatron.config import RunConfig
-    from bapo_megatron.distributed import launched_world_size, run_processes
+    from bapo_megatron.config.recipe import load_recipe
     from bapo_megatron.policy.layout import data_parallel_size
-    from bapo_megatron.recipe import load_recipe
-    from bapo_megatron.verify.check import VerifyConfig, check_verify
+    from bapo_megatron.runtime.distributed import launched_world_size, run_processes
 
     recipe = _recipe("verify-parallel", arguments)
     default = VerifyConfig.of(load_recipe(recipe, RunConfig))
@@ -244,7 +244,7 @@ def _verify_by_hand(config: VerifyConfig, processes: int) -> None:
     import dataclasses
     import tempfile
 
-    from bapo_megatron.distributed import run_processes
+    from bapo_megatron.runtime.distributed import run_processes
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "reference.npz"
@@ -258,8 +258,8 @@ def _verify_by_hand(config: VerifyConfig, processes: int) -> None:
 
 def verify_process(config: VerifyConfig) -> None:
     """One rank of a layout's check. SystemExit(1), on every rank, if the layout differs."""
+    from bapo_megatron.commands.verify.check import verify_layout
     from bapo_megatron.policy.layout import parallel_processes
-    from bapo_megatron.verify.check import verify_layout
 
     _quiet()
     with parallel_processes(config.parallel):
@@ -269,7 +269,7 @@ def verify_process(config: VerifyConfig) -> None:
 
 
 def _doctor(arguments: Sequence[str]) -> int:
-    from bapo_megatron.doctor.doctor import run_doctor
+    from bapo_megatron.commands.doctor.doctor import run_doctor
 
     return run_doctor(arguments)
 
@@ -287,14 +287,14 @@ def _eval(arguments: Sequence[str]) -> None:
 
 
 def _study(arguments: Sequence[str]) -> int:
-    from bapo_megatron.study.command import study_command
+    from benchmarks.study.command import study_command
 
     return study_command(arguments, run)
 
 
 def _on_cluster(name: str) -> Callable[[Sequence[str]], None]:
     def command(arguments: Sequence[str]) -> None:
-        from bapo_megatron.cluster import commands
+        from bapo_megatron.commands.cluster import commands
 
         getattr(commands, f"{name}_command")(arguments)
 
@@ -303,7 +303,7 @@ def _on_cluster(name: str) -> Callable[[Sequence[str]], None]:
 
 def _configured(command: str, kind: type[C], arguments: Sequence[str]) -> C:
     """The recipe's configuration with the flags laid over it."""
-    from bapo_megatron.recipe import load_recipe
+    from bapo_megatron.config.recipe import load_recipe
 
     recipe = _recipe(command, arguments)
     return _flags(command, recipe, kind, load_recipe(recipe, kind), arguments)

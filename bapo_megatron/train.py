@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bapo_megatron.alarm import check_gap
 from bapo_megatron.algo.objective import update_metrics
 from bapo_megatron.algo.staleness import age_metrics
-from bapo_megatron.build import Run
 from bapo_megatron.data.packing import Sample, pack_samples, samples_of, split_into_updates
-from bapo_megatron.evaluate import evaluate
-from bapo_megatron.old_log_probs import with_old_log_probs
-from bapo_megatron.record import StepClock, step_metrics
-from bapo_megatron.saving import checkpoint, settle, stop_if_told
+from bapo_megatron.trainer.build import Run
+from bapo_megatron.trainer.checkpointing import checkpoint, settle, stop_if_told
+from bapo_megatron.trainer.evaluation import evaluate
+from bapo_megatron.trainer.mismatch_check import check_gap
+from bapo_megatron.trainer.old_log_probs import with_old_log_probs
+from bapo_megatron.trainer.recorder import StepClock, step_metrics
+from bapo_megatron.trainer.waiting import WAIT_S, awaited
 from bapo_megatron.types import Metrics, MicroBatch, StepBatch
-from bapo_megatron.waiting import WAIT_S, awaited
 
 
 def train(run: Run) -> None:

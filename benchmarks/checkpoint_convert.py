@@ -26,9 +26,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bapo_megatron.policy.hf_config import model_shape
-from bapo_megatron.policy.hf_names import hf_tensors
-from checkpoints_tools.safetensors_writer import Sharding, plan_safetensors
+from bapo_megatron.hf.config import model_shape
+from bapo_megatron.hf.parameter_map import hf_tensors
+from checkpoints_tools.formats.safetensors_writer import Sharding, plan_safetensors
 
 # DeepSeek-R1-Distill-Qwen-1.5B.
 _CONFIG = {

@@ -19,11 +19,11 @@ from pathlib import Path
 from time import perf_counter
 
 from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.clipping import Clipping
+from bapo_megatron.checkpoint import store as checkpoint
 from bapo_megatron.config import AlgorithmConfig, BatchConfig, CheckpointConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.state import checkpoint
+from bapo_megatron.trainer.clip_bounds import Clipping
 from benchmarks.common import (
     in_turns,
     is_quick,

@@ -20,9 +20,9 @@ import torch
 
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import Sample
-from bapo_megatron.distributed import free_port
 from bapo_megatron.policy.layout import parallel_processes
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.runtime.distributed import free_port
 
 RESULTS = Path(__file__).parent / "results"
 

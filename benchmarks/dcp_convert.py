@@ -17,9 +17,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bapo_megatron.policy.hf_config import read_model_shape
-from bapo_megatron.policy.hf_names import checkpoint_key, mapping_table
-from bapo_megatron.policy.hf_parts import join, split
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.parameter_map import checkpoint_key, mapping_table
+from bapo_megatron.hf.shards import join, split
 
 
 def to_megatron(hf_folder: Path, output: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from bapo_megatron.config import ParallelConfig
 from benchmarks.common import no_options
-from tests.measured import KINDS, PACKS, TOKENS, Case, compare, save_model
+from tests.support.measured import KINDS, PACKS, TOKENS, Case, compare, save_model
 
 RESULTS = Path(__file__).parent / "results" / "plan_accuracy.md"
 LAYOUTS = (

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algo.bapo import paper
-from bapo_megatron.clipping import Clipping
 from bapo_megatron.config import AlgorithmConfig, BatchConfig
 from bapo_megatron.data.packing import Sample, pack_samples
-from bapo_megatron.policy.attention import DocumentPack
+from bapo_megatron.policy.attention.core import DocumentPack
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.types import MicroBatch
 from benchmarks.common import (
     in_turns,

@@ -31,12 +31,12 @@ import uvloop
 
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from bapo_megatron.reward.pool import Judgement
-from bapo_megatron.rollout.fleet import Fleet
-from bapo_megatron.rollout.requests import Dataset, ModelLimits
-from bapo_megatron.rollout.sampler import GroupSampler
-from bapo_megatron.rollout.service import collect_seldom
-from bapo_megatron.rollout.sglang.engine import SglangEngine
-from bapo_megatron.rollout.sglang.server import SglangServer, open_session
+from bapo_megatron.rollout.engines.pool import Fleet
+from bapo_megatron.rollout.engines.requests import Dataset, ModelLimits
+from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
+from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, open_session
+from bapo_megatron.rollout.sampler.loop import GroupSampler
+from bapo_megatron.rollout.sampler.process import collect_seldom
 from bapo_megatron.types import Prompt
 from benchmarks.common import machine, no_options, write
 from benchmarks.fake_engines import EOS

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 from bapo_megatron.algo.bapo import BoundsConfig, grpo, paper
-from bapo_megatron.clipping import Clipping
 from bapo_megatron.config import AlgorithmConfig, BatchConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.trainer.clip_bounds import Clipping
 from benchmarks.common import (
     in_a_process,
     in_turns,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpoints_tools.safetensors_folder import INDEX
+from checkpoints_tools.formats.safetensors_folder import INDEX
 
 FOLDER = "hf"
 """In the folder of a Megatron checkpoint."""

@@ -9,11 +9,11 @@ from math import prod
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
-from checkpoints_tools.atomic_output import atomic_output, check_space
-from checkpoints_tools.blocks import BlockTensor
-from checkpoints_tools.copying import copy_tensors
-from checkpoints_tools.output_plan import OutputPlan, holes
-from checkpoints_tools.progress import Progress, format_bytes
+from checkpoints_tools.core.atomic_output import atomic_output, check_space
+from checkpoints_tools.core.blocks import BlockTensor
+from checkpoints_tools.core.copying import copy_tensors
+from checkpoints_tools.core.output_plan import OutputPlan, holes
+from checkpoints_tools.core.progress import Progress, format_bytes
 
 
 @dataclass(frozen=True)

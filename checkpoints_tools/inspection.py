@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.policy.hf_config import FAMILIES, read_model_shape
-from bapo_megatron.policy.hf_names import hf_tensors
-from checkpoints_tools.allow_list import DTYPE_BYTES, Record
-from checkpoints_tools.distcp import GlobalTensor, read_common, read_metadata
-from checkpoints_tools.locate import LATEST, Format, Location, hf_reference, locate
-from checkpoints_tools.mp_rank import RankFiles
-from checkpoints_tools.safetensors_folder import read_safetensors_folder
-from checkpoints_tools.torch_dist import VOCABULARY, find_prefix, layers_layout, optimizer_format
+from bapo_megatron.hf.config import FAMILIES, read_model_shape
+from bapo_megatron.hf.parameter_map import hf_tensors
+from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, Record
+from checkpoints_tools.formats.distcp import GlobalTensor, read_common, read_metadata
+from checkpoints_tools.formats.locate import LATEST, Format, Location, hf_reference, locate
+from checkpoints_tools.formats.mp_rank import RankFiles
+from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder
+from checkpoints_tools.formats.torch_dist import VOCABULARY, find_prefix, layers_layout, optimizer_format
 
 OBJECT = "object"
 """The type of what is no tensor."""

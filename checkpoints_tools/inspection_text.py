@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias, cast
 
+from checkpoints_tools.core.progress import format_bytes
 from checkpoints_tools.inspection import OBJECT, Inspection, KeyGroup
-from checkpoints_tools.progress import format_bytes
 
 _SHORT = {
     "tensor": "TP",

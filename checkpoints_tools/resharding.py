@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Literal
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.policy.hf_names import hf_tensors
-from checkpoints_tools.atomic_output import check_output, temporary_folder
-from checkpoints_tools.blocks import BlockTensor
+from bapo_megatron.hf.parameter_map import hf_tensors
+from checkpoints_tools.archives.torch_dist_metadata import common
 from checkpoints_tools.carried import FOLDER, carried_files, carried_index
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
-from checkpoints_tools.distcp import ChunkFiles
-from checkpoints_tools.locate import LATEST, TRACKER
-from checkpoints_tools.mp_rank import MpRank
-from checkpoints_tools.mp_rank_writer import Ranks, plan_mp_rank
-from checkpoints_tools.opening import Checkpoint, open_checkpoint
+from checkpoints_tools.core.atomic_output import check_output, temporary_folder
+from checkpoints_tools.core.blocks import BlockTensor
+from checkpoints_tools.formats.distcp import ChunkFiles
+from checkpoints_tools.formats.locate import LATEST, TRACKER
+from checkpoints_tools.formats.mp_rank import MpRank
+from checkpoints_tools.formats.mp_rank_writer import Ranks, plan_mp_rank
+from checkpoints_tools.formats.opening import Checkpoint, open_checkpoint
+from checkpoints_tools.formats.torch_dist import OPTIMIZER, OPTIMIZER_STATES, RESHARDABLE, TorchDist
+from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
 from checkpoints_tools.rewriting import common_for_stacked
 from checkpoints_tools.to_megatron import RELEASE, arguments, model_tensors
-from checkpoints_tools.torch_dist import OPTIMIZER, OPTIMIZER_STATES, RESHARDABLE, TorchDist
-from checkpoints_tools.torch_dist_metadata import common
-from checkpoints_tools.torch_dist_writer import Contents, plan_torch_dist
 
 Target = Literal["torch_dist", "mp_rank"]
 _MEGATRON_MULTIPLE = 128  # of Megatron-LM's vocabulary on each tensor rank, where nothing else is asked for

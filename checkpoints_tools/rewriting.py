@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
-from checkpoints_tools.allow_list import Record
-from checkpoints_tools.pickle_writer import Call, Instance, Name
-from checkpoints_tools.torch_archive import object_archive
-from checkpoints_tools.torch_dist import TorchDist
-from checkpoints_tools.torch_dist_metadata import CONTENT
-from checkpoints_tools.torch_zip import StoredTensor
+from checkpoints_tools.archives.pickle_allow_list import Record
+from checkpoints_tools.archives.pickle_writer import Call, Instance, Name
+from checkpoints_tools.archives.torch_archive import object_archive
+from checkpoints_tools.archives.torch_dist_metadata import CONTENT
+from checkpoints_tools.archives.torch_zip import StoredTensor
+from checkpoints_tools.formats.torch_dist import TorchDist
 
 _COMMON = "common.pt"
 _CONTENT = "content_metadata"

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Literal
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.policy.hf_names import hf_tensors
-from checkpoints_tools.atomic_output import check_output, temporary_folder
-from checkpoints_tools.blocks import BlockTensor
+from bapo_megatron.hf.parameter_map import hf_tensors
 from checkpoints_tools.carried import carried_files
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
-from checkpoints_tools.locate import LATEST, Format
-from checkpoints_tools.opening import Checkpoint, open_checkpoint
-from checkpoints_tools.safetensors_folder import INDEX, SINGLE, read_weight_map
-from checkpoints_tools.safetensors_writer import Sharding, plan_safetensors
-from checkpoints_tools.torch_dist import TorchDist
+from checkpoints_tools.core.atomic_output import check_output, temporary_folder
+from checkpoints_tools.core.blocks import BlockTensor
+from checkpoints_tools.formats.locate import LATEST, Format
+from checkpoints_tools.formats.opening import Checkpoint, open_checkpoint
+from checkpoints_tools.formats.safetensors_folder import INDEX, SINGLE, read_weight_map
+from checkpoints_tools.formats.safetensors_writer import Sharding, plan_safetensors
+from checkpoints_tools.formats.torch_dist import TorchDist
 
 Origin = Literal["model", "optimizer"]
 MOST_SHARD_BYTES = 5_000_000_000

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
-from bapo_megatron.policy.hf_config import ModelShape, read_model_shape
-from bapo_megatron.policy.hf_names import hf_tensors
-from checkpoints_tools.atomic_output import check_output, temporary_folder
-from checkpoints_tools.blocks import BlockTensor
+from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.hf.parameter_map import hf_tensors
+from checkpoints_tools.archives.torch_dist_metadata import common
 from checkpoints_tools.carried import FOLDER, carried_files, carried_index
-from checkpoints_tools.comparing import first_difference
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
-from checkpoints_tools.locate import TRACKER
-from checkpoints_tools.safetensors_folder import read_safetensors_folder
-from checkpoints_tools.torch_dist_metadata import common
-from checkpoints_tools.torch_dist_writer import Contents, plan_torch_dist
+from checkpoints_tools.core.atomic_output import check_output, temporary_folder
+from checkpoints_tools.core.blocks import BlockTensor
+from checkpoints_tools.core.comparing import first_difference
+from checkpoints_tools.formats.locate import TRACKER
+from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder
+from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
 
 # Megatron-LM's name for weights that no training run of its own has saved: it then asks for no optimizer.
 RELEASE = "release"

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
-from checkpoints_tools.blocks import BlockTensor
-from checkpoints_tools.comparing import Difference, TensorReport, compare_tensors
 from checkpoints_tools.conversion import DEFAULTS, Settings
-from checkpoints_tools.locate import LATEST, Format, hf_reference, locate
-from checkpoints_tools.opening import Checkpoint, open_checkpoint
-from checkpoints_tools.progress import Progress
+from checkpoints_tools.core.blocks import BlockTensor
+from checkpoints_tools.core.comparing import Difference, TensorReport, compare_tensors
+from checkpoints_tools.core.progress import Progress
+from checkpoints_tools.formats.locate import LATEST, Format, hf_reference, locate
+from checkpoints_tools.formats.opening import Checkpoint, open_checkpoint
 
 _SHOWN = 10
 

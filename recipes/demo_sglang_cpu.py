@@ -10,8 +10,7 @@ the same tokens for the same seed, so two runs differ.
 from dataclasses import replace
 from pathlib import Path
 
-from bapo_megatron.config import RunConfig, SglangConfig
-from bapo_megatron.recipe import load_recipe
+from bapo_megatron.config import RunConfig, SglangConfig, load_recipe
 
 
 def recipe() -> RunConfig:

@@ -11,8 +11,7 @@ told apart. At 1e-4, in single runs of 30 steps under GRPO's bounds, the on-poli
 from dataclasses import replace
 from pathlib import Path
 
-from bapo_megatron.config import RunConfig
-from bapo_megatron.recipe import load_recipe
+from bapo_megatron.config import RunConfig, load_recipe
 
 
 def recipe() -> RunConfig:

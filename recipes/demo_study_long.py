@@ -10,8 +10,7 @@ of the gradient on-policy, as in Figures 4 and 6 of the paper, and a target of 0
 from dataclasses import replace
 from pathlib import Path
 
-from bapo_megatron.config import RunConfig
-from bapo_megatron.recipe import load_recipe
+from bapo_megatron.config import RunConfig, load_recipe
 
 HERE = Path(__file__).parent
 

@@ -17,8 +17,7 @@ GRPO, the figure's baseline: `--algorithm.bounds.low-start 0.8 --algorithm.bound
 from dataclasses import replace
 from pathlib import Path
 
-from bapo_megatron.config import RunConfig
-from bapo_megatron.recipe import load_recipe
+from bapo_megatron.config import RunConfig, load_recipe
 
 
 def recipe() -> RunConfig:

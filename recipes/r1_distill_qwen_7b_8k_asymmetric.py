@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bapo_megatron.algo.bapo import fixed
-from bapo_megatron.config import RunConfig
-from bapo_megatron.recipe import load_recipe
+from bapo_megatron.config import RunConfig, load_recipe
 
 
 def recipe() -> RunConfig:

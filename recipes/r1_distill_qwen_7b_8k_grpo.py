@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.config import RunConfig
-from bapo_megatron.recipe import load_recipe
+from bapo_megatron.config import RunConfig, load_recipe
 
 
 def recipe() -> RunConfig:

@@ -7,9 +7,8 @@ explains. Everything else is that of r1_distill_qwen_7b_8k.py.
 from dataclasses import replace
 from pathlib import Path
 
-from bapo_megatron.algo.polarity_control import PolarityConfig
-from bapo_megatron.config import RunConfig
-from bapo_megatron.recipe import load_recipe
+from bapo_megatron.algo.papo_schedule import PolarityConfig
+from bapo_megatron.config import RunConfig, load_recipe
 
 
 def recipe() -> RunConfig:

@@ -2,7 +2,7 @@
 
 ``python launch.py [--dry-run] < specification.json`` prints the job's id, or the script that would be
 submitted, the same to the byte. It runs in NeMo-Run's own environment, so it imports nothing of this project;
-``bapo submit`` makes the specification (bapo_megatron/cluster/job.py).
+``bapo submit`` makes the specification (bapo_megatron/commands/cluster/job.py).
 
 What NeMo-Run cannot express, and how it is said all the same:
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bapo_megatron.data.leveling import MAX_WORK, Documents, Pack, level
+from bapo_megatron.data.pack_balancing import MAX_WORK, Documents, Pack, level
 from bapo_megatron.types import PackLayout
 
 # Totals that differ from their mean by less than this are level.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.files import write_atomically
-from checkpoints_tools.locate import Format, Location, locate
+from bapo_megatron.runtime.files import write_atomically
+from checkpoints_tools.formats.locate import Format, Location, locate
 from checkpoints_tools.to_hf import to_hf
 
 _FILES = (".safetensors", ".json", ".jinja", ".model")

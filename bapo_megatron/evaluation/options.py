@@ -10,7 +10,7 @@ from typing import Any, Literal
 import tyro
 
 from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig, SglangConfig
-from bapo_megatron.config_checks import raise_problems
+from bapo_megatron.config.validation import raise_problems
 from bapo_megatron.data.prepare.options import SUITES
 from bapo_megatron.data.suites import JUDGE
 

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.disk import writing
+from bapo_megatron.checkpoint.run_directory import only_writer
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.scoring import Judged
-from bapo_megatron.files import write_atomically
-from bapo_megatron.state.logs import JsonlLog
-from bapo_megatron.state.run_directory import only_writer
+from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.jsonl_log import JsonlLog
+from bapo_megatron.runtime.storage import writing
 
 FORMAT = 1
 SETTINGS, RESPONSES, SUMMARY = "settings.json", "responses.jsonl", "summary.json"

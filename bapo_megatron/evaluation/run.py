@@ -12,7 +12,6 @@ from typing import Any
 from bapo_megatron import __version__
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.suites import Suite, load_suite
-from bapo_megatron.data.tokenizer import load_tokenizer
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.model import Model, find_checkpoint, hf_model, output_of
 from bapo_megatron.evaluation.options import EvalOptions
@@ -26,15 +25,16 @@ from bapo_megatron.evaluation.responses import (
 )
 from bapo_megatron.evaluation.sampling import Asker
 from bapo_megatron.evaluation.scoring import score
+from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.reward.pool import RewardPool
-from bapo_megatron.rollout.fleet import Fleet
-from bapo_megatron.rollout.patience import Patience
-from bapo_megatron.rollout.requests import limits_of, stop_token_ids
-from bapo_megatron.rollout.service import open_engines
-from bapo_megatron.rollout.sglang.process import sglang_python
-from bapo_megatron.rollout.sglang.servers import servers_of
-from bapo_megatron.rollout.whole_response import Sampling
+from bapo_megatron.rollout.engines.pool import Fleet
+from bapo_megatron.rollout.engines.requests import limits_of, stop_token_ids
+from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
+from bapo_megatron.rollout.engines.sglang.supervisor import servers_of
+from bapo_megatron.rollout.engines.timeouts import Patience
+from bapo_megatron.rollout.engines.whole_response import Sampling
+from bapo_megatron.rollout.sampler.process import open_engines
 from bapo_megatron.types import Metrics
 
 _VERSION = 1

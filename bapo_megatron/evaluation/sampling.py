@@ -15,8 +15,8 @@ from typing import Any
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.evaluation.scoring import Judged, vote_of
 from bapo_megatron.reward.pool import RewardPool
-from bapo_megatron.rollout.fleet import EnginesGone, Fleet, Member
-from bapo_megatron.rollout.whole_response import Sampling, whole_response
+from bapo_megatron.rollout.engines.pool import EnginesGone, Fleet, Member
+from bapo_megatron.rollout.engines.whole_response import Sampling, whole_response
 from bapo_megatron.types import Prompt
 
 Row = dict[str, Any]

@@ -15,8 +15,8 @@ from typing import Any
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
 
-from bapo_megatron.memory import OutOfMemoryError, death
-from bapo_megatron.parent import end_with_parent
+from bapo_megatron.runtime.out_of_memory import OutOfMemoryError, death
+from bapo_megatron.runtime.processes import end_with_parent
 
 
 class BackgroundSave:

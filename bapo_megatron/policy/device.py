@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bapo_megatron.mkl import choose_vector_kernels
+from bapo_megatron.runtime.vector_kernels import choose_vector_kernels
 
 _CPU = torch.device("cpu")
 _thread = threading.local()

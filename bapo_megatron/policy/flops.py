@@ -7,7 +7,7 @@ A backward pass costs twice the forward pass.
 
 from __future__ import annotations
 
-from bapo_megatron.policy.hf_config import ModelShape
+from bapo_megatron.hf.config import ModelShape
 
 
 def attention_matmuls(shape: ModelShape) -> int:

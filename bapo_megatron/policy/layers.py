@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from bapo_megatron.policy.attention import DocumentAttention
+from bapo_megatron.policy.attention.core import DocumentAttention
 from bapo_megatron.policy.device import uses_transformer_engine
 
 

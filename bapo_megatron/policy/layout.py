@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bapo_megatron.config import ParallelConfig
-from bapo_megatron.distributed import process_group
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.policy.device import backend, select_device
-from bapo_megatron.policy.hf_config import ModelShape
+from bapo_megatron.runtime.distributed import process_group
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int:

@@ -22,18 +22,18 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.interfaces import NamedTensors
-from bapo_megatron.policy import megatron_checkpoint
+from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.background_save import BackgroundSave
 from bapo_megatron.policy.device import select_device
 from bapo_megatron.policy.flops import attention_weight
-from bapo_megatron.policy.hf_config import read_model_shape
-from bapo_megatron.policy.hf_reader import HfReader
 from bapo_megatron.policy.model import build_chunks, transformer_config
 from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step, state_sums
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.passes import Passes
-from bapo_megatron.policy.weights import WeightMap
+from bapo_megatron.policy.weight_map import WeightMap
 from bapo_megatron.types import MicroBatch, PackLayout, SearchedLoss, TokenFn, TokenStats, UpdateResult
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor
 
 from bapo_megatron.config import BatchConfig, ParallelConfig
+from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.policy.device import has_cuda, uses_transformer_engine
-from bapo_megatron.policy.hf_config import ModelShape
 from bapo_megatron.policy.layers import layer_spec
 
 

@@ -18,10 +18,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from bapo_megatron.policy.attention import DocumentPack
+from bapo_megatron.policy.attention.context_parallel import positions, slice_batch
+from bapo_megatron.policy.attention.core import DocumentPack
 from bapo_megatron.policy.model import PolicyModel
 from bapo_megatron.policy.output_head import OutputHead
-from bapo_megatron.policy.zigzag import positions, slice_batch
 from bapo_megatron.types import MicroBatch, SearchedLoss, TokenFn, TokenStats
 
 Evaluate = Callable[[Tensor, MicroBatch], Tensor]

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from bapo_megatron.reward.code_tests import Asserted, Called, Case, Printed, read_tests
-from bapo_megatron.reward.sandbox import Ended, Sandbox
+from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9
 """For numbers with a fraction or an exponent, where the text differs."""

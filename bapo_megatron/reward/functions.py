@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config import RewardConfig
-from bapo_megatron.config_checks import REWARD_FUNCTIONS
+from bapo_megatron.config.validation import REWARD_FUNCTIONS
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward import code, comparison, math
+from bapo_megatron.reward import code, math
+from bapo_megatron.reward import math_verify_compare as comparison
 from bapo_megatron.reward.code_tests import check_tests, is_tests
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from functools import cache, lru_cache
 
-from bapo_megatron.reward.judge import Judge
+from bapo_megatron.reward.math_verify_process import Judge
 
 Equal = Callable[[str, str], bool]
 """Whether an answer means the same as a ground truth."""

@@ -18,11 +18,11 @@ from typing import Any, Literal
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.child import Child, ChildError, ChildTimeout, spread
 from bapo_megatron.reward.functions import is_built_in
-from bapo_megatron.reward.judge import COMMAND, START_LIMIT_S
+from bapo_megatron.reward.math_verify_process import COMMAND, START_LIMIT_S
 from bapo_megatron.reward.penalties import overlong_penalty
 from bapo_megatron.reward.scratch import Scratch, remove_abandoned
+from bapo_megatron.runtime.child_process import Child, ChildError, ChildTimeout, spread
 from bapo_megatron.types import Prompt
 
 Failure = Literal["raised", "time", "died", "not finite"]

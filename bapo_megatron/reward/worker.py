@@ -18,9 +18,11 @@ from typing import Any, BinaryIO
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward import comparison, functions, lifeline
+from bapo_megatron.reward import functions
+from bapo_megatron.reward import math_verify_compare as comparison
 from bapo_megatron.reward.penalties import format_penalty
-from bapo_megatron.reward.sandbox import Sandbox, SandboxError
+from bapo_megatron.reward.sandbox.sandbox import Sandbox, SandboxError
+from bapo_megatron.runtime import lifeline
 
 Answerer = Callable[[dict[str, Any]], Any]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bapo_megatron.policy.flash_attention import flash_attention
-from bapo_megatron.policy.zigzag import positions, segments
+from bapo_megatron.policy.attention.context_parallel import positions, segments
+from bapo_megatron.policy.attention.flash import flash_attention
 from benchmarks.gpu.rows import Row, Size
 
 HEADS, KV_HEADS, WIDTH = 8, 2, 128

@@ -10,7 +10,10 @@ import numpy as np
 import torch
 
 from bapo_megatron.algo.bapo import paper
-from bapo_megatron.clipping import Clipping
+from bapo_megatron.commands.plan.hardware import GB, GPUS
+from bapo_megatron.commands.plan.job import Job
+from bapo_megatron.commands.plan.memory import stage_memory
+from bapo_megatron.commands.plan.options import PlanOptions
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -22,14 +25,11 @@ from bapo_megatron.config import (
     RunConfig,
 )
 from bapo_megatron.data.packing import Sample, pack_samples
-from bapo_megatron.plan.hardware import GB, GPUS
-from bapo_megatron.plan.job import Job
-from bapo_megatron.plan.memory import stage_memory
-from bapo_megatron.plan.options import PlanOptions
+from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.policy.device import uses_transformer_engine
 from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
-from bapo_megatron.policy.hf_config import read_model_shape
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.trainer.clip_bounds import Clipping
 from benchmarks.gpu.rows import Row, Size, seconds
 
 LIMIT = 0.15

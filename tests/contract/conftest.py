@@ -19,20 +19,20 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from bapo_megatron.distributed import free_port
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Engine
-from bapo_megatron.rollout.local import LocalEngine
-from bapo_megatron.rollout.local_model import LocalModel
-from bapo_megatron.rollout.requests import limits_of
-from bapo_megatron.rollout.sglang.engine import SglangEngine
-from bapo_megatron.rollout.sglang.process import (
+from bapo_megatron.rollout.engines.local.engine import LocalEngine
+from bapo_megatron.rollout.engines.local.model import LocalModel
+from bapo_megatron.rollout.engines.requests import limits_of
+from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
+from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, open_session
+from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
     server_command,
     server_environment,
     sglang_python,
 )
-from bapo_megatron.rollout.sglang.server import SglangServer, open_session
+from bapo_megatron.runtime.distributed import free_port
 
 from .blocking import BlockingEngine
 

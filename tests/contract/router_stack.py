@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.distributed import free_port
-from bapo_megatron.rollout.sglang.process import (
+from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
     server_command,
     server_environment,
     sglang_python,
 )
-from bapo_megatron.rollout.sglang.wire import generate_payload, generation_of
+from bapo_megatron.rollout.engines.sglang.wire import generate_payload, generation_of
+from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.types import GenerateRequest, Generation
 
 EVERY_SECOND = (

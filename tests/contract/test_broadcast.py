@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.rollout.sglang.process import ServerProcess
-from bapo_megatron.rollout.sglang.receivers import WeightReceivers
-from bapo_megatron.rollout.sglang.server import ServerError, SglangServer
-from bapo_megatron.sync.broadcast import BroadcastError, WeightBroadcast
+from bapo_megatron.rollout.engines.sglang.http_client import ServerError, SglangServer
+from bapo_megatron.rollout.engines.sglang.server_process import ServerProcess
+from bapo_megatron.rollout.engines.sglang.weight_receivers import WeightReceivers
+from bapo_megatron.rollout.weight_sync.broadcast import BroadcastError, WeightBroadcast
 from bapo_megatron.types import BucketSpec
 
 from .conftest import FAMILIES, Servers

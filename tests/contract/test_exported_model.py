@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bapo_megatron.interfaces import Engine
-from bapo_megatron.rollout.requests import limits_of
-from bapo_megatron.rollout.sglang.engine import SglangEngine
-from bapo_megatron.rollout.sglang.server import SglangServer, open_session
+from bapo_megatron.rollout.engines.requests import limits_of
+from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
+from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, open_session
 from checkpoints_tools import to_hf, to_megatron
 
 from .blocking import BlockingEngine

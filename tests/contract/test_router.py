@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.doctor.recipe import Facts
-from bapo_megatron.doctor.servers import server_rows
+from bapo_megatron.commands.doctor.recipe import Facts
+from bapo_megatron.commands.doctor.servers import server_rows
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.sglang.process import sglang_python
-from bapo_megatron.rollout.sglang.wire import generation_of
+from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
+from bapo_megatron.rollout.engines.sglang.wire import generation_of
 from bapo_megatron.types import GenerateRequest, Generation
 
 from .router_stack import Node, Stack, health, payload

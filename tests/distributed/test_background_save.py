@@ -13,9 +13,9 @@ import pytest
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from bapo_megatron.config import ParallelConfig
-from bapo_megatron.memory import OutOfMemoryError
 from bapo_megatron.policy.background_save import BackgroundSave
-from tests.workers import run_layout
+from bapo_megatron.runtime.out_of_memory import OutOfMemoryError
+from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
 

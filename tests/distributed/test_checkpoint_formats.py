@@ -15,15 +15,15 @@ from bapo_megatron.algo.objective import loss_fn, search
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.errors import CheckpointError, ConfigError
-from bapo_megatron.policy import megatron_checkpoint
-from bapo_megatron.policy.hf_config import read_model_shape
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.megatron import MegatronPolicy
 from checkpoints_tools import inspect_checkpoint, reshard, to_hf, verify
-from checkpoints_tools.torch_dist import TorchDist
-from tests.checkpoint_models import bits, load_tensors
-from tests.models import random_samples, save_tiny_model
-from tests.saves import complete
-from tests.workers import run_layout
+from checkpoints_tools.formats.torch_dist import TorchDist
+from tests.support.checkpoint_models import bits, load_tensors
+from tests.support.models import random_samples, save_tiny_model
+from tests.support.saves import complete
+from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
 

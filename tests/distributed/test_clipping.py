@@ -11,8 +11,7 @@ import torch
 
 from bapo_megatron.algo.bapo import balanced
 from bapo_megatron.algo.objective import contribution_fn, loss_fn, search, update_metrics
-from bapo_megatron.algo.polarity_control import PolarityConfig
-from bapo_megatron.clipping import Clipping
+from bapo_megatron.algo.papo_schedule import PolarityConfig
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -22,10 +21,11 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.types import Metrics, PackLayout, TokenStats
-from tests.metrics import known
-from tests.models import random_samples, save_tiny_model
-from tests.workers import run_layout
+from tests.support.metrics import known
+from tests.support.models import random_samples, save_tiny_model
+from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
 

@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import Sample, pack_samples
-from bapo_megatron.policy.hf_config import read_model_shape
-from bapo_megatron.policy.hf_names import mapping_table
-from bapo_megatron.policy.hf_parts import join, shard
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.parameter_map import mapping_table
+from bapo_megatron.hf.shards import join, shard
 from bapo_megatron.policy.megatron import MegatronPolicy
 from checkpoints_tools import to_hf, to_megatron
-from tests.models import random_samples, save_tiny_model
-from tests.saves import complete
-from tests.workers import run_layout
+from tests.support.models import random_samples, save_tiny_model
+from tests.support.saves import complete
+from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
 

@@ -12,9 +12,9 @@ import pytest
 from bapo_megatron.config import ParallelConfig
 from checkpoints_tools import cli, inspect_checkpoint, verify
 from checkpoints_tools.commands import COMMANDS
-from tests.models import VOCAB, random_samples, save_tiny_model
-from tests.saves import complete
-from tests.workers import run_layout
+from tests.support.models import VOCAB, random_samples, save_tiny_model
+from tests.support.saves import complete
+from tests.support.workers import run_layout
 
 from .test_checkpoint_formats import make_policy, update
 

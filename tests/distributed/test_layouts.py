@@ -12,7 +12,6 @@ import torch
 
 from bapo_megatron.algo.bapo import Bounds, balanced
 from bapo_megatron.algo.objective import contribution_fn, loss_fn, search
-from bapo_megatron.clipping import Clipping
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -22,8 +21,9 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
-from tests.models import random_samples, save_tiny_model
-from tests.workers import run_layout
+from bapo_megatron.trainer.clip_bounds import Clipping
+from tests.support.models import random_samples, save_tiny_model
+from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
 

@@ -15,8 +15,8 @@ from bapo_megatron.algo.objective import contribution_fn, loss_fn, search
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
-from tests.models import VOCAB, save_tiny_model
-from tests.workers import run_layout
+from tests.support.models import VOCAB, save_tiny_model
+from tests.support.workers import run_layout
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import balanced
-from bapo_megatron.clipping import Clipping
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -22,14 +21,15 @@ from bapo_megatron.config import (
     RunConfig,
 )
 from bapo_megatron.data.packing import samples_of
-from bapo_megatron.old_log_probs import with_old_log_probs
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.train import train_on
+from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.old_log_probs import with_old_log_probs
 from bapo_megatron.types import Group, Metrics, Prompt, Rollout, StepBatch
-from tests.metrics import known
-from tests.models import random_samples, save_tiny_model
-from tests.runs import run_of
-from tests.workers import run_layout
+from tests.support.metrics import known
+from tests.support.models import random_samples, save_tiny_model
+from tests.support.runs import run_of
+from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
 

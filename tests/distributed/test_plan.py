@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config import ParallelConfig
-from tests.measured import KINDS, Case, compare, save_model
+from tests.support.measured import KINDS, Case, compare, save_model
 
 pytestmark = pytest.mark.distributed
 

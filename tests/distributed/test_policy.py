@@ -10,11 +10,11 @@ import torch
 
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.hf.export import export_hf
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.state.export import export_hf
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
-from tests.models import random_samples, save_tiny_model, tiny_model
-from tests.workers import run_layout
+from tests.support.models import random_samples, save_tiny_model, tiny_model
+from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bapo_megatron.sync.broadcast import BroadcastError, WeightBroadcast
+from bapo_megatron.rollout.weight_sync.broadcast import BroadcastError, WeightBroadcast
 from bapo_megatron.types import BroadcastGroup, BucketSpec
 from benchmarks.receiver import ReceiverProcess
 

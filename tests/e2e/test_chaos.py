@@ -1,4 +1,4 @@
-"""A few harms of tests/chaos.py; more by ``python -m tests.chaos --minutes 60``."""
+"""A few harms of tests/support/chaos.py; more by ``python -m tests.support.chaos --minutes 60``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.sglang.process import sglang_python
-from tests.chaos import harm_and_check
+from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
+from tests.support.chaos import harm_and_check
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.distributed import free_port
+from bapo_megatron.runtime.distributed import free_port
 
 pytestmark = pytest.mark.e2e
 

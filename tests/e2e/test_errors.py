@@ -31,7 +31,7 @@ def no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a process group was made")
 
     monkeypatch.setattr(dist, "init_process_group", refuse)
-    monkeypatch.setattr("bapo_megatron.distributed.start_processes", refuse)
+    monkeypatch.setattr("bapo_megatron.runtime.distributed.start_processes", refuse)
 
 
 @pytest.fixture

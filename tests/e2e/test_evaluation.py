@@ -17,9 +17,9 @@ from bapo_megatron.data.prepare.options import DATA_FILE
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.model import model_digest
 from bapo_megatron.evaluation.responses import RESPONSES, SUMMARY
-from bapo_megatron.rollout.sglang.process import sglang_python
-from bapo_megatron.state.logs import read_jsonl
-from tests.processes import servers_of
+from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
+from bapo_megatron.runtime.jsonl_log import read_jsonl
+from tests.support.processes import servers_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

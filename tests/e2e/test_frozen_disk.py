@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.state.logs import read_jsonl
+from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.e2e.test_runs import ROOT, finish, start, wait_for_steps
-from tests.metrics import results
-from tests.small_disk import freezable_disk, freeze
+from tests.support.metrics import results
+from tests.support.small_disk import freezable_disk, freeze
 
 pytestmark = pytest.mark.e2e
 MINUTE_S = 60.0

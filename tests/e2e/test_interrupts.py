@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.state.logs import read_jsonl
+from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.e2e.test_runs import ROOT, check_like, exported, finish, start, wait_for_steps
-from tests.metrics import results
-from tests.processes import ranks_of
+from tests.support.metrics import results
+from tests.support.processes import ranks_of
 
 pytestmark = pytest.mark.e2e
 
@@ -116,7 +116,7 @@ def test_what_does_not_come_back_as_it_was_saved_is_not_trained_on(tmp_path: Pat
 
 def _sign(checkpoint: Path, name: str) -> None:
     """Make the manifest agree with a file that was changed."""
-    from bapo_megatron.state.pending import digest
+    from bapo_megatron.checkpoint.writer import digest
 
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"][name] = digest(checkpoint / name)
@@ -139,7 +139,7 @@ def test_a_run_that_hangs_prints_its_stacks_and_ends(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_thirty_kills_end_in_the_same_bits() -> None:
-    command = [sys.executable, "-m", "tests.campaign", "--kills", "30", "--seed", "5"]
+    command = [sys.executable, "-m", "tests.support.campaign", "--kills", "30", "--seed", "5"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "lost: 0. Results equal bit for bit." in done.stdout

@@ -17,12 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bapo_megatron.state.logs import read_jsonl
-from tests.accounts import check_run
-from tests.metrics import results
-from tests.processes import sampler_of
-from tests.raw_journal import keeping_logs
-from tests.small_disk import fill, small_disk
+from bapo_megatron.runtime.jsonl_log import read_jsonl
+from tests.support.accounts import check_run
+from tests.support.metrics import results
+from tests.support.processes import sampler_of
+from tests.support.raw_journal import keeping_logs
+from tests.support.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.e2e
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.sglang.process import sglang_python
-from bapo_megatron.state.logs import read_jsonl
-from tests.processes import servers_of
+from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
+from bapo_megatron.runtime.jsonl_log import read_jsonl
+from tests.support.processes import servers_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

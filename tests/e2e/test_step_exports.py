@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.state.logs import read_jsonl
+from bapo_megatron.runtime.jsonl_log import read_jsonl
 from checkpoints_tools import verify
 
 from .test_runs import finish, start

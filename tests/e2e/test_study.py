@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bapo_megatron.state.logs import read_jsonl
+from bapo_megatron.runtime.jsonl_log import read_jsonl
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -25,7 +25,7 @@ RECIPE = """
 from dataclasses import replace
 from pathlib import Path
 from bapo_megatron.config import RunConfig
-from bapo_megatron.recipe import load_recipe
+from bapo_megatron.config.recipe import load_recipe
 
 
 def recipe():

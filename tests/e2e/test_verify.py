@@ -17,13 +17,14 @@ import torch
 from megatron.core import parallel_state
 
 from bapo_megatron import cli
-from bapo_megatron.distributed import free_port
-from bapo_megatron.policy import attention, megatron
+from bapo_megatron.commands.verify.certificate import read_certificate, write_certificate
+from bapo_megatron.policy import megatron
+from bapo_megatron.policy.attention import core as attention
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.passes import Passes
+from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.types import TokenStats
-from bapo_megatron.verify.certificate import read_certificate, write_certificate
-from tests.models import save_tiny_model
+from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
 
@@ -37,7 +38,7 @@ SMALL = ["--tokens=600", "--longest=64", "--batch.pack-tokens=112"]
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process forked from one that has computed with several threads may use no more than one."""
-    monkeypatch.setattr("bapo_megatron.distributed.os.cpu_count", lambda: 1)
+    monkeypatch.setattr("bapo_megatron.runtime.distributed.os.cpu_count", lambda: 1)
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from bapo_megatron.algo import bapo, sums
 from bapo_megatron.algo.bounds import Bounds, BoundsConfig, Measure, Order, Share, Weight
-from tests import literal_bapo as literal
-from tests.literal_bapo import Token
+from tests.support import literal_bapo as literal
+from tests.support.literal_bapo import Token
 
 RANGES: list[dict[str, float]] = [
     {},  # the paper's

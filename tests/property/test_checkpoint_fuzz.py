@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from bapo_megatron.errors import ConfigError
 from checkpoints_tools import cli, inspect_checkpoint, reshard, to_megatron
-from checkpoints_tools.allow_list import load_pickle
-from checkpoints_tools.opening import open_checkpoint
-from checkpoints_tools.torch_zip import read_archive
-from tests.checkpoint_models import save_random_model
+from checkpoints_tools.archives.pickle_allow_list import load_pickle
+from checkpoints_tools.archives.torch_zip import read_archive
+from checkpoints_tools.formats.opening import open_checkpoint
+from tests.support.checkpoint_models import save_random_model
 
 FILES = [
     "torch_dist/.metadata",

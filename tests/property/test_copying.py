@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.errors import CheckpointError
-from checkpoints_tools import copying
-from checkpoints_tools.blocks import Block, BlockTensor
-from checkpoints_tools.copying import OpenFiles, copy_tensors
-from checkpoints_tools.number_types import to_bfloat16
-from checkpoints_tools.output_plan import holes
+from checkpoints_tools.core import copying
+from checkpoints_tools.core.blocks import Block, BlockTensor
+from checkpoints_tools.core.copying import OpenFiles, copy_tensors
+from checkpoints_tools.core.number_types import to_bfloat16
+from checkpoints_tools.core.output_plan import holes
 
 Rectangles = list[tuple[int, int, int, int]]
 

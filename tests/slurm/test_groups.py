@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from checkpoints_tools import verify
-from tests.checkpoint_models import save_random_model
 from tests.slurm.cluster.cluster import Cluster
 from tests.slurm.jobs import submit
 from tests.slurm.test_survival import ONE, stand_in, steps_made
+from tests.support.checkpoint_models import save_random_model
 
 pytestmark = pytest.mark.slurm
 TWO_AND_TWO = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", ":", "--nodes=2", "--gpus-per-node=8"]

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.cluster.run_logs import cancel, newest_logs, show_logs
-from bapo_megatron.cluster.status import read_status
-from bapo_megatron.cluster.status_text import render
-from bapo_megatron.cluster.submit import SubmitCommand, nemo_run_python
-from bapo_megatron.cluster.submit import submit as submit_run
+from bapo_megatron.commands.cluster.run_logs import cancel, newest_logs, show_logs
+from bapo_megatron.commands.cluster.status import read_status
+from bapo_megatron.commands.cluster.status_text import render
+from bapo_megatron.commands.cluster.submit import SubmitCommand, nemo_run_python
+from bapo_megatron.commands.cluster.submit import submit as submit_run
 from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.recipe import load_recipe
-from bapo_megatron.state.logs import read_jsonl
+from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.slurm.cluster.cluster import Cluster
 from tests.slurm.jobs import HERE, RECIPE, ROOT, Job, settings, submit
 from tests.slurm.test_survival import ONE, stand_in, steps_made

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from bapo_megatron.distributed import free_port
+from bapo_megatron.runtime.distributed import free_port
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,7 @@ def test_bounds_need_no_torch() -> None:
 
 def test_the_table_of_names_needs_no_torch() -> None:
     """The tools for checkpoints start at once and in little memory."""
-    script = "import sys, bapo_megatron.policy.hf_names; print({'torch', 'numpy'} & set(sys.modules))"
+    script = "import sys, bapo_megatron.hf.parameter_map; print({'torch', 'numpy'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"
 
 

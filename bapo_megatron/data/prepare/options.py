@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from bapo_megatron.config_checks import raise_problems
+from bapo_megatron.config.validation import raise_problems
 
 DATA_FILE, CARD_FILE, CARD_TEXT = "data.jsonl", "card.json", "README.md"
 """What a prepared folder holds."""

@@ -28,9 +28,9 @@ from bapo_megatron.data.prepare.filters import (
 from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
 from bapo_megatron.data.prepare.problems import Problem, problem_of
 from bapo_megatron.data.prepare.sources import Source, open_source
-from bapo_megatron.data.tokenizer import load_tokenizer
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.files import publish_folder
+from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.runtime.files import publish_folder
 
 Read = tuple[Source, int, Problem | RowError]
 """A source, the number of a row in it (the first is 0), and what the row is."""

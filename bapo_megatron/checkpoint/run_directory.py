@@ -1,0 +1,141 @@
+"""One run, one directory, one process that writes to it.
+
+run/  config.json  metrics.jsonl  updates.jsonl  events.jsonl  journal/  checkpoints/  tensorboard/
+      report/  export/  exports/
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.validation import flat
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.files import write_atomically
+
+FORMAT = 2
+"""Version of the directory's layout. A program that meets another refuses."""
+
+CHECKPOINT_NAME = re.compile(r"step_(\d{6,})(?:_update_(\d{3,}))?")
+"""Of a checkpoint's folder: finished steps, and updates of the step after them."""
+
+Change = tuple[str, Any, Any]
+"""A field's name, what it was, what it is."""
+
+# What may differ when a run is continued: how far, where, how fast, how it is shown, what it waits for; but
+# not what it computes. Names that end with a dot or an underscore stand for all that begin so.
+_STEPS = "steps"
+_MAY_CHANGE = (
+    *(_STEPS, "name", "run_dir", "allow_change", "hang_minutes"),
+    *("parallel.", "checkpoint.", "logging.", "evaluation.", "batch."),
+    *("algorithm.gap_", "algorithm.on_gap"),
+    *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),
+    *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps", "rollout.sglang."),
+)
+_MAY_NOT_CHANGE = ("rollout.sglang.on_update",)  # tokens after new weights attend to other keys and values
+
+
+def check_writable(directory: Path) -> None:
+    """ConfigError if the run directory cannot be made or written to."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / ".lock").touch()
+    except OSError as error:
+        raise ConfigError(f"the run directory {directory} cannot be written: {error}; name another") from None
+
+
+@contextmanager
+def only_writer(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock, or ConfigError if another process writes to the run."""
+    with (directory / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process is writing to the run {directory}; stop it first") from None
+        yield
+
+
+def check_same_run(config: RunConfig) -> None:
+    """ConfigError if the run directory belongs to a run that computes something else."""
+    stored = read_config(config.directory)
+    metrics = config.directory / "metrics.jsonl"
+    if stored is None or not metrics.exists() or metrics.stat().st_size == 0:
+        return  # no step was made yet: nothing to contradict
+    different = [change for change in changes(config, stored) if not _may_change(change[0], config)]
+    if different:
+        raise ConfigError(
+            f"the run {config.directory} was started with other settings:\n"
+            + "\n".join(f"{name}: {then!r} in the run, {now!r} now" for name, then, now in different)
+            + "\ngive them as they were to continue it, or another --run-dir to start anew\n"
+            + "to change them in this run: --allow-change "
+            + " ".join(name for name, *_ in different)
+        )
+
+
+def changes(config: RunConfig, stored: dict[str, Any]) -> list[Change]:
+    """Fields that differ from a stored configuration."""
+    ours = _as_json(config)
+    return [
+        (name, stored.get(name), ours.get(name))
+        for name in sorted(stored.keys() | ours.keys())
+        if stored.get(name) != ours.get(name)
+    ]
+
+
+def _may_change(name: str, config: RunConfig) -> bool:
+    if name in config.allow_change:
+        return True
+    if name == _STEPS and config.optimizer.decay != "constant":
+        return False  # a schedule that decays is stretched over the steps: with more it is another one
+    if name in _MAY_CHANGE:
+        return True
+    prefixes = tuple(allowed for allowed in _MAY_CHANGE if allowed.endswith((".", "_")))
+    return name.startswith(prefixes) and name not in _MAY_NOT_CHANGE
+
+
+def changed_settings(config: RunConfig) -> list[Change]:
+    """How the configuration differs from the one that is stored; of a new run not at all."""
+    before = read_config(config.directory)
+    return changes(config, before) if before else []
+
+
+def check_within_step(changed: list[Change], config: RunConfig) -> None:
+    """ConfigError if a step that a checkpoint has cut would go on in another way than it began."""
+    names = {name for name, *_ in changed} & set(config.allow_change)
+    if named := sorted(name for name in names if name.startswith("algorithm.") or name == "seed"):
+        raise ConfigError(
+            f"{', '.join(named)}: the newest checkpoint lies within a step, which must end as it began; "
+            "continue without the change until the next checkpoint, and change it then"
+        )
+
+
+def store_config(config: RunConfig) -> None:
+    """Write the resolved configuration into the run directory."""
+    stored = {"format": FORMAT, "config": _as_json(config)}
+    write_atomically(config.directory / "config.json", json.dumps(stored, indent=2) + "\n")
+
+
+def read_config(directory: Path) -> dict[str, Any] | None:
+    """The stored configuration by dotted names; None if the directory holds no run."""
+    path = directory / "config.json"
+    if not path.exists():
+        return None
+    try:
+        stored = json.loads(path.read_text())
+        version, config = stored["format"], stored["config"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error!r}") from None
+    if version != FORMAT:
+        raise ConfigError(f"{path} has run format {version}, this version of the program reads {FORMAT}")
+    return dict(config)
+
+
+def _as_json(config: RunConfig) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(json.dumps(flat(config), default=str))
+    return values

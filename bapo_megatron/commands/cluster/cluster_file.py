@@ -1,0 +1,191 @@
+"""What a cluster is like: a TOML file, checked before anything is submitted."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from typeguard import TypeCheckError, check_type
+
+from bapo_megatron.commands.plan.hardware import GPUS
+from bapo_megatron.errors import ConfigError
+
+_TIME = re.compile(r"(\d+-)?\d{1,3}(:\d\d){1,2}|\d+-\d{1,2}|\d+")
+_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """How often a job may come back, for each kind of end."""
+
+    crash: int = 5
+    preemption: int = 100
+    time_limit: int = 500
+    node_failure: int = 20
+
+
+@dataclass(frozen=True)
+class Health:
+    """What a node must have before a run starts on it."""
+
+    probe: str = "on"
+    """`on` or `off`."""
+    memory_gb: float = 1.0
+    disk_gb: float = 1.0
+    clock_s: float = 5.0
+    """Largest difference between clocks."""
+    wait_s: int = 180
+    """Longest wait for the whole probe."""
+
+
+@dataclass(frozen=True)
+class ClusterFile:
+    """One file of `slurm/clusters/`. Times in seconds unless their name says otherwise."""
+
+    account: str
+    partition: str
+    time: str
+    """As `sbatch --time` takes it."""
+    gpus_per_node: int
+    gpu: str | None = None
+    """Kind of GPU for the verdict of `bapo plan`; None: no verdict."""
+    qos: str | None = None
+    constraint: str | None = None
+    trainer_nodes: int | None = None
+    """None: as many as the recipe's layout needs."""
+    rollout_nodes: int = 0
+    """Nodes of SGLang servers beside the trainer's; 0: the recipe's own servers, or none."""
+    tasks_per_node: int | None = None
+    """Trainer processes on a node. None: one for each GPU."""
+    servers_per_node: int | None = None
+    """SGLang servers on a rollout node. None: `gpus_per_node` / `rollout.sglang.tensor`."""
+    cpus_per_task: int | None = None
+    mem: str | None = None
+    """Of a node, as `sbatch --mem` takes it."""
+    exclusive: bool = False
+    container: str | None = None
+    """Image for pyxis; None: no container."""
+    mounts: tuple[str, ...] = ()
+    """HOST:CONTAINER, for pyxis."""
+    modules: tuple[str, ...] = ()
+    """Environment modules."""
+    python: str = "python"
+    """Interpreter with bapo-megatron on the nodes, inside the container if there is one."""
+    sglang_python: str | None = None
+    """Interpreter of SGLang's environment there."""
+    lead_s: int = 600
+    """Before the time limit, when the ranks are told to save and stop."""
+    margin_s: int = 30
+    """Before the time limit, when saving is given up."""
+    wait_s: int = 900
+    """For the other ranks, once the first has ended."""
+    crash_wait_s: int = 60
+    """For the other ranks, once one has failed: those that wait for it would wait for hours."""
+    engines_wait_s: int = 1200
+    """For the rollout servers; then the run starts with those that are there."""
+    look_s: int = 10
+    """Between two looks at the rollout servers."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of every task."""
+    sbatch: dict[str, str] = field(default_factory=dict)
+    """More flags of sbatch, for every group."""
+    budgets: Budgets = field(default_factory=Budgets)
+    health: Health = field(default_factory=Health)
+
+
+def load_cluster(path: Path) -> ClusterFile:
+    """The file at ``path``. ConfigError with everything that is wrong in it."""
+    try:
+        found = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"cluster file {path} does not exist; slurm/clusters/ has examples") from None
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cluster file {path} cannot be read: {error}") from None
+    problems = list(_problems(ClusterFile, found, ""))
+    if not problems:
+        cluster = _build(found)
+        problems = list(_mistakes(cluster))
+    if problems:
+        raise ConfigError("\n".join(f"cluster file {path}: {problem}" for problem in problems))
+    return cluster
+
+
+def _build(found: Mapping[str, Any]) -> ClusterFile:
+    values = dict(found)
+    for name, kind in (("budgets", Budgets), ("health", Health)):
+        if name in values:
+            values[name] = kind(**values[name])
+    for name in ("mounts", "modules"):
+        values[name] = tuple(values.get(name, ()))
+    return ClusterFile(**values)
+
+
+def _problems(kind: type, found: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Unknown and missing names, and values of another type."""
+    hints = get_type_hints(kind)
+    fields = {item.name: item for item in dataclasses.fields(kind)}
+    for name, value in found.items():
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 1, 0.5)
+            known = f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(fields)}"
+            yield f"{prefix}{name} is unknown; {known}"
+        elif dataclasses.is_dataclass(hints[name]) and isinstance(value, dict):
+            yield from _problems(hints[name], value, f"{prefix}{name}.")
+        else:
+            yield from _wrong_type(f"{prefix}{name}", value, hints[name])
+    for name, item in fields.items():
+        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        if required and name not in found:
+            yield f"{prefix}{name} is missing"
+
+
+def _wrong_type(name: str, value: Any, hint: Any) -> Iterator[str]:
+    given = tuple(value) if isinstance(value, list) else value
+    if isinstance(value, bool) and hint in (int, int | None, float):  # which Python takes for a number
+        given = str(value)
+    try:
+        check_type(given, hint)
+    except TypeCheckError as error:
+        yield f"{name} = {value!r}: {error}"
+
+
+def _mistakes(cluster: ClusterFile) -> Iterator[str]:
+    """What is of the right type, and wrong."""
+    if not _TIME.fullmatch(cluster.time):
+        yield f"time = {cluster.time!r} is no time; write it as HH:MM:SS or D-HH:MM:SS"
+    if cluster.gpu is not None and cluster.gpu not in GPUS:
+        near = difflib.get_close_matches(cluster.gpu, GPUS, 1, 0.3)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(GPUS)}"
+        yield f"gpu = {cluster.gpu!r} is unknown; {hint}"
+    for name, least in _LEAST.items():
+        value = getattr(cluster, name)
+        if value is not None and value < least:
+            yield f"{name} = {value} must be at least {least}"
+    for name, value in (*vars(cluster.budgets).items(), ("wait_s", cluster.health.wait_s)):
+        if value < 0:
+            yield f"{'health' if name == 'wait_s' else 'budgets'}.{name} = {value} must be at least 0"
+    if cluster.margin_s >= cluster.lead_s:
+        yield f"margin_s = {cluster.margin_s} must be below lead_s = {cluster.lead_s}, the time to save"
+    if cluster.health.probe not in ("on", "off"):
+        yield f"health.probe = {cluster.health.probe!r} must be on or off"
+    for mount in cluster.mounts:
+        if ":" not in mount:
+            yield f"mounts: {mount!r} must be HOST:CONTAINER"
+    if cluster.mounts and cluster.container is None:
+        yield "mounts are of a container, and there is none: set container, or leave them out"
+    for name in cluster.environment:
+        if not _NAME.fullmatch(name):
+            yield f"environment.{name}: NeMo-Run writes names of variables in capitals; write it so"
+
+
+_LEAST = {
+    "gpus_per_node": 0, "trainer_nodes": 1, "rollout_nodes": 0, "tasks_per_node": 1, "servers_per_node": 1,
+    "cpus_per_task": 1, "lead_s": 1, "margin_s": 0, "wait_s": 1, "crash_wait_s": 1, "engines_wait_s": 1,
+    "look_s": 1,
+}  # fmt: skip

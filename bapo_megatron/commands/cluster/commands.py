@@ -1,0 +1,84 @@
+"""The commands of the cluster, from their arguments to what they print."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bapo_megatron.errors import refuse_arguments
+
+_WATCH_S = 5.0
+
+_PATIENCE_S = 30.0
+"""With the file system of a run; longer than Slurm is waited for."""
+
+
+def submit_command(arguments: Sequence[str]) -> None:
+    """``bapo submit``."""
+    import tyro
+
+    from bapo_megatron.commands.cluster.submit import USAGE, SubmitCommand, submit
+    from bapo_megatron.config import RunConfig
+    from bapo_megatron.config.recipe import load_recipe
+
+    if {"-h", "--help"} & set(arguments):
+        print(f"{USAGE}\n\n`bapo train RECIPE --help` lists the flags; docs/operations.md the cluster file.")
+        return
+    command = SubmitCommand.of(arguments)
+    config = tyro.cli(
+        RunConfig,
+        prog=f"bapo submit {command.recipe}",
+        default=load_recipe(command.recipe, RunConfig),
+        args=list(command.flags),
+    )
+    print(submit(command, config), end="")
+
+
+def status_command(arguments: Sequence[str]) -> None:
+    """``bapo status RUN [--watch]``."""
+    from bapo_megatron.commands.cluster.status import read_status
+    from bapo_megatron.commands.cluster.status_text import render
+    from bapo_megatron.runtime.deadline import NoAnswer, within
+
+    run, switches = _run_and_switches("status", arguments, "--watch")
+    while True:
+        try:
+            text = within(_PATIENCE_S, lambda: render(read_status(run)))
+        except NoAnswer:
+            text = f"{run} has not answered for {_PATIENCE_S:g} s: its file system hangs\n"
+            if "--watch" not in switches:
+                sys.exit(text.rstrip())
+        if "--watch" not in switches:
+            print(text, end="")
+            return
+        # Clear what is there, and begin at the top.
+        sys.stdout.write(f"\x1b[H\x1b[2J{text}" if sys.stdout.isatty() else f"{text}\n")
+        sys.stdout.flush()
+        time.sleep(_WATCH_S)
+
+
+def logs_command(arguments: Sequence[str]) -> None:
+    """``bapo logs RUN [--follow] [--all]``."""
+    from bapo_megatron.commands.cluster.run_logs import follow_logs, show_logs
+
+    run, switches = _run_and_switches("logs", arguments, "--follow", "--all")
+    (follow_logs if "--follow" in switches else show_logs)(run, sys.stdout, "--all" in switches)
+
+
+def cancel_command(arguments: Sequence[str]) -> None:
+    """``bapo cancel RUN [--now]``."""
+    from bapo_megatron.commands.cluster.run_logs import cancel
+
+    run, switches = _run_and_switches("cancel", arguments, "--now")
+    print(cancel(run, "--now" in switches))
+
+
+def _run_and_switches(command: str, arguments: Sequence[str], *known: str) -> tuple[Path, set[str]]:
+    switches = {word for word in arguments if word.startswith("-")}
+    names = [word for word in arguments if not word.startswith("-")]
+    if len(names) != 1 or switches - set(known):
+        usage = " ".join(["usage: bapo", command, "RUN", *(f"[{name}]" for name in known)])
+        refuse_arguments(arguments, f"{usage}, with the directory of a run")
+    return Path(names[0]), switches

@@ -1,0 +1,199 @@
+"""A recipe on a cluster as a job: its groups, its settings, and whether it can work."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.commands.cluster.cluster_file import ClusterFile
+from bapo_megatron.commands.plan.job import Job, find_shape
+from bapo_megatron.commands.plan.options import PlanOptions
+from bapo_megatron.commands.plan.plan import make_plan
+from bapo_megatron.config import RunConfig
+from bapo_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """What is submitted."""
+
+    config: RunConfig
+    cluster: ClusterFile
+    recipe: Path
+    flags: tuple[str, ...]
+    """Of `bapo train`, as they were given."""
+    root: Path
+    """Where relative paths of the recipe begin: the folder of the submission."""
+    templates: Path
+    """`slurm/` of the checkout."""
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Trainer processes on a node."""
+        return self.cluster.tasks_per_node or max(1, self.cluster.gpus_per_node)
+
+    @property
+    def trainer_nodes(self) -> int:
+        """Nodes that train."""
+        replicas = self.config.parallel.data or 1
+        needed = -(-self.config.parallel.model_size * replicas // self.tasks_per_node)
+        return self.cluster.trainer_nodes or needed
+
+    @property
+    def processes(self) -> int:
+        """Ranks of the trainer."""
+        return self.trainer_nodes * self.tasks_per_node
+
+    @property
+    def servers_per_node(self) -> int:
+        """SGLang servers on a rollout node."""
+        tensor = self.config.rollout.sglang.tensor
+        return self.cluster.servers_per_node or max(1, self.cluster.gpus_per_node // tensor)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory, absolute."""
+        return self.root / self.config.directory
+
+    def problems(self) -> Iterator[str]:
+        """Why the job cannot be what the recipe wants."""
+        size, data = self.config.parallel.model_size, self.config.parallel.data
+        if self.processes % size:
+            yield (
+                f"{self.trainer_nodes} trainer nodes of {self.tasks_per_node} tasks are {self.processes} "
+                f"processes, no multiple of the {size} that hold one replica (parallel.tensor x pipeline x "
+                f"context): change trainer_nodes in the cluster file, or the layout"
+            )
+        elif data is not None and data * size != self.processes:
+            yield (
+                f"parallel.data={data} needs {data * size} processes, and {self.trainer_nodes} nodes have "
+                f"{self.processes}: change trainer_nodes in the cluster file, or leave parallel.data out"
+            )
+        tensor = self.config.rollout.sglang.tensor
+        if self.cluster.rollout_nodes and self.cluster.gpus_per_node % tensor and tensor > 1:
+            yield (
+                f"rollout.sglang.tensor={tensor} does not divide gpus_per_node={self.cluster.gpus_per_node} "
+                f"of the cluster file"
+            )
+        if self.cluster.rollout_nodes and self.config.rollout.sglang.urls:
+            yield "rollout.sglang.urls names servers, and the job starts others: set rollout_nodes = 0"
+
+        for path in (self.root, self.templates, self.run_dir, self.recipe):
+            if "/nemo_run" in str(path):
+                yield f"{path}: NeMo-Run replaces /nemo_run in every path; rename the folder"
+
+    def warnings(self) -> Iterator[str]:
+        """What works, and may surprise."""
+        if self.cluster.rollout_nodes and 1 in (self.trainer_nodes, self.cluster.rollout_nodes):
+            yield (
+                "a group of this heterogeneous job has one node: when it is lost Slurm takes the whole job "
+                "back (docs/operations.md); two nodes in each group go on without one rollout node"
+            )
+
+    def misfits(self) -> list[str]:
+        """Why the recipe does not fit the cluster's GPUs, as `bapo plan` reckons; nothing without a `gpu`."""
+        if self.cluster.gpu is None:
+            return []
+        replicas = self.processes // self.config.parallel.model_size
+        parallel = dataclasses.replace(self.config.parallel, data=max(1, replicas))
+        run = dataclasses.replace(self.config, parallel=parallel)
+        engine_gpus = self.cluster.rollout_nodes * self.cluster.gpus_per_node or None
+        options = PlanOptions(
+            gpu=self.cluster.gpu,  # type: ignore[arg-type]  # checked when the file was read
+            engine_gpus=engine_gpus,
+        )
+        plan = make_plan(Job(run, find_shape(self.recipe, run.model.hf_path), options))
+        engines = plan.engine_misfit() if self.cluster.rollout_nodes else None
+        return [*plan.misfits(), *([engines] if engines else [])]
+
+    def arguments(self) -> str:
+        """Recipe and flags as one line of shell."""
+        # The run directory comes again, last and absolute: nodes may see another working directory.
+        words = [str(self.recipe), *self.flags, "--run-dir", str(self.run_dir)]
+        return shlex.join(words)
+
+    def settings(self) -> dict[str, str]:
+        """Variables of `slurm/lib/settings.sh`, and those of the cluster file."""
+        cluster, budgets, health = self.cluster, self.cluster.budgets, self.cluster.health
+        tensor = self.config.rollout.sglang.tensor
+        found = {
+            "BAPO_ROOT": self.root,
+            "BAPO_SLURM": self.templates,
+            "BAPO_PYTHON": cluster.python,
+            "BAPO_MODULES": " ".join(cluster.modules),
+            "BAPO_LEAD_S": cluster.lead_s,
+            "BAPO_MARGIN_S": cluster.margin_s,
+            "BAPO_WAIT_S": cluster.wait_s,
+            "BAPO_CRASH_WAIT_S": cluster.crash_wait_s,
+            "BAPO_MAX_CRASHES": budgets.crash,
+            "BAPO_MAX_PREEMPTIONS": budgets.preemption,
+            "BAPO_MAX_TIME_LIMITS": budgets.time_limit,
+            "BAPO_MAX_NODE_FAILURES": budgets.node_failure,
+            "BAPO_SERVERS_PER_NODE": self.servers_per_node,
+            "BAPO_SERVER_GPUS": tensor,
+            "BAPO_ENGINES_WAIT_S": cluster.engines_wait_s,
+            "BAPO_LOOK_S": cluster.look_s,
+            "BAPO_HEALTH": health.probe,
+            "BAPO_HEALTH_WAIT_S": health.wait_s,
+            "BAPO_HEALTH_FLAGS": (
+                f"--memory-gb {health.memory_gb:g} --disk-gb {health.disk_gb:g} --clock-s {health.clock_s:g}"
+            ),
+        }
+        if cluster.container is not None:
+            found |= {"BAPO_CONTAINER": cluster.container, "BAPO_MOUNTS": ",".join(cluster.mounts)}
+        if cluster.sglang_python is not None:
+            found["BAPO_SGLANG_PYTHON"] = cluster.sglang_python
+        return {name: str(value) for name, value in found.items()} | cluster.environment
+
+    def groups(self) -> Sequence[dict[str, Any]]:
+        """The trainer's nodes, then those of the rollout servers."""
+        roles = [("trainer", self.trainer_nodes, self.tasks_per_node)]
+        if self.cluster.rollout_nodes:
+            roles.append(("rollout", self.cluster.rollout_nodes, 1))
+        return [{"role": role, "nodes": nodes, "tasks": tasks} for role, nodes, tasks in roles]
+
+    def specification(self) -> dict[str, Any]:
+        """All that `slurm/launch.py` needs, as plain values."""
+        cluster = self.cluster
+        return {
+            "name": f"bapo-{self.config.name}",
+            "run": str(self.run_dir),
+            "root": str(self.root),
+            "templates": str(self.templates),
+            "arguments": self.arguments(),
+            "groups": list(self.groups()),
+            "settings": self.settings(),
+            "gpus_per_node": cluster.gpus_per_node,
+            "lead_s": cluster.lead_s,
+            "slurm": {
+                "account": cluster.account,
+                "partition": cluster.partition,
+                "time": cluster.time,
+                "qos": cluster.qos,
+                "constraint": cluster.constraint,
+                "cpus_per_task": cluster.cpus_per_task,
+                "mem": cluster.mem,
+                "exclusive": cluster.exclusive or None,
+            },
+            "sbatch": cluster.sbatch,
+            "container": cluster.container,
+            "mounts": list(cluster.mounts),
+        }
+
+
+def check_job(job: ClusterJob, force: bool) -> list[str]:
+    """ConfigError if the job cannot work. Returns warnings, with ``force`` also what does not fit."""
+    if found := list(job.problems()):
+        raise ConfigError("\n".join(found))
+    misfits = job.misfits()
+    if misfits and not force:
+        raise ConfigError(
+            f"{job.recipe} does not fit {job.cluster.gpu}:\n"
+            + "\n".join(misfits)
+            + "\n`bapo plan` shows the smallest changes that make it fit; --force submits it all the same"
+        )
+    return [*job.warnings(), *misfits]

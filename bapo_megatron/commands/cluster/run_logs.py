@@ -1,0 +1,94 @@
+"""The logs of a run's newest start, and the end of a run on request."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from bapo_megatron.commands.cluster.slurm_client import SlurmError, call, queue_state, read_job_state
+from bapo_megatron.commands.cluster.status import writer
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.files import write_atomically
+
+_LINES = 40
+
+
+def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
+    """job.log, the first rank's and the rollout servers' logs of the newest start; all ranks' if asked."""
+    starts = [folder for folder in run.glob("logs/*/*") if folder.is_dir() and folder.name.isdigit()]
+    if not starts:
+        return sorted(run.glob("logs/*.log"))
+    folder = max(starts, key=lambda one: (_number(one.parent.name), int(one.name)))
+    logs = [path for path in sorted(folder.glob("*.log")) if not path.name.startswith(".")]
+    return [path for path in logs if every_rank or _is_shown(path.name)]
+
+
+def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
+    """The end of each log."""
+    logs = newest_logs(run, every_rank)
+    if not logs:
+        raise ConfigError(f"{run} has no logs: a run that was started by hand writes to its terminal")
+    for path in logs:
+        lines = path.read_text(errors="replace").splitlines()
+        out.write(f"==> {path.relative_to(run)} <==\n")
+        out.write("".join(f"{line}\n" for line in lines[-_LINES:]))
+
+
+def follow_logs(
+    run: Path, out: TextIO, every_rank: bool = False, goes_on: Callable[[], bool] = lambda: True
+) -> None:
+    """What is written from now on, also by later starts, until interrupted."""
+    show_logs(run, out, every_rank)
+    seen = {path: path.stat().st_size for path in newest_logs(run, every_rank)}
+    last: Path | None = None
+    while goes_on():
+        time.sleep(0.5)
+        for path in newest_logs(run, every_rank):
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                file.seek(seen.get(path, 0) if size >= seen.get(path, 0) else 0)
+                text = file.read().decode(errors="replace")
+            seen[path] = size
+            if not text:
+                continue
+            if path != last:
+                out.write(f"==> {path.relative_to(run)} <==\n")
+                last = path
+            out.write(text)
+            out.flush()
+
+
+def cancel(run: Path, at_once: bool = False) -> str:
+    """End the run: it saves first, unless ``at_once``. Says what was done."""
+    if not run.is_dir():
+        raise ConfigError(f"run directory {run} does not exist")
+    job = read_job_state(run)
+    queued = queue_state(job.job) if job else None
+    state = queued[0] if queued else ""
+    if job is not None and state:
+        try:
+            if at_once or state != "RUNNING":
+                call("scancel", job.job)
+                return f"job {job.job} is cancelled"
+            # The job's shell looks for this file when its ranks have saved, and does not requeue.
+            write_atomically(run / "stop", "bapo cancel\n")
+            call("scancel", "--batch", "--signal=USR1", job.job)
+        except SlurmError as error:
+            raise ConfigError(f"job {job.job} could not be cancelled: {error}") from None
+        return f"job {job.job} is told to save and stop; `bapo status {run}` shows when it has"
+    if (pid := writer(run)) is not None:
+        os.kill(pid, signal.SIGKILL if at_once else signal.SIGTERM)
+        return f"process {pid} is told to {'end' if at_once else 'stop'}"
+    raise ConfigError(f"{run} is not running here, and no job of it is in the queue")
+
+
+def _is_shown(name: str) -> bool:
+    return name.startswith(("job", "rollout")) or (name.startswith("trainer") and name.endswith("-0.log"))
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdigit() else -1

@@ -1,0 +1,173 @@
+"""How a run is: read from its directory, and from Slurm where there is one. Nothing is changed or locked."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.checkpoint.run_directory import CHECKPOINT_NAME, read_config
+from bapo_megatron.commands.cluster.slurm_client import JobState, queue_state, read_job_state
+from bapo_megatron.errors import ConfigError
+
+FRESH_S = 60.0
+"""A server renews its entry in RUN/engines more often than this, or is gone."""
+_TAIL_BYTES = 1 << 18
+_TROUBLE = (
+    *(
+        "job_stopped",
+        "job_requeue",
+        "job_requeued_by_slurm",
+        "nodes_excluded",
+        "save_given_up",
+        "ranks_ended",
+        "engines_missing",
+    ),
+    *("rollout_lost", "server_ended", "engine_lost", "engine_gap", "sampler_died", "broadcast_failed"),
+    "export_failed",
+)
+_WORDS = ("cause", "why", "reason", "message", "engine", "server", "nodes")
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a person wants to know. None where nothing is known."""
+
+    run: Path
+    job: JobState | None
+    """None: never started by Slurm."""
+    state: str
+    """Of the job, or of the local process, in words."""
+    seconds_left: float | None
+    step: int
+    steps: int | None
+    metrics: dict[str, Any]
+    checkpoint: int | None
+    checkpoint_age_s: float | None
+    engines: tuple[int, int] | None
+    """Alive, and known: of RUN/engines, or by what the sampler said last."""
+    trouble: str | None
+    """The last event of a bad kind."""
+    trouble_age_s: float | None
+
+
+def read_status(run: Path, now: float | None = None) -> Status:
+    """The present status. ConfigError if ``run`` is no run directory."""
+    now = time.time() if now is None else now
+    if not run.is_dir() or not any(
+        (run / name).exists() for name in ("config.json", "slurm.state", "events.jsonl")
+    ):
+        raise ConfigError(f"{run} is no run directory: it has neither config.json nor slurm.state")
+    job = read_job_state(run)
+    metrics = next(tail_rows(run / "metrics.jsonl"), {})
+    config = read_config(run) or {}
+    saved = newest_checkpoint(run)
+    trouble = next((row for row in tail_rows(run / "events.jsonl") if row.get("kind") in _TROUBLE), None)
+    running = job is not None and job.status == "running" and job.end > 0
+    return Status(
+        run=run,
+        job=job,
+        state=_state(run, job),
+        seconds_left=job.end - now if job and running else None,
+        step=int(metrics.get("step", 0)),
+        steps=config.get("steps"),
+        metrics=metrics,
+        checkpoint=saved[0] if saved else None,
+        checkpoint_age_s=now - saved[1] if saved else None,
+        engines=_engines(run, metrics, now),
+        trouble=_told(trouble) if trouble else None,
+        trouble_age_s=_age(trouble, now) if trouble else None,
+    )
+
+
+def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The last rows of a log, newest first, as far as they lie in its end; without what is torn."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def newest_checkpoint(run: Path) -> tuple[int, float] | None:
+    """Last finished step, and time, of the newest checkpoint with a manifest, which is written last."""
+    found = []
+    for manifest in run.glob("checkpoints/step_*/manifest.json"):
+        if match := CHECKPOINT_NAME.fullmatch(manifest.parent.name):
+            found.append((int(match[1]), int(match[2] or 0), manifest.stat().st_mtime))
+    step, _, time_s = max(found, default=(None, 0, 0.0))
+    return None if step is None else (step, time_s)
+
+
+def writer(run: Path, locks: Path = Path("/proc/locks")) -> int | None:
+    """The process on this machine that holds the run's lock.
+
+    Looked up, not tried: to hold the lock for a moment could make a run that begins refuse to.
+    """
+    try:
+        inode = (run / ".lock").stat().st_ino
+        lines = locks.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        # 1: FLOCK  ADVISORY  WRITE 4711 fe:00:123456 0 EOF
+        words = line.split()
+        if len(words) > 5 and words[1] == "FLOCK" and words[5].split(":")[-1] == str(inode):
+            return int(words[4])
+    return None
+
+
+def _state(run: Path, job: JobState | None) -> str:
+    pid = writer(run)
+    if job is None:
+        return f"running here, process {pid}" if pid else "not running"
+    queued = queue_state(job.job)
+    if queued is None:
+        return f"{job.status} (Slurm does not answer here)"
+    state, reason = queued
+    if state in ("RUNNING", "PENDING", "COMPLETING", "CONFIGURING", "SUSPENDED"):
+        return f"{state} ({reason})" if reason else state
+    if job.status == "running":
+        return f"{state or 'not in the queue'}; it ended without a word"
+    return job.status
+
+
+def _engines(run: Path, metrics: dict[str, Any], now: float) -> tuple[int, int] | None:
+    files = list((run / "engines").glob("*.json"))
+    if files:
+        return sum(_answers(file, now) for file in files), len(files)
+    alive = metrics.get("sampler/engines")
+    return None if alive is None else (int(alive), int(alive))
+
+
+def _answers(file: Path, now: float) -> bool:
+    try:
+        return now - file.stat().st_mtime < FRESH_S and json.loads(file.read_text())["state"] == "ready"
+    except (OSError, ValueError, KeyError):  # it is being replaced
+        return False
+
+
+def _told(row: dict[str, Any]) -> str:
+    told = [str(row[name]) for name in _WORDS if row.get(name) not in (None, "")]
+    return ": ".join([row["kind"].replace("_", " "), *told])
+
+
+def _age(row: dict[str, Any], now: float) -> float | None:
+    try:
+        return now - datetime.fromisoformat(row["time"]).astimezone(UTC).timestamp()
+    except (KeyError, ValueError):
+        return None

@@ -1,0 +1,103 @@
+"""``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [flags of bapo train]``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from bapo_megatron.commands.cluster.cluster_file import load_cluster
+from bapo_megatron.commands.cluster.job import ClusterJob, check_job
+from bapo_megatron.config import RunConfig
+from bapo_megatron.errors import ConfigError
+
+USAGE = "usage: bapo submit RECIPE --cluster FILE [--dry-run] [--force] [flags of bapo train]"
+PYTHON_VARIABLE = "BAPO_NEMO_RUN_PYTHON"
+_TEMPLATES = Path(__file__).parents[3] / "slurm"
+
+
+@dataclass(frozen=True)
+class SubmitCommand:
+    """What was asked for."""
+
+    recipe: Path
+    cluster: Path
+    dry_run: bool
+    force: bool
+    flags: tuple[str, ...]
+    """The rest, for `bapo train`."""
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> SubmitCommand:
+        """From the command line."""
+        if not arguments or arguments[0].startswith("-"):
+            raise ConfigError(f"{USAGE}; the recipe comes first")
+        cluster: str | None = None
+        switches: set[str] = set()
+        flags: list[str] = []
+        rest = iter(arguments[1:])
+        for word in rest:
+            if word in ("--dry-run", "--force"):
+                switches.add(word)
+            elif word == "--cluster":
+                cluster = next(rest, None)
+            elif word.startswith("--cluster="):
+                cluster = word.partition("=")[2]
+            else:
+                flags.append(word)
+        if not cluster:
+            raise ConfigError(f"{USAGE}; slurm/clusters/ has examples of FILE")
+        return cls(
+            Path(arguments[0]), Path(cluster), "--dry-run" in switches, "--force" in switches, tuple(flags)
+        )
+
+
+def submit(command: SubmitCommand, config: RunConfig) -> str:
+    """The job's id; with ``dry_run`` the script that would be submitted."""
+    if not _TEMPLATES.is_dir():
+        raise ConfigError(
+            f"{_TEMPLATES} does not exist: `bapo submit` works from a checkout of the project, installed "
+            f"with `pip install -e`"
+        )
+    config.check()
+    recipe = command.recipe.absolute()
+    job = ClusterJob(config, load_cluster(command.cluster), recipe, command.flags, Path.cwd(), _TEMPLATES)
+    for warning in check_job(job, command.force):
+        print(f"warning: {warning}", file=sys.stderr)
+    return launch(job, command.dry_run)
+
+
+def launch(job: ClusterJob, dry_run: bool) -> str:
+    """Run `slurm/launch.py`, which alone knows NeMo-Run, with an interpreter that has it."""
+    if not dry_run:
+        (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    command = [nemo_run_python(), str(job.templates / "launch.py"), *(["--dry-run"] if dry_run else [])]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    found = subprocess.run(
+        command, input=json.dumps(job.specification()), capture_output=True, text=True, env=environment
+    )
+    if found.returncode:
+        raise ConfigError(f"the job was not submitted:\n{(found.stderr or found.stdout).strip()}")
+    return found.stdout
+
+
+def nemo_run_python(here: Callable[[str], object] = find_spec) -> str:
+    """An interpreter with NeMo-Run: the one that is named, this one, or that of `make nemo-run`."""
+    if named := os.environ.get(PYTHON_VARIABLE):
+        if not Path(named).is_file():
+            raise ConfigError(f"{PYTHON_VARIABLE}={named} does not exist")
+        return named
+    if here("nemo_run") is not None:
+        return sys.executable
+    own = _TEMPLATES.parent / ".venv-nemo-run/bin/python"
+    if own.is_file():
+        return str(own)
+    raise ConfigError(
+        f"NeMo-Run is not installed: `make nemo-run` installs it into .venv-nemo-run; an environment "
+        f"elsewhere is named by {PYTHON_VARIABLE}. `sbatch slurm/train.sbatch` needs none of it"
+    )

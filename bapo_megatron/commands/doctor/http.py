@@ -1,0 +1,54 @@
+"""GET with a deadline for the whole answer, and without proxies, which the run does not use either."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+from bapo_megatron.commands.doctor.child import one_line, within
+
+DEADLINE_S = 10.0
+_MOST_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one call. ``status`` is None if there was none, then ``body`` says why."""
+
+    status: int | None
+    body: Any
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The JSON object that came with status 200; else an empty one."""
+        return self.body if self.status == 200 and isinstance(self.body, dict) else {}
+
+
+def get(url: str, deadline_s: float = DEADLINE_S) -> Answer:
+    """What ``url`` answers. Never raises."""
+    try:
+        return within(deadline_s, lambda: _get(url, deadline_s))
+    except urllib.error.URLError as error:
+        return Answer(None, one_line(error.reason))
+    except Exception as error:  # whatever answers there may speak another language
+        return Answer(None, one_line(error))
+
+
+def _get(url: str, deadline_s: float) -> Answer:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=deadline_s) as response:
+            return Answer(response.status, _parsed(response.read(_MOST_BYTES)))
+    except urllib.error.HTTPError as error:
+        with error:
+            return Answer(error.code, _parsed(error.read(_MOST_BYTES)))
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body.decode(errors="replace")

@@ -1,0 +1,153 @@
+"""What the machine has, and what it grants to this user."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bapo_megatron.commands.doctor.child import one_line, within
+from bapo_megatron.commands.doctor.rows import Row
+
+SECTION = "machine"
+DISK_DEADLINE_S = 10.0
+"""A network file system whose server is gone answers never."""
+SHARED_MEMORY_MB = 1024
+"""Of /dev/shm. NCCL and gloo meet there; containers have 64 MB unless told otherwise."""
+OPEN_FILES = 4096
+"""Sockets of requests in flight, shards, logs; the usual limit of 1,024 is reached by a large batch."""
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where a run writes, and how much."""
+
+    directory: Path = Path("runs")
+    needed_gb: float | None = None
+    """None where no recipe says."""
+
+
+def machine_rows(disk: Disk | None = None) -> Iterator[Row]:
+    """All rows of this machine."""
+    yield Row(SECTION, "cores", "ok", str(len(os.sched_getaffinity(0))))
+    yield memory_row()
+    yield shared_memory_row(Path("/dev/shm"))
+    yield open_files_row(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield locked_memory_row(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_infiniband())
+    yield from disk_rows(disk or Disk())
+
+
+def memory_row() -> Row:
+    """The memory of the machine, and the limit of this process's control group if that is lower."""
+    total_kb = int(_field(Path("/proc/meminfo"), "MemTotal:"))
+    available_kb = int(_field(Path("/proc/meminfo"), "MemAvailable:"))
+    found = f"{total_kb * 1024 / _GB:.0f} GB, {available_kb * 1024 / _GB:.0f} GB available"
+    limit = control_group_limit()
+    if limit is not None and limit < total_kb * 1024:
+        found += f"; this process's group may use {limit / _GB:.1f} GB"
+    return Row(SECTION, "memory", "ok", found)
+
+
+def control_group_limit(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """The lowest memory limit (bytes) of the groups that this process is in, Slurm's or a container's."""
+    try:
+        path = own.read_text().rpartition("0::")[2].strip().lstrip("/")
+    except OSError:
+        return None
+    limits = []
+    for group in (root / path, *(root / path).parents):
+        if group != root and root not in group.parents:
+            break
+        try:
+            limits.append(int((group / "memory.max").read_text()))
+        except (OSError, ValueError):  # the root has none; "max" is no limit
+            continue
+    return min(limits, default=None)
+
+
+def shared_memory_row(path: Path) -> Row:
+    """The size of the file system in memory that processes of one machine share."""
+    fix = f"mount -o remount,size=8G {path}, or docker run --shm-size 8g"
+    needed = f"{SHARED_MEMORY_MB / 1024:.0f} GiB, for several processes on GPUs"
+    try:
+        usage = within(DISK_DEADLINE_S, lambda: shutil.disk_usage(path))
+    except OSError as error:
+        return Row(SECTION, str(path), "optional", one_line(error), needed, fix)
+    enough = usage.free >= SHARED_MEMORY_MB << 20
+    found = f"{_size(usage.total)}, {_size(usage.free)} free"
+    return Row(SECTION, str(path), "ok" if enough else "optional", found, needed, fix)
+
+
+def open_files_row(soft: int, hard: int) -> Row:
+    """The limit on open files: a socket for each request in flight."""
+    enough = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
+    found = f"{_limit(soft)} (at most {_limit(hard)})"
+    needed = f"{OPEN_FILES}, for many requests in flight"
+    reachable = hard == resource.RLIM_INFINITY or hard >= OPEN_FILES
+    fix = (
+        f"ulimit -n {OPEN_FILES if hard == resource.RLIM_INFINITY else hard}"
+        if reachable
+        else f"raise nofile to {OPEN_FILES} in /etc/security/limits.conf"
+    )
+    return Row(SECTION, "open files", "ok" if enough else "optional", found, needed, fix)
+
+
+def locked_memory_row(soft: int, infiniband: bool) -> Row:
+    """The limit on locked memory, which InfiniBand registers."""
+    if soft == resource.RLIM_INFINITY:
+        return Row(SECTION, "locked memory", "ok", "unlimited")
+    found, needed = f"{soft >> 10} KiB", "unlimited, for InfiniBand"
+    if not infiniband:
+        return Row(SECTION, "locked memory", "ok", f"{found}; no InfiniBand here", needed)
+    fix = "ulimit -l unlimited; under Slurm LimitMEMLOCK=infinity for slurmd"
+    return Row(SECTION, "locked memory", "optional", found, needed, fix)
+
+
+def has_infiniband(devices: Path = Path("/sys/class/infiniband")) -> bool:
+    """Whether the kernel knows an InfiniBand (or RoCE) device."""
+    return devices.is_dir() and any(devices.iterdir())
+
+
+def disk_rows(disk: Disk) -> Iterator[Row]:
+    """Free space where the run writes, and whether it may."""
+    name = f"disk of {disk.directory}"
+    needed = (
+        f"{_size(disk.needed_gb * _GB)}, for checkpoints and weights" if disk.needed_gb is not None else ""
+    )
+    fix = "free some, keep fewer (checkpoint.keep_last), or name another disk with --run-dir"
+    try:
+        existing, free, writable = within(DISK_DEADLINE_S, lambda: _look_at(disk.directory))
+    except OSError as error:
+        yield Row(SECTION, name, "problem", one_line(error), needed, "name another disk with --run-dir")
+        return
+    short = disk.needed_gb is not None and free < disk.needed_gb * _GB
+    yield Row(SECTION, name, "problem" if short else "ok", f"{_size(free)} free", needed, fix)
+    if not writable:
+        found = f"{existing} may not be written to"
+        yield Row(SECTION, name, "problem", found, "a folder to write to", "name another with --run-dir")
+
+
+def _look_at(directory: Path) -> tuple[Path, int, bool]:
+    """The nearest folder that exists, its free bytes, and whether it may be written to."""
+    path = directory.absolute()
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    return existing, shutil.disk_usage(existing).free, os.access(existing, os.W_OK | os.X_OK)
+
+
+def _field(path: Path, name: str) -> str:
+    """The first word after ``name`` at the start of a line."""
+    return next(line.split()[1] for line in path.read_text().splitlines() if line.startswith(name))
+
+
+def _size(count: float) -> str:
+    return f"{count / _GB:.1f} GB" if count >= _GB else f"{count / 1e6:.0f} MB"
+
+
+def _limit(count: int) -> str:
+    return "unlimited" if count == resource.RLIM_INFINITY else str(count)

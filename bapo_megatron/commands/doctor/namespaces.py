@@ -1,0 +1,75 @@
+"""Whether the kernel lets this user shut a program in: user and network namespaces.
+
+``python -m bapo_megatron.commands.doctor.namespaces`` tries both, in a process that then ends, and prints one
+JSON object: the error number of each, 0 where it is granted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from bapo_megatron.commands.doctor.child import one_line, run_module
+from bapo_megatron.commands.doctor.rows import Row, missing
+
+SECTION = "code sandbox"
+DEADLINE_S = 20.0
+# linux/sched.h
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWNET = 0x40000000
+
+_SYSCTL = Path("/proc/sys")
+_SWITCHES = (
+    ("user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
+    ("kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
+    (
+        "kernel/apparmor_restrict_unprivileged_userns",
+        "1",
+        "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
+    ),
+)
+"""Settings of the kernel, the value that forbids, and what permits."""
+
+
+def namespace_rows(required: bool) -> Iterator[Row]:
+    """One row for each kind. ``required``: the recipe's reward runs programs."""
+    child = run_module("namespaces", [], DEADLINE_S)
+    try:
+        errors = json.loads(child.output)
+    except ValueError:
+        errors = {"user namespaces": one_line(child.reason()), "network namespaces": one_line(child.reason())}
+    for name, error in errors.items():
+        yield namespace_row(name, error, required)
+
+
+def namespace_row(name: str, error: int | str, required: bool, sysctl: Path = _SYSCTL) -> Row:
+    """``error``: 0 if the kernel granted it, its error number, or why it could not be asked."""
+    needed = "to run programs that a model has written"
+    if error == 0:
+        return Row(SECTION, name, "ok", "granted", needed)
+    found = f"refused: {os.strerror(error)}" if isinstance(error, int) else error
+    return Row(SECTION, name, missing(required), found, needed, _fix(sysctl))
+
+
+def _fix(sysctl: Path) -> str:
+    for setting, forbids, permits in _SWITCHES:
+        path = sysctl / setting
+        if path.is_file() and path.read_text().strip() == forbids:
+            return permits
+    return "in a container: docker run --security-opt seccomp=unconfined, or its equivalent"
+
+
+def try_namespaces() -> dict[str, int]:
+    """Enter both, the second with the rights that the first gives."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = {}
+    for name, flag in (("user namespaces", _CLONE_NEWUSER), ("network namespaces", _CLONE_NEWNET)):
+        found[name] = ctypes.get_errno() if libc.unshare(flag) else 0
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(try_namespaces()))

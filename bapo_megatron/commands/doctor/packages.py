@@ -1,0 +1,193 @@
+"""The environment that trains: Python, torch, and what else is imported there."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from bapo_megatron.commands.doctor.child import one_line, run_child, run_module
+from bapo_megatron.commands.doctor.rows import Row, missing
+from bapo_megatron.commands.doctor.tested import TRAINING, Permitted, canonical, permitted, pins
+
+SECTION = "training"
+IMPORT_DEADLINE_S = 120.0
+"""For all imports together, on a busy machine with a slow disk."""
+_LEAST_S = 5.0
+"""For those that are left when one has used the time up."""
+OLDEST_PYTHON = (3, 11)
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution, and what it is for."""
+
+    name: str
+    module: str | None = None
+    """What is imported to see whether it works; None: it is looked up, not imported."""
+    purpose: str = ""
+    """Of an optional one. One without a purpose is required."""
+    install: str = ""
+    """Arguments of ``pip install``, where the name and the tested version are not enough."""
+    on_gpu: bool = False
+    """Imported where torch sees a GPU only, and then used: a failing import is a problem there."""
+
+
+PACKAGES = (
+    Package("torch", "torch"),
+    Package("megatron-core", "megatron.core", install="--no-deps"),
+    Package("transformers", "transformers"),
+    Package("tokenizers", "tokenizers"),
+    Package("safetensors", "safetensors"),
+    Package("datasets", "datasets"),
+    Package("math-verify", "math_verify"),
+    Package("aiohttp", "aiohttp"),
+    Package("uvloop", "uvloop"),
+    Package("numpy", "numpy"),
+    Package("packaging", "packaging"),
+    Package("psutil", "psutil"),
+    Package("einops", "einops"),
+    Package("orjson", "orjson"),
+    Package("jinja2", "jinja2"),
+    Package("matplotlib", "matplotlib"),
+    Package("rich", "rich"),
+    Package("tensorboard", "torch.utils.tensorboard"),
+    Package("typeguard", "typeguard"),
+    Package("tyro", "tyro"),
+    Package(
+        "transformer-engine",
+        "transformer_engine.pytorch",
+        "fused layers on GPUs",
+        '--no-build-isolation "transformer-engine[pytorch]>=2.3"',
+        on_gpu=True,
+    ),
+    Package("apex", None, "fused kernels on GPUs without Transformer Engine", "from source"),
+    Package("flash-attn", None, "Transformer Engine's attention", "--no-build-isolation flash-attn"),
+    Package("wandb", None, "logging.wandb_project", '"wandb>=0.19"'),
+)
+
+
+def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[Row]:
+    """Python, then a row for each package."""
+    yield python_row(sys.version_info[:3])
+    ranges, tested = permitted(), pins(TRAINING)
+    versions = {package.name: installed_version(package.name) for package in packages}
+    modules = [p.module for p in packages if p.module and not p.on_gpu and versions[p.name] is not None]
+    imports = try_imports(modules)
+    gpus = imports.get("torch", Import()).facts.get("gpus", [])
+    on_gpu = [p.module for p in packages if p.module and p.on_gpu and gpus and versions[p.name] is not None]
+    imports |= try_imports(on_gpu)
+    for package in packages:
+        result = imports.get(package.module or "", Import())
+        name = canonical(package.name)
+        row = package_row(package, versions[package.name], result, ranges.get(name), tested.get(name))
+        yield row
+        if package.name == "torch" and row.state == "ok":
+            yield gpu_row(result.facts, driver_gpus())
+
+
+@dataclass(frozen=True)
+class Import:
+    """How an import went."""
+
+    error: str | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def python_row(version: tuple[int, ...]) -> Row:
+    """Whether this interpreter is new enough."""
+    oldest = ".".join(map(str, OLDEST_PYTHON))
+    found, needed = ".".join(map(str, version)), f"{oldest} or newer"
+    if version >= OLDEST_PYTHON:
+        return Row(SECTION, "Python", "ok", found, needed)
+    return Row(SECTION, "Python", "problem", found, needed, f"make setup PYTHON=python{oldest}")
+
+
+def installed_version(name: str) -> str | None:
+    """The version that is installed, "unknown" if its metadata cannot be read; None if there is none."""
+    try:
+        return metadata.version(name) or "unknown"
+    except metadata.PackageNotFoundError:
+        return None
+    except Exception:  # a metadata folder that is torn raises whatever its parser does
+        return "unknown"
+
+
+def try_imports(modules: Sequence[str], deadline_s: float = IMPORT_DEADLINE_S) -> dict[str, Import]:
+    """Import each in a child process. One that hangs or crashes costs itself, and no other."""
+    found: dict[str, Import] = {}
+    end = time.monotonic() + deadline_s
+    while left := [name for name in modules if name not in found]:
+        child = run_module("probe", left, max(end - time.monotonic(), _LEAST_S))
+        for line in child.output.splitlines():
+            answer = json.loads(line)
+            found[answer["module"]] = Import(answer["error"] and one_line(answer["error"]), answer["facts"])
+        guilty = next((name for name in left if name not in found), None)
+        if guilty is not None:
+            found[guilty] = Import(one_line(child.reason() or "no answer"))
+    return {name: found[name] for name in modules}
+
+
+def package_row(
+    package: Package, version: str | None, imported: Import, allowed: Permitted | None, tested: str | None
+) -> Row:
+    """What is said of one package."""
+    required = not package.purpose
+    needed = _needed(package, allowed, tested)
+    fix = _fix(package, allowed, tested)
+    if version is None:
+        return Row(SECTION, package.name, missing(required), "not installed", needed, fix)
+    if imported.error:
+        found = f"{version}, and its import fails: {imported.error}"
+        again = fix.replace("pip install", "pip install --force-reinstall", 1)
+        return Row(SECTION, package.name, missing(required or package.on_gpu), found, needed, again)
+    if allowed is not None and version != "unknown" and not allowed.holds(version):
+        return Row(SECTION, package.name, missing(required), version, needed, fix)
+    return Row(SECTION, package.name, "ok", version, needed)
+
+
+def gpu_row(facts: Mapping[str, Any], driver: list[str]) -> Row:
+    """torch's build, and the GPUs that it sees; ``driver`` are those that the driver sees."""
+    gpus = facts.get("gpus", [])
+    if gpus:
+        name, memory = gpus[0]
+        found = f"CUDA {facts['cuda']}, NCCL {facts['nccl']}, {len(gpus)} x {name} ({memory} GB)"
+        return Row(SECTION, "torch's GPUs", "ok", found)
+    build = f"built for CUDA {facts['cuda']}" if facts.get("cuda") else "CPU build"
+    if not driver:
+        return Row(SECTION, "torch's GPUs", "ok", f"{build}, no GPU here: runs train on the CPU")
+    fix = (
+        "update the GPU driver to one for CUDA " + str(facts["cuda"])
+        if facts.get("cuda")
+        else "install a CUDA build of torch: make setup TORCH_FLAGS=..."
+    )
+    found = f"{build}, sees none of {len(driver)} GPUs ({driver[0]})"
+    return Row(SECTION, "torch's GPUs", "optional", found, "GPUs that torch can use", fix)
+
+
+def driver_gpus() -> list[str]:
+    """The GPUs that the driver lists, by name; none where there is no driver."""
+    child = run_child(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], 20.0)
+    return [line.strip() for line in child.output.splitlines() if line.strip()] if not child.ended else []
+
+
+def _needed(package: Package, allowed: Permitted | None, tested: str | None) -> str:
+    parts = [f"for {package.purpose}"] if package.purpose else []
+    if allowed is not None and allowed.specifier:
+        parts.append(allowed.specifier)
+    if tested is not None:
+        parts.append(f"tested: {tested}")
+    return ", ".join(parts)
+
+
+def _fix(package: Package, allowed: Permitted | None, tested: str | None) -> str:
+    if package.install == "from source":
+        return f"build {package.name} from source for this torch and CUDA"
+    if package.purpose:
+        return f"pip install {package.install}"
+    version = f"=={tested}" if tested else allowed.specifier if allowed else ""
+    return " ".join(filter(None, ("pip install", package.install, f'"{package.name}{version}"')))

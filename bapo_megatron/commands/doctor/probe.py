@@ -1,0 +1,48 @@
+"""A child process that imports modules and says how it went.
+
+    python -m bapo_megatron.commands.doctor.probe MODULE ...
+
+One JSON object a line on standard output, as soon as a module is known, since the next one may hang or crash:
+``{"module": ..., "error": null or text, "facts": {...}}``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+
+def main(modules: Sequence[str]) -> None:
+    """Import each, in order."""
+    warnings.simplefilter("ignore")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the modules print is no answer
+    for name in modules:
+        print(f"import {name}", file=sys.stderr, flush=True)  # the last word of one that crashes in silence
+        error, facts = None, {}
+        try:
+            module = importlib.import_module(name)
+            facts = torch_facts(module) if name == "torch" else {}
+        except BaseException as raised:  # packages raise everything, SystemExit too
+            error = f"{type(raised).__name__}: {raised}"
+        answers.write(json.dumps({"module": name, "error": error, "facts": facts}) + "\n")
+        answers.flush()
+
+
+def torch_facts(torch: Any) -> dict[str, Any]:
+    """Build and devices: `cuda` (None for a CPU build), `gpus` (name and GB of each), `nccl`."""
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.cuda.get_device_properties(index)
+        gpus.append([device.name, round(device.total_memory / 1e9)])
+    nccl = torch.cuda.nccl.version() if gpus else None
+    return {"cuda": torch.version.cuda, "gpus": gpus, "nccl": nccl and ".".join(map(str, nccl))}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,182 @@
+"""The recipe's own checks, in a child process.
+
+    python -m bapo_megatron.commands.doctor.recipe RECIPE [flags]
+
+The child prints one JSON object on its standard output: `problems`, and `facts` for the other rows, None if
+the recipe could not be loaded. It ends with exit code 2 where a flag is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bapo_megatron.commands.doctor.child import one_line, run_module
+from bapo_megatron.commands.doctor.rows import Row
+from bapo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bapo_megatron.config import RunConfig
+
+SECTION = "recipe"
+DEADLINE_S = 600.0
+"""The dataset is read and its answers are parsed."""
+_CHECKPOINT_BYTES = {"bfloat16": 14, "float32": 12}
+"""For each parameter: the weights, Adam's two moments in float32, and master weights unless they are that."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rest of the doctor wants to know of a recipe."""
+
+    name: str
+    directory: str
+    engine: str
+    starts_servers: bool
+    urls: list[str]
+    python: str | None
+    """Interpreter of SGLang's environment, if the recipe names one."""
+    on_update: str
+    longest_sequence: int
+    dtype: str
+    runs_programs: bool
+    model: dict[str, Any] | None = None
+    """`config.json` of the model; None if it cannot be read."""
+    disk_gb: float | None = None
+    """What its run directory will hold, without rollouts and logs."""
+
+
+def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[Row], Facts | None]:
+    """A row for each problem, or one that says there is none. ConfigError if a flag is wrong."""
+    if not recipe.is_file():
+        raise ConfigError(f"recipe {recipe} does not exist")
+    child = run_module("recipe", [str(recipe), *flags], DEADLINE_S)
+    if child.code == 2:
+        raise ConfigError((child.errors or child.ended).strip())
+    try:
+        answer = json.loads(child.output)
+    except ValueError:
+        found = one_line(child.reason() or "its check printed nothing")
+        fix = (
+            f"bapo train {recipe} shows the whole error; most often a package of the first section is broken"
+        )
+        return [Row(SECTION, str(recipe), "problem", found, "a recipe that can be checked", fix)], None
+    facts = Facts(**answer["facts"]) if answer["facts"] else None
+    return list(recipe_rows(str(recipe), answer["problems"])), facts
+
+
+def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[Row]:
+    """What ``bapo train`` would say."""
+    if not problems:
+        checked = "fields, model, tokenizer, layout, dataset and run directory fit together"
+        yield Row(SECTION, name, "ok", checked)
+    for problem in problems:
+        fix = "change the recipe, or lay a flag over it: the message says which and how"
+        yield Row(SECTION, name, "problem", problem, "what `bapo train` accepts", fix)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The child."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what recipes print is no answer
+    problems: list[str] = []
+    facts = None
+    try:
+        config = _load(Path(arguments[0]), arguments[1:])
+        problems = list(problems_of(config))
+        facts = facts_of(config)
+    except ConfigError as error:
+        problems.append(str(error))
+    answers.write(json.dumps({"problems": problems, "facts": facts and _as_dict(facts)}))
+    answers.flush()
+
+
+def problems_of(config: RunConfig) -> Iterator[str]:
+    """Every problem once, also those that follow on another. Fields that are wrong stop the search."""
+    from bapo_megatron.trainer.preflight import run_checks
+
+    told: set[str] = set()
+    for number, check in enumerate(run_checks(config)):
+        try:
+            check()
+            continue
+        except ConfigError as error:
+            found = str(error).splitlines()
+        except Exception as error:  # a check that breaks is told like one that fails
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            found = [f"{type(error).__name__} in {where.name}: {one_line(error)}"]
+        yield from (problem for problem in found if problem not in told)
+        told.update(found)
+        if number == 0:
+            return
+
+
+def facts_of(config: RunConfig) -> Facts:
+    """Of a configuration whose fields may be wrong."""
+    from bapo_megatron.reward.functions import runs_code
+
+    rollout, sglang = config.rollout, config.rollout.sglang
+    samples = rollout.engine == "sglang" and rollout.replay is None
+    return Facts(
+        name=config.name,
+        directory=str(config.directory),
+        engine=rollout.engine,
+        starts_servers=samples and not sglang.urls,
+        urls=list(sglang.urls) if samples else [],
+        python=None if sglang.python is None else str(sglang.python),
+        on_update=sglang.on_update,
+        longest_sequence=config.longest_request,
+        dtype=config.model.dtype,
+        runs_programs=runs_code(config.reward.function),
+        model=_model(config.model.hf_path),
+        disk_gb=_disk_gb(config),
+    )
+
+
+def _load(recipe: Path, flags: Sequence[str]) -> RunConfig:
+    import tyro
+
+    from bapo_megatron.config import RunConfig
+    from bapo_megatron.config.recipe import load_recipe
+
+    default = load_recipe(recipe, RunConfig)
+    return tyro.cli(RunConfig, prog=f"bapo doctor {recipe}", default=default, args=list(flags))
+
+
+def _model(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _disk_gb(config: RunConfig) -> float | None:
+    """Checkpoints (one more while it is written), exports, and two versions of SGLang's weights."""
+    from bapo_megatron.commands.plan.sizes import total_parameters
+    from bapo_megatron.hf.config import read_model_shape
+
+    try:
+        parameters = total_parameters(read_model_shape(config.model.hf_path))
+    except ConfigError:  # it is among the problems
+        return None
+    kept = config.checkpoint.keep_last or -(-config.steps // config.checkpoint.every)
+    every = config.checkpoint.export_every
+    exports = 1 + (config.steps // every if every else 0)
+    copies = exports + 2 * (config.rollout.engine == "sglang")
+    weight_bytes = 4 if config.model.dtype == "float32" else 2
+    return parameters * (_CHECKPOINT_BYTES[config.model.dtype] * (kept + 1) + weight_bytes * copies) / 1e9
+
+
+def _as_dict(facts: Facts) -> dict[str, Any]:
+    return {field.name: getattr(facts, field.name) for field in fields(facts)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

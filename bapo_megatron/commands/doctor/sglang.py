@@ -1,0 +1,76 @@
+"""SGLang's own environment, asked with a short program of its interpreter. SGLang is never imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from bapo_megatron.commands.doctor.child import one_line, run_child
+from bapo_megatron.commands.doctor.rows import Row, missing
+from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, pins
+
+SECTION = "SGLang"
+DEADLINE_S = 30.0
+PACKAGES = {"sglang": True, "torch": True, "sglang-router": False}
+"""What is looked up there, and whether servers need it."""
+
+_ASK = """
+import json, sys
+from importlib import metadata
+found = {"python": sys.version.split()[0]}
+for name in sys.argv[1:]:
+    try:
+        found[name] = metadata.version(name)
+    except Exception:
+        found[name] = None
+print(json.dumps(found))
+"""
+
+
+def sglang_rows(required: bool, given: Path | None = None) -> Iterator[Row]:
+    """The environment's rows. ``required``: the run starts servers of its own; ``given``: its interpreter."""
+    use = "for rollout.engine=sglang"
+    try:
+        from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
+
+        python = sglang_python(given)
+    except Exception as error:  # ConfigError, or whatever a broken package of this environment raises
+        yield Row(SECTION, "interpreter", missing(required), one_line(error), use, "make sglang")
+        return
+    child = run_child([str(python), "-I", "-c", _ASK, *PACKAGES], DEADLINE_S)
+    versions = _versions(child.output)
+    if child.ended or versions is None:
+        found = f"{_shown(python)}: {one_line(child.reason() or 'no answer')}"
+        yield Row(SECTION, "interpreter", missing(required), found, use, "make sglang")
+        return
+    yield Row(SECTION, "interpreter", "ok", f"{_shown(python)}, Python {versions['python']}", use)
+    tested = {"torch": pins(TRAINING).get("torch"), **pins(SGLANG)}
+    for name, needed in PACKAGES.items():
+        yield version_row(name, versions.get(name), tested.get(name), required, needed)
+
+
+def version_row(name: str, version: str | None, tested: str | None, required: bool, needed: bool) -> Row:
+    """One package of SGLang's environment. Its wire format changes between versions: others are untested."""
+    purpose = "" if needed else "for docs/router.md, "
+    said = f"{purpose}tested: {tested}"
+    fix = "make sglang installs the tested versions into .venv-sglang"
+    if version is None:
+        return Row(SECTION, name, missing(required and needed), "not installed", said, fix)
+    if version.partition("+")[0] != tested:
+        return Row(SECTION, name, "optional", f"{version}, which was not tested", said, fix)
+    return Row(SECTION, name, "ok", version, said)
+
+
+def _shown(path: Path) -> Path:
+    """As it is typed here: relative where it lies below this folder."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _versions(output: str) -> dict[str, str | None] | None:
+    try:
+        found = json.loads(output)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "python" in found else None

@@ -1,0 +1,54 @@
+"""What a run does after its last step: the Hugging Face folder, and its result in figures."""
+
+from __future__ import annotations
+
+from time import sleep
+
+from bapo_megatron.commands.report.page import headline
+from bapo_megatron.hf.export import export_hf
+from bapo_megatron.runtime.distributed import share
+from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.trainer.build import Run
+from bapo_megatron.trainer.checkpointing import stop_if_told
+
+_POLL_S = 1.0
+
+
+def finish(run: Run) -> None:
+    """Export the policy and say on rank 0 what came of the run. Collective.
+
+    Ends when the exports of earlier steps have ended, too. Interrupted if it is told to stop before.
+    """
+    output = run.config.directory / "export"
+    export_hf(run.policy.hf_weights(), run.config.model.hf_path, output)
+    if run.recorder:
+        run.recorder.export(run.config.steps, output)
+        print(_summary(run), flush=True)
+    wait_for_exports(run)
+
+
+def wait_for_exports(run: Run) -> None:
+    """Until none is in the making; then the checkpoints that they have held go. Collective."""
+    if not share(run.exports.is_busy() if run.exports else False):
+        return
+    if run.exports:
+        print("waiting for the exports of earlier steps", flush=True)
+    while share(run.exports.is_busy() if run.exports else False):
+        stop_if_told(run, run.config.steps)
+        sleep(_POLL_S)
+        if run.exports:
+            run.exports.poll()
+    if run.exports:
+        run.checkpoints.delete_old()
+
+
+def _summary(run: Run) -> str:
+    directory = run.config.directory
+    figures = headline(read_jsonl(directory / "metrics.jsonl"))
+    first, last = (f"{figures[key] or 0.0:.2f}" for key in ("reward_first", "reward_last"))
+    return (
+        f"reward {first} -> {last} in {run.config.steps} steps, "
+        f"{run.policy.version} updates\n"
+        f"Hugging Face model: {directory / 'export'}\n"
+        f"plots: bapo report {directory}"
+    )

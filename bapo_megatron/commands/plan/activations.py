@@ -1,0 +1,162 @@
+"""What a training pass keeps for its backward pass: bytes for each token of a rank, layer by layer.
+
+Every entry is a tensor that autograd saves, once for each storage. ``torch`` is the spec of
+``policy/layers.py`` on a CPU, which the tests measure. ``te`` is Transformer Engine's, after Korthikanti et
+al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4,
+adapted: no dropout and no score matrix (flash attention keeps one log-sum-exp for each head), grouped-query
+attention, a gated MLP, and the fused RoPE and SwiGLU that ``policy/model.py`` asks for on a GPU.
+
+Letters: h hidden, q and kv widths of queries and of keys, f MLP width, d head width; t TP size;
+s ranks that norms are split over (t under sequence parallelism, else 1); b bytes of an activation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bapo_megatron.config import ParallelConfig
+from bapo_megatron.hf.config import ModelShape
+
+Spec = Literal["te", "torch"]
+Recompute = Literal["none", "selective", "full"]
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes for each token of a rank."""
+
+    layer: float
+    """Saved by each layer."""
+    transient: float
+    """Made anew, for one layer at a time, in the backward pass."""
+    final_norm: float
+    """Saved by the last stage's final norm."""
+    boundary: float
+    """The output that a stage holds until its gradient comes back."""
+
+
+def kept(shape: ModelShape, parallel: ParallelConfig, element: int, recompute: Recompute, spec: Spec) -> Kept:
+    """What is kept under ``recompute``; ``policy/model.py`` says what each mode recomputes."""
+    layer = (_te_layer if spec == "te" else _torch_layer)(_Widths.of(shape, parallel, element))
+    everything = layer.always + layer.core + layer.mlp
+    saved, transient = {
+        "none": (everything, 0.0),
+        "selective": (
+            layer.always + layer.core_arguments + layer.mlp_arguments,
+            max(layer.core_again, layer.mlp_again),
+        ),
+        "full": (layer.input, everything - layer.shared_input),
+    }[recompute]
+    return Kept(saved, transient, layer.norm, layer.input)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer's saved tensors by module; bytes for each token."""
+
+    input: float
+    norm: float
+    always: float
+    """Norm, projections and RoPE of the attention: kept unless the whole layer is recomputed."""
+    core: float
+    """Attention proper."""
+    core_arguments: float
+    """What is kept instead if the core is recomputed, and..."""
+    core_again: float
+    """...what the recomputation then adds."""
+    mlp: float
+    """The MLP and its norm."""
+    mlp_arguments: float
+    mlp_again: float
+    shared_input: float
+    """Part of the whole that is the layer's input, which full recomputation holds already."""
+
+
+@dataclass(frozen=True)
+class _Widths:
+    """Entries for each token of a rank; see the letters above."""
+
+    b: int
+    h: float
+    q: float
+    kv: float
+    f: float
+    d: int
+    heads: float
+    kv_heads: float
+    qk_norm: bool
+    ring: bool
+    """Context parallelism: the ring holds a second copy of keys and values."""
+
+    @classmethod
+    def of(cls, shape: ModelShape, parallel: ParallelConfig, element: int) -> _Widths:
+        t = parallel.tensor
+        heads, kv_heads, d = shape.heads / t, shape.kv_heads / t, shape.head_dim
+        h = shape.hidden / (t if parallel.sequence else 1)
+        ring = parallel.context > 1
+        return cls(
+            element, h, heads * d, kv_heads * d, shape.ffn / t, d, heads, kv_heads, shape.qk_norm, ring
+        )
+
+    @property
+    def fused(self) -> float:
+        """Bytes of the fused projection's output; the values stay a view of it."""
+        return self.b * (self.q + 2 * self.kv)
+
+    @property
+    def copied_queries(self) -> float:
+        """Bytes of the queries where they are no view of the fused output: several KV groups on a rank."""
+        return self.b * self.q if self.kv_heads > 1 else 0.0
+
+    @property
+    def rope(self) -> float:
+        """Bytes of cosines and sines, for the queries and again for the keys."""
+        return 4.0 * self.b * self.d
+
+
+def _torch_layer(w: _Widths) -> _Layer:
+    """torch's RMSNorm on a CPU keeps its input and the normalized input in float32, and a number a row."""
+    norm = 2 * _FP32 * w.h + _FP32
+    gated = 5 * w.b * w.f  # gate and up (2f), silu(gate), up once more (megatron adds a zero offset), product
+    qk_norm = 0.0
+    if w.qk_norm:
+        qk_norm = _FP32 * (w.q + w.kv + w.heads + w.kv_heads)
+        # Inputs that are float32 already are kept as they came, others as float32 copies.
+        qk_norm += w.fused + w.copied_queries if w.b == _FP32 else _FP32 * (w.q + w.kv)
+    shared_fused = w.fused if w.qk_norm and w.b == _FP32 else 0.0
+    core = w.fused + w.b * w.q + _FP32 * w.heads  # padded q, k, v, padded output, log-sum-exp
+    return _Layer(
+        input=w.b * w.h,
+        norm=norm,
+        always=norm + w.b * w.h + w.rope + qk_norm + w.b * w.q,
+        core=core,
+        core_arguments=w.b * (w.q + w.kv) + w.fused - shared_fused,
+        core_again=core,
+        mlp=norm + w.b * w.h + gated,
+        mlp_arguments=norm + w.b * w.h,
+        mlp_again=gated,
+        shared_input=w.b * w.h if w.b == _FP32 else 0.0,
+    )
+
+
+def _te_layer(w: _Widths) -> _Layer:
+    """Norms are fused into the matrix that follows and keep their input as it came; flash attention."""
+    norm = w.b * w.h + _FP32
+    gated = 3 * w.b * w.f  # gate and up (2f), product
+    qk_norm = w.copied_queries + _FP32 * (w.heads + w.kv_heads) if w.qk_norm else 0.0
+    arguments = w.b * (w.q + w.kv) + w.fused
+    statistics = _FP32 * w.heads + (2 * w.b * w.kv if w.ring else 0.0)
+    return _Layer(
+        input=w.b * w.h,
+        norm=norm,
+        always=norm + w.b * w.h + qk_norm + w.b * w.q,  # the last is also attention's output
+        core=arguments + statistics,
+        core_arguments=arguments,
+        core_again=statistics + w.b * w.q,
+        mlp=norm + w.b * w.h + gated,
+        mlp_arguments=w.b * w.h,
+        mlp_again=_FP32 + w.b * w.h + gated,
+        shared_input=w.b * w.h,
+    )

@@ -1,0 +1,140 @@
+"""Other settings of the same job: the smallest change that fits, and the fastest layouts of as many GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from bapo_megatron.commands.plan.job import Job
+from bapo_megatron.commands.plan.plan import Plan, make_plan
+from bapo_megatron.config import ParallelConfig, RunConfig
+from bapo_megatron.config.validation import flat
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.policy.layout import layout_problems
+
+_MODES = ("none", "selective", "full")
+_MOST_TENSOR = 8  # beyond a node its traffic would leave NVLink
+
+
+def problems(job: Job) -> list[str]:
+    """What makes the layout impossible, whatever the memory."""
+    found = list(layout_problems(job.parallel, job.shape))
+    try:
+        job.run.check()
+    except ConfigError as error:
+        found += str(error).splitlines()
+    multiple = _pack_multiple(job.run)
+    if job.run.batch.pack_tokens % multiple:
+        found.append(
+            f"batch.pack_tokens={job.run.batch.pack_tokens} is not a multiple of {multiple} "
+            f"(2 x CP, and TP under sequence parallelism)"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Change:
+    """Flags that make a plan fit."""
+
+    flags: list[str]
+    gpus: int
+    """GPUs that it then takes."""
+
+
+def smallest_changes(plan: Plan) -> list[Change]:
+    """The smallest change that makes the training fit; and the smallest on the same GPUs, if it is another.
+
+    Small is: fewest flags, then fewest GPUs, then least GPU time for a token with no communication hidden.
+    Empty if none was found.
+    """
+    best: dict[bool, tuple[tuple[int, int, float], Change]] = {}
+    before = flat(plan.job.run)
+    for job in _neighbours(plan.job):
+        flags = _difference(before, flat(job.run))
+        places = [same for same in (False, True) if not same or job.gpus == plan.job.gpus]
+        places = [same for same in places if same not in best or len(flags) <= best[same][0][0]]
+        if not flags or not places or problems(job):
+            continue
+        other = make_plan(job)
+        if any(other.misfits()):
+            continue
+        rank = (len(flags), job.gpus, other.cost)
+        for same in places:
+            if same not in best or rank < best[same][0]:
+                best[same] = rank, Change(flags, job.gpus)
+    changes = [best[same][1] for same in (False, True) if same in best]
+    return changes[:1] if len(changes) == 2 and changes[0] == changes[1] else changes
+
+
+def fastest_layouts(plan: Plan, count: int) -> list[Plan]:
+    """The ``count`` layouts of the same GPUs that fit and cost least, links fully exposed."""
+    plans = [make_plan(job) for job in _layouts(plan.job) if not problems(job)]
+    fitting = [other for other in plans if not any(other.misfits())]
+    return sorted(fitting, key=lambda other: other.cost)[:count]
+
+
+def _neighbours(job: Job) -> Iterator[Job]:
+    """The job with some settings turned towards less memory, and CP and DP either way."""
+    p, batch = job.parallel, job.run.batch
+    modes = _MODES[_MODES.index(batch.recompute) :]
+    tensors = [n for n in (p.tensor, 2 * p.tensor, 4 * p.tensor, 8 * p.tensor) if n <= _MOST_TENSOR]
+    for mode, tensor, sequence, context, pipeline, data, chunk, shortest in product(
+        modes,
+        tensors or [p.tensor],
+        {p.sequence, True},
+        [n for n in (p.context // 4, p.context // 2, *(p.context << k for k in range(4))) if n],
+        (p.pipeline, 2 * p.pipeline, 4 * p.pipeline),
+        [n for n in (job.replicas // 2, job.replicas, 2 * job.replicas, 4 * job.replicas) if n],
+        sorted({batch.logprob_chunk_tokens, min(1024, batch.logprob_chunk_tokens)}),
+        (False, True),
+    ):
+        data_or_none = p.data if data == job.replicas else data
+        layout = replace(
+            p, tensor=tensor, sequence=sequence, context=context, pipeline=pipeline, data=data_or_none
+        )
+        yield _with(job, layout, shortest, recompute=mode, logprob_chunk_tokens=chunk)
+
+
+def _layouts(job: Job) -> Iterator[Job]:
+    """Every way to spread the job over its GPUs."""
+    powers = [2**n for n in range(job.gpus.bit_length())]
+    for tensor, pipeline, context in product([n for n in powers if n <= _MOST_TENSOR], powers, powers):
+        data, rest = divmod(job.gpus, tensor * pipeline * context)
+        if rest or not data:
+            continue
+        layout = replace(
+            job.parallel,
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context,
+            data=data,
+            virtual=1,
+            sequence=tensor > 1,
+        )
+        for mode in _MODES:
+            yield _with(job, layout, False, recompute=mode)
+
+
+def _with(job: Job, layout: ParallelConfig, shortest: bool, **batch: Any) -> Job:
+    run = replace(job.run, parallel=layout, batch=replace(job.run.batch, **batch))
+    if shortest:
+        multiple = _pack_multiple(run)
+        least = -(-run.longest_sequence // multiple) * multiple
+        run = replace(run, batch=replace(run.batch, pack_tokens=min(least, run.batch.pack_tokens)))
+    return replace(job, run=run)
+
+
+def _pack_multiple(run: RunConfig) -> int:
+    """What a pack must be divisible by: two halves for each CP rank, each split over TP under SP."""
+    halves = 2 * run.parallel.context if run.parallel.context > 1 else 1
+    return halves * (run.parallel.tensor if run.parallel.sequence else 1)
+
+
+def _difference(before: dict[str, object], after: dict[str, object]) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in after.items()
+        if value != before[name]
+    ]

@@ -1,0 +1,80 @@
+"""The engines: what fits beside their weights, and an estimate of how long sampling takes.
+
+Decoding is taken as bound by memory bandwidth: a decode step reads the weights once and the KV cache of
+every sequence (Pope et al. 2022, "Efficiently Scaling Transformer Inference", arXiv 2211.05102, section 2).
+Prefill, scheduling and communication are left out, so the times are lower bounds of their kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bapo_megatron.commands.plan.job import Job
+from bapo_megatron.commands.plan.sizes import total_parameters
+from bapo_megatron.hf.config import ModelShape
+
+
+@dataclass(frozen=True)
+class Engines:
+    """All engines of the run."""
+
+    gpus: int
+    count: int
+    weights: float
+    """Bytes on each GPU."""
+    cache: float
+    """Bytes of KV cache on each GPU."""
+    cache_per_token: int
+    """Bytes of one token's keys and values, all layers, whole."""
+    longest_sequences: int
+    """Sequences of the longest length that one engine's cache holds."""
+    running: float
+    """Sequences that one engine decodes at a time, at the mean length that a running one has."""
+    tokens_per_second: float
+    """Estimate, of all engines."""
+    step_seconds: float
+    """Estimate: all responses of a step, at full batches."""
+    longest_seconds: float
+    """Estimate: one response of the longest length, alone on its engine: no step is shorter if one occurs."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether an engine can hold one sequence of full length."""
+        return self.count > 0 and self.longest_sequences >= 1
+
+
+def cache_bytes_per_token(shape: ModelShape) -> int:
+    """Keys and values of one token in bfloat16."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
+
+
+def engines(job: Job) -> Engines:
+    """As many as the options say, each of ``rollout.sglang.tensor`` GPUs."""
+    options, gpu = job.options, job.gpu
+    size = job.run.rollout.sglang.tensor
+    gpus = options.engine_gpus or max(job.gpus, size)
+    weights = total_parameters(job.shape) * 2.0 / size
+    cache = max(0.0, options.engine_memory_fraction * gpu.memory - weights)
+    per_token = cache_bytes_per_token(job.shape)
+    count = gpus // size
+    held = cache * size / per_token
+    # A response in the middle of its generation has half of its tokens.
+    present = job.mean_prompt + job.mean_response / 2
+    running = min(held / present, job.responses / max(1, count))
+    bandwidth = options.engine_bandwidth * gpu.memory_bandwidth
+    step = (weights + running * present * per_token / size) / bandwidth
+    rate = count * running / step
+    longest = job.run.rollout.max_response_tokens
+    alone = (weights + longest / 2 * per_token / size) / bandwidth
+    return Engines(
+        gpus=gpus,
+        count=count,
+        weights=weights,
+        cache=cache,
+        cache_per_token=per_token,
+        longest_sequences=int(held // job.run.longest_sequence),
+        running=running,
+        tokens_per_second=rate,
+        step_seconds=job.responses * job.mean_response / rate if rate else float("inf"),
+        longest_seconds=longest * alone,
+    )

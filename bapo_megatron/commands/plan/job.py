@@ -1,0 +1,125 @@
+"""The job that is planned: the recipe, the model's shape, the GPUs, and what follows from the three alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bapo_megatron.commands.plan.hardware import GPUS, GPUS_PER_NODE, Gpu
+from bapo_megatron.commands.plan.options import PlanOptions
+from bapo_megatron.config import ParallelConfig, RunConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import ModelShape, read_model_shape
+
+_BYTES = {"bfloat16": 2, "float32": 4}
+# Prompts of competition mathematics have 100 to 300 tokens, a limit of 2048 is for the rare long one.
+_MEAN_PROMPT = 1 / 8
+_MEAN_RESPONSE = 1 / 4
+
+
+def find_shape(recipe: Path, hf_path: Path) -> ModelShape:
+    """The model's shape, from its folder, or else from ``shapes/NAME/config.json`` beside the recipe."""
+    beside = recipe.parent / "shapes" / hf_path.name
+    for folder in (hf_path, beside):
+        if (folder / "config.json").is_file():
+            return read_model_shape(folder)
+    raise ConfigError(
+        f"model.hf_path={hf_path} has no config.json, and {beside} has none either: "
+        f"put the model's config.json into one of them (a plan needs no weights)"
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """One recipe on one kind of GPU."""
+
+    run: RunConfig
+    shape: ModelShape
+    options: PlanOptions
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU type."""
+        return GPUS[self.options.gpu]
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The layout."""
+        return self.run.parallel
+
+    @property
+    def replicas(self) -> int:
+        """Data parallel size."""
+        return self.parallel.data or 1
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that train."""
+        return self.parallel.model_size * self.replicas
+
+    @property
+    def gpus_on_node(self) -> int:
+        """GPUs of a node that this job uses."""
+        return min(GPUS_PER_NODE, self.gpus)
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Ranks that share the optimizer state of a model shard: DP x CP."""
+        return self.replicas * self.parallel.context
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight or an activation."""
+        return _BYTES[self.run.model.dtype]
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a pack on one rank."""
+        return self.run.batch.pack_tokens / self.parallel.context
+
+    @property
+    def norm_split(self) -> int:
+        """Ranks that norms and residuals are split over."""
+        return self.parallel.tensor if self.parallel.sequence else 1
+
+    @property
+    def mean_response(self) -> float:
+        """Assumed mean length of a response."""
+        longest = self.run.rollout.max_response_tokens
+        return min(longest, self.options.mean_response_tokens or max(1, longest * _MEAN_RESPONSE))
+
+    @property
+    def mean_prompt(self) -> float:
+        """Assumed mean length of a prompt."""
+        return max(1.0, self.run.data.max_prompt_tokens * _MEAN_PROMPT)
+
+    @property
+    def responses(self) -> int:
+        """Responses of a step."""
+        return self.run.rollout.prompts_per_step * self.run.rollout.group_size
+
+    @property
+    def updates(self) -> int:
+        """Updates of a step."""
+        return self.run.algorithm.reuse_epochs * self.run.algorithm.updates_per_epoch
+
+    @property
+    def tokens_per_update(self) -> float:
+        """Tokens, prompts included, that an update trains on."""
+        tokens = self.responses * (self.mean_prompt + self.mean_response)
+        return tokens / self.run.algorithm.updates_per_epoch
+
+    @property
+    def micro_batches(self) -> int:
+        """Packs of a replica in an update; the interleaved schedule wants a multiple of PP."""
+        multiple = self.parallel.pipeline if self.parallel.virtual > 1 else 1
+        per_pack = self.run.batch.pack_tokens * self.replicas * multiple
+        return multiple * max(1, -int(-self.tokens_per_update // per_pack))
+
+    @property
+    def typical_length(self) -> float:
+        """Length of the sequence that a token sits in, on average.
+
+        Sum of n^2 over sum of n: with lengths spread exponentially, twice the mean.
+        """
+        return min(self.run.longest_sequence, 2 * (self.mean_prompt + self.mean_response))

@@ -1,0 +1,162 @@
+"""Memory of each pipeline stage's GPU, and of a node's host, in bytes. What is an estimate says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bapo_megatron.commands.plan.activations import Spec, kept
+from bapo_megatron.commands.plan.hardware import GB
+from bapo_megatron.commands.plan.job import Job
+from bapo_megatron.commands.plan.schedule import in_flight
+from bapo_megatron.commands.plan.sizes import StageParameters, largest_parameter, stage_parameters
+
+_FP32 = 4
+# Estimate: CUDA context and kernels 1 GB, cuBLAS and Transformer Engine workspaces 0.5 GB, NCCL's channel
+# buffers for some six process groups 1.5 GB.
+_FIXED = 3 * GB
+# Estimate: what the caching allocator loses to fragments of blocks that come and go.
+_FRAGMENTATION = 0.05
+# Input fields of a pack on the device (types.MicroBatch): three int64, four float32, one int32.
+_PACK_FIELDS = 3 * 8 + 4 * 4 + 4
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One GPU of a stage."""
+
+    stage: int
+    parameters: StageParameters
+    in_flight: int
+    """Micro-batches (model chunks, if virtual) whose activations are alive."""
+    weights: float
+    gradients: float
+    """float32 buffer of all gradients."""
+    optimizer: float
+    """This rank's part of the masters and of both moments."""
+    activations: float
+    """Saved for the backward passes in flight, and the one layer that is recomputed."""
+    workspace: float
+    """Estimate: gradients of one layer's activations, and its input gathered over the TP ranks."""
+    head: float
+    """Output layer: one chunk of logits, the hidden states and their gradient, that of the matrix."""
+    buffers: float
+    """Estimate: pipeline messages, the ring of context parallelism, and the update's packs."""
+    reserve: float
+    """Estimate: CUDA and NCCL, and fragmentation."""
+    saving: float
+    """Peak while a checkpoint is gathered; nothing of a pass is alive then."""
+    syncing: float
+    """Peak while weights are gathered for the engines, one parameter at a time."""
+
+    @property
+    def training(self) -> float:
+        """Peak of an update."""
+        passing = self.activations + self.workspace + self.head + self.buffers
+        return self.weights + self.gradients + self.optimizer + passing + self.reserve
+
+    @property
+    def peak(self) -> float:
+        """The largest of the three."""
+        return max(self.training, self.saving, self.syncing)
+
+
+def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
+    """Memory of a GPU of ``stage``."""
+    parameters = stage_parameters(job.shape, job.parallel, stage)
+    weights, gradients = parameters.total * job.element, parameters.total * _FP32
+    optimizer = optimizer_bytes(job, parameters.total)
+    flight = _waiting(job, stage)
+    activations = activation_bytes(job, stage, spec)
+    workspace, head, buffers = _workspace(job), _head(job, stage), _buffers(job)
+    steady = weights + gradients + optimizer + _FIXED
+    return StageMemory(
+        stage=stage,
+        parameters=parameters,
+        in_flight=flight,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        workspace=workspace,
+        head=head,
+        buffers=buffers,
+        reserve=_FIXED + _FRAGMENTATION * (activations + workspace + head),
+        saving=steady + _save_buffers(job, parameters.total),
+        syncing=steady + sync_bytes(job),
+    )
+
+
+def optimizer_bytes(job: Job, parameters: int) -> float:
+    """exp_avg and exp_avg_sq in float32, and a master unless the weights are float32 themselves."""
+    copies = 2 if job.element == _FP32 else 3
+    return copies * _FP32 * parameters / job.optimizer_shards
+
+
+def activation_bytes(job: Job, stage: int, spec: Spec) -> float:
+    """Saved activations of a stage at their peak: all passes in flight, and what comes on top of one.
+
+    That is one recomputed layer, or the final norm, which is gone when the first layer is recomputed. Every
+    model chunk but the very last also holds its output.
+    """
+    part = kept(job.shape, job.parallel, job.element, job.run.batch.recompute, spec)
+    layers = job.shape.layers // (job.parallel.pipeline * job.parallel.virtual)
+    chunks = _waiting(job, stage)
+    last = stage == job.parallel.pipeline - 1
+    on_top = max(part.transient, part.final_norm * last)
+    return job.tokens * (chunks * layers * part.layer + (chunks - last) * part.boundary + on_top)
+
+
+def _waiting(job: Job, stage: int) -> int:
+    """Forward passes whose backward pass is still to come: the schedule's, or all if they are held."""
+    held = job.run.batch.hold_forwards
+    return job.micro_batches if held else in_flight(job.parallel, stage, job.micro_batches)
+
+
+def sync_bytes(job: Job) -> float:
+    """Weight sync: the largest parameter, whole, beside the pieces it is made of."""
+    return 2.0 * largest_parameter(job.shape) * job.element
+
+
+def host_bytes(job: Job) -> float:
+    """Host memory of a node while it saves (``fully_reshardable``, megatron-core 0.16.1).
+
+    Every rank gathers master and moments of its model shard, 12 B a parameter, whole; on the way each of
+    the three exists twice more (received, and joined). Rank 0 of each shard also stages the weights.
+    """
+    largest = max(
+        stage_parameters(job.shape, job.parallel, stage).total for stage in range(job.parallel.pipeline)
+    )
+    rank = 3 * _FP32 * largest + max(2 * _FP32 * largest / job.parallel.virtual, job.element * largest)
+    return rank * job.gpus_on_node
+
+
+def _workspace(job: Job) -> float:
+    """Gradients of gate, up and product (3f), of the hidden state, and the gathered input."""
+    entries = 3 * job.shape.ffn / job.parallel.tensor + 2 * job.shape.hidden
+    return job.tokens * job.element * entries
+
+
+def _head(job: Job, stage: int) -> float:
+    """Logits of one chunk: as multiplied, in float32 with their softmax, and their gradient in the model's
+    type; hidden states and their gradient; the matrix's gradient in float32, and once more when handed on."""
+    if stage != job.parallel.pipeline - 1:
+        return 0.0
+    vocabulary = job.shape.vocab / job.parallel.tensor
+    chunk = min(job.run.batch.logprob_chunk_tokens, job.tokens)
+    logits = chunk * vocabulary * (2 * job.element + 2 * _FP32)
+    hidden = 2 * job.tokens * job.shape.hidden * job.element
+    return logits + hidden + vocabulary * job.shape.hidden * (_FP32 + job.element)
+
+
+def _buffers(job: Job) -> float:
+    message = job.tokens * job.shape.hidden * job.element / job.norm_split
+    pipeline = 2 * message if job.parallel.pipeline > 1 else 0.0
+    kv = 2 * job.shape.kv_heads * job.shape.head_dim / job.parallel.tensor
+    ring = 4 * job.tokens * kv * job.element if job.parallel.context > 1 else 0.0
+    return pipeline + ring + job.micro_batches * job.tokens * _PACK_FIELDS
+
+
+def _save_buffers(job: Job, parameters: int) -> float:
+    """One state of one model chunk in float32, gathered over DP x CP: flat, as a list, and the own part."""
+    chunk = parameters / job.parallel.virtual
+    return _FP32 * chunk * (2 + 1 / job.optimizer_shards)

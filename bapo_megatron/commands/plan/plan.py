@@ -1,0 +1,127 @@
+"""A plan: memory of every stage, speed, traffic and engines of one job, and what of it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bapo_megatron.commands.plan.engines import Engines, engines
+from bapo_megatron.commands.plan.hardware import GB
+from bapo_megatron.commands.plan.job import Job
+from bapo_megatron.commands.plan.memory import StageMemory, host_bytes, stage_memory
+from bapo_megatron.commands.plan.speed import Speed, speed
+from bapo_megatron.commands.plan.traffic import Traffic, sync_traffic, update_traffic
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about one job."""
+
+    job: Job
+    stages: list[StageMemory]
+    speed: Speed
+    traffic: list[Traffic]
+    sync: Traffic
+    engines: Engines
+    host: float
+    """Bytes of host memory that a node needs while it saves."""
+
+    @property
+    def budget(self) -> float:
+        """Bytes that a GPU may use."""
+        return self.job.options.memory_fraction * self.job.gpu.memory
+
+    @property
+    def host_budget(self) -> float:
+        """Bytes that a node's host may use."""
+        return self.job.options.memory_fraction * self.job.gpu.host_memory
+
+    @property
+    def train_seconds(self) -> float:
+        """All updates of a step."""
+        return self.job.updates * self.speed.update_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Estimate of a step in which sampling and training take turns, with the weight sync."""
+        sampling = max(self.engines.step_seconds, self.engines.longest_seconds)
+        return sampling + self.train_seconds + self.sync.seconds
+
+    @property
+    def cost(self) -> float:
+        """GPU-seconds for each token, links fully exposed: what layouts are ranked by."""
+        busy = self.speed.update_seconds + self.speed.link_seconds
+        return busy / self.speed.update_seconds / self.speed.tokens_per_second
+
+    def misfits(self) -> Iterator[str]:
+        """What does not fit, each in one line."""
+        for memory in self.stages:
+            phases = {
+                "in an update": memory.training,
+                "while saving": memory.saving,
+                "while syncing weights": memory.syncing,
+            }
+            for phase, used in phases.items():
+                if used > self.budget:
+                    yield (
+                        f"stage {memory.stage} needs {used / GB:.1f} GB {phase}; "
+                        f"a GPU may use {self.budget / GB:.1f}"
+                    )
+        if self.host > self.host_budget:
+            yield (
+                f"a node's host needs {self.host / GB:.0f} GB while saving; it may use "
+                f"{self.host_budget / GB:.0f}"
+            )
+
+    def engine_misfit(self) -> str | None:
+        """Why the engines cannot hold a sequence of full length, with the fix."""
+        if self.engines.fits:
+            return None
+        if not self.engines.count:
+            return "there are fewer --engine-gpus than rollout.sglang.tensor"
+        return (
+            f"an engine's KV cache holds no sequence of {self.job.run.longest_sequence} tokens: "
+            f"raise rollout.sglang.tensor"
+        )
+
+
+def make_plan(job: Job) -> Plan:
+    """Plan ``job``. Arithmetic only: no GPU, no weights, no processes."""
+    return Plan(
+        job=job,
+        stages=[stage_memory(job, stage) for stage in range(job.parallel.pipeline)],
+        speed=speed(job),
+        traffic=update_traffic(job),
+        sync=sync_traffic(job),
+        engines=engines(job),
+        host=host_bytes(job),
+    )
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as plain numbers, in bytes, FLOPs and seconds."""
+    misfits = [*plan.misfits(), *filter(None, [plan.engine_misfit()])]
+    return {
+        "recipe": plan.job.run.name,
+        "gpu": plan.job.gpu.name,
+        "gpus": plan.job.gpus,
+        "budget": plan.budget,
+        "stages": [
+            {
+                **{name: value for name, value in vars(stage).items() if name != "parameters"},
+                "parameters": stage.parameters.total,
+                "training": stage.training,
+                "peak": stage.peak,
+            }
+            for stage in plan.stages
+        ],
+        "host": plan.host,
+        "speed": vars(plan.speed),
+        "traffic": [vars(part) for part in (*plan.traffic, plan.sync)],
+        "engines": vars(plan.engines),
+        "train_seconds": plan.train_seconds,
+        "step_seconds": plan.step_seconds,
+        "fits": not misfits,
+        "misfits": misfits,
+    }

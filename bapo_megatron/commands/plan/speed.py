@@ -1,0 +1,103 @@
+"""FLOPs and seconds of an update, at a stated rate.
+
+The rate is ``mfu`` x the GPU's dense bf16 peak while the GPU computes. On top of it come what the layout
+costs: recomputation, and the idle time of the pipeline. Communication is listed beside, not added: a
+measured utilization contains what of it was exposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bapo_megatron.commands.plan.job import Job
+from bapo_megatron.commands.plan.schedule import slots
+from bapo_megatron.commands.plan.traffic import forward_passes, update_traffic
+from bapo_megatron.policy.flops import (
+    attention_flops,
+    head_flops_per_token,
+    linear_flops_per_token,
+    mlp_matmuls,
+)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One update."""
+
+    flops_per_token: float
+    """Model FLOPs of a training pass (3 forward passes), for a token in a sequence of typical length."""
+    flops_per_token_longest: float
+    """The same in a sequence of the longest length."""
+    executed_per_token: float
+    """With recomputation and the passes that are forward only: for the bounds, and for pi_old."""
+    micro_batches: int
+    idle: float
+    """Share of the time that the pipeline idles, unequal stages included."""
+    update_seconds: float
+    """Training pass, and the passes that are forward only."""
+    forward_seconds: float
+    """Of which the passes that are forward only."""
+    link_seconds: float
+    """Time of the links at their stated rates, none of it hidden; not in the update's time."""
+    tokens_per_second: float
+    """For each GPU, over the whole update."""
+    model_utilization: float
+    """Model FLOPs of the training pass over peak x time: what a log of the run would show as MFU."""
+
+
+def speed(job: Job) -> Speed:
+    """Speed of an update whose packs are full."""
+    forward = forward_flops(job, job.typical_length)
+    train, before = _seconds(job, training=True), forward_passes(job) * _seconds(job, training=False)
+    tokens = job.micro_batches * job.run.batch.pack_tokens * job.replicas
+    rate = tokens / (train + before) / job.gpus
+    head = head_flops_per_token(job.shape)
+    again = recompute_share(job) * (forward - head) + head * _heads_twice(job)
+    executed = 3 * forward + again + forward_passes(job) * forward
+    busy = executed * tokens / job.gpus / (job.options.mfu * job.gpu.peak)
+    return Speed(
+        flops_per_token=3 * forward,
+        flops_per_token_longest=3 * forward_flops(job, job.run.longest_sequence),
+        executed_per_token=executed,
+        micro_batches=job.micro_batches,
+        idle=1 - busy / (train + before),
+        update_seconds=train + before,
+        forward_seconds=before,
+        link_seconds=sum(part.seconds for part in update_traffic(job)),
+        tokens_per_second=rate,
+        model_utilization=rate * 3 * forward / job.gpu.peak,
+    )
+
+
+def forward_flops(job: Job, length: float) -> float:
+    """FLOPs of a forward pass for each token of a sequence of ``length`` tokens."""
+    return linear_flops_per_token(job.shape) + attention_flops(job.shape, length) / length
+
+
+def recompute_share(job: Job) -> float:
+    """Part of the layers' forward pass that is computed again: all, or attention proper and the MLP."""
+    mode = job.run.batch.recompute
+    if mode != "selective":
+        return 1.0 if mode == "full" else 0.0
+    core = attention_flops(job.shape, job.typical_length) / job.typical_length
+    body = forward_flops(job, job.typical_length) - head_flops_per_token(job.shape)
+    return (core + 2 * job.shape.layers * mlp_matmuls(job.shape)) / body
+
+
+def _heads_twice(job: Job) -> bool:
+    """Whether the output layer's forward pass is made again for the loss."""
+    return job.run.batch.hold_forwards or job.run.algorithm.bounds.scope == "micro_batch"
+
+
+def _seconds(job: Job, training: bool) -> float:
+    """The slowest stage, the last, which also has the output layer, sets the pace of the pipeline.
+
+    The output layer makes its gradient in the same pass as its logits, so it computes nothing twice unless
+    bounds are searched between the two.
+    """
+    head = head_flops_per_token(job.shape)
+    body = (forward_flops(job, job.typical_length) - head) / job.parallel.pipeline
+    stage = body * (3 + recompute_share(job)) + head * (3 + _heads_twice(job)) if training else body + head
+    ranks = job.parallel.tensor * job.parallel.context
+    pack = stage * job.run.batch.pack_tokens / ranks / (job.options.mfu * job.gpu.peak)
+    return pack * slots(job.parallel, job.micro_batches)

@@ -1,0 +1,216 @@
+"""A plan as text for people: one row a stage, then traffic, speed, engines, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from bapo_megatron.commands.plan.activations import Recompute
+from bapo_megatron.commands.plan.advice import Change
+from bapo_megatron.commands.plan.hardware import GB, GPUS_PER_NODE
+from bapo_megatron.commands.plan.job import Job
+from bapo_megatron.commands.plan.memory import activation_bytes, optimizer_bytes, sync_bytes
+from bapo_megatron.commands.plan.plan import Plan
+from bapo_megatron.commands.plan.sizes import total_parameters
+
+Row = Sequence[str]
+_PARTS = (
+    ("weights", "weights"),
+    ("gradients", "grads"),
+    ("optimizer", "optim"),
+    ("activations", "activ"),
+    ("workspace", "work"),
+    ("head", "logits"),
+    ("buffers", "comm"),
+    ("reserve", "reserve"),
+    ("training", "UPDATE"),
+    ("saving", "SAVE"),
+    ("syncing", "SYNC"),
+)
+
+
+def render(plan: Plan, advice: Sequence[Change], others: Sequence[Plan]) -> str:
+    """The whole text."""
+    sections = [
+        _title(plan),
+        _memory(plan),
+        _modes(plan),
+        _host_and_sync(plan),
+        _traffic(plan),
+        _speed(plan),
+        _engines(plan),
+        *([_comparison(plan, others)] if others else []),
+        _verdict(plan, advice),
+    ]
+    return "\n\n".join("\n".join(section) for section in sections) + "\n"
+
+
+def layout_name(job: Job) -> str:
+    """A layout in one short line."""
+    p = job.parallel
+    virtual = f" x {p.virtual}" if p.virtual > 1 else ""
+    sequence = " + SP" if p.sequence else ""
+    return f"TP {p.tensor}{sequence}, PP {p.pipeline}{virtual}, CP {p.context}, DP {job.replicas}"
+
+
+def _title(plan: Plan) -> Iterator[str]:
+    job, batch = plan.job, plan.job.run.batch
+    nodes = -(-job.gpus // GPUS_PER_NODE)
+    parameters = total_parameters(job.shape)
+    size = f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
+    machines = f"{nodes} node{'s' * (nodes > 1)}"
+    yield f"{job.run.name}: {size} parameters, {job.gpus} x {job.gpu.name} ({machines})"
+    yield (
+        f"{layout_name(job)}; packs of {batch.pack_tokens:,} tokens, {job.tokens:,.0f} a GPU; "
+        f"recompute {batch.recompute}"
+    )
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    memory = plan.job.gpu.memory / GB
+    yield f"GB on a GPU of each pipeline stage; it may use {plan.budget / GB:.1f} of {memory:.0f}"
+    header = ["stage", "layers", "in flight", "params B", *(title for _, title in _PARTS), ""]
+    rows = [header]
+    for stage in plan.stages:
+        values = [getattr(stage, name) / GB for name, _ in _PARTS]
+        shape = [str(stage.stage), str(stage.parameters.layers), str(stage.in_flight)]
+        verdict = "fits" if stage.peak <= plan.budget else "OVER"
+        rows.append([*shape, f"{stage.parameters.total / 1e9:.3f}", *(f"{v:.1f}" for v in values), verdict])
+    rows.append(_model_row(plan))
+    yield from _aligned(rows)
+    yield "UPDATE, SAVE and SYNC are peaks at different times; work, comm and reserve are estimates."
+
+
+def _model_row(plan: Plan) -> list[str]:
+    """The whole model: one copy of its weights, gradients and optimizer state."""
+    job = plan.job
+    parameters = total_parameters(job.shape)
+    copies = (job.element, 4, optimizer_bytes(job, 1) * job.optimizer_shards)
+    whole = [f"{parameters * size / GB:.1f}" for size in copies]
+    blank = [""] * (len(_PARTS) - len(whole) + 1)
+    return ["model", str(job.shape.layers), "", f"{parameters / 1e9:.3f}", *whole, *blank]
+
+
+def _modes(plan: Plan) -> Iterator[str]:
+    yield f"Activations in GB by recomputation, at {plan.job.tokens:,.0f} tokens a GPU (* as planned)"
+    modes: tuple[Recompute, ...] = ("none", "selective", "full")
+    chosen = plan.job.run.batch.recompute
+    rows = [["stage", *(f"{mode}*" if mode == chosen else mode for mode in modes)]]
+    for stage in plan.stages:
+        values = []
+        for mode in modes:
+            batch = replace(plan.job.run.batch, recompute=mode)
+            job = replace(plan.job, run=replace(plan.job.run, batch=batch))
+            values.append(f"{activation_bytes(job, stage.stage, 'te') / GB:.1f}")
+        rows.append([str(stage.stage), *values])
+    yield from _aligned(rows)
+
+
+def _host_and_sync(plan: Plan) -> Iterator[str]:
+    checkpoint = total_parameters(plan.job.shape) * (plan.job.element + 12)
+    yield (
+        f"Host memory of a node while it saves: {plan.host / GB:,.0f} GB of {plan.host_budget / GB:,.0f}; "
+        f"the checkpoint has {checkpoint / GB:,.0f} GB"
+    )
+    yield (
+        f"Weight sync: {plan.sync.sent / GB:.1f} GB through buffers of "
+        f"{sync_bytes(plan.job) / GB:.1f} GB a GPU, "
+        f"{plan.sync.seconds:.1f} s at one network port"
+    )
+
+
+def _traffic(plan: Plan) -> Iterator[str]:
+    yield "Communication of one update: sent by the busiest GPU, and seconds at the link's stated rate"
+    if not plan.traffic:
+        yield "  none"
+        return
+    rows = [["", "GB", "s", "over"]]
+    rows += [[t.name, f"{t.sent / GB:,.1f}", f"{t.seconds:,.1f}", t.link] for t in plan.traffic]
+    yield from _aligned(rows)
+
+
+def _speed(plan: Plan) -> Iterator[str]:
+    job, s = plan.job, plan.speed
+    yield (
+        f"FLOPs per token: {s.flops_per_token / 1e9:,.1f} G for a training pass in sequences of "
+        f"{job.typical_length:,.0f} tokens ({s.flops_per_token_longest / 1e9:,.1f} G at "
+        f"{job.run.longest_sequence:,}); {s.executed_per_token / 1e9:,.1f} G executed"
+    )
+    yield (
+        f"At {job.options.mfu:.0%} of {job.gpu.peak / 1e12:,.0f} TFLOP/s while computing: "
+        f"{s.tokens_per_second:,.0f} tokens/s/GPU, {s.idle:.0%} idle, {s.model_utilization:.0%} model FLOPs"
+    )
+    yield (
+        f"An update of {s.micro_batches} packs a replica: {s.update_seconds:,.0f} s, of which "
+        f"{s.forward_seconds:,.0f} s forward only; {job.updates} a step: {plan.train_seconds:,.0f} s"
+    )
+
+
+def _engines(plan: Plan) -> Iterator[str]:
+    e, size = plan.engines, plan.job.run.rollout.sglang.tensor
+    longest = plan.job.run.longest_sequence
+    yield (
+        f"Engines: {e.count} of {size} GPUs; a GPU holds {e.weights / GB:.1f} GB of weights "
+        f"and {e.cache / GB:.1f} GB of KV cache"
+    )
+    yield (
+        f"  {e.cache_per_token / 1024:,.0f} KiB a token: an engine holds {e.longest_sequences} sequences of "
+        f"{longest:,} tokens, or runs {e.running:,.0f} at the assumed lengths"
+    )
+    yield (
+        f"Estimate of sampling: {e.tokens_per_second:,.0f} tokens/s; {plan.job.responses} responses of "
+        f"{plan.job.mean_response:,.0f} tokens take {e.step_seconds:,.0f} s, one of full length alone "
+        f"{e.longest_seconds:,.0f} s"
+    )
+    yield f"Estimate of a step, sampling and training in turns: {plan.step_seconds:,.0f} s"
+
+
+def _comparison(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
+    yield f"Fastest layouts of {plan.job.gpus} GPUs that fit, by tokens/s/GPU with no communication hidden"
+    rows = [["layout", "recompute", "UPDATE", "SAVE", "idle", "tokens/s/GPU", "links s", "not hidden"]]
+    for other in others:
+        peaks = [max(getattr(m, name) for m in other.stages) / GB for name in ("training", "saving")]
+        s = other.speed
+        rows.append(
+            [
+                layout_name(other.job),
+                other.job.run.batch.recompute,
+                *(f"{peak:.1f}" for peak in peaks),
+                f"{s.idle:.0%}",
+                f"{s.tokens_per_second:,.0f}",
+                f"{s.link_seconds:,.1f}",
+                f"{1 / other.cost:,.0f}",
+            ]
+        )
+    yield from _aligned(rows, left=2)
+
+
+def _verdict(plan: Plan, advice: Sequence[Change]) -> Iterator[str]:
+    misfits = list(plan.misfits())
+    engine = plan.engine_misfit()
+    if not misfits and not engine:
+        peak = max(stage.peak for stage in plan.stages)
+        yield (
+            f"FITS: at most {peak / GB:.1f} GB a GPU, {peak / plan.job.gpu.memory:.0%} of "
+            f"{plan.job.gpu.memory / GB:.0f}"
+        )
+        return
+    yield "DOES NOT FIT"
+    yield from (f"  {line}" for line in (*misfits, *filter(None, [engine])))
+    for change in advice:
+        same = change.gpus == plan.job.gpus
+        title = f"Smallest change on these {change.gpus} GPUs" if same else "Smallest change"
+        yield f"{title}: {' '.join(change.flags)}" + ("" if same else f"  (takes {change.gpus} GPUs)")
+    if misfits and not advice:
+        yield "No change of layout, recomputation or pack length within reach fits; use larger GPUs."
+
+
+def _aligned(rows: Sequence[Row], left: int = 1) -> Iterator[str]:
+    """Columns padded to their widest cell; the first ``left`` ones flush left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield ("  " + "  ".join(cells)).rstrip()

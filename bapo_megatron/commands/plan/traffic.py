@@ -1,0 +1,104 @@
+"""What one GPU sends in one update, and how long its link needs for it at the stated rate.
+
+A collective over n ranks on a message of M bytes (whole) sends (n - 1) / n M from each rank for an
+all-gather or a reduce-scatter, and twice that for an all-reduce (ring algorithms).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bapo_megatron.algo.bounds import sum_count
+from bapo_megatron.commands.plan.hardware import GPUS_PER_NODE
+from bapo_megatron.commands.plan.job import Job
+from bapo_megatron.commands.plan.sizes import stage_parameters, total_parameters
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of communication."""
+
+    name: str
+    sent: float
+    """Bytes that the busiest GPU sends in an update."""
+    seconds: float
+    """At the link's stated rate; how much of it hides behind computation is not modelled."""
+    link: str
+
+
+def update_traffic(job: Job) -> list[Traffic]:
+    """All communication of an update, for the kinds that the layout has."""
+    p = job.parallel
+    reach = {"TP": p.tensor, "CP": p.tensor * p.context}
+    reach["DP"] = reach["CP"] * job.replicas
+    reach["PP"] = reach["DP"] * p.pipeline
+    volumes = {"TP": _tensor(job), "CP": _context(job), "PP": _pipeline(job), "DP": _data(job)}
+    return [_on_link(job, name, sent, reach[name]) for name, sent in volumes.items() if sent]
+
+
+def sync_traffic(job: Job) -> Traffic:
+    """Weights to the engines once a step: the whole model leaves one trainer GPU by its network port."""
+    sent = float(total_parameters(job.shape) * job.element)
+    return Traffic("sync", sent, sent / job.gpu.network, "network")
+
+
+def forward_passes(job: Job) -> float:
+    """Forward-only passes of an update: the exact bounds need one, unless they are fixed or forwards wait.
+
+    The first update of a step may know its ratios and need none either; a plan counts the dearer ones. pi_old
+    of the trainer takes one over the tokens of the step, and each epoch's updates have these tokens together.
+    """
+    algorithm = job.run.algorithm
+    searched = algorithm.bounds.scope == "update" and sum_count(algorithm.bounds) > 2
+    bounds = 1.0 if searched and not job.run.batch.hold_forwards else 0.0
+    return bounds + (1 / algorithm.reuse_epochs if algorithm.old_log_probs == "trainer" else 0.0)
+
+
+def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:
+    """Megatron numbers ranks TP first, then CP, DP, PP: a group lies in a node if all before it do too."""
+    inside = ranks <= GPUS_PER_NODE
+    rate = job.gpu.nvlink if inside else job.gpu.network
+    return Traffic(name, sent, sent / rate, "NVLink" if inside else "network")
+
+
+def _per_update(job: Job) -> float:
+    """Tokens of a rank over all micro-batches of an update."""
+    return job.tokens * job.micro_batches
+
+
+def _tensor(job: Job) -> float:
+    """A layer's four collectives forward (two all-reduces, or two pairs under SP) and four backward.
+
+    Under SP the backward pass also gathers both matrices' inputs again.
+    """
+    size = job.parallel.tensor
+    message = _per_update(job) * job.shape.hidden * job.element * (size - 1) / size
+    backward = 6 if job.parallel.sequence else 4
+    again = {"none": 0, "selective": 2, "full": 4}[job.run.batch.recompute]
+    layers = job.shape.layers / job.parallel.pipeline
+    body = layers * (4 + backward + again + 4 * forward_passes(job))
+    return message * (body + 2)  # and the output layer's input and gradient
+
+
+def _context(job: Job) -> float:
+    """Keys and values go round the ring: once forward, and with their gradients backward."""
+    size = job.parallel.context
+    width = 2 * job.shape.kv_heads * job.shape.head_dim / job.parallel.tensor
+    again = 0 if job.run.batch.recompute == "none" else 1
+    layers = job.shape.layers / job.parallel.pipeline
+    return layers * _per_update(job) * width * job.element * (size - 1) * (3 + again + forward_passes(job))
+
+
+def _pipeline(job: Job) -> float:
+    """Hidden states down and their gradients up, for each model chunk."""
+    if job.parallel.pipeline == 1:
+        return 0.0
+    message = _per_update(job) * job.shape.hidden * job.element / job.norm_split
+    return message * job.parallel.virtual * (2 + forward_passes(job))
+
+
+def _data(job: Job) -> float:
+    """float32 gradients are reduce-scattered, weights all-gathered, over DP x CP."""
+    ranks = job.optimizer_shards
+    parameters = stage_parameters(job.shape, job.parallel, 0).total
+    return parameters * (4 + job.element) * (ranks - 1) / ranks

@@ -1,0 +1,131 @@
+"""Several runs on one page that needs nothing but itself: curves over each other, results, what differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.commands.report.data import RunRecord, read_run
+from bapo_megatron.commands.report.panels import PANELS, Panel
+from bapo_megatron.commands.report.series import LOSSES, final_results
+from bapo_megatron.commands.report.text import NO_VALUE, event_cells, number, render, staleness_cells, svg_uri
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.files import write_atomically
+
+_NOT_SETTINGS = ("name", "run_dir", "allow_change")
+_TOLD = ("start", "resume", "config_changed", *LOSSES)
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run as the page names it."""
+
+    name: str
+    colour: str
+    folder: str
+    staleness: list[tuple[str, list[str]]]
+    events: list[tuple[str, str, str]]
+    """Starts, resumes and losses."""
+
+
+@dataclass(frozen=True)
+class LayeredPicture:
+    """A panel as the page shows it: axes, and a layer for each run."""
+
+    panel: Panel
+    lines: str
+    axes_uri: str
+    run_uris: list[str]
+
+
+def write_comparison(run_dirs: Sequence[Path], folder: Path) -> Path:
+    """Write the page of several runs and its PNGs into ``folder``; returns the page.
+
+    Raises:
+        ConfigError: too many runs, one twice, one without metrics, or a damaged log.
+    """
+    # Imported here: it brings matplotlib.
+    from bapo_megatron.commands.report.comparison_plots import COLOURS, curves_of, draw_comparison
+    from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
+
+    _check_runs(run_dirs, len(COLOURS))
+    runs = named_apart([read_run(run_dir) for run_dir in run_dirs])
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = list(zip(runs, COLOURS, strict=False))
+    pictures = []
+    for panel in (*PANELS, *DISTRIBUTIONS):
+        if panel.compared != ():
+            layers = draw_comparison(panel, drawn, folder)
+            uris = [svg_uri(layer) for layer in layers.runs]
+            lines = _line_names([curve.label or "" for curve in curves_of(panel)])
+            pictures.append(LayeredPicture(panel, lines, svg_uri(layers.axes), uris))
+    page = folder / "index.html"
+    text = render(
+        "comparison.html",
+        runs=[_compared(run, colour) for run, colour in drawn],
+        results=_results(runs),
+        pictures=pictures,
+        differences=differences([run.config for run in runs]),
+    )
+    write_atomically(page, text)
+    return page
+
+
+def named_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Runs of one name get their folder's name besides."""
+    names = [run.name for run in runs]
+    return [
+        RunRecord(
+            run.run_dir,
+            run.steps,
+            run.updates,
+            run.events,
+            run.config | {"name": f"{run.name} ({run.run_dir.resolve().name})"},
+        )
+        if names.count(run.name) > 1
+        else run
+        for run in runs
+    ]
+
+
+def differences(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """The settings that are not the same in all runs, with each run's value, but for names and places."""
+    names = dict.fromkeys(name for config in configs for name in config)
+    rows = []
+    for name in sorted(set(names) - set(_NOT_SETTINGS)):
+        values = [
+            json.dumps(config[name], ensure_ascii=False) if name in config else NO_VALUE for config in configs
+        ]
+        if len(set(values)) > 1:
+            rows.append((name, values))
+    return rows
+
+
+def _check_runs(run_dirs: Sequence[Path], most: int) -> None:
+    if len(run_dirs) > most:
+        raise ConfigError(f"{len(run_dirs)} runs are too many for one page: give at most {most}")
+    places = [run_dir.resolve() for run_dir in run_dirs]
+    for run_dir, place in zip(run_dirs, places, strict=True):
+        if places.count(place) > 1:
+            raise ConfigError(f"{run_dir} is given twice: name each run once")
+
+
+def _compared(run: RunRecord, colour: str) -> ComparedRun:
+    cells = [event_cells(event) for event in run.events if event.get("kind") in _TOLD]
+    return ComparedRun(run.name, colour, str(run.run_dir), staleness_cells(run), cells)
+
+
+def _results(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    columns = [final_results(run) for run in runs]
+    return [(name, [number(column[name]) for column in columns]) for name in columns[0]]
+
+
+def _line_names(labels: Sequence[str]) -> str:
+    """E.g. "Solid: upper; dashed: lower."; nothing for a picture of one curve."""
+    if len(labels) < 2:
+        return f"Shown: {labels[0]}." if labels and labels[0] else ""
+    lines = zip(("solid", "dashed", "dotted"), labels, strict=False)
+    return "; ".join(f"{line}: {label}" for line, label in lines).capitalize() + "."

@@ -1,0 +1,144 @@
+"""Draws several runs into one picture: as a PNG, and as layers that a page can show and hide run by run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from bapo_megatron.commands.report.data import RunRecord, Series, moving_mean
+from bapo_megatron.commands.report.distributions import DISTRIBUTIONS, Drawn, draw_distribution
+from bapo_megatron.commands.report.panels import Curve, Panel
+from bapo_megatron.commands.report.plots import (
+    MOST_UPDATES,
+    STYLE,
+    TITLE,
+    frame_steps,
+    frame_values,
+    nothing_measured,
+    smoothing_window,
+    without_outliers,
+)
+from bapo_megatron.commands.report.series import marks
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d4d4d")
+"""One for each run; told apart with any kind of colour vision (Okabe and Ito)."""
+
+LINES: tuple[tuple[str, Any], ...] = (("solid", "-"), ("dashed", (0, (3, 1.2))), ("dotted", (0, (1, 1.2))))
+"""One for each curve of a picture."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A picture as transparent SVGs of one size: axes without curves, and the curves of each run."""
+
+    axes: bytes
+    runs: list[bytes]
+
+
+def curves_of(panel: Panel) -> list[Curve]:
+    """What a comparison shows of a panel."""
+    chosen = range(len(panel.curves)) if panel.compared is None else panel.compared
+    return [panel.curves[index] for index in chosen]
+
+
+def draw_comparison(panel: Panel, runs: Sequence[Drawn], folder: Path) -> Layers:
+    """Write the PNG of a panel, with a legend, into ``folder``; returns its layers for the page."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes, _ = _figure(panel, runs)
+        place = {"loc": "upper left", "bbox_to_anchor": (0, -0.2), "ncols": 2, "borderpad": 0}
+        axes.legend(handles=[*_run_handles(runs), *_line_handles(panel)], fontsize=8.5, **place)
+        figure.savefig(folder / f"{panel.file}.png", dpi=200)
+        return _layers(*_figure(panel, runs))
+
+
+def _run_handles(runs: Sequence[Drawn]) -> list[Line2D]:
+    return [Line2D([], [], color=colour, linewidth=2, label=run.name) for run, colour in runs]
+
+
+def _line_handles(panel: Panel) -> list[Line2D]:
+    """What solid, dashed and dotted mean, where there is more than one of them."""
+    curves = curves_of(panel)
+    if len(curves) < 2:
+        return []
+    return [
+        Line2D([], [], color="#9aa1ab", linewidth=2, linestyle=line, label=curve.label)
+        for curve, (_, line) in zip(curves, LINES, strict=False)
+    ]
+
+
+def _layers(figure: Figure, axes: Any, artists: list[list[Any]]) -> Layers:
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # The same place for the axes in every layer.
+    for artist in (artist for of_run in artists for artist in of_run):
+        artist.set_visible(False)
+    base = _svg(figure)
+    axes.set_axis_off()
+    for text in (axes.title, axes._left_title, *axes.texts):
+        text.set_visible(False)
+    layers = []
+    for of_run in artists:
+        for artist in of_run:
+            artist.set_visible(True)
+        layers.append(_svg(figure))
+        for artist in of_run:
+            artist.set_visible(False)
+    return Layers(base, layers)
+
+
+def _svg(figure: Figure) -> bytes:
+    vector = BytesIO()
+    figure.savefig(vector, format="svg", metadata={"Date": None}, transparent=True)
+    return vector.getvalue()
+
+
+def _figure(panel: Panel, runs: Sequence[Drawn]) -> tuple[Figure, Any, list[list[Any]]]:
+    """The picture, and the artists of each run."""
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(panel.title, pad=10, **TITLE)
+    axes.set_ylabel(panel.y_label)
+    if panel in DISTRIBUTIONS:
+        artists = draw_distribution(axes, panel, runs)
+        if not any(artists):
+            nothing_measured(axes)
+        return figure, axes, artists
+    axes.set_xlabel("step")
+    drawn = [_draw_run(axes, panel, run, colour) for run, colour in runs]
+    frame_steps(axes, [run for run, _ in runs])
+    values = np.concatenate([values for _, values in drawn])
+    if len(values):
+        frame_values(axes, panel, values, [])
+    else:
+        nothing_measured(axes)
+    return figure, axes, [artists for artists, _ in drawn]
+
+
+def _draw_run(axes: Any, panel: Panel, run: RunRecord, colour: str) -> tuple[list[Any], np.ndarray]:
+    """The curves and marks of one run, and the values that the axis must show."""
+    artists: list[Any] = []
+    shown = [np.zeros(0)]
+    for curve, (_, line) in zip(curves_of(panel), LINES, strict=False):
+        mean, raw = run.by_step(curve.metric), run.by_update(curve.metric)
+        if not np.isfinite(raw.value).any() or len(raw.value) > MOST_UPDATES:
+            raw = mean
+        window = smoothing_window(len(mean.value))
+        smooth = Series(mean.step, moving_mean(mean.value, window))
+        marker = "o" if len(smooth.step) < 3 else None
+        artists += axes.plot(raw.step, raw.value, color=colour, linewidth=0.6, alpha=0.22)
+        artists += axes.plot(
+            smooth.step, smooth.value, color=colour, linewidth=2, linestyle=line, marker=marker
+        )
+        thin, thick = raw.value[np.isfinite(raw.value)], smooth.value[np.isfinite(smooth.value)]
+        shown += [thin if panel.y_scale == "spikes" else without_outliers(thin), thick]
+    for mark in marks(run):
+        line = (0, (1, 2)) if mark.loss else (0, (4, 3))
+        artists.append(axes.axvline(mark.position, color=colour, linewidth=0.9, linestyle=line, alpha=0.7))
+    return artists, np.concatenate(shown)

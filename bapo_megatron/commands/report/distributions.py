@@ -1,0 +1,92 @@
+"""Pictures whose horizontal axis is not time: Figs. 5 and 10 of the paper, and Eq. 6 against measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from bapo_megatron.commands.report.data import RunRecord
+from bapo_megatron.commands.report.panels import Panel
+from bapo_megatron.commands.report.series import prediction, ratio_profile
+
+_TICKS = (0.5, 0.7, 1, 1.4, 2, 3)
+_MANY = 200
+"""Points that had better be small."""
+
+DISTRIBUTIONS = (
+    Panel(
+        "ratio_probability",
+        "Probability against ratio",
+        "mean probability of the token",
+        (),
+        "Mean probability of the tokens at each importance ratio, over the whole run. In the paper it falls "
+        "on both sides of 1: what the bounds clip are unlikely tokens.",
+        "Figs. 5 and 10",
+    ),
+    Panel(
+        "ratio_entropy",
+        "Entropy against ratio",
+        "mean entropy (nats)",
+        (),
+        "Mean entropy where the tokens of each ratio were chosen. In the paper it rises on both sides of 1: "
+        "where the policy is undecided, ratios move most.",
+        "Fig. 10",
+    ),
+    Panel(
+        "entropy_prediction",
+        "Entropy-Clip Rule",
+        "measured change (nats)",
+        (),
+        "The change of the entropy that Eq. 6 predicts, and the one that came: from each pass over a batch "
+        "to the next, or from each update to the next, which has other tokens, if batches are used once. The "
+        "scale of the prediction means nothing.",
+        "Eq. 6",
+    ),
+)
+
+Drawn = tuple[RunRecord, str]
+"""A run, and its colour."""
+
+
+def draw_distribution(axes: Any, panel: Panel, runs: Sequence[Drawn]) -> list[list[Any]]:
+    """Draw ``panel`` of all runs. Returns the artists of each run; none of a run that did not measure it."""
+    if panel.file == "entropy_prediction":
+        artists = [_scatter(axes, run, colour) for run, colour in runs]
+        axes.set_xlabel("predicted change, any unit")
+        axes.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
+        return artists
+    what: Literal["probability", "entropy"] = (
+        "probability" if panel.file == "ratio_probability" else "entropy"
+    )
+    artists = [_profile(axes, run, colour, what) for run, colour in runs]
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(_TICKS))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
+    axes.set_xlim(0.4, 4.0)
+    axes.set_xlabel("importance ratio")
+    if any(artists):
+        axes.set_ylim(bottom=0)
+    return artists
+
+
+def _profile(axes: Any, run: RunRecord, colour: str, what: Literal["probability", "entropy"]) -> list[Any]:
+    profile = ratio_profile(run, what)
+    known = np.isfinite(profile.value)
+    if not known.any():
+        return []
+    return list(axes.plot(profile.step[known], profile.value[known], "o-", color=colour, linewidth=2, ms=4))
+
+
+def _scatter(axes: Any, run: RunRecord, colour: str) -> list[Any]:
+    found = prediction(run)
+    if not len(found.predicted):
+        return []
+    said = "" if found.correlation is None else f"correlation {found.correlation:.2f}"
+    size = 9 if len(found.predicted) > _MANY else 26
+    points = axes.scatter(found.predicted, found.measured, s=size, color=colour, alpha=0.45, linewidths=0)
+    points.set_label(said)
+    return [points]

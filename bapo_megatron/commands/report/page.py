@@ -1,0 +1,123 @@
+"""``report/index.html``: a run on one page that needs nothing but itself, and its pictures as PNG."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from bapo_megatron.commands.report.comparison import write_comparison
+from bapo_megatron.commands.report.data import Headline, RunRecord, headline, mean, read_run
+from bapo_megatron.commands.report.panels import PANELS, Panel
+from bapo_megatron.commands.report.series import marks
+from bapo_megatron.commands.report.text import event_cells, number, render, short, staleness_cells, svg_uri
+from bapo_megatron.errors import refuse_arguments
+from bapo_megatron.runtime.files import write_atomically
+
+__all__ = ["Headline", "headline", "write_report"]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A panel as the page shows it."""
+
+    panel: Panel
+    data_uri: str
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """A line of the table of values."""
+
+    name: str
+    first: str
+    last: str
+    final: str
+
+
+def write_report(run_dir: Path, folder: Path | None = None) -> Path:
+    """Write the page of a run and its PNGs into ``folder``, by default its ``report/``; returns the page.
+
+    The run may still be under way.
+
+    Raises:
+        ConfigError: there are no metrics, or a log is damaged.
+    """
+    # Imported here: it brings matplotlib, and a training run that imports `headline` should not wait.
+    from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
+    from bapo_megatron.commands.report.plots import draw_overview, draw_panels, smoothing_window
+
+    run = read_run(run_dir)
+    folder = folder or run_dir / "report"
+    folder.mkdir(parents=True, exist_ok=True)
+    svgs = draw_panels(run, folder)
+    draw_overview(run, folder / "overview.png")
+    pictures = [Picture(panel, svg_uri(svgs[panel.file])) for panel in (*PANELS, *DISTRIBUTIONS)]
+    page = folder / "index.html"
+    write_atomically(page, _render(run, pictures, smoothing_window(len(run.steps))))
+    return page
+
+
+def _render(run: RunRecord, pictures: list[Picture], window: int) -> str:
+    figures = headline(run.steps)
+    return render(
+        "page.html",
+        run=run,
+        reward=f"{number(figures['reward_first'])} → {number(figures['reward_last'])}",
+        window=figures["window"],
+        facts=_facts(run, figures),
+        pictures=pictures,
+        smoothing=window,
+        metrics=list(_metric_rows(run, figures["window"])),
+        settings="\n".join(
+            f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in run.config.items()
+        ),
+        losses=any(mark.loss for mark in marks(run)),
+        staleness=staleness_cells(run),
+        events=[event_cells(event) for event in run.events],
+    )
+
+
+def _facts(run: RunRecord, figures: Headline) -> list[tuple[str, str]]:
+    """The headline's other numbers, with their names."""
+    return [
+        (f"{figures['steps']:,}", "steps"),
+        (f"{len(run.updates):,}", "updates"),
+        (short(figures["tokens"]), "tokens"),
+        (str(timedelta(seconds=round(figures["time_s"]))), "training time"),
+    ]
+
+
+def _metric_rows(run: RunRecord, window: int) -> Iterator[MetricRow]:
+    for name in sorted({name for row in run.steps for name in row} - {"step"}):
+        values = [row[name] for row in run.steps if row.get(name) is not None]
+        yield MetricRow(
+            name,
+            number(mean(values[:window])),
+            number(mean(values[-window:])),
+            number(run.steps[-1].get(name)),
+        )
+
+
+def report_command(arguments: Sequence[str]) -> Path:
+    """``bapo report RUN [RUN ...] [--output DIR]``: the page that was written."""
+    usage = "usage: bapo report RUN [RUN ...] [--output DIR], with directories of runs"
+    runs, output = [Path(argument) for argument in arguments], None
+    if "--output" in arguments:
+        place = arguments.index("--output")
+        if place + 1 == len(arguments):
+            refuse_arguments(arguments, usage)
+        runs, output = runs[:place] + runs[place + 2 :], runs[place + 1]
+    if not runs or any(str(run).startswith("-") for run in runs):
+        refuse_arguments(arguments, usage)
+    if len(runs) == 1:
+        return write_report(runs[0], output)
+    return write_comparison(runs, output or common_folder(runs) / "comparison")
+
+
+def common_folder(runs: Sequence[Path]) -> Path:
+    """The folder that holds all runs."""
+    return Path(os.path.commonpath([run.resolve().parent for run in runs]))

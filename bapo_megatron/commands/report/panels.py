@@ -1,0 +1,268 @@
+"""The pictures of a report, as data: which metrics, which colours, what to look for.
+
+One colour, one meaning: green is for what pushes up (positive advantages), red for what pushes down
+(negative advantages), dark blue for everything that is neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bapo_megatron.algo.staleness import BUCKETS
+from bapo_megatron.commands.report.data import RunRecord
+
+NEUTRAL = "#1f3b63"
+POSITIVE = "#2b8a5a"
+NEGATIVE = "#c2453a"
+AGES = ("#9fb3cf", "#7f9abf", "#5f80ac", "#456894", "#2f5079", "#1f3b63")
+"""Darker with the staleness of a bucket."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric in a picture."""
+
+    metric: str
+    colour: str = NEUTRAL
+    label: str | None = None
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture."""
+
+    file: str
+    """Name of the PNG, without its suffix."""
+    title: str
+    y_label: str
+    curves: tuple[Curve, ...]
+    caption: str
+    """What it shows, and what to look for."""
+    paper: str
+    """Where the paper shows the same."""
+    y_scale: Literal["auto", "from_zero", "percent", "ratio", "spikes"] = "from_zero"
+    """``from_zero``: down to 0, or to the least value below. ``ratio``: logarithmic, as 2 and 1/2 are alike.
+    ``spikes``: logarithmic if a few values dwarf the others."""
+    compared: tuple[int, ...] | None = None
+    """Curves that a comparison of several runs draws; None for all."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """A range of the vertical axis that is shaded, or a line where both ends are equal."""
+
+    low: float
+    high: float
+    colour: str
+    label: str
+
+
+def _quadrants(what: str) -> tuple[Curve, ...]:
+    """A curve for each kind of token; dashed are those that raise the entropy."""
+    return (
+        Curve(f"quadrant/positive_high/{what}", POSITIVE, "rewarded, likely"),
+        Curve(f"quadrant/positive_low/{what}", POSITIVE, "rewarded, unlikely", dashed=True),
+        Curve(f"quadrant/negative_high/{what}", NEGATIVE, "punished, likely", dashed=True),
+        Curve(f"quadrant/negative_low/{what}", NEGATIVE, "punished, unlikely"),
+    )
+
+
+PANELS = (
+    Panel(
+        "reward",
+        "Reward",
+        "mean reward of a response",
+        (Curve("reward/mean"),),
+        "Mean reward of the sampled responses. It should climb and then level off; a sudden fall is a "
+        "collapse.",
+        "Fig. 9; Fig. 2 shows collapses",
+    ),
+    Panel(
+        "entropy",
+        "Policy entropy",
+        "entropy (nats per token)",
+        (Curve("policy/entropy"),),
+        "How undecided the policy is about its next token. A gentle decline is learning; a slide to 0 means "
+        "that it has stopped exploring.",
+        "Fig. 9; Fig. 2 shows the slide",
+    ),
+    Panel(
+        "clip_bounds",
+        "Clipping bounds",
+        "importance ratio",
+        (
+            Curve("bapo/clip_high", POSITIVE, "upper (positive)"),
+            Curve("bapo/clip_low", NEGATIVE, "lower (negative)"),
+        ),
+        "Where the ratio of new to old probability is clipped. BAPO searches both bounds for each update, "
+        "inside its ranges. They should move; a bound that lies at its upper end has nothing left "
+        "to give.",
+        "Fig. 8",
+        "ratio",
+    ),
+    Panel(
+        "contribution",
+        "Positive contribution",
+        "contribution to the loss",
+        (Curve("bapo/contribution", POSITIVE),),
+        "How much of the loss comes from responses that are better than their group. The search raises it "
+        "towards the target; far below it, the negatives have the upper hand.",
+        "Figs. 4 and 9",
+        "auto",
+    ),
+    Panel(
+        "grad_norm",
+        "Gradient norm",
+        "L2 norm before clipping",
+        (Curve("policy/grad_norm"),),
+        "Size of the gradient of each update. It should stay level; growing spikes come before a collapse.",
+        "Fig. 9; Fig. 2 shows spikes",
+        "spikes",
+    ),
+    Panel(
+        "response_length",
+        "Response length",
+        "tokens per response",
+        (
+            Curve("rollout/length_mean", NEUTRAL, "all"),
+            Curve("rollout/length_positive_mean", POSITIVE, "positive"),
+            Curve("rollout/length_negative_mean", NEGATIVE, "negative"),
+        ),
+        "Mean length of the responses with positive and with negative advantage. Longer negatives hold more "
+        "tokens and so more of the loss: one cause of the imbalance that BAPO corrects.",
+        "Fig. 6",
+    ),
+    Panel(
+        "clip_fraction",
+        "Clipped tokens",
+        "share of tokens",
+        (
+            Curve("bapo/clip_fraction_high", POSITIVE, "above upper"),
+            Curve("bapo/clip_fraction_low", NEGATIVE, "below lower"),
+        ),
+        "Tokens whose gradient the bounds take away. A growing share means that the policy has moved far "
+        "from the one that sampled the data.",
+        "no figure; compare Fig. 2 on staleness",
+        "percent",
+    ),
+    Panel(
+        "kl",
+        "KL divergence",
+        "KL (nats per token)",
+        (Curve("policy/kl"),),
+        "Distance of the trained policy from the one that sampled the data. It should stay small and level; "
+        "a rise says that the data is too old or the learning rate too high.",
+        "no figure",
+    ),
+    Panel(
+        "held_out",
+        "Held-out problems",
+        "share of right answers",
+        (Curve("eval/mean", POSITIVE),),
+        "Mean over the suites of avg@n, at the steps that were evaluated. Where it falls behind the reward, "
+        "the policy learns the training problems and not the task.",
+        "Table 1",
+        "percent",
+    ),
+    Panel(
+        "positive_tokens",
+        "Proportion of positive tokens",
+        "share of tokens",
+        (Curve("bapo/positive_token_fraction", POSITIVE),),
+        "Tokens of responses that are better than their group. Below a half the negatives are in the "
+        "majority before any weight or clipping.",
+        "Fig. 4",
+        "percent",
+    ),
+    Panel(
+        "quadrant_clipped",
+        "Clipped tokens by kind",
+        "share of the kind",
+        _quadrants("clipped"),
+        "Which tokens lose their gradient. Rewarded unlikely tokens and punished likely ones raise the "
+        "entropy: where they are clipped more than the others, clipping lowers it.",
+        "Table 4; section 3 says it of Fig. 5",
+        "percent",
+        compared=(1,),
+    ),
+    Panel(
+        "quadrant_contribution",
+        "Gradient by kind of token",
+        "share of the gradient's mass",
+        _quadrants("contribution"),
+        "Who moves the policy. Rewarded likely tokens and punished unlikely ones lower the entropy, the "
+        "other two kinds raise it.",
+        "Table 4",
+        "percent",
+        compared=(1, 2),
+    ),
+    Panel(
+        "entropy_effect",
+        "First-order effect on the entropy",
+        "nats for a step of size 1",
+        (
+            Curve("entropy_rule/effect", NEUTRAL, "sum"),
+            Curve("polarity/expanding_effect", POSITIVE, "expanding"),
+            Curve("polarity/contracting_effect", NEGATIVE, "contracting"),
+        ),
+        "The Entropy-Clip Rule, term by term: what the tokens with a gradient do to the entropy. Below 0 the "
+        "update contracts it.",
+        "Eq. 6",
+        "auto",
+        compared=(0,),
+    ),
+    Panel(
+        "staleness",
+        "Staleness",
+        "updates",
+        (Curve("staleness/mean", NEUTRAL, "mean"), Curve("staleness/max", AGES[0], "oldest token")),
+        "How many updates lie between the policy that sampled a token and the one that trains on it.",
+        "the setting of Figs. 2 and 11",
+        compared=(0,),
+    ),
+    Panel(
+        "staleness_clipped",
+        "Clipped tokens by staleness",
+        "share of the bucket",
+        tuple(
+            Curve(f"staleness/{bucket}/clipped", colour, bucket)
+            for bucket, colour in zip(BUCKETS, AGES, strict=True)
+        ),
+        "Tokens that the bounds clip, by age in updates. The older a token, the farther its ratio from 1.",
+        "section 3 says it of Fig. 2",
+        "percent",
+        compared=(),
+    ),
+)
+OVERVIEW = PANELS[:8]
+"""What one look at a run needs."""
+
+
+def bands(panel: Panel, run: RunRecord) -> list[Band]:
+    """What the configuration allows or aims at, in this picture."""
+    if panel.file == "clip_bounds":
+        return _bound_ranges(run)
+    if panel.file == "contribution":
+        return _target(run)
+    return []
+
+
+def _bound_ranges(run: RunRecord) -> list[Band]:
+    return [*_range(run, "high", POSITIVE), *_range(run, "low", NEGATIVE)]
+
+
+def _range(run: RunRecord, bound: str, colour: str) -> list[Band]:
+    start = run.config.get(f"algorithm.bounds.{bound}_start")
+    end = run.config.get(f"algorithm.bounds.{bound}_end")
+    if start is None or end is None or start == end:
+        return []  # A fixed bound has no range.
+    return [Band(start, end, colour, "allowed range")]
+
+
+def _target(run: RunRecord) -> list[Band]:
+    target = run.config.get("algorithm.bounds.target")
+    if target is None or not _bound_ranges(run):
+        return []  # Fixed bounds aim at nothing.
+    return [Band(target, target, NEUTRAL, f"target {target:g}")]

@@ -1,0 +1,248 @@
+"""Draws the pictures of a report. Importing this is slow: it brings matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from bapo_megatron.commands.report.data import RunRecord, Series, moving_mean
+from bapo_megatron.commands.report.distributions import DISTRIBUTIONS, draw_distribution
+from bapo_megatron.commands.report.panels import (
+    NEGATIVE,
+    NEUTRAL,
+    OVERVIEW,
+    PANELS,
+    Band,
+    Curve,
+    Panel,
+    bands,
+)
+from bapo_megatron.commands.report.series import marks
+
+_INK = "#2b2f36"
+_PALE_INK = "#6b7280"
+_GRID = "#e6e8ec"
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "text.color": _INK,
+    "axes.labelcolor": _PALE_INK,
+    "axes.edgecolor": "#c3c8d0",
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": _PALE_INK,
+    "ytick.color": _PALE_INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "figure.constrained_layout.w_pad": 0.1,
+    "figure.constrained_layout.h_pad": 0.1,
+    "svg.hashsalt": "report",  # Same run, same bytes.
+}
+TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11.5, "fontweight": "bold"}
+_SPIKE_RATIO = 20
+"""A largest value this many times the median makes a linear axis useless."""
+MOST_UPDATES = 2000
+"""More of them make a solid block; the thin line then follows the steps."""
+_RATIO_TICKS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 5, 10)
+_PLAIN_TITLE_PAD, _LEGEND_TITLE_PAD = 10, 25
+"""Points between a title and its axes, without and with a legend in between."""
+_TWO_ROWS, _TWO_ROWS_TITLE_PAD = 4, 33
+"""Curves whose legend takes two rows, and the room for it."""
+
+
+def _title_pad(panel: Panel) -> int:
+    if len(panel.curves) == _TWO_ROWS:
+        return _TWO_ROWS_TITLE_PAD
+    return _LEGEND_TITLE_PAD if len(panel.curves) > 1 else _PLAIN_TITLE_PAD
+
+
+def draw_panels(run: RunRecord, folder: Path) -> dict[str, bytes]:
+    """Write a PNG of each panel into ``folder``; returns them as SVG, by file name, for the page."""
+    curves = {panel.file: _save_panel(panel, run, folder) for panel in PANELS}
+    return curves | {panel.file: _save_distribution(panel, run, folder) for panel in DISTRIBUTIONS}
+
+
+def draw_overview(run: RunRecord, path: Path) -> None:
+    """The first panels in one PNG of two rows, for a README."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(15, 7), layout="constrained")
+        for axes, panel in zip(figure.subplots(2, len(OVERVIEW) // 2).flat, OVERVIEW, strict=True):
+            _draw(axes, panel, run)
+            axes.set_title(panel.title, pad=_LEGEND_TITLE_PAD, **TITLE)  # Equal, so that titles line up.
+        figure.savefig(path, dpi=130)
+
+
+def smoothing_window(steps: int) -> int:
+    """Steps that a thick line is the mean of: odd, about a twelfth of the run, at most 25."""
+    return 2 * min(steps // 24, 12) + 1
+
+
+def _save_panel(panel: Panel, run: RunRecord, folder: Path) -> bytes:
+    vector = BytesIO()
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5, 3.2), layout="constrained")
+        _draw(figure.subplots(), panel, run)
+        figure.savefig(folder / f"{panel.file}.png", dpi=200)
+        figure.savefig(vector, format="svg", metadata={"Date": None})
+    return vector.getvalue()
+
+
+def _save_distribution(panel: Panel, run: RunRecord, folder: Path) -> bytes:
+    vector = BytesIO()
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5, 3.2), layout="constrained")
+        axes = figure.subplots()
+        axes.set_title(panel.title, pad=_PLAIN_TITLE_PAD, **TITLE)
+        axes.set_ylabel(panel.y_label)
+        [artists] = draw_distribution(axes, panel, [(run, NEUTRAL)])
+        if not artists:
+            nothing_measured(axes)
+        elif panel.file == "entropy_prediction":
+            axes.legend(loc="upper left", handlelength=0.5)
+        figure.savefig(folder / f"{panel.file}.png", dpi=200)
+        figure.savefig(vector, format="svg", metadata={"Date": None})
+    return vector.getvalue()
+
+
+def _draw(axes: Any, panel: Panel, run: RunRecord) -> None:
+    values = np.concatenate([_draw_curve(axes, curve, panel, run) for curve in panel.curves])
+    axes.set_title(panel.title, pad=_title_pad(panel), **TITLE)
+    axes.set_xlabel("step")
+    axes.set_ylabel(panel.y_label)
+    frame_steps(axes, [run])
+    if len(values):
+        shaded = bands(panel, run)
+        frame_values(axes, panel, values, shaded)
+        _annotate(axes, panel, run, shaded)
+    else:
+        nothing_measured(axes)
+
+
+def _draw_curve(axes: Any, curve: Curve, panel: Panel, run: RunRecord) -> np.ndarray:
+    """A thin line of what was measured under a thick one of its moving mean.
+
+    Returns the values that the axis must show.
+    """
+    mean = run.by_step(curve.metric)
+    raw = run.by_update(curve.metric)
+    if not np.isfinite(raw.value).any() or len(raw.value) > MOST_UPDATES:
+        raw = mean
+    smooth = Series(mean.step, moving_mean(mean.value, smoothing_window(len(mean.value))))
+    axes.plot(raw.step, raw.value, color=curve.colour, linewidth=0.8, alpha=0.35)
+    marker = "o" if len(smooth.step) < 3 else None  # A line of one point cannot be seen.
+    style = {"linewidth": 2, "marker": marker, "linestyle": (0, (3, 1.2)) if curve.dashed else "-"}
+    axes.plot(smooth.step, smooth.value, color=curve.colour, label=curve.label, **style)
+    thin, thick = raw.value[np.isfinite(raw.value)], smooth.value[np.isfinite(smooth.value)]
+    return np.concatenate([thin if panel.y_scale == "spikes" else without_outliers(thin), thick])
+
+
+def _annotate(axes: Any, panel: Panel, run: RunRecord, shaded: list[Band]) -> None:
+    for band in shaded:
+        _draw_band(axes, band)
+    for mark in marks(run):
+        colour, line = (NEGATIVE, (0, (1, 2))) if mark.loss else (_PALE_INK, (0, (4, 3)))
+        axes.axvline(mark.position, color=colour, linewidth=0.8, linestyle=line, alpha=0.7)
+    if len(panel.curves) > 1:
+        crowded = len(panel.curves) > 3
+        axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(0, 1.01),
+            ncols=len(panel.curves) if len(panel.curves) != _TWO_ROWS else 2,
+            borderpad=0.2,
+            borderaxespad=0,
+            handlelength=1.2,
+            columnspacing=0.8 if crowded else 1.2,
+            labelspacing=0.1,
+            fontsize=7.5 if crowded else 9,
+        ).set_in_layout(False)  # The title's pad keeps its place.
+
+
+def _draw_band(axes: Any, band: Band) -> None:
+    """Shade a range, its name above it; or draw a line, its name below it. Curves are elsewhere."""
+    is_line = band.low == band.high
+    if is_line:
+        axes.axhline(band.low, color=band.colour, linewidth=1, linestyle=(0, (1, 2)))
+    else:
+        axes.axhspan(band.low, band.high, color=band.colour, alpha=0.09, linewidth=0)
+    axes.annotate(
+        band.label,
+        (1, band.high),
+        xycoords=("axes fraction", "data"),
+        xytext=(-3, -2 if is_line else 2),
+        textcoords="offset points",
+        ha="right",
+        va="top" if is_line else "bottom",
+        fontsize=8.5,
+        color=band.colour,
+    )
+
+
+def nothing_measured(axes: Any) -> None:
+    """Say so, instead of empty axes."""
+    axes.set_yticks([])
+    axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_PALE_INK)
+
+
+def frame_steps(axes: Any, runs: Sequence[RunRecord]) -> None:
+    """Limits and ticks of the axis of steps."""
+    first, last = min(run.first_step for run in runs), max(run.step_numbers.max() for run in runs)
+    margin = max((last - first) * 0.02, 0.5)
+    axes.set_xlim(first - margin, last + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+
+
+def frame_values(axes: Any, panel: Panel, values: np.ndarray, shaded: list[Band]) -> None:
+    """Limits, scale and tick labels of the vertical axis."""
+    if panel.y_scale == "spikes" and values.min() > 0 and values.max() > _SPIKE_RATIO * np.median(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+        return
+    ends = [values.min(), values.max(), *(end for band in shaded for end in (band.low, band.high))]
+    low, high = min(ends), max(ends)
+    if panel.y_scale == "ratio" and low > 0:
+        _frame_ratios(axes, low, high)
+        return
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent if panel.y_scale == "percent" else _plain))
+    from_zero = panel.y_scale in ("from_zero", "percent", "spikes") and low >= 0
+    bottom = 0.0 if from_zero else low
+    margin = 0.1 * (high - bottom) or 0.1 * abs(high) or 1.0
+    axes.set_ylim(bottom if from_zero else bottom - margin, high + margin)
+
+
+def _frame_ratios(axes: Any, low: float, high: float) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(FixedLocator(_RATIO_TICKS))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(_plain))
+    axes.set_ylim(low / 1.12, high * 1.15)
+
+
+def without_outliers(values: np.ndarray) -> np.ndarray:
+    """One wild update shall not flatten a whole curve."""
+    if len(values) < 100:
+        return values
+    low, high = np.percentile(values, [0.5, 99.5])
+    ordinary: np.ndarray = values[(values >= low) & (values <= high)]
+    return ordinary
+
+
+def _plain(value: float, _position: int | None = None) -> str:
+    return f"{value:g}"
+
+
+def _percent(value: float, _position: int | None = None) -> str:
+    return f"{100 * value:g}%"

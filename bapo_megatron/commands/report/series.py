@@ -1,0 +1,209 @@
+"""What a report works out of a run's log: ratio profiles, Eq. 6 against measurement, marks, final results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from bapo_megatron.algo.diagnostics import RATIO_BINS, RATIO_EDGES
+from bapo_megatron.algo.staleness import BUCKETS
+from bapo_megatron.commands.report.data import RunRecord, Series, headline, mean
+from bapo_megatron.runtime.jsonl_log import Row
+
+LOSSES = ("engine_lost", "server_ended", "sampler_died", "broadcast_failed", "engine_gap")
+"""Kinds of events that are marked as losses."""
+
+RATIO_CENTRES = np.array(
+    [0.45, *np.sqrt(np.multiply(RATIO_EDGES[:-1], RATIO_EDGES[1:])), 3.5]  # the outer bins have no end
+)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event on the axis of steps."""
+
+    position: float
+    loss: bool
+    """A loss of an engine or the like; else a resume."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Changes of the entropy: by Eq. 6, and as they came."""
+
+    predicted: np.ndarray
+    """Learning rate times minus the covariance, or times the mean effect; summed over the updates between
+    both measurements."""
+    measured: np.ndarray
+    """nats."""
+    correlation: float | None
+    """Pearson's; None of fewer than three pairs, or of constants."""
+
+
+def ratio_profile(run: RunRecord, what: Literal["probability", "entropy"]) -> Series:
+    """Means over the tokens of each bin of the ratio in the whole run, at the bin's centre."""
+    rows = run.updates or run.steps
+    values = []
+    for name in RATIO_BINS:
+        pairs = [(row.get(f"ratio/{name}/tokens"), row.get(f"ratio/{name}/{what}"), row) for row in rows]
+        known = [(share * _tokens(row), value) for share, value, row in pairs if share and value is not None]
+        total = sum(tokens for tokens, _ in known)
+        values.append(sum(tokens * value for tokens, value in known) / total if total else np.nan)
+    return Series(RATIO_CENTRES, np.array(values))
+
+
+Reading = Literal["covariance", "effect"]
+"""Of Eq. 6: the covariance over tokens, or the mean of the tokens' effects, state by state."""
+
+
+def prediction(run: RunRecord, bucket: str | None = None, reading: Reading = "covariance") -> Prediction:
+    """The Entropy-Clip Rule (Eq. 6) against measurement: all tokens, or the part of those of one bucket.
+
+    Where batches are used again, from each pass over a batch to the next: both see the same tokens. Else from
+    each update to the next, which has others.
+    """
+    passes = _passes(run.updates)
+    pairs = [
+        (sum(_predicted(row, bucket, reading) for row in now), _entropy(after) - _entropy(now))
+        for now, after in passes
+    ]
+    known = np.array([pair for pair in pairs if np.isfinite(pair).all()]).reshape(-1, 2)
+    return Prediction(known[:, 0], known[:, 1], _correlation(known[:, 0], known[:, 1]))
+
+
+def _passes(rows: Sequence[Row]) -> list[tuple[list[Row], list[Row]]]:
+    """Updates with those that come after them and have the same tokens, or else the next update."""
+    if not any(row.get("epoch") for row in rows):
+        return [([now], [after]) for now, after in pairwise(rows)]
+    groups: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["step"], row.get("epoch", 0)), []).append(row)
+    return [
+        (group, groups[step, epoch + 1])
+        for (step, epoch), group in groups.items()
+        if (step, epoch + 1) in groups
+    ]
+
+
+def _predicted(row: Row, bucket: str | None, reading: Reading) -> float:
+    """What the tokens of a bucket, or all, do to the entropy of an update's tokens; nan if not measured."""
+    rate, value, share = row.get("policy/lr"), row.get(f"entropy_rule/{reading}"), 1.0
+    if bucket:
+        share = row.get(f"staleness/{bucket}/tokens") or 0.0
+        value = row.get(f"staleness/{bucket}/{reading}") if share else 0.0
+    sign = -1.0 if reading == "covariance" else 1.0
+    return np.nan if rate is None or value is None else float(sign * rate * share * value)
+
+
+def _entropy(rows: Sequence[Row]) -> float:
+    """Mean over the tokens of some updates; nan if not measured."""
+    known = [(_tokens(row), row["policy/entropy"]) for row in rows if row.get("policy/entropy") is not None]
+    total = sum(tokens for tokens, _ in known)
+    return float(sum(tokens * value for tokens, value in known) / total) if total else np.nan
+
+
+def _tokens(row: Row) -> float:
+    """Tokens of an update, as far as its log says: updates of earlier versions count alike."""
+    return float(row.get("policy/tokens") or 1.0)
+
+
+def marks(run: RunRecord) -> list[Mark]:
+    """Resumes and losses. An event without a step lies between those around it that have one, by its time."""
+    timed = [(_seconds(event), event) for event in run.events]
+    anchors = [(time, _reached(event)) for time, event in timed if time is not None]
+    known = [(time, step) for time, step in anchors if step is not None]
+    found = [Mark(step - 0.5, False) for step in run.resumed_at]
+    for time, event in timed:
+        if event.get("kind") in LOSSES and time is not None and known:
+            times, steps = zip(*sorted(known), strict=True)
+            found.append(Mark(float(np.interp(time, times, steps)), True))
+    return found
+
+
+def final_results(run: RunRecord) -> dict[str, float | None]:
+    """What is left of a run, by its name in a table. None where its log does not say."""
+    figures = headline(run.steps)
+    window = figures["window"]
+    norms = _column(run.updates or run.steps, "policy/grad_norm")
+    norms = norms[np.isfinite(norms)]
+    return {
+        "final reward": figures["reward_last"],
+        "first reward": figures["reward_first"],
+        "final entropy": _last(run, "policy/entropy", window),
+        "first entropy": _first(run, "policy/entropy", window),
+        "median gradient norm": float(np.median(norms)) if len(norms) else None,
+        "largest gradient norm": float(norms.max()) if len(norms) else None,
+        "final response length": _last(run, "rollout/length_mean", window),
+        "final contribution of positives": _last(run, "bapo/contribution", window),
+        "final share of clipped tokens": _sum(
+            _last(run, "bapo/clip_fraction_high", window), _last(run, "bapo/clip_fraction_low", window)
+        ),
+        "mean staleness": mean([v for row in run.steps if (v := row.get("staleness/mean")) is not None]),
+        "Eq. 6 (covariance) against measurement, correlation": prediction(run).correlation,
+        "Eq. 6 (effects) against measurement, correlation": prediction(run, reading="effect").correlation,
+        "steps": figures["steps"],
+        "updates": len(run.updates),
+        "tokens": figures["tokens"],
+        "hours of training": figures["time_s"] / 3600,
+        "resumes": len(run.resumed_at),
+        "losses": sum(event.get("kind") in LOSSES for event in run.events),
+    }
+
+
+def by_staleness(run: RunRecord) -> list[tuple[str, list[float | None]]]:
+    """For each bucket that has tokens: its share, clipped, entropy, effect, and the correlation of Eq. 6."""
+    rows = run.updates or run.steps
+    table = []
+    for bucket in BUCKETS:
+        names = ("tokens", "clipped", "entropy", "effect")
+        values = [_mean_of(rows, f"staleness/{bucket}/{name}") for name in names]
+        if values[0]:
+            table.append((bucket, [*values, prediction(run, bucket).correlation]))
+    return table
+
+
+def _correlation(first: np.ndarray, second: np.ndarray) -> float | None:
+    if len(first) < 3 or np.ptp(first) == 0 or np.ptp(second) == 0:
+        return None
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def _column(rows: Sequence[Row], metric: str) -> np.ndarray:
+    return np.array([row.get(metric) for row in rows], dtype=float)  # None becomes NaN
+
+
+def _mean_of(rows: Sequence[Row], metric: str) -> float | None:
+    return mean([row[metric] for row in rows if row.get(metric) is not None])
+
+
+def _first(run: RunRecord, metric: str, window: int) -> float | None:
+    return mean([row[metric] for row in run.steps if row.get(metric) is not None][:window])
+
+
+def _last(run: RunRecord, metric: str, window: int) -> float | None:
+    return mean([row[metric] for row in run.steps if row.get(metric) is not None][-window:])
+
+
+def _sum(*values: float | None) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _seconds(event: Row) -> float | None:
+    try:
+        return datetime.fromisoformat(str(event.get("time"))).timestamp()
+    except ValueError:
+        return None
+
+
+def _reached(event: Row) -> float | None:
+    """The step that was done when the event came."""
+    step = event.get("step")
+    if not isinstance(step, int):
+        return None
+    return float(step - 1 if event.get("kind") in ("start", "resume") else step)

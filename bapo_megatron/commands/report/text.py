@@ -1,0 +1,70 @@
+"""How the pages of a report write things: numbers, events, pictures, and the templates."""
+
+from __future__ import annotations
+
+import base64
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+from bapo_megatron.commands.report.data import RunRecord
+from bapo_megatron.commands.report.series import by_staleness
+
+NO_VALUE = "–"  # noqa: RUF001, the dash is meant
+
+
+def render(template: str, **values: Any) -> str:
+    """The page of a template of the package."""
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(lambda name: files(__package__).joinpath(name).read_text(encoding="utf-8")),
+    )
+    return environment.get_template(template).render(**values)
+
+
+def number(value: float | None) -> str:
+    """At least three digits that matter; counts whole."""
+    if value is None:
+        return NO_VALUE
+    if isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}"
+    return f"{value:.3g}" if abs(value) < 0.01 else f"{value:.3f}"
+
+
+def short(count: float) -> str:
+    """E.g. 12.3M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return f"{count:.0f}"
+
+
+def svg_uri(svg: bytes) -> str:
+    """The picture as an address that holds it."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
+
+
+def event_cells(event: dict[str, Any]) -> tuple[str, str, str]:
+    """Time, kind and details."""
+    others = {key: value for key, value in event.items() if key not in ("time", "kind")}
+    details = ", ".join(f"{key} {value}" for key, value in others.items())
+    time = str(event.get("time", ""))[:19].replace("T", " ")  # Whole seconds, without the zone: it is UTC.
+    return time, str(event.get("kind", "")), details
+
+
+def staleness_cells(run: RunRecord) -> list[tuple[str, list[str]]]:
+    """A row for each bucket of staleness that has tokens; the first two values are shares."""
+    return [
+        (bucket, [*(_percent(value) for value in values[:2]), *(number(value) for value in values[2:])])
+        for bucket, values in by_staleness(run)
+    ]
+
+
+def _percent(share: float | None) -> str:
+    return NO_VALUE if share is None else f"{100 * share:.3g}%"

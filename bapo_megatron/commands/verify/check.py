@@ -1,0 +1,250 @@
+"""`bapo verify-parallel`: does the recipe's layout compute what a smaller one does?
+
+Nothing of a run is needed but its recipe and its model: no dataset, no tokenizer, no run directory. The
+one update that is made to measure a gradient is thrown away with the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.algo.bounds import Bounds, search_bounds, sum_count
+from bapo_megatron.commands.verify.certificate import (
+    Certificate,
+    identity_differences,
+    read_certificate,
+    write_certificate,
+)
+from bapo_megatron.commands.verify.comparison import (
+    TOLERANCES,
+    Row,
+    Tolerances,
+    compare,
+    first_difference,
+    first_not_finite,
+    not_measured,
+    render,
+)
+from bapo_megatron.commands.verify.measure import measure_tokens, measure_totals
+from bapo_megatron.commands.verify.model_digest import model_digests
+from bapo_megatron.config import ParallelConfig, RunConfig
+from bapo_megatron.config.validation import flat
+from bapo_megatron.data.canary import CanarySpec, canary_sequences, scored, unscored
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.interfaces import Policy
+from bapo_megatron.runtime.distributed import is_main, share
+from bapo_megatron.trainer.build import build_policy
+from bapo_megatron.trainer.preflight import check_weights
+
+_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class ToleranceConfig:
+    """None takes the default of the model's dtype. See docs/verify.md."""
+
+    token_relative: float | None = None
+    """Of each log-prob and entropy, as a part of the reference."""
+    token_absolute: float | None = None
+    """Of each log-prob and entropy, nats, added to the relative one."""
+    token_mean: float | None = None
+    """Largest mean absolute difference over all tokens, nats."""
+    total_relative: float | None = None
+    """Of each contribution sum, the loss and the gradient norm, as a part of the reference."""
+    total_absolute: float | None = None
+    """Of the same, added to the relative one."""
+
+
+@dataclass(frozen=True)
+class VerifyConfig(RunConfig):
+    """A recipe, with what the check of its layout adds."""
+
+    certificate: Path | None = None
+    """Compare with this stored certificate instead of running the reference."""
+    save: Path | None = None
+    """Write the certificate of the recipe's layout here."""
+    reference: ParallelConfig = field(default_factory=ParallelConfig)
+    """Layout of the reference, where this command starts it itself."""
+    tokens: int | None = None
+    """Tokens of the canary. None: 16384, or twice its longest sequence where that is more."""
+    longest: int | None = None
+    """Tokens of the canary's longest sequence. None: the run's longest prompt and response."""
+    tolerance: ToleranceConfig = field(default_factory=ToleranceConfig)
+
+    @classmethod
+    def of(cls, run: RunConfig) -> VerifyConfig:
+        """The check of ``run`` with everything else at its default."""
+        return cls(**{item.name: getattr(run, item.name) for item in dataclasses.fields(run)})
+
+    @property
+    def canary(self) -> CanarySpec:
+        """What the canary is drawn from."""
+        longest = self.longest or self.longest_sequence
+        tokens = self.tokens or max(_TOKENS, 2 * longest)
+        return CanarySpec(self.seed, tokens, longest, read_model_shape(self.model.hf_path).vocab)
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the reference is to be run by this command."""
+        return self.certificate is None and self.save is None
+
+
+def check_verify(config: VerifyConfig, launched: bool) -> None:
+    """ConfigError with the first thing that would stop the check, before any process group exists."""
+    config.check()
+    if launched and config.by_hand:
+        raise ConfigError(
+            "under a launcher there is only the recipe's layout, and nothing to compare it with: first "
+            "write a certificate at a smaller layout (--save FILE with other --parallel flags), then give "
+            "it here with --certificate FILE; started by hand, the command runs both layouts itself"
+        )
+    check_weights(config.model, config.parallel)
+    _check_canary(config)
+    if config.by_hand:
+        _check_reference(config)
+    if config.certificate is not None:
+        _matching(config.certificate, config)
+    if config.save is not None and not config.save.absolute().parent.is_dir():
+        raise ConfigError(f"save={config.save}: the folder {config.save.parent} does not exist; make it")
+
+
+def _check_canary(config: VerifyConfig) -> None:
+    canary, positions = config.canary, read_model_shape(config.model.hf_path).max_positions
+    most = min(config.longest_sequence, positions)
+    if not 2 <= canary.longest <= most:
+        raise ConfigError(
+            f"longest={canary.longest} must be from 2 to {most}, the run's longest sequence that the model "
+            "takes: set --longest"
+        )
+    if canary.tokens < canary.longest + 2:
+        raise ConfigError(
+            f"tokens={canary.tokens} must be at least {canary.longest + 2}: the canary holds one sequence "
+            f"of {canary.longest} tokens and one of 2; raise --tokens or lower --longest"
+        )
+
+
+def _check_reference(config: VerifyConfig) -> None:
+    try:
+        dataclasses.replace(config, parallel=config.reference).check()
+        check_weights(config.model, config.reference)
+    except ConfigError as error:
+        raise ConfigError(f"the reference's layout (--reference.*): {error}") from None
+
+
+def verify_layout(config: VerifyConfig) -> int:
+    """Measure the recipe's layout; write its certificate or compare it. The exit code, alike on every rank.
+
+    0: written, or all agree. 1: something differs. Collective.
+    """
+    reference = None if config.certificate is None else _matching(config.certificate, config)
+    policy = build_policy(config)
+    ours = certify(policy, config, reference)
+    code = 0
+    if is_main():
+        if config.save is not None:
+            write_certificate(config.save, ours)
+        code = _conclude(reference, ours, config) if reference else 0
+    return share(code)
+
+
+def certify(policy: Policy, config: VerifyConfig, reference: Certificate | None) -> Certificate:
+    """What this layout says of the canary, or of the reference's samples. Collective; makes an update."""
+    bounds = config.algorithm.bounds
+    sequences = [] if reference else canary_sequences(config.canary, bounds)
+    samples = reference.samples if reference else unscored(sequences)
+    tokens = measure_tokens(policy, config, samples)
+    broken = first_not_finite(tokens, samples)
+    if reference is None and broken:
+        raise FloatingPointError(f"the log-probs of this layout are not finite: first at {broken}")
+    if reference is None:
+        samples = scored(sequences, tokens.log_probs, bounds, config.algorithm.loss_mean)
+    at = _bounds_of(reference, config) if reference else None
+    if reference and broken:
+        totals = not_measured(reference.totals)
+    else:
+        totals = measure_totals(policy, config, samples, at)
+    return Certificate(_identity(config), _made(config, policy), samples, tokens, totals)
+
+
+def _bounds_of(reference: Certificate, config: VerifyConfig) -> Bounds:
+    bounds = config.algorithm.bounds
+    return search_bounds(reference.totals.sums[: sum_count(bounds)].tolist(), bounds)
+
+
+def _matching(path: Path, config: VerifyConfig) -> Certificate:
+    """The certificate in ``path``. ConfigError if it is of another model, canary or objective."""
+    certificate = read_certificate(path)
+    differences = identity_differences(certificate, _identity(config))
+    if differences:
+        raise ConfigError(
+            f"certificate {path} is of something else:\n"
+            + "\n".join(differences)
+            + "\nset these as they were, or make the certificate again"
+        )
+    return certificate
+
+
+def _identity(config: VerifyConfig) -> dict[str, Any]:
+    """All that the answers may depend on, the layout excepted."""
+    named = {
+        "model": {**model_digests(config.model.hf_path), "dtype": config.model.dtype},
+        "canary": dataclasses.asdict(config.canary),
+        "rollout": {"temperature": config.rollout.temperature},
+        "algorithm": {
+            "loss_mean": config.algorithm.loss_mean,
+            **flat(config.algorithm.bounds, "bounds."),
+        },
+    }
+    return {f"{part}.{name}": value for part, fields in named.items() for name, value in fields.items()}
+
+
+def _made(config: VerifyConfig, policy: Policy) -> dict[str, Any]:
+    """Layout and versions, to be told."""
+    parallel = dataclasses.replace(config.parallel, data=policy.pack_layout.data_size)
+    return {
+        **flat(parallel, "parallel."),
+        "batch.pack_tokens": config.batch.pack_tokens,
+        "batch.recompute": config.batch.recompute,
+        **{package: version(package) for package in ("torch", "megatron-core")},
+    }
+
+
+def _conclude(reference: Certificate, ours: Certificate, config: VerifyConfig) -> int:
+    rows = compare(reference, ours.tokens, ours.totals, config.algorithm.bounds, _tolerances(config))
+    print(f"\nreference:   {_layout(reference)}\nthis layout: {_layout(ours)}\n\n{render(rows)}\n")
+    print(_verdict(rows, reference), flush=True)
+    return 0 if first_difference(rows) is None else 1
+
+
+def _verdict(rows: Sequence[Row], reference: Certificate) -> str:
+    lines = [f"a tie: {row.quantity}: {row.detail}" for row in rows if row.verdict == "tie"]
+    first = first_difference(rows)
+    tokens = sum(sample.positions for sample in reference.samples)
+    if first is None:
+        lines.append(
+            f"all {len(rows)} quantities agree over {tokens} tokens of {len(reference.samples)} samples"
+        )
+    else:
+        lines.append(f"the layouts differ, first in the {first.quantity}: {first.detail}")
+    return "\n".join(lines)
+
+
+def _tolerances(config: VerifyConfig) -> Tolerances:
+    given = {name: value for name, value in vars(config.tolerance).items() if value is not None}
+    return dataclasses.replace(TOLERANCES[config.model.dtype], **given)
+
+
+def _layout(certificate: Certificate) -> str:
+    made = certificate.made
+    sizes = {"TP": "tensor", "PP": "pipeline", "VPP": "virtual", "CP": "context", "DP": "data"}
+    parts = [f"{short} {made[f'parallel.{name}']}" for short, name in sizes.items()]
+    parts.append(f"SP {'on' if made['parallel.sequence'] else 'off'}")
+    parts.append(f"packs of {made['batch.pack_tokens']}, recompute {made['batch.recompute']}")
+    parts.append(f"torch {made['torch']}, megatron-core {made['megatron-core']}")
+    return ", ".join(parts)

@@ -1,0 +1,261 @@
+"""Compares what two layouts said of one batch, upstream first, and names the first difference."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from bapo_megatron.algo.bapo import all_measures
+from bapo_megatron.algo.bounds import Bounds, BoundsConfig, high_values, low_values, search_bounds, share
+from bapo_megatron.algo.bounds import sum_count as candidates
+from bapo_megatron.commands.verify.certificate import Certificate, TokenAnswers, Totals
+from bapo_megatron.data.packing import Sample
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """A number may differ by ``absolute + relative * abs(reference)``. The defaults are those of float32.
+
+    A log-prob is a difference of numbers of the size of the logits, so however small it is, it is never more
+    exact than they are. The absolute part is the largest error, against float64, that float32 itself makes
+    in the log-probs of the demo's canary, where logits reach 40.
+    """
+
+    token_relative: float = 1e-5
+    """Of each log-prob and entropy."""
+    token_absolute: float = 5e-5
+    """Of each log-prob and entropy, nats."""
+    token_mean: float = math.inf
+    """Largest mean over all tokens of the absolute difference, nats."""
+    total_relative: float = 1e-5
+    """Of each contribution sum, the loss and the gradient norm."""
+    total_absolute: float = 2e-6
+    """Of the same."""
+
+    def of_tokens(self, size: np.ndarray) -> np.ndarray:
+        """Allowed difference of tokens whose reference has this ``size`` (absolute value)."""
+        return self.token_absolute + self.token_relative * size
+
+    def of_totals(self, size: np.ndarray) -> np.ndarray:
+        """Allowed difference of totals."""
+        return self.total_absolute + self.total_relative * size
+
+
+# Activations and logits of bfloat16 have 8 significant bits, and layouts add up in other orders. What sound
+# layouts of the demo's policy differ by is in docs/verify.md; only float32 makes a sharp check.
+TOLERANCES = {
+    "float32": Tolerances(),
+    "bfloat16": Tolerances(0.05, 0.5, 0.1, 0.25, 5e-3),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a quantity, how far the layouts are apart, and what is allowed."""
+
+    quantity: str
+    reference: str
+    ours: str
+    worst_absolute: float
+    worst_relative: float
+    tolerance: str
+    verdict: Literal["ok", "tie", "DIFFERS"]
+    detail: str = ""
+    """Where it differs first, or why a difference is a tie."""
+
+
+def compare(
+    reference: Certificate, tokens: TokenAnswers, totals: Totals, config: BoundsConfig, tolerances: Tolerances
+) -> list[Row]:
+    """A row for each quantity, upstream first. ``config`` is that of both searches."""
+    samples, said = reference.samples, reference.tokens
+    ours, theirs = totals, reference.totals
+    return [
+        _token_row("log-probs", said.log_probs, tokens.log_probs, samples, tolerances),
+        _token_row("entropies", said.entropies, tokens.entropies, samples, tolerances),
+        _total_row("contribution sums", theirs.sums, ours.sums, tolerances, list(_sum_names(config))),
+        _bounds_row(theirs, ours, config, tolerances),
+        _total_row("loss", theirs.loss, ours.loss, tolerances),
+        _total_row("gradient norm", theirs.grad_norm, ours.grad_norm, tolerances),
+    ]
+
+
+def first_difference(rows: Sequence[Row]) -> Row | None:
+    """The most upstream row that differs; what lies downstream of it may only follow from it."""
+    return next((row for row in rows if row.verdict == "DIFFERS"), None)
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The rows as an aligned table."""
+    table = [("quantity", "reference", "this layout", "worst abs", "worst rel", "tolerance", "ok")]
+    for row in rows:
+        distances = (f"{row.worst_absolute:.2e}", f"{row.worst_relative:.2e}")
+        table.append((row.quantity, row.reference, row.ours, *distances, row.tolerance, row.verdict))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def first_not_finite(tokens: TokenAnswers, samples: Sequence[Sample]) -> str | None:
+    """Where the first log-prob that is nan or inf stands; None if all are finite."""
+    bad = np.flatnonzero(~np.isfinite(np.concatenate(tokens.log_probs)))
+    return _place(int(bad[0]), samples) if len(bad) else None
+
+
+def _token_row(
+    name: str,
+    reference: Sequence[np.ndarray],
+    ours: Sequence[np.ndarray],
+    samples: Sequence[Sample],
+    tolerances: Tolerances,
+) -> Row:
+    there, here = (np.concatenate(values).astype(np.float64) for values in (reference, ours))
+    apart = np.abs(here - there)
+    bad = np.flatnonzero(~(apart <= tolerances.of_tokens(np.abs(there))))  # nan is bad
+    mean_is_bad = not apart.mean() <= tolerances.token_mean
+    detail = ""
+    if len(bad):
+        worst = int(bad[np.nanargmax(apart[bad])]) if np.isfinite(apart[bad]).any() else int(bad[0])
+        detail = (
+            f"at {_place(int(bad[0]), samples)}: {there[bad[0]]:.7g} in the reference, "
+            f"{here[bad[0]]:.7g} here; {len(bad)} of {len(there)} tokens differ, most by "
+            f"{apart[worst]:.2e} at {_place(worst, samples)}"
+        )
+    elif mean_is_bad:
+        worst = int(apart.argmax())
+        detail = (
+            f"each token is within its tolerance, but on average they are {apart.mean():.2e} apart, more "
+            f"than {tolerances.token_mean:g}; most at {_place(worst, samples)}: {there[worst]:.7g} in the "
+            f"reference, {here[worst]:.7g} here"
+        )
+    return Row(
+        name,
+        f"mean {there.mean():.6g}",
+        f"mean {here.mean():.6g}",
+        *_worst(there, apart),
+        _stated(tolerances.token_relative, tolerances.token_absolute, tolerances.token_mean),
+        "DIFFERS" if detail else "ok",
+        detail,
+    )
+
+
+def _place(position: int, samples: Sequence[Sample]) -> str:
+    """Names the token that a position, counted over all samples, predicts."""
+    ends = np.cumsum([sample.positions for sample in samples])
+    number = int(np.searchsorted(ends, position, side="right"))
+    sample = samples[number]
+    token, length = position - int(ends[number]) + len(sample.token_ids), len(sample.token_ids)
+    prompt = length - sample.response_tokens
+    part = f"{token - prompt} of the response" if token >= prompt else "in the prompt"
+    return f"sample {number}, token {token} of {length} ({part}, id {sample.token_ids[token]})"
+
+
+def _total_row(
+    name: str,
+    reference: float | np.ndarray,
+    ours: float | np.ndarray,
+    tolerances: Tolerances,
+    names: Sequence[str] = (),
+) -> Row:
+    there, here = (np.atleast_1d(np.asarray(value, np.float64)) for value in (reference, ours))
+    apart = np.abs(here - there)
+    bad = np.flatnonzero(~(apart <= tolerances.of_totals(np.abs(there))))
+    detail = ""
+    if len(bad):
+        which = f"{names[bad[0]]}, the first of {len(bad)} that differ: " if names else ""
+        detail = f"{which}{there[bad[0]]:.9g} in the reference, {here[bad[0]]:.9g} here"
+    mean = "mean " if names else ""
+    return Row(
+        name,
+        f"{mean}{there.mean():.6g}",
+        f"{mean}{here.mean():.6g}",
+        *_worst(there, apart),
+        _stated(tolerances.total_relative, tolerances.total_absolute),
+        "DIFFERS" if detail else "ok",
+        detail,
+    )
+
+
+def _sum_names(config: BoundsConfig) -> Iterator[str]:
+    """What each number of ``measured_sums`` is."""
+    for one in all_measures(config):
+        reading = f"({one.measure}, {one.weight})"
+        yield from (f"P(c_high={high:g}) {reading}" for high in high_values(config))
+        yield from (f"N(c_low={low:g}) {reading}" for low in low_values(config))
+
+
+def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> Row:
+    there, here = np.array([theirs.low, theirs.high]), np.array([ours.low, ours.high])
+    verdict: Literal["ok", "tie", "DIFFERS"] = "ok"
+    detail = ""
+    if not np.array_equal(there, here):
+        detail = f"({there[0]:g}, {there[1]:g}) in the reference, ({here[0]:g}, {here[1]:g}) here"
+        tie = _tie(theirs, ours, config, tolerances)
+        verdict, detail = ("tie", f"{detail}: {tie}") if tie else ("DIFFERS", detail)
+    return Row(
+        "bounds (low, high)",
+        f"{theirs.low:g}, {theirs.high:g}",
+        f"{ours.low:g}, {ours.high:g}",
+        *_worst(there, np.abs(here - there)),
+        "equal, or a tie",
+        verdict,
+        detail,
+    )
+
+
+def _tie(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> str:
+    """Why unequal bounds follow from sums that agree; empty if they do not.
+
+    The search stops at the first pair of bounds whose contribution reaches the target. Where one search
+    stopped and the other went on, both contributions must lie so near the target that the tolerated
+    difference of P and of N (each once) carries them across it.
+    """
+    sums = [totals.sums[: candidates(config)] for totals in (theirs, ours)]
+    if not all(np.isfinite(one).all() for one in sums):
+        return ""
+    found = [search_bounds(one.tolist(), config) for one in sums]
+    if [(one.low, one.high) for one in found] != [(one.low, one.high) for one in (theirs, ours)]:
+        return ""  # a search that does not follow from its own sums
+    earlier = min(found, key=lambda bounds: bounds.rounds)
+    contributions = [_contribution(one, earlier, config) for one in sums]
+    reach = 2 * tolerances.total_relative * config.target
+    if any(not abs(value - config.target) <= reach for value in contributions):
+        return ""
+    return (
+        f"at ({earlier.low:g}, {earlier.high:g}) the contributions {contributions[0]:.9g} and "
+        f"{contributions[1]:.9g} lie within the sums' tolerance of the target {config.target:g}"
+    )
+
+
+def _contribution(sums: np.ndarray, bounds: Bounds, config: BoundsConfig) -> float:
+    highs = high_values(config)
+    low = len(highs) + low_values(config).index(bounds.low)
+    return share(float(sums[highs.index(bounds.high)]), float(sums[low]), config.share)
+
+
+def _worst(reference: np.ndarray, apart: np.ndarray) -> tuple[float, float]:
+    """Largest absolute and largest relative difference; nan if any is."""
+    size = np.abs(reference)
+    relative = np.divide(apart, size, out=np.where(apart == 0, 0.0, np.inf), where=size > 0)
+    return float(apart.max()), float(relative.max())
+
+
+def _stated(relative: float, absolute: float, mean: float = math.inf) -> str:
+    parts = [f"{absolute:g}"]
+    if relative:
+        parts.append(f"{relative:g} rel")
+    text = " + ".join(parts)
+    return text if math.isinf(mean) else f"{text}, mean {mean:g}"
+
+
+def not_measured(totals: Totals) -> Totals:
+    """Totals of nan in the shape of ``totals``, for a layout whose log-probs are not finite."""
+    sums = np.full_like(totals.sums, np.nan)
+    return dataclasses.replace(
+        totals, sums=sums, low=math.nan, high=math.nan, loss=math.nan, grad_norm=math.nan
+    )

@@ -1,0 +1,65 @@
+"""What one layout says of a batch: every token's log-prob and entropy, and the totals of one update.
+
+Any policy and any samples will do. The update changes the policy, so it is the last thing to ask of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bapo_megatron.algo.bapo import Bounds, contributions
+from bapo_megatron.algo.objective import Found, contribution_fn, loss_fn, search
+from bapo_megatron.commands.verify.certificate import TokenAnswers, Totals
+from bapo_megatron.config import RunConfig
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.interfaces import Policy
+from bapo_megatron.runtime.distributed import gather, is_main, share
+from bapo_megatron.types import MicroBatch
+
+_OfSample = dict[int, tuple[np.ndarray, np.ndarray]]
+
+
+def measure_tokens(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> TokenAnswers:
+    """Log-probs and entropies at every predicting position, equal on every rank. Collective."""
+    packs = _packs(policy, config, samples)
+    mine: _OfSample = {}
+    for pack, stats in zip(packs, policy.log_probs(packs), strict=True):
+        for index, start, length in pack.rows:
+            log_prob, entropy = (values[start : start + length].cpu().numpy().copy() for values in stats)
+            mine[index] = (log_prob, entropy)
+    found: _OfSample = {}
+    for ranks in gather(mine):  # ranks of one replica send the same
+        found = {**ranks, **found}
+    ordered = share([found[index] for index in range(len(samples))] if is_main() else None)
+    return TokenAnswers([log_prob for log_prob, _ in ordered], [entropy for _, entropy in ordered])
+
+
+def measure_totals(
+    policy: Policy, config: RunConfig, samples: Sequence[Sample], at: Bounds | None = None
+) -> Totals:
+    """The totals of one update on ``samples``, which it makes. Equal on every rank. Collective.
+
+    The bounds are searched on the whole update, also under ``scope: micro_batch``, where they would depend
+    on the packs. Loss and gradient are taken ``at`` the bounds given (the reference's), or else at the
+    bounds found, so that each quantity is judged by itself.
+    """
+    packs = _packs(policy, config, samples)
+    bounds = config.algorithm.bounds
+    sums = policy.token_sums(packs, contribution_fn(bounds))
+    chosen = search(sums, bounds)
+    used = chosen if at is None else Found(at, contributions(sums, at, bounds))
+    result = policy.update(packs, loss_fn(used, bounds, policy.version))
+    tokens = sum(sample.response_tokens for sample in samples)
+    return Totals(
+        sums.numpy(),
+        chosen.bounds.low,
+        chosen.bounds.high,
+        float(result.sums[0]) / tokens,
+        result.grad_norm,
+    )
+
+
+def _packs(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> list[MicroBatch]:
+    return pack_samples(samples, config.batch.pack_tokens, config.algorithm.loss_mean, policy.pack_layout)

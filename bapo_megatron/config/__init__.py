@@ -1,0 +1,35 @@
+"""The configuration of a run: the dataclasses that recipes fill in, their checks, and the recipe loader."""
+
+from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.config.run import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SftConfig,
+)
+from bapo_megatron.config.sglang import SglangConfig
+
+__all__ = [
+    "AlgorithmConfig",
+    "BatchConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SftConfig",
+    "SglangConfig",
+    "load_recipe",
+]

@@ -1,0 +1,100 @@
+"""Writes a Hugging Face folder from a stream of tensors: sharded safetensors and the reference's files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.files import publish_folder, write_atomically
+from bapo_megatron.runtime.storage import writing
+
+SHARD_BYTES = 4 * 2**30
+
+_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+
+
+def export_hf(
+    weights: Iterator[tuple[str, Tensor]], reference: Path, output: Path, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write ``weights`` to ``output`` beside a verbatim copy of ``reference``'s config and tokenizer.
+
+    Collective: every rank runs the iterator, rank 0 writes. ``output`` appears whole, under its name,
+    at the end; an earlier export is replaced, anything else there is refused (ConfigError). RunStopped if the
+    disk does not take it.
+    """
+    check_output(output)
+    if dist.get_rank() == 0:
+        with writing("the exported model", output):
+            temporary = output.with_name(f".{output.name}.tmp")
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            temporary.mkdir(parents=True)
+            _copy_reference(reference, temporary)
+            _write_shards(weights, temporary, shard_bytes)
+            publish_folder(temporary, output)
+    else:
+        for _ in weights:
+            pass
+    dist.barrier()
+
+
+def _copy_reference(reference: Path, folder: Path) -> None:
+    for path in sorted(reference.iterdir()):
+        if path.is_file() and not path.name.endswith(_WEIGHT_FILES):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> None:
+    shards: list[list[str]] = []
+    total = filled = 0
+    held: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        path = folder / _shard_name(len(shards))
+        save_file(held, path, metadata={"format": "pt"})
+        path.chmod((folder / "config.json").stat().st_mode)  # safetensors writes for its owner alone
+        shards.append(list(held))
+        held.clear()
+
+    for name, tensor in weights:
+        size = tensor.numel() * tensor.element_size()
+        if held and filled + size > shard_bytes:
+            flush()
+            filled = 0
+        held[name] = tensor.detach().cpu().clone()
+        filled, total = filled + size, total + size
+    flush()
+    _name_shards(folder, shards, total)
+
+
+def _shard_name(number: int) -> str:
+    return f"shard-{number}.safetensors"
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
+    """The names that loaders expect: one file, or numbered ones with an index."""
+    if len(shards) == 1:
+        (folder / _shard_name(0)).rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(shards):
+        filename = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / _shard_name(number)).rename(folder / filename)
+        weight_map.update(dict.fromkeys(names, filename))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_atomically(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+
+
+def check_output(output: Path) -> None:
+    """ConfigError if ``output`` exists and is no Hugging Face folder: it would be replaced."""
+    if output.is_dir() and ((output / "config.json").is_file() or not any(output.iterdir())):
+        return
+    if output.exists():
+        raise ConfigError(f"{output} exists and is no Hugging Face folder, so it is kept: name another")

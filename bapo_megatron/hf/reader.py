@@ -1,0 +1,76 @@
+"""Reads tensors of a Hugging Face folder by name, one at a time, from one file or many."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.hf.parameter_map import hf_tensors
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class HfReader:
+    """The tensors of one folder. Files are opened when first needed and stay open."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open_files: dict[str, safe_open] = {}
+        self._file_of = self._locate()
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor, from its file's header."""
+        return tuple(self._file(self._file_of[name]).get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, whole, as stored."""
+        tensor: Tensor = self._file(self._file_of[name]).get_tensor(name)
+        return tensor
+
+    def check(self, shape: ModelShape) -> None:
+        """ConfigError that names each missing tensor, unknown tensor and wrong shape."""
+        expected = hf_tensors(shape)
+        known = self.names()
+        # Tied models are often stored with a copy of the embedding under the name of the output layer.
+        extra = known - set(expected) - ({"lm_head.weight"} if shape.tied else set())
+        problems = [f"tensor {name} is missing" for name in expected if name not in known]
+        problems += [f"tensor {name} is not of this model family" for name in sorted(extra)]
+        problems += [
+            f"tensor {name} has shape {list(self.shape(name))}, config.json asks for {list(wanted)}"
+            for name, wanted in expected.items()
+            if name in known and self.shape(name) != wanted
+        ]
+        if problems:
+            more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise ConfigError(f"model folder {self.folder}:\n" + "\n".join(problems[:8]) + more)
+
+    def _locate(self) -> dict[str, str]:
+        index = self.folder / _INDEX
+        if index.exists():
+            try:
+                weight_map = json.loads(index.read_text())["weight_map"]
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ConfigError(f"{index} cannot be read: {error!r}") from None
+            return dict(weight_map)
+        if (self.folder / _SINGLE).exists():
+            return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+        raise ConfigError(f"model.hf_path={self.folder} holds neither {_SINGLE} nor {_INDEX}")
+
+    def _file(self, filename: str) -> safe_open:
+        if filename not in self._open_files:
+            path = self.folder / filename
+            try:
+                self._open_files[filename] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{path} cannot be read: {error}") from None
+        return self._open_files[filename]

@@ -1,0 +1,149 @@
+"""Core attention in plain torch for ``thd`` packs: each document attends to itself, causally.
+
+Under context parallelism keys and values are gathered over the CP ranks (they are small: grouped-query heads)
+and each rank's queries attend to the part of their document that lies before them. There is no mask tensor.
+Half precision on a GPU goes through ``flash_attention.py``; elsewhere whole documents go in padded batches
+(``padded_attention.py``) and chunks one by one (``prefix_attention.py``).
+
+Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from bapo_megatron.policy.attention.context_parallel import gathered_rows, segments
+from bapo_megatron.policy.attention.flash import flash_attention
+from bapo_megatron.policy.attention.padded import padded_attention
+from bapo_megatron.policy.attention.prefix import prefix_attention
+
+
+@dataclass
+class DocumentPack(PackedSeqParams):  # type: ignore[misc]
+    """megatron-core's description of a pack, for Transformer Engine, and ours beside it."""
+
+    bounds: tuple[int, ...] = ()
+    """``cu_seqlens`` on the host: a layer that read it from a GPU would wait for all work before it."""
+
+    @classmethod
+    def of(cls, bounds: tuple[int, ...], longest: int, device: torch.device) -> DocumentPack:
+        """A whole pack with documents ``bounds[d]:bounds[d + 1]``, the longest of so many tokens."""
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=cu_seqlens,
+            cu_seqlens_kv_padded=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            bounds=bounds,
+        )
+
+
+class DocumentAttention(MegatronModule):  # type: ignore[misc]
+    """Scaled dot-product attention in which each document of a pack attends to itself, causally."""
+
+    def __init__(
+        self,
+        config: Any,
+        *_args: Any,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if config.attention_dropout != 0.0:
+            raise ValueError("attention dropout is not supported: log-probs must be reproducible")
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.size, self.group = config.context_parallel_size, None
+        if self.size > 1:
+            self.group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: DocumentPack | None = None,
+        **_kwargs: Any,
+    ) -> Tensor:
+        """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]; [tokens, h*d].
+
+        ``tokens`` are those of this CP rank; ``packed_seq_params`` describes the whole pack.
+        """
+        if packed_seq_params is None:
+            raise ValueError("this attention takes thd packs only")
+        bounds = packed_seq_params.bounds
+        rank = 0
+        if self.group is not None:
+            rank = self.group.rank()
+            key, value = self._whole(torch.stack([key, value], 1), bounds).unbind(1)
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+            return flash_attention(query, key, value, bounds, self.size, rank, self.scale).flatten(1)
+        if self.size == 1:
+            return padded_attention(query, key, value, bounds, self.scale).flatten(1)
+        return _by_segment(query, key, value, bounds, self.size, rank, self.scale).flatten(1)
+
+    def _whole(self, x_LKHD: Tensor, bounds: tuple[int, ...]) -> Tensor:
+        """The pack's rows in order, from every CP rank; gradients go back to the rank that holds the row."""
+        gathered = gather_from_sequence_parallel_region(
+            x_LKHD, tensor_parallel_output_grad=True, group=self.group
+        )
+        rows = _rows_on(bounds, self.size, gathered.device)
+        whole: Tensor = _Reorder.apply(gathered, rows)  # type: ignore[no-untyped-call]
+        return whole
+
+    def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
+        """Attention has no parameters."""
+        return {}
+
+
+def _by_segment(
+    query_LHD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    bounds: tuple[int, ...],
+    size: int,
+    rank: int,
+    scale: float,
+) -> Tensor:
+    """Chunk by chunk, [tokens, heads, head_dim]."""
+    parts = [s for s in segments(bounds, size, rank) if s.queries]
+    outputs = []
+    for part, q_LHD in zip(parts, query_LHD.split([part.queries for part in parts]), strict=True):
+        k_THD, v_THD = (x_THD[part.first_key : part.last_key] for x_THD in (key_THD, value_THD))
+        q, k, v = (x[None].transpose(1, 2) for x in (q_LHD, k_THD, v_THD))
+        outputs.append(prefix_attention(q, k, v, scale).transpose(1, 2)[0])
+    return torch.cat(outputs)
+
+
+@lru_cache(maxsize=16)  # every layer of a micro-batch asks for the same ones
+def _rows_on(bounds: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    return gathered_rows(bounds, size).to(device)
+
+
+class _Reorder(torch.autograd.Function):
+    """Rows in another order, each once. Gathers both ways: torch's own backward would add row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, row_T: Tensor) -> Tensor:
+        ctx.save_for_backward(row_T)
+        return x_THD.index_select(0, row_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None]:
+        (row_T,) = ctx.saved_tensors
+        back_T = torch.empty_like(row_T).scatter_(0, row_T, torch.arange(row_T.numel(), device=row_T.device))
+        return grad_THD.index_select(0, back_T), None

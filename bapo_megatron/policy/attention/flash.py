@@ -1,0 +1,67 @@
+"""All chunks of a rank in one call of torch's variable-length flash kernel: a GPU's half precision.
+
+The kernel's causal mask ends at the last query and the last key of a sequence, which is what a chunk of a
+document needs: its queries are the last of the keys that they see.
+
+Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from inspect import signature
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.policy.attention.context_parallel import segments
+
+
+def flash_attention(
+    query_LHD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    bounds: tuple[int, ...],
+    size: int,
+    rank: int,
+    scale: float,
+) -> Tensor:
+    """Attention of this rank's queries, [tokens, heads, head_dim]; documents ``bounds[d]:bounds[d + 1]``."""
+    plan = _key_plan(bounds, size, rank, query_LHD.device)
+    if size > 1:  # two chunks of a document see overlapping keys: (2 x size + 1) chunks instead of 2 x size
+        key_THD, value_THD = key_THD[plan.key_rows], value_THD[plan.key_rows]
+    return _varlen(query_LHD, key_THD, value_THD, plan, scale)
+
+
+def _varlen(query_LHD: Tensor, key_KHD: Tensor, value_KHD: Tensor, plan: _KeyPlan, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # torch 2.10
+
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    groups = query_LHD.size(1) // key_KHD.size(1)
+    if "enable_gqa" in signature(varlen_attn).parameters:
+        options["enable_gqa"] = groups > 1
+    else:  # torch 2.11
+        key_KHD, value_KHD = (x.repeat_interleave(groups, 1) for x in (key_KHD, value_KHD))
+    bounds = plan.query_bounds, plan.key_bounds, plan.most_queries, plan.most_keys
+    return cast(Tensor, varlen_attn(query_LHD, key_KHD, value_KHD, *bounds, **options))
+
+
+class _KeyPlan:
+    """What the flash kernel wants to know of a rank's chunks."""
+
+    def __init__(self, bounds: tuple[int, ...], size: int, rank: int, device: torch.device) -> None:
+        parts = [s for s in segments(bounds, size, rank) if s.queries]
+        keys = [part.last_key - part.first_key for part in parts]
+        queries = [part.queries for part in parts]
+        rows = torch.cat([torch.arange(part.first_key, part.last_key) for part in parts])
+        self.key_rows = rows.to(device)
+        self.query_bounds = torch.tensor([0, *accumulate(queries)], dtype=torch.int32, device=device)
+        self.key_bounds = torch.tensor([0, *accumulate(keys)], dtype=torch.int32, device=device)
+        self.most_queries, self.most_keys = max(queries), max(keys)
+
+
+@lru_cache(maxsize=16)  # every layer of a micro-batch asks for the same one
+def _key_plan(bounds: tuple[int, ...], size: int, rank: int, device: torch.device) -> _KeyPlan:
+    return _KeyPlan(bounds, size, rank, device)

@@ -1,0 +1,124 @@
+"""Whole documents of a pack through SDPA: causal within each, grouped-query.
+
+Documents of like length go through SDPA as one right-padded batch: under a causal mask no real query sees
+the padding behind it, so there is no mask tensor, and SDPA's flash kernels stay available.
+
+Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_PHD`` [rows of all batches, heads, head_dim].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.policy.attention.prefix import prefix_attention
+
+# Documents are computed as one padded batch while that has at most this many times their tokens.
+_MAX_PADDING = 1.5
+
+
+def padded_attention(
+    query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, bounds: tuple[int, ...], scale: float
+) -> Tensor:
+    """Causal attention within each document ``bounds[d]:bounds[d + 1]``; [tokens, heads, head_dim]."""
+    plan = padding_plan(bounds, query_THD.device)
+    q_PHD, k_PHD, v_PHD = (
+        _Pad.apply(x_THD, plan)  # type: ignore[no-untyped-call]
+        for x_THD in (query_THD, key_THD, value_THD)
+    )
+    outputs = [
+        _attend([x_PHD[start:end].unflatten(0, (documents, -1)) for x_PHD in (q_PHD, k_PHD, v_PHD)], scale)
+        for start, end, documents in plan.batches
+    ]
+    out_THD: Tensor = _Unpad.apply(torch.cat(outputs), plan)  # type: ignore[no-untyped-call]
+    return out_THD
+
+
+def _attend(inputs: list[Tensor], scale: float) -> Tensor:
+    """q, k and v of a right-padded batch, [documents, length, heads, head_dim], to its rows in a line."""
+    q, k, v = (x.transpose(1, 2) for x in inputs)
+    return prefix_attention(q, k, v, scale).transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class PaddingPlan:
+    """Where each row of the padded batches comes from, and where each token of the pack went."""
+
+    batches: tuple[tuple[int, int, int], ...]
+    """First row, end row and documents of each batch."""
+    token_of_row_P: Tensor
+    """Token of the pack that a row holds; a padding row repeats its document's last token."""
+    real_P: Tensor
+    """1 for a token, 0 for padding."""
+    row_of_token_T: Tensor
+    """Row that holds the token."""
+
+
+@lru_cache(maxsize=16)  # every layer of a micro-batch asks for the same one
+def padding_plan(bounds: tuple[int, ...], device: torch.device) -> PaddingPlan:
+    """The plan for a pack with documents ``bounds[d]:bounds[d + 1]``."""
+    lengths = [end - start for start, end in pairwise(bounds)]
+    batches: list[tuple[int, int, int]] = []
+    tokens, real = [], []
+    row = 0
+    for group in groups_of_like_length(lengths):
+        length = torch.tensor([lengths[d] for d in group])[:, None]
+        start = torch.tensor([bounds[d] for d in group])[:, None]
+        step = torch.arange(int(length.max()))
+        tokens.append((start + torch.minimum(step, length - 1)).flatten())
+        real.append((step < length).flatten())
+        batches.append((row, row + tokens[-1].numel(), len(group)))
+        row += tokens[-1].numel()
+    token_of_row_P, real_P = torch.cat(tokens), torch.cat(real)
+    row_of_token_T = torch.empty(bounds[-1], dtype=torch.int64)
+    row_of_token_T[token_of_row_P[real_P]] = torch.arange(row)[real_P]
+    return PaddingPlan(
+        tuple(batches), token_of_row_P.to(device), real_P.to(device), row_of_token_T.to(device)
+    )
+
+
+def groups_of_like_length(lengths: list[int]) -> list[list[int]]:
+    """Indices of non-empty documents in batches whose padding stays within the limit, longest first."""
+    groups: list[list[int]] = []
+    tokens = longest = 0
+    for document in sorted((d for d, n in enumerate(lengths) if n), key=lambda d: -lengths[d]):
+        padded = longest * (len(groups[-1]) + 1) if groups else 0
+        if not groups or padded > _MAX_PADDING * (tokens + lengths[document]):
+            groups.append([])
+            tokens, longest = 0, lengths[document]
+        groups[-1].append(document)
+        tokens += lengths[document]
+    return groups
+
+
+class _Pad(torch.autograd.Function):
+    """Tokens to padded rows. Both directions are gathers: torch's own backward would add row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, plan: PaddingPlan) -> Tensor:
+        ctx.plan = plan
+        return x_THD.index_select(0, plan.token_of_row_P)
+
+    @staticmethod
+    def backward(ctx: Any, grad_PHD: Tensor) -> tuple[Tensor, None]:
+        """No output that is kept depends on a padding row, so its gradient is zero and may be left out."""
+        return grad_PHD.index_select(0, ctx.plan.row_of_token_T), None
+
+
+class _Unpad(torch.autograd.Function):
+    """Padded rows back to tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x_PHD: Tensor, plan: PaddingPlan) -> Tensor:
+        ctx.plan = plan
+        return x_PHD.index_select(0, plan.row_of_token_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None]:
+        grad_PHD = grad_THD.index_select(0, ctx.plan.token_of_row_P)
+        return grad_PHD * ctx.plan.real_P[:, None, None], None

@@ -1,0 +1,103 @@
+"""Moves weights between Hugging Face tensors and this rank's megatron parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.hf.parameter_map import Mapping, canonical_name, mapping_table
+from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.hf.shards import join, shard, split, unshard
+
+Key = tuple[str, int | None]
+"""A parameter of the whole model: its name in the table, and its layer."""
+
+
+class WeightMap:
+    """Which of the model's parameters this rank holds a part of."""
+
+    def __init__(self, shape: ModelShape, chunks: Sequence[Any]) -> None:
+        self.table = mapping_table(shape)
+        self.layers = shape.layers
+        self.local: dict[Key, torch.nn.Parameter] = {}
+        for chunk in chunks:
+            first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
+            for name, parameter in chunk.named_parameters():
+                key = canonical_name(name, first_layer)
+                if shape.tied and key[0] == "output_layer.weight":
+                    continue  # the last stage's copy; the first stage's embedding speaks for both
+                if key[0] not in self.table:
+                    raise KeyError(f"megatron parameter {name} has no Hugging Face counterpart")
+                self.local[key] = parameter
+
+    def keys(self) -> Iterator[Key]:
+        """Every parameter of the whole model, in one order on all ranks."""
+        for name in self.table:
+            if "{layer}" in name:
+                yield from ((name, layer) for layer in range(self.layers))
+            else:
+                yield name, None
+
+    def load(self, reader: HfReader, chunks: Sequence[Any], tied: bool) -> None:
+        """Copy this rank's part of every parameter from an HF folder."""
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        for (name, layer), parameter in self.local.items():
+            mapping = self.table[name]
+            value = join(mapping, [reader.read(n.format(layer=layer)) for n in mapping.hf_names])
+            parameter.data.copy_(shard(mapping, value, rank, size))
+        if tied:
+            self._fill_tied_output(reader, chunks, rank, size)
+
+    def _fill_tied_output(self, reader: HfReader, chunks: Sequence[Any], rank: int, size: int) -> None:
+        """The last pipeline stage keeps its own copy of a tied embedding."""
+        mapping = self.table["embedding.word_embeddings.weight"]
+        for chunk in chunks:
+            if chunk.post_process and not chunk.pre_process:
+                value = reader.read(mapping.hf_names[0])
+                chunk.output_layer.weight.data.copy_(shard(mapping, value, rank, size))
+
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        """All HF tensors of the model, one parameter at a time, on every rank. Collective.
+
+        A tensor is valid until the iterator moves on; clone it to keep it.
+        """
+        owners = self._owners()
+        for key in self.keys():
+            name, layer = key
+            mapping = self.table[name]
+            value = self._whole(key, mapping, owners[key])
+            for hf_name, tensor in zip(mapping.hf_names, split(mapping, value), strict=True):
+                yield hf_name.format(layer=layer), tensor.contiguous()
+
+    def _owners(self) -> dict[Key, int]:
+        """The pipeline rank that holds each parameter (the first, where several do)."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        held: list[list[Key]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(held, list(self.local), group=group)
+        return {key: rank for rank in reversed(range(group.size())) for key in held[rank]}
+
+    def _whole(self, key: Key, mapping: Mapping, owner: int) -> Tensor:
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        if pipeline.rank() == owner:
+            value = unshard(mapping, self._all_pieces(self.local[key].detach(), mapping)).contiguous()
+        else:
+            value = next(iter(self.local.values())).new_empty(mapping.shape)
+        if pipeline.size() > 1:
+            dist.broadcast(value, dist.get_global_rank(pipeline, owner), pipeline)
+        return value
+
+    @staticmethod
+    def _all_pieces(piece: Tensor, mapping: Mapping) -> list[Tensor]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        if mapping.tp_dim is None or group.size() == 1:
+            return [piece]
+        pieces = [torch.empty_like(piece) for _ in range(group.size())]
+        dist.all_gather(pieces, piece.contiguous(), group)
+        return pieces

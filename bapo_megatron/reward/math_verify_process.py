@@ -1,0 +1,62 @@
+"""Comparing answers with math-verify from any thread of any process: in a child (see comparison.py).
+
+It serves the checks before a run. In a run the workers of the pool (pool.py) compare for themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from bapo_megatron.runtime.child_process import Child, ChildError, spread
+
+COMMAND = (sys.executable, "-m", "bapo_megatron.reward.worker")
+
+START_LIMIT_S = 120.0
+"""For the imports of a child on a busy machine."""
+
+TIME_LIMIT_S = 8.0
+"""After this the child is killed."""
+
+
+class Judge:
+    """The child, started with the first question. Any thread may ask; one question at a time."""
+
+    def __init__(self) -> None:
+        self._child: Child | None = None
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self.failures = 0
+        """Questions that the child did not survive or answer in time."""
+
+    def equal(self, ground_truth: str, answer: str) -> bool:
+        """Whether the answer means the same; False if that cannot be found out."""
+        return self._ask({"ground_truth": ground_truth, "answer": answer})
+
+    def parses(self, ground_truth: str) -> bool:
+        """Whether math-verify reads it as mathematics."""
+        return self._ask({"ground_truth": ground_truth})
+
+    def close(self) -> None:
+        """End the child."""
+        with self._lock:
+            self._stop()
+
+    def _ask(self, question: dict[str, str]) -> bool:
+        with self._lock:
+            if self._child is None or self._owner != os.getpid():  # a fork must not share the pipes
+                self._owner = os.getpid()
+                self._child = Child(COMMAND, spread(os.environ))
+                self._child.ask(None, START_LIMIT_S)  # it compares, and scores nothing
+            try:
+                return bool(self._child.ask(question, TIME_LIMIT_S))
+            except ChildError:
+                self.failures += 1
+                self._stop()
+                return False
+
+    def _stop(self) -> None:
+        if self._child is not None:
+            self._child.close()
+            self._child = None

@@ -1,0 +1,154 @@
+"""The process that tested code runs in: started by sandbox.py, with nothing of this run's environment.
+
+Three processes: the one that was started, which makes the walls; the first one behind them, which runs no
+tested code, takes cases and gives results; and for each case a fork of that one, alone with the tested code.
+Their interpreter is isolated (``python -I``), and nothing of this package beyond what is imported here loads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+import types
+from json import dumps
+from typing import Any
+
+from bapo_megatron.reward.sandbox import isolation as sandbox_walls
+from bapo_megatron.runtime import lifeline
+
+STANDARD_OUTPUT, TOLD = 1, 3
+
+
+def main(lifeline_end: int) -> None:
+    """Make the walls, then serve the cases of one source."""
+    lifeline.end_with(lifeline_end)
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # told to every process of a job: the trainer's business
+        signal.signal(number, lambda *_: None)
+    job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    notes = sandbox_walls.separate(job["box"])
+    os.chdir(job["box"])
+    server = os.fork()
+    if server:
+        signal.signal(signal.SIGUSR2, lambda *_: os.kill(server, signal.SIGKILL))
+        for descriptor in (sys.stdin.fileno(), sys.stdout.fileno()):  # so that the server's end is seen
+            os.close(descriptor)
+        os.waitpid(server, 0)
+        os._exit(0)
+    sandbox_walls.end_with_parent()
+    missing = sandbox_walls.filter_note()
+    job["filters"] = not missing
+    _answer(notes + missing)
+    for line in iter(sys.stdin.buffer.readline, b""):
+        _answer(_run(job, json.loads(line)))
+    os._exit(0)
+
+
+def _answer(answer: object) -> None:
+    sys.stdout.write(dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def _run(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+    """Fork, let the case run, and tell how it ended: exit code, output, value (None if it gave none)."""
+    given, printed, told = files = [os.memfd_create(name) for name in ("stdin", "stdout", "value")]
+    with open(given, "wb", closefd=False) as file:
+        file.write(case["stdin"].encode(errors="replace"))
+    os.lseek(given, 0, os.SEEK_SET)
+    token = os.urandom(16).hex()
+    running = os.fork()
+    if not running:
+        _be_alone(given, printed, told)
+        _be_the_case(job, case, token)  # and never return
+    _, status = os.waitpid(running, 0)
+    value = _content(told)
+    result = {
+        "code": os.waitstatus_to_exitcode(status),
+        "output": _content(printed),
+        "value": value[len(token) :] if value.startswith(token) else None,
+    }
+    for descriptor in files:
+        os.close(descriptor)
+    return result
+
+
+def _content(descriptor: int) -> str:
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(0)
+        return file.read(sandbox_walls.OUTPUT_BYTES).decode(errors="replace")
+
+
+# --- the fork of a case --------------------------------------------------------------------------
+
+
+def _be_alone(given: int, printed: int, told: int) -> None:
+    """Keep no descriptor of the server, and no module of this package that tested code could import."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number, descriptor in enumerate((given, printed, nowhere, told)):
+        os.dup2(descriptor, number)
+    os.closerange(TOLD + 1, 256)
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="replace")  # type: ignore[misc]  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(STANDARD_OUTPUT, "w", encoding="utf-8", errors="replace")  # type: ignore[misc]  # noqa: SIM115
+    for name in [name for name in sys.modules if name.startswith("bapo_megatron")]:
+        del sys.modules[name]
+
+
+def _be_the_case(job: dict[str, Any], case: dict[str, Any], token: str) -> None:
+    """Run the source; then end as a script would, or tell the value of the case's expression."""
+    sandbox_walls.close_in(job["box"], job["memory_mb"], job["cpu_s"], job["filters"])
+    expression = case["expression"]
+    module = types.ModuleType("__main__" if expression is None else "solution")
+    sys.modules["__main__"] = sys.modules[module.__name__] = module
+    space = module.__dict__
+    for source in (job["prelude"], job["source"]):
+        exec(compile(source, "<solution>", "exec", dont_inherit=True), space)
+    if expression is None:
+        _end_script(space)
+    space["ARGUMENTS"] = case["arguments"]
+    exec(compile(case["setup"], "<test>", "exec", dont_inherit=True), space)
+    value = eval(compile(expression, "<test>", "eval", dont_inherit=True), space)
+    if case["truth"]:
+        value = True if value else False  # noqa: SIM210  # the name `bool` may mean anything by now
+    _tell(token + dumps(_plain(value)))
+
+
+def _end_script(space: dict[str, Any], leave: Any = os._exit) -> None:
+    """What the interpreter does at its end, without taking itself apart: five times as fast."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    printed = sys.stdout
+    space.clear()  # files that it holds are closed
+    for stream in (printed, sys.__stdout__):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    leave(0)
+
+
+def _tell(text: str, write: Any = os.write, leave: Any = os._exit) -> None:
+    """Functions are named in the signature: those of the module may have been replaced."""
+    data = text.encode()
+    while data:
+        data = data[write(TOLD, data) :]
+    leave(0)
+
+
+def _plain(value: Any) -> Any:
+    """Plain JSON: containers as [kind, items], what is neither number nor text as a kind of its own."""
+    if hasattr(value, "tolist"):  # numpy
+        value = value.tolist()
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    for name, container in (("list", list), ("tuple", tuple), ("set", (set, frozenset))):
+        if isinstance(value, container):
+            return [name, [_plain(item) for item in value]]
+    if isinstance(value, dict):
+        return ["dict", [[_plain(key), _plain(item)] for key, item in value.items()]]
+    return ["other", type(value).__name__]

@@ -1,0 +1,122 @@
+"""Runs code that nobody has read: one isolated process tree for each source (docs/rewards.md)."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import bapo_megatron
+from bapo_megatron.runtime.child_process import Child, ChildError
+
+START_LIMIT_S = 20.0
+"""For an interpreter and its walls on a busy machine."""
+
+_BEGIN = """import sys
+sys.path.insert(0, sys.argv[1])
+from bapo_megatron.reward.sandbox.child import main
+del sys.path[0]
+main(int(sys.argv[2]))
+"""
+
+
+END_LIMIT_S = 5.0
+"""For the processes behind the walls to be collected; then what is left is killed unasked."""
+
+
+class SandboxError(Exception):
+    """The sandbox itself could not be made; the tested code is not to blame."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a case ended."""
+
+    code: int
+    """Exit code; negative for a signal."""
+    output: str
+    """What was printed, up to `sandbox_walls.OUTPUT_BYTES`."""
+    value: str | None
+    """JSON of the expression's value, see `sandbox_child._plain`; None if it gave none."""
+
+
+class Sandbox:
+    """A source between walls. Each case runs in a process of its own; all share one directory, which goes."""
+
+    def __init__(self, source: str, prelude: str, memory_mb: int, case_limit_s: float) -> None:
+        """Build the walls; raises SandboxError. ``prelude`` is run before the source in its namespace."""
+        self._box = tempfile.TemporaryDirectory(prefix="bapo_box_", ignore_cleanup_errors=True)
+        self._case_limit_s = case_limit_s
+        box = str(Path(self._box.name).resolve())
+        job = {
+            "source": source,
+            "prelude": prelude,
+            "box": box,
+            "memory_mb": memory_mb,
+            "cpu_s": math.ceil(case_limit_s) + 1,
+        }
+        root = str(Path(bapo_megatron.__file__).resolve().parents[1])
+        command = [sys.executable, "-I", "-B", "-X", "utf8", "-c", _BEGIN, root]
+        try:
+            self._child = Child(command, _environment(box), Path(box), quiet=True)
+        except BaseException:
+            self._box.cleanup()
+            raise
+        try:
+            self.notes: list[str] = self._child.ask(job, START_LIMIT_S)
+        except ChildError as error:
+            self.close()
+            raise SandboxError(f"the sandbox did not start: {error!r}") from error
+
+    def run(self, stdin: str, limit_s: float) -> Ended | None:
+        """Run the source as a script on ``stdin``. None if it took longer, or took the sandbox with it."""
+        return self._ask({"stdin": stdin, "expression": None}, limit_s)
+
+    def value(
+        self, expression: str, limit_s: float, arguments: Any = None, setup: str = "", truth: bool = False
+    ) -> Ended | None:
+        """Import the source, run ``setup``, evaluate the expression, in which ARGUMENTS are the arguments.
+
+        ``truth``: the value is whether it is true. None as for ``run``.
+        """
+        case = {"stdin": "", "expression": expression, "arguments": arguments, "setup": setup, "truth": truth}
+        return self._ask(case, limit_s)
+
+    def close(self) -> None:
+        """End every process of the sandbox and delete its directory."""
+        with suppress(ProcessLookupError):
+            os.kill(self._child.pid, signal.SIGUSR2)  # it ends and collects those behind the walls
+        self._child.wait_end(END_LIMIT_S)
+        self._child.close()
+        self._box.cleanup()
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, case: dict[str, Any], limit_s: float) -> Ended | None:
+        """After None the sandbox is lost: no other case may follow."""
+        try:
+            return Ended(**self._child.ask(case, min(limit_s, self._case_limit_s)))
+        except ChildError:
+            return None
+
+
+def _environment(box: str) -> dict[str, str]:
+    """No variable of the run: they may hold keys."""
+    return {
+        "HOME": box,
+        "TMPDIR": box,
+        "PATH": "/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }

@@ -1,0 +1,142 @@
+"""Batched decoding of a set of requests, one token per step.
+
+Shapes: ``_N`` requests, ``_B`` rows still in the batch, ``_L`` padded prompt, ``_R`` longest response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bapo_megatron.rollout.engines.local.kv_cache import block_cache
+from bapo_megatron.rollout.engines.local.sampling import draws_R, sample
+from bapo_megatron.types import FinishReason, GenerateRequest, Generation
+
+NO_TOKEN = -1
+"""Fills the stop lists of requests that have fewer stop tokens than others."""
+
+COMPACT_BELOW = 0.75
+"""Finished rows leave the batch when no more than this share is open: each leaving copies the cache."""
+
+
+class Decoding:
+    """Requests that are decoded together. Prompts are padded on the left, so all rows stand at one column."""
+
+    def __init__(self, model: Any, requests: Sequence[GenerateRequest]) -> None:
+        self._model = model
+        self._requests = requests
+        self._device = model.device
+        self._cache = block_cache(model.config)
+        longest = max(request.params.max_new_tokens for request in requests)
+        self._start_output(len(requests), longest)
+        self._start_rows(longest)
+        self._pad_prompts(longest)
+
+    def _start_output(self, count: int, longest: int) -> None:
+        self._made = 0
+        self._token_NR = np.zeros((count, longest), np.int32)
+        self._log_prob_NR = np.zeros((count, longest), np.float32)
+        self._version_R = np.zeros(longest, np.int32)
+        self._length_N = np.zeros(count, np.int64)
+        self._reason_N: list[FinishReason] = ["abort"] * count
+
+    def _start_rows(self, longest: int) -> None:
+        params = [request.params for request in self._requests]
+        stops = max(len(p.stop_token_ids) for p in params)
+        stop_BS = np.full((len(params), stops), NO_TOKEN, np.int64)
+        draw_BR = np.ones((len(params), longest))
+        for row, request in enumerate(self._requests):
+            stop_BS[row, : len(params[row].stop_token_ids)] = params[row].stop_token_ids
+            draw_BR[row, : params[row].max_new_tokens] = draws_R(request)
+        self._row_B = np.arange(len(params))
+        self._open_B = np.ones(len(params), bool)
+        self._stop_BS = stop_BS
+        self._limit_B = np.array([p.max_new_tokens for p in params])
+        self._temperature_B = torch.tensor([p.temperature for p in params], device=self._device)
+        self._draw_BR = torch.from_numpy(draw_BR).to(self._device)
+
+    def _pad_prompts(self, longest: int) -> None:
+        width = max(len(request.input_ids) for request in self._requests)
+        ids_BL = np.zeros((len(self._requests), width), np.int64)
+        mask_BT = np.ones((len(self._requests), width + longest), bool)
+        for row, request in enumerate(self._requests):
+            padding = width - len(request.input_ids)
+            ids_BL[row, padding:] = request.input_ids
+            mask_BT[row, :padding] = False
+        self._mask_BT = torch.from_numpy(mask_BT).to(self._device)
+        self._next_ids = torch.from_numpy(ids_BL).to(self._device)
+        self._next_positions = (self._mask_BT[:, :width].cumsum(dim=1) - 1).clamp(min=0)
+        self._columns = width
+
+    @property
+    def done(self) -> bool:
+        """Every request has met a stop token or its limit."""
+        return not self._open_B.any()
+
+    @torch.inference_mode()
+    def step(self, version: int) -> None:
+        """Sample one token for each open request; ``version`` is that of the weights in the model."""
+        logits_BV = self._forward()
+        token_B, log_prob_B = sample(logits_BV, self._temperature_B, self._draw_BR[:, self._made])
+        self._record(token_B.cpu().numpy(), log_prob_B.cpu().numpy(), version)
+        self._next_ids = token_B[:, None]
+        self._next_positions = self._next_positions[:, -1:] + 1
+        self._columns += 1
+        if 0 < self._open_B.sum() <= COMPACT_BELOW * len(self._open_B):
+            self._drop_finished()
+
+    def _forward(self) -> Tensor:
+        logits: Tensor = self._model(
+            input_ids=self._next_ids,
+            attention_mask=self._mask_BT[:, : self._columns],
+            position_ids=self._next_positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+        return logits[:, -1]
+
+    def _record(self, token_B: np.ndarray, log_prob_B: np.ndarray, version: int) -> None:
+        row, at = self._row_B, self._made
+        self._token_NR[row, at] = token_B
+        self._log_prob_NR[row, at] = log_prob_B
+        self._version_R[at] = version
+        self._made += 1
+        self._length_N[row[self._open_B]] = self._made
+        stopped_B = self._open_B & (self._stop_BS == token_B[:, None]).any(axis=1)
+        full_B = self._open_B & ~stopped_B & (self._limit_B <= self._made)
+        self._finish(stopped_B, "stop")
+        self._finish(full_B, "length")
+
+    def _finish(self, finished_B: np.ndarray, reason: FinishReason) -> None:
+        for index in self._row_B[finished_B].tolist():
+            self._reason_N[index] = reason
+        self._open_B &= ~finished_B
+
+    def _drop_finished(self) -> None:
+        keep = np.flatnonzero(self._open_B)
+        kept = torch.from_numpy(keep).to(self._device)
+        self._cache.batch_select_indices(kept)
+        self._row_B, self._open_B = self._row_B[keep], self._open_B[keep]
+        self._stop_BS, self._limit_B = self._stop_BS[keep], self._limit_B[keep]
+        self._temperature_B, self._draw_BR = self._temperature_B[kept], self._draw_BR[kept]
+        self._mask_BT = self._mask_BT[kept]
+        self._next_ids, self._next_positions = self._next_ids[kept], self._next_positions[kept]
+
+    def results(self) -> list[Generation]:
+        """What each request has so far; those still open end with ``abort``."""
+        return [self._result(index) for index in range(len(self._requests))]
+
+    def _result(self, index: int) -> Generation:
+        length = self._length_N[index]
+        return Generation(
+            request_id=self._requests[index].request_id,
+            token_ids_R=self._token_NR[index, :length].copy(),
+            log_probs_R=self._log_prob_NR[index, :length].copy(),
+            versions_R=self._version_R[:length].copy(),
+            finish_reason=self._reason_N[index],
+        )

@@ -1,0 +1,123 @@
+"""The ``local`` engine: a model in this process behind ``interfaces.Engine``.
+
+Requests that are made in one turn of the event loop decode together, so a run without overlap always forms
+the same batches and samples the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from bapo_megatron.interfaces import Confirm
+from bapo_megatron.rollout.engines.local.model import LocalModel
+from bapo_megatron.rollout.engines.requests import check_request, nothing
+from bapo_megatron.types import GenerateRequest, Generation
+
+T = TypeVar("T")
+
+
+class LocalEngine:
+    """An ``Engine`` (see interfaces.py) around a ``LocalModel``. Make it inside the event loop."""
+
+    name = "local"
+
+    def __init__(self, model: LocalModel) -> None:
+        self._model = model
+        self._waiting: list[tuple[GenerateRequest, asyncio.Future[Generation]]] = []
+        self._wake = asyncio.Event()
+        self._threads = ThreadPoolExecutor(thread_name_prefix="local-engine")
+        self._runner = asyncio.create_task(self._run())
+        self._closed = False
+
+    async def weight_version(self) -> int:
+        """The version given with the last weights that were taken over."""
+        return self._model.weight_version
+
+    async def is_alive(self) -> bool:
+        """Always: it is this process."""
+        return True
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Answer one request. ValueError, before it is queued, if it is malformed."""
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        check_request(request, self._model.limits)
+        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, answer))
+        self._wake.set()
+        return await answer
+
+    async def abort(self) -> None:
+        """End the requests in flight: they return what they have; what has not begun returns no token."""
+        waiting, self._waiting = self._waiting, []
+        await self._in_thread(self._model.abort)
+        for request, answer in waiting:
+            if not answer.done():
+                answer.set_result(nothing(request))
+
+    async def pause(self) -> None:
+        """Stop sampling after the token in hand. Requests in flight keep their place."""
+        await self._in_thread(self._model.pause)
+
+    async def resume(self) -> None:
+        """Go on after ``pause``."""
+        await self._in_thread(self._model.resume)
+
+    async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
+        """Take over the weights of an HF folder between two tokens. Requests in flight go on under them."""
+        staged = await self._in_thread(lambda: self._model.stage(_weights_in(folder)))
+        await confirm(await self._in_thread(partial(_digest, staged)))
+        await self._in_thread(partial(self._model.commit, staged, version))
+
+    async def close(self) -> None:
+        """Abort what runs and release the model."""
+        self._closed = True
+        await self.abort()
+        await self._in_thread(self._model.close)
+        self._runner.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            batch, self._waiting = self._waiting, []
+            requests = [request for request, _ in batch]
+            try:
+                found = await self._in_thread(partial(self._model.generate, requests))
+            except Exception as error:  # whatever it is, those who wait must hear of it
+                for _, answer in batch:
+                    if not answer.done():
+                        answer.set_exception(error)
+                continue
+            for (_, answer), generation in zip(batch, found, strict=True):
+                if not answer.done():
+                    answer.set_result(generation)
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+def _weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
+
+
+def _digest(weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names and bytes."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        found.update(name.encode())
+        found.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,154 @@
+"""The embedded engine: Hugging Face's own model in this process, with the contract of a server.
+
+Nothing has to be installed or started, and any causal language model of transformers works. It is meant
+for small models. Sampled tokens depend on the request (seed, prefix) and the weights, not on what else is
+in the batch, up to the rounding of a matrix product whose shape is the batch's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.local.decoding import Decoding
+from bapo_megatron.rollout.engines.local.weights import ModelWeights
+from bapo_megatron.rollout.engines.requests import ModelLimits, check_request
+from bapo_megatron.runtime.vector_kernels import choose_vector_kernels
+from bapo_megatron.types import GenerateRequest, Generation
+
+
+class LocalModel:
+    """What ``LocalEngine`` runs: ``AutoModelForCausalLM``, called from several threads.
+
+    Threads: each step of decoding holds ``_gate``. Who wants it first sets a flag and then waits for the
+    lock; decoding looks at the flags before each step. Without them a thread that decodes would take
+    the lock again before any waiter wakes up.
+    """
+
+    def __init__(
+        self,
+        hf_path: Path,
+        max_batch: int,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        device: str = "cpu",
+    ) -> None:
+        """Load the folder ``hf_path`` as version 0; at most ``max_batch`` requests decode at a time."""
+        choose_vector_kernels()
+        self._model = _load(hf_path, dtype, device)
+        vocabulary = self._model.get_input_embeddings().num_embeddings
+        self.limits = ModelLimits(vocabulary, self._model.config.max_position_embeddings)
+        self._weights = ModelWeights(self._model)
+        self._max_batch = max_batch
+        self._version = 0
+        self._gate = threading.Condition()
+        self._one_call = threading.Lock()
+        self._one_update = threading.Lock()
+        self._paused = False
+        self._update_waits = False
+        self._abort_ticket = object()
+
+    @property
+    def weight_version(self) -> int:
+        """The version given with the last weights that were taken over; 0 before any."""
+        return self._version
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Answer every request, in their order. Raises ValueError, before any runs, if one is malformed."""
+        if self._model is None:
+            raise RuntimeError("the engine is closed")
+        for request in requests:
+            check_request(request, self.limits)
+        ticket = self._abort_ticket
+        # Rows of like length decode together: less padding.
+        order = sorted(range(len(requests)), key=lambda index: len(requests[index].input_ids))
+        answers: dict[int, Generation] = {}
+        with self._one_call:
+            for start in range(0, len(order), self._max_batch):
+                chunk = order[start : start + self._max_batch]
+                answers.update(zip(chunk, self._decode([requests[i] for i in chunk], ticket), strict=True))
+        return [answers[index] for index in range(len(requests))]
+
+    def _decode(self, requests: Sequence[GenerateRequest], ticket: object) -> list[Generation]:
+        decoding = Decoding(self._model, requests)
+        while not decoding.done and self._step(decoding, ticket):
+            pass
+        return decoding.results()
+
+    def _step(self, decoding: Decoding, ticket: object) -> bool:
+        """One token for each open request; False if the call was aborted."""
+        with self._gate:
+            self._gate.wait_for(lambda: self._abort_ticket is not ticket or self._may_sample())
+            if self._abort_ticket is not ticket:
+                return False
+            decoding.step(self._version)
+        return True
+
+    def _may_sample(self) -> bool:
+        return not (self._paused or self._update_waits)
+
+    def abort(self) -> None:
+        """End the calls in flight: they return what they have; what has not begun returns no token."""
+        self._abort_ticket = object()
+        with self._gate:
+            self._gate.notify_all()
+
+    def pause(self) -> None:
+        """Stop sampling. When it returns, no token is in the making."""
+        self._paused = True
+        with self._gate:
+            pass
+
+    def resume(self) -> None:
+        """Go on after ``pause``."""
+        with self._gate:
+            self._paused = False
+            self._gate.notify_all()
+
+    def stage(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copies of new weights, for ``commit``. Meanwhile the model's are held twice.
+
+        All tensors are copied and checked before the first is taken over: if ``weights`` raises, or is not
+        exactly the model (ValueError), the engine keeps what it has.
+        """
+        with self._one_update:
+            return self._weights.stage(weights)
+
+    def commit(self, staged: dict[str, Tensor], version: int) -> None:
+        """Take over new weights between two tokens. Requests in flight keep their key-value cache."""
+        with self._one_update:
+            self._update_waits = True
+            with self._gate:
+                self._update_waits = False
+                self._weights.commit(staged)
+                self._version = version
+                self._gate.notify_all()
+
+    def close(self) -> None:
+        """Abort what runs and release the model."""
+        self.abort()
+        with self._one_call, self._one_update:
+            self._model = None
+            self._weights.release()
+
+
+def _load(hf_path: Path, dtype: str, device: str) -> Any:
+    if not (Path(hf_path) / "config.json").is_file():
+        raise ConfigError(f"model.hf_path={hf_path}: no config.json there; give a Hugging Face model folder")
+    transformers_logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            hf_path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.hf_path={hf_path}: cannot be loaded: {error}") from error
+    if report["missing_keys"]:  # transformers would go on with random numbers
+        raise ConfigError(f"model.hf_path={hf_path}: weights are missing: {sorted(report['missing_keys'])}")
+    return model.to(device).eval()

@@ -1,0 +1,39 @@
+"""Replacing a model's weights as a whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.hf.weight_check import exactly
+
+
+class ModelWeights:
+    """The parameters of a Hugging Face model under their names; tied ones count once."""
+
+    def __init__(self, model: Any) -> None:
+        self._own: dict[str, Tensor] = dict(model.named_parameters())
+        names = {id(tensor): name for name, tensor in self._own.items()}
+        every = dict(model.named_parameters(remove_duplicate=False))
+        self._aliases = {name: names[id(every[name])] for name in every.keys() - self._own.keys()}
+
+    def stage(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Copies of all tensors, in the model's type and place. ValueError if they are not ``exactly`` it."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._own.items()}
+        return {
+            name: tensor.detach().to(self._own[name].device, self._own[name].dtype, copy=True)
+            for name, tensor in exactly(weights, shapes, self._aliases)
+        }
+
+    @torch.no_grad()
+    def commit(self, staged: dict[str, Tensor]) -> None:
+        """Write what ``stage`` returned into the model."""
+        for name, tensor in staged.items():
+            self._own[name].copy_(tensor)
+
+    def release(self) -> None:
+        """Forget the model."""
+        self._own.clear()

@@ -1,0 +1,228 @@
+"""The ``sglang`` engine: one SGLang server behind ``interfaces.Engine``.
+
+What the server does not promise is kept here: a request that is not sent yet waits while the engine is paused
+and is ended by an abort, and weights change between two tokens also while requests are in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bapo_megatron.interfaces import Confirm
+from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, nothing
+from bapo_megatron.rollout.engines.sglang.http_client import PauseMode, ServerError, SglangServer
+from bapo_megatron.rollout.engines.sglang.inflight import Flight, Flights
+from bapo_megatron.types import GenerateRequest, Generation
+
+_ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
+"""A request that is between two states may miss an abort, of itself or of all."""
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Longest waits for a server, in seconds."""
+
+    request_s: float = 3600.0
+    """For the answer to one request; then it is aborted, and what it has is its answer."""
+    abort_s: float = 60.0
+    """For the answer to that abort."""
+    update_s: float = 600.0
+    """For new weights."""
+
+
+class SglangEngine:
+    """An ``Engine`` (see interfaces.py) on one server. Everything happens in one event loop."""
+
+    def __init__(
+        self,
+        server: SglangServer,
+        limits: ModelLimits,
+        on_update: PauseMode = "retract",
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        """``on_update``: what becomes of requests in flight when weights change, see ``SglangConfig``."""
+        self.name = server.url
+        self.server = server
+        self._limits = limits
+        self._on_update = on_update
+        self._deadlines = deadlines or Deadlines()
+        self._flights = Flights()
+        self._one_control = asyncio.Lock()
+        self._paused_at: int | None = None
+        """The weight version at the caller's pause."""
+        self._version: int | None = None
+        self._fruitless_since: float | None = None
+        """When a request first got no token in its whole time, if none has got any since."""
+
+    async def weight_version(self) -> int:
+        """The version that the server says it has."""
+        self._version = await self.server.weight_version()
+        return self._version
+
+    async def is_alive(self) -> bool:
+        """Whether the server answers."""
+        return await self.server.is_alive()
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """Answer one request. ValueError, before it is sent, if it is malformed; ServerError if it fails."""
+        check_request(request, self._limits)
+        flight = Flight()
+        self._flights.all.add(flight)
+        try:
+            if not await self._flights.may_send(flight):
+                return nothing(request)
+            flight.sent = True
+            answer = await self._answer(request, flight)
+            if answer.finish_reason == "abort" and not flight.aborted and not len(answer.token_ids_R):
+                raise ServerError(f"{self.name}: ended a request that nobody aborted")
+            if len(answer.token_ids_R) and not 0 <= answer.token_ids_R.min() <= answer.token_ids_R.max() < (
+                self._limits.vocabulary
+            ):
+                raise ServerError(f"{self.name}: answers with token ids outside the vocabulary")
+            return _up_to(answer, flight.newest)
+        finally:
+            self._flights.all.discard(flight)
+
+    async def abort(self) -> None:
+        """End the requests in flight: they return what they have; what has not begun returns no token."""
+        async with self._one_control:
+            await self._abort()
+
+    async def pause(self) -> None:
+        """Stop sampling after the token in hand. Requests in flight keep their place."""
+        async with self._one_control:
+            if self._paused_at is None:
+                self._paused_at = await self.weight_version() if self._version is None else self._version
+            self._flights.close_gate()
+            await self.server.pause()
+
+    async def resume(self) -> None:
+        """Go on after ``pause``."""
+        async with self._one_control:
+            self._paused_at = None
+            await self._resume()
+
+    async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
+        """Take over the weights of an HF folder between two tokens. Requests in flight go on under them.
+
+        ServerError if the server does not take them, or says afterwards that it has others, and what
+        ``confirm`` raises. Its state is unknown then: it must not sample before a load has succeeded.
+        """
+        async with self._one_control:
+            self._flights.close_gate()
+            await self.server.pause(self._on_update)
+            flush, timeout = self._on_update == "retract", self._deadlines.update_s
+            await self.server.update_from_disk(folder, version, flush, timeout)
+            told = await self.weight_version()
+            if told != version:
+                raise ServerError(f"{self.name}: says it has weights {told} after it was sent {version}")
+            await confirm(await self.server.checksum(timeout))
+            if self._paused_at is None:
+                await self._resume()
+
+    async def hold(self) -> None:
+        """Stop sampling for weights that come by broadcast. What it did for nobody any more is ended."""
+        async with self._one_control:
+            self._flights.close_gate()
+            if not self._flights.all:
+                await self.server.abort_all()
+            await self.server.pause(self._on_update)
+
+    async def release(self) -> None:
+        """Sample again."""
+        async with self._one_control:
+            await self.weight_version()
+            if self._paused_at is None:
+                await self._resume()
+
+    async def close(self) -> None:
+        """Nothing: the server goes on."""
+
+    async def _answer(self, request: GenerateRequest, flight: Flight) -> Generation:
+        """The server's answer; what it has at the deadline.
+
+        ServerError if it does not answer the abort either, or if requests get no token in all their time, one
+        after the other: those whose deadlines lie ``abort_s`` apart, while no other gets any.
+        """
+        loop, limits = asyncio.get_running_loop(), self._deadlines
+        overdue: list[asyncio.Task[None]] = []
+
+        def end() -> None:
+            overdue.append(asyncio.create_task(self._end(flight, patience)))
+
+        timer = loop.call_later(limits.request_s, end)
+        try:
+            async with asyncio.timeout(None) as patience:
+                answer = await self.server.generate(request, flight.rid)
+        except TimeoutError as error:
+            raise ServerError(
+                f"{self.name}: no answer within {limits.request_s:g} s, nor to an abort within "
+                f"{limits.abort_s:g} s"
+            ) from error
+        finally:
+            timer.cancel()
+            for task in overdue:
+                task.cancel()
+        if len(answer.token_ids_R):
+            self._fruitless_since = None
+        elif overdue:
+            self._note_fruitless(loop.time())
+        return answer
+
+    def _note_fruitless(self, now: float) -> None:
+        """Others may only have stood before it in the queue: then they bring tokens soon."""
+        if self._fruitless_since is None:
+            self._fruitless_since = now
+        elif now - self._fruitless_since > self._deadlines.abort_s:
+            raise ServerError(f"{self.name}: no token for any request within {self._deadlines.request_s:g} s")
+
+    async def _end(self, flight: Flight, patience: asyncio.Timeout) -> None:
+        """Abort one request, until it is answered or ``patience`` ends. A paused server would not answer."""
+        while True:
+            await self._flights.may_go_on()
+            async with self._one_control:
+                if self._flights.are_held:
+                    continue
+                flight.aborted = True
+                patience.reschedule(asyncio.get_running_loop().time() + self._deadlines.abort_s)
+                with suppress(ServerError):  # patience ends all the same
+                    while True:
+                        await self.server.abort(flight.rid)
+                        await asyncio.sleep(_ABORT_AGAIN_S)
+                return
+
+    async def _resume(self) -> None:
+        await self.server.resume()
+        await self._flights.open_gate()
+
+    async def _abort(self) -> None:
+        """Requests answer an abort at their next token, so a paused server runs for as long as that takes."""
+        flights = await self._flights.abort()
+        for flight in flights:
+            flight.newest = self._paused_at
+        self._flights.close_gate()
+        if self._paused_at is not None and any(flight.sent for flight in flights):
+            await self.server.resume()
+            await asyncio.sleep(0.1)  # retracted requests run again, or their last tokens would be lost
+        await self.server.abort_all()
+        while any(flight in self._flights.all for flight in flights):
+            await asyncio.sleep(_ABORT_ALL_AGAIN_S)
+            await self.server.abort_all()  # the gate is closed: there are no others
+        if self._paused_at is not None:
+            await self.server.pause()
+        else:
+            await self._flights.open_gate()
+
+
+def _up_to(found: Generation, newest: int | None) -> Generation:
+    """Without the tokens of weights that came after version ``newest``."""
+    if newest is None:
+        return found
+    kept = int((found.versions_R <= newest).sum())
+    tokens_R, log_probs_R, versions_R = (
+        x[:kept] for x in (found.token_ids_R, found.log_probs_R, found.versions_R)
+    )
+    return replace(found, token_ids_R=tokens_R, log_probs_R=log_probs_R, versions_R=versions_R)

@@ -1,0 +1,229 @@
+"""One SGLang server over HTTP. Every call has a deadline, and says which server failed and how."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+
+from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
+from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation
+
+PauseMode = Literal["in_place", "retract"]
+
+_LONG_REPLY_BYTES = 500_000
+"""Of some ten thousand tokens, which take milliseconds to read. A thread does it, and others go on."""
+
+_KEEP_IDLE_S = 2.0
+"""A connection is used again for so long. Less than the 5 s after which a server of uvicorn closes it: a
+request that is sent at that moment would fail as if the server had died."""
+
+_CONNECT_S = 60.0
+"""A machine that is gone is noticed earlier, by its silence (``fleet.py``)."""
+
+_CROSSED_S = 2.0
+"""A request that is cut off so early may have crossed the end of an idle connection: it is sent once more."""
+
+
+def open_session() -> aiohttp.ClientSession:
+    """For calls to servers: as many connections as there are requests in flight."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S))
+
+
+class ServerError(RuntimeError):
+    """A server refused, hung, or answered nonsense. The message names it."""
+
+
+class Disconnected(ServerError):
+    """A connection was closed before any of the answer came."""
+
+
+class Refused(ServerError):
+    """The server says that the request is wrong, not that it fails."""
+
+
+class SglangServer:
+    """Calls to the server at ``url``. Must be used within the event loop of ``session``."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, control_timeout: float = 60.0) -> None:
+        self.url = url.rstrip("/")
+        self._session = session
+        self._control = control_timeout
+
+    async def generate(self, request: GenerateRequest, rid: str, timeout: float | None = None) -> Generation:
+        """Answer one request under the id ``rid``. An aborted one returns what it has."""
+        content, began = generate_payload(request, rid), time.monotonic()
+        try:
+            try:
+                body = await self._call("POST", "/generate", content, timeout)
+            except Disconnected:
+                if time.monotonic() - began > _CROSSED_S:
+                    raise
+                body = await self._call("POST", "/generate", content, timeout)
+        except Refused as error:  # any other server would refuse it too
+            raise ValueError(f"request {request.request_id!r}: {error}") from error
+        try:
+            if len(body) < _LONG_REPLY_BYTES:
+                return generation_of(request, body)
+            return await asyncio.to_thread(generation_of, request, body)
+        except BadReply as error:
+            raise ServerError(f"{self.url}: {error}") from error
+
+    async def abort_all(self) -> None:
+        """End every request, running or waiting; they return what they have."""
+        await self._control_call("/abort_request", {"abort_all": True})
+
+    async def abort(self, rid: str) -> None:
+        """End one request; unknown ids are ignored."""
+        await self._control_call("/abort_request", {"rid": rid})
+
+    async def pause(self, mode: PauseMode = "in_place") -> None:
+        """Stop after the step in hand; requests keep their cache (``in_place``) or give it up."""
+        await self._control_call("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Go on after ``pause``."""
+        await self._control_call("/continue_generation", {})
+
+    async def weight_version(self) -> int:
+        """The version of the weights that it says it has."""
+        info = await self._request("GET", "/model_info", None, self._control)
+        try:
+            return int(info["weight_version"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"{self.url}: no numbered weight version; start it with --weight-version 0"
+            ) from error
+
+    async def is_alive(self) -> bool:
+        """Whether it answers. ``/ready`` would not do: it fails while a server is paused for new weights."""
+        try:
+            await self._request("GET", "/model_info", None, 5.0)
+        except ServerError:
+            return False
+        return True
+
+    async def update_from_disk(self, folder: Path, version: int, flush: bool, timeout: float) -> None:
+        """Load the weights of an HF folder. A server that is not paused first ends all requests in flight.
+
+        ``flush`` empties the prefix cache, which must hold no running request then. Without it the server
+        must have been started without one: keys and values of old weights would serve new requests.
+        """
+        body = {
+            "model_path": str(folder),
+            "weight_version": str(version),
+            "flush_cache": flush,
+            "abort_all_requests": False,
+        }
+        reply = await self._post("/update_weights_from_disk", body, timeout)
+        if not (isinstance(reply, dict) and reply.get("success")):
+            raise ServerError(f"{self.url}: the weights in {folder} were not loaded: {str(reply)[:500]}")
+
+    async def join_weight_group(self, group: BroadcastGroup, rank_offset: int, timeout: float) -> None:
+        """Join a broadcast's group: its tensor-parallel ranks become ``rank_offset`` and those that follow.
+
+        Until the sender answers the server does nothing else, and it waits longer than ``timeout``.
+        """
+        body = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": rank_offset,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._post("/init_weights_update_group", body, timeout)
+
+    async def leave_weight_group(self, name: str, timeout: float | None = None) -> None:
+        """Leave the group, if it is in one of that name."""
+        call = self._post("/destroy_weights_update_group", {"group_name": name}, timeout or self._control)
+        await _unless(call, "does not exist")
+
+    async def begin_update(self) -> None:
+        """Be ready to ``receive``. Refused during an update; waits for all requests unless it is paused."""
+        await self._control_call("/begin_weight_update", {})
+
+    async def receive(self, bucket: BucketSpec, group_name: str, timeout: float) -> None:
+        """Take one bucket from the sender of the group, and load it. The weights change at once."""
+        body = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        await self._post("/update_weights_from_distributed", body, timeout)
+
+    async def end_update(self) -> None:
+        """Make the weights that came ready for use. Nothing happens if no update was begun."""
+        await _unless(self._control_call("/end_weight_update", {}), "no weight-update session is open")
+
+    async def flush_cache(self) -> None:
+        """Empty the prefix cache. Refused while a request runs; those that were retracted do not count."""
+        await self._control_call("/flush_cache", {})
+
+    async def set_version(self, version: int) -> None:
+        """Say from now on that the weights are of ``version``; also of later tokens of requests in flight."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self._control_call("/update_weight_version", body)
+
+    async def checksum(self, timeout: float) -> str:
+        """A digest of the weights that the server computes with, all its ranks.
+
+        Equal where weights, their layout in memory and the number of ranks are equal.
+        """
+        reply = await self._post("/weights_checker", {"action": "checksum"}, timeout)
+        if not (isinstance(reply, dict) and reply.get("per_engine_checksum")):
+            raise ServerError(f"{self.url}: no checksum of its weights: {str(reply)[:500]}")
+        return str(reply["per_engine_checksum"])
+
+    async def _control_call(self, path: str, body: dict[str, Any]) -> Any:
+        return await self._post(path, body, self._control)
+
+    async def _post(self, path: str, body: dict[str, Any], timeout: float | None) -> Any:
+        return await self._request("POST", path, body, timeout)
+
+    async def _request(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
+        text = await self._call(method, path, None if body is None else json.dumps(body).encode(), timeout)
+        try:
+            return json.loads(text) if text.strip().startswith((b"{", b"[")) else text.decode()
+        except ValueError as error:
+            raise ServerError(f"{self.url}{path}: no JSON: {text[:300]!r}") from error
+
+    async def _call(self, method: str, path: str, body: bytes | None, timeout: float | None) -> bytes:
+        """The bytes of the answer, whose status is 200."""
+        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_S)
+        headers = {"Content-Type": "application/json"}
+        url = self.url + path
+        try:
+            async with self._session.request(
+                method, url, data=body, headers=headers, timeout=limit
+            ) as answer:
+                content = await answer.read()
+                if answer.status != 200:
+                    told = f"{url}: status {answer.status}: {content[:500].decode(errors='replace')}"
+                    raise Refused(told) if answer.status == 400 else ServerError(told)
+                return content
+        except aiohttp.ConnectionTimeoutError:
+            raise ServerError(f"{url}: no connection within {_CONNECT_S:g} s") from None
+        except TimeoutError as error:
+            raise ServerError(f"{url}: no answer within {timeout:g} s") from error
+        except aiohttp.ServerDisconnectedError as error:
+            raise Disconnected(f"{url}: {error}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerError(f"{url}: {type(error).__name__}: {error}") from error
+
+
+async def _unless(call: Awaitable[Any], says: str) -> None:
+    """``call``, which may be refused with those words: there was nothing to do."""
+    try:
+        await call
+    except ServerError as error:
+        if says not in str(error):
+            raise

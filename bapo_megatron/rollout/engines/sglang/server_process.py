@@ -1,0 +1,159 @@
+"""Starts and stops an SGLang server on this machine, in SGLang's own environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import tyro
+
+import bapo_megatron.rollout.engines.sglang_cpu as on_cpu
+from bapo_megatron.config import RunConfig
+from bapo_megatron.errors import ConfigError
+
+PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
+_CPU_LAUNCHER = Path(on_cpu.__file__).with_name("launch.py")
+_CPU_FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    "--sleep-on-idle",  # else an idle server keeps a core busy
+)
+_CPU_CACHE_TOKENS = 65_536
+"""Of the key-value cache, unless one sequence is longer: a machine's memory is not the server's alone."""
+_CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[str]:
+    """What the recipe says of its servers, as flags of ``sglang.launch_server``, for one of them."""
+    sglang = config.rollout.sglang
+    context = sglang.context or config.longest_request
+    place = (
+        ("--base-gpu-id", str(sglang.first_gpu + number * sglang.tensor))
+        if cuda
+        else ("--max-total-tokens", str(max(_CPU_CACHE_TOKENS, context)))
+    )
+    return [
+        *place,
+        *("--dtype", config.model.dtype),
+        *("--tp-size", str(sglang.tensor)),
+        *("--mem-fraction-static", str(sglang.memory_fraction)),
+        *("--context-length", str(context)),
+        *(("--disable-radix-cache",) if sglang.on_update == "in_place" else ()),
+        *sglang.flags,
+    ]
+
+
+def server_command(
+    python: Path, hf_path: Path, host: str, port: int, cuda: bool, flags: Sequence[str] = ()
+) -> list[str]:
+    """The command line of a server with weights of version 0, those of the model in ``hf_path``."""
+    start = ["-m", "sglang.launch_server"] if cuda else [str(_CPU_LAUNCHER)]
+    return [
+        str(python),
+        *start,
+        *("--model-path", str(hf_path), "--host", host, "--port", str(port)),
+        *("--weight-version", "0", "--skip-tokenizer-init"),
+        *(() if cuda else _CPU_FLAGS),
+        *flags,
+    ]
+
+
+@dataclass(frozen=True)
+class ServeCommand:
+    """The flags of ``bapo rollout-server``: the recipe's, without a prefix, and where to listen."""
+
+    run: Annotated[RunConfig, tyro.conf.arg(name="")]
+    host: str = "127.0.0.1"
+    """Address to listen on. Whoever reaches it can read and replace the weights."""
+    port: int = 30000
+
+
+def serve(command: ServeCommand, cuda: bool) -> NoReturn:
+    """Become the server: this process is replaced, so signals reach it and its exit code is the command's."""
+    run = command.run
+    python, flags = sglang_python(run.rollout.sglang.python), server_flags(run, cuda=cuda)
+    line = server_command(python, run.model.hf_path, command.host, command.port, cuda, flags)
+    os.execvpe(line[0], line, server_environment(cuda))
+
+
+def server_environment(cuda: bool, threads: int | None = None) -> dict[str, str]:
+    """Variables of the server's process: this one's, and what a CPU needs."""
+    environment = dict(os.environ)
+    for name in ("PYTHONPATH", "VIRTUAL_ENV"):  # of another environment
+        environment.pop(name, None)
+    if not cuda:
+        environment |= _CPU_VARIABLES
+        if threads:
+            environment["OMP_NUM_THREADS"] = str(threads)
+    return environment
+
+
+def sglang_python(given: Path | None = None) -> Path:
+    """The interpreter of the environment that SGLang is installed in."""
+    named = given or (Path(os.environ[PYTHON_VARIABLE]) if PYTHON_VARIABLE in os.environ else None)
+    path = named or Path(".venv-sglang/bin/python")
+    if not path.is_file():
+        raise ConfigError(
+            f"no interpreter at {path}: `make sglang` installs SGLang into .venv-sglang; an environment "
+            f"elsewhere is named by {PYTHON_VARIABLE}"
+        )
+    return path.absolute()
+
+
+class ServerProcess:
+    """A server in a process group of its own, which ends with this process however that ends."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> None:
+        """Start it; its output goes to the end of ``log``."""
+        self.url, self.log = url, log
+        ends_with_this = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*ends_with_this, *command],
+                env=dict(environment),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_ready(self, seconds: float = 300.0) -> None:
+        """Until it takes requests. RuntimeError with the end of its log if it ends or takes longer."""
+        deadline = time.monotonic() + seconds
+        while not self.is_ready():
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server at {self.url} ended:\n{self._tail()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise RuntimeError(
+                    f"the server at {self.url} was not ready in {seconds:g} s:\n{self._tail()}"
+                )
+            time.sleep(0.2)
+
+    def stop(self, seconds: float = 10.0) -> None:
+        """End it and all its children: first asked, then killed."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+
+    def is_ready(self) -> bool:
+        """Whether it takes requests."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=2) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _tail(self) -> str:
+        return self.log.read_bytes()[-4000:].decode(errors="replace")

@@ -1,0 +1,152 @@
+"""The servers of a run: those that the recipe names, or some that live as long as the run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from bapo_megatron.config import RunConfig
+from bapo_megatron.errors import RunStopped
+from bapo_megatron.rollout.engines.sglang.server_process import (
+    ServerProcess,
+    server_command,
+    server_environment,
+    server_flags,
+    sglang_python,
+)
+from bapo_megatron.runtime.distributed import free_port
+
+_HOST = "127.0.0.1"
+_LOOK_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+"""A server that ends again and again is started at ever longer intervals, up to this."""
+
+Event = Callable[[dict[str, Any]], None]
+
+
+class RunServers:
+    """The servers of a run."""
+
+    def __init__(self, urls: Sequence[str], keepers: Sequence[Keeper], on_event: Event) -> None:
+        """``keepers``: of those that the run has started itself."""
+        self.urls = list(urls)
+        self._keepers = {keeper.url: keeper for keeper in keepers}
+        self._on_event = on_event
+
+    def heed(self, event: dict[str, Any]) -> None:
+        """Start a server of the run again that the sampler says hangs; others are for a person to end."""
+        if event["kind"] not in ("engine_hangs", "engine_ready"):
+            return
+        url, reason = event["engine"], event["reason"] if event["kind"] == "engine_hangs" else None
+        if keeper := self._keepers.get(url):
+            keeper.restart(reason)
+        elif reason:
+            advice = "this run has not started it: end it, and start it again at the same address"
+            self._on_event({"kind": "server_hangs", "server": url, "reason": reason, "advice": advice})
+            print(f"the server at {url} hangs ({reason}); {advice}", flush=True)
+
+
+@contextmanager
+def servers_of(config: RunConfig, cuda: bool, on_event: Event) -> Iterator[RunServers]:
+    """Servers that take requests. Those that the run starts itself end with it."""
+    sglang = config.rollout.sglang
+    if sglang.urls:
+        yield RunServers([url.rstrip("/") for url in sglang.urls], [], on_event)
+        return
+    keepers = [Keeper(config, number, cuda, on_event) for number in range(sglang.servers)]
+    try:
+        for keeper in keepers:
+            keeper.wait_ready(60 * sglang.start_minutes)
+        yield RunServers([keeper.url for keeper in keepers], keepers, on_event)
+    finally:
+        for keeper in keepers:
+            keeper.stop()
+
+
+def are_local(urls: Sequence[str]) -> bool:
+    """Whether all of them, or those that a run without any starts, are on this machine."""
+    return all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in urls)
+
+
+class Keeper:
+    """One server of the run, started again at the same address whenever it ends, or is said to hang."""
+
+    def __init__(self, config: RunConfig, number: int, cuda: bool, on_event: Event) -> None:
+        """Start it on this machine. Its log is in the run directory."""
+        port = free_port()
+        self.url = f"http://{_HOST}:{port}"
+        sglang = config.rollout.sglang
+        flags = server_flags(config, number, cuda)
+        self._command = server_command(
+            sglang_python(sglang.python), config.model.hf_path, _HOST, port, cuda, flags
+        )
+        self._environment = server_environment(cuda)
+        self._log = config.directory / "logs" / f"server-{number}.log"
+        self._start_s = 60 * sglang.start_minutes
+        self._on_event = on_event
+        self._ends = threading.Event()
+        self._kept = threading.Event()
+        self._server: ServerProcess | None = None
+        self._refused = ""
+        """Why it could not be started."""
+        self._hangs: str | None = None
+        """Why it is to be ended and started again."""
+        self._may_hang = False
+        """It has taken requests, or had the time to: from now on silence is no longer its start."""
+        # A process that was told to end with its parent ends with the thread that started it.
+        self._thread = threading.Thread(target=self._keep, name=f"server-{number}", daemon=True)
+        self._thread.start()
+        self._kept.wait()
+
+    def wait_ready(self, limit_s: float) -> None:
+        """Until it takes requests. RuntimeError, with the end of its log, if it ends or takes longer."""
+        if self._server is None:
+            raise RuntimeError(f"{self._command[0]} could not be started: {self._refused}")
+        self._server.wait_ready(limit_s)
+
+    def restart(self, reason: str | None) -> None:
+        """End it soon, because it hangs, and start it again; not while it still starts. None: it is well."""
+        self._hangs = reason if self._may_hang else None
+
+    def stop(self) -> None:
+        """End it, and do not start it again."""
+        self._ends.set()
+        self._thread.join()
+
+    def _keep(self) -> None:
+        pause = _LOOK_S
+        while not self._ends.is_set():
+            started = time.monotonic()
+            try:
+                self._server = ServerProcess(self._command, self._environment, self.url, self._log)
+            except OSError as error:  # no memory for a process, a full disk: it may be over later
+                self._server, self._refused = None, str(error)
+                self._tell("server_refused", reason=self._refused)
+            self._kept.set()
+            if self._server is not None:
+                self._watch(self._server, started)
+            lived_s = time.monotonic() - started
+            pause = _LOOK_S if lived_s > 10 * pause else min(2 * pause, _LONGEST_PAUSE_S)
+            self._ends.wait(pause)
+
+    def _watch(self, server: ServerProcess, started: float) -> None:
+        """Until it has ended, or hangs; nothing is left of it then."""
+        self._may_hang, self._hangs = False, None
+        while (code := server.process.poll()) is None and not self._hangs and not self._ends.wait(_LOOK_S):
+            self._may_hang = self._may_hang or time.monotonic() - started > self._start_s or server.is_ready()
+        self._may_hang = False
+        if code is not None:
+            self._tell("server_ended", exit_code=code)
+        elif self._hangs and not self._ends.is_set():
+            self._tell("server_ended", reason=f"it hangs, and is started again: {self._hangs}")
+        server.stop()  # and what is left of its children
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        try:
+            self._on_event({"kind": kind, "server": self.url, **fields})
+        except RunStopped as stopped:  # the disk is full; the server is kept all the same
+            print(f"{kind} {self.url} {fields}: {stopped}", flush=True)

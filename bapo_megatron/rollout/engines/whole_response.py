@@ -1,0 +1,78 @@
+"""A whole response for an evaluation, by as many engines and in as many parts as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+
+from bapo_megatron.errors import RunStopped
+from bapo_megatron.rollout.engines.pool import EngineLost, Fleet, Member
+from bapo_megatron.rollout.engines.requests import request_seed
+from bapo_megatron.types import FinishReason, GenerateRequest, Prompt, SamplingParams
+
+MOST_LOSSES = 20
+"""A problem may be what ends its engines; after so many the evaluation stops."""
+
+_LOOK_S = 1.0
+"""Between two looks for an engine with room."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a response is sampled."""
+
+    temperature: float
+    max_response_tokens: int
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    segment_tokens: int | None = None
+    """Most tokens of one request; None for the whole response."""
+
+
+async def whole_response(
+    fleet: Fleet,
+    sampling: Sampling,
+    prompt: Prompt,
+    name: str,
+    seed_place: tuple[int, int, int],
+    member: Member | None = None,
+    beyond: bool = False,
+) -> tuple[np.ndarray, FinishReason]:
+    """Token ids, and why they end.
+
+    ``name``: of the requests, unlike any other's. ``seed_place``: see `request_seed`. ``member``: an engine
+    that is reserved already. ``beyond``: see `Fleet.reserve`. RunStopped if it loses too many engines
+    or is refused.
+    """
+    made, losses = np.zeros(0, np.int32), 0
+    seed = request_seed(sampling.seed, *seed_place)
+    while True:
+        while member is None and (member := fleet.reserve(beyond)) is None:
+            await asyncio.sleep(_LOOK_S)
+        left = sampling.max_response_tokens - len(made)
+        params = SamplingParams(
+            sampling.temperature, min(left, sampling.segment_tokens or left), sampling.stop_token_ids, seed
+        )
+        ids = np.concatenate([prompt.token_ids_P, made])
+        try:
+            answer = await fleet.generate(
+                member, GenerateRequest(f"{name}-{len(made)}", ids, params, len(made))
+            )
+        except EngineLost as lost:
+            losses += lost.with_this
+            if losses >= MOST_LOSSES:
+                raise RunStopped(f"{losses} engines were lost with request {name!r}: {lost}") from lost
+            continue
+        except ValueError as error:  # any engine would refuse it
+            raise RunStopped(f"an evaluation cannot be made: {error}") from error
+        finally:
+            member.load -= 1
+            member = None
+            fleet.changed.set()
+        made = np.concatenate([made, answer.token_ids_R])
+        if len(made) and made[-1] in sampling.stop_token_ids:
+            return made, "stop"
+        if len(made) >= sampling.max_response_tokens:
+            return made, "length"

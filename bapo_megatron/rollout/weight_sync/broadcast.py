@@ -1,0 +1,151 @@
+"""Weights to servers by broadcast: NCCL between GPUs, gloo on a CPU.
+
+The trainer's rank 0 sends; every tensor-parallel rank of every server receives. What the servers must do is
+told to them over HTTP, which is the caller's business: it is handed in as functions that begin to tell, and
+return a future that is done when all servers have done it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
+from bapo_megatron.rollout.weight_sync.process_group import SendingGroup
+from bapo_megatron.types import BroadcastGroup, BucketSpec
+
+T = TypeVar("T")
+Tell = Callable[[T], "Future[Any]"]
+"""Begin to tell all servers; done when they all have done it, or one has not. It must not block."""
+
+_GROUP_NAME = "bapo_weights"
+_MORE_REASONS_S = 2.0
+
+
+class BroadcastError(RuntimeError):
+    """The weights did not reach every server; some may have parts of them. The group is gone."""
+
+
+class WeightBroadcast:
+    """The sending side, for rank 0 of the trainer. After an error ``open`` makes a new group."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        address: str = "127.0.0.1",
+        bucket_mb: float = 512,
+        timeout_s: float = 120.0,
+    ) -> None:
+        """``device``: where weights are, which decides between NCCL and gloo. ``address``: this machine, as
+        servers reach it. ``bucket_mb``: size of each of two buffers, in 2^20 bytes. ``timeout_s``: the
+        longest wait for the group, and for one bucket to be sent and loaded; NCCL connects in the first.
+        """
+        self._device, self._address = device, address
+        self._buckets = Buckets(int(bucket_mb * 2**20), device)
+        self._timeout_s = timeout_s
+        self._group: SendingGroup | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a group to send in."""
+        return self._group is not None
+
+    def open(self, receivers: int, join: Tell[BroadcastGroup]) -> None:
+        """Make a group with ``receivers`` ranks besides this one. BroadcastError if one does not ``join``."""
+        self.close()
+        try:
+            group = SendingGroup(self._address, _GROUP_NAME, receivers, self._device, self._timeout_s)
+        except (RuntimeError, ValueError) as error:
+            raise BroadcastError(f"no meeting point at {self._address}: {error}") from error
+        self._group = group
+        try:
+            parts = {"the servers": join(group.place), "the group": group.form()}
+        except BaseException:
+            self._give_up()
+            raise
+        self._finish(parts, self._deadline())
+
+    def send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: Tell[BucketSpec]) -> int:
+        """Send all ``weights``; returns their bytes. BroadcastError, within the timeout, if a server fails.
+
+        ``weights`` is always run to its end, because other ranks take part in it. A server is told of a
+        bucket when all have loaded the one before.
+        """
+        try:
+            return self._send(weights, on_bucket)
+        except BaseException:
+            self._give_up()  # servers wait for bytes that nobody will send
+            raise
+        finally:
+            # CUDA's allocator keeps the memory at hand. On a CPU to get it anew takes as long as to fill it.
+            if self._device.type == "cuda":
+                self._buckets.release()
+            for _ in weights:
+                pass
+
+    def close(self, leave: Tell[BroadcastGroup] | None = None) -> None:
+        """End the group, if there is one. ``leave`` tells the servers, at the same time."""
+        group, self._group = self._group, None
+        self._buckets.release()
+        if group is None:
+            return
+        told = {"the servers": leave(group.place)} if leave else {}
+        self._finish({"the group": group.close(), **told}, self._deadline())
+
+    def _send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: Tell[BucketSpec]) -> int:
+        if self._group is None:
+            raise BroadcastError("there is no group: open one first")
+        sent_bytes = 0
+        in_flight: Callable[[], None] | None = None
+        for bucket in self._buckets.cut(weights):
+            if in_flight:
+                in_flight()
+            in_flight = self._begin(bucket, on_bucket)
+            sent_bytes += bucket.spec.nbytes
+            if bucket.is_borrowed:
+                in_flight()
+                in_flight = None
+        if in_flight:
+            in_flight()
+        return sent_bytes
+
+    def _begin(self, bucket: Bucket, on_bucket: Tell[BucketSpec]) -> Callable[[], None]:
+        """What waits for the bucket."""
+        assert self._group is not None
+        deadline = self._deadline()
+        told = on_bucket(bucket.spec)
+        parts = {"the servers": told, "the broadcast": self._group.broadcast(bucket.payload_B)}
+        return lambda: self._finish(parts, deadline)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_s
+
+    def _finish(self, parts: Mapping[str, Future[Any]], deadline: float) -> None:
+        """Wait for all; the first that fails ends the group."""
+        wait(parts.values(), max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
+        if all(_outcome(part) == "done" for part in parts.values()):
+            return
+        self._give_up()
+        # One of them fails first, and the other often says which server it was.
+        wait(parts.values(), min(_MORE_REASONS_S, max(0.0, deadline - time.monotonic())))
+        raise BroadcastError("; ".join(f"{name}: {_outcome(part)}" for name, part in parts.items()))
+
+    def _give_up(self) -> None:
+        group, self._group = self._group, None
+        self._buckets.release()  # a broadcast that hangs still reads from them
+        if group is not None:
+            group.close()
+
+
+def _outcome(part: Future[Any]) -> str:
+    if not part.done():
+        return "not done in time"
+    if part.cancelled():
+        return "cancelled"
+    error = part.exception()
+    return f"{type(error).__name__}: {error}" if error else "done"

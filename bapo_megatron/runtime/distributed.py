@@ -1,0 +1,170 @@
+"""Processes of a run: joining the group that a launcher made, or starting the group ourselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+
+from bapo_megatron.errors import ConfigError, Interrupted, RunStopped, StorageFailed
+from bapo_megatron.runtime.exit_codes import end_with
+from bapo_megatron.runtime.out_of_memory import death
+from bapo_megatron.runtime.preemption import SIGNALS
+
+T = TypeVar("T")
+
+
+def launched_world_size() -> int | None:
+    """Number of processes that torchrun or srun has started for this run; None outside a launcher.
+
+    Under srun the variables of torchrun are filled in from Slurm's, those that are not set. A step of one
+    task (the shell of an interactive job) is no launcher, and neither is a batch script, which has a
+    SLURM_PROCID but no step.
+    """
+    if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        for name, value in _from_slurm().items():
+            os.environ.setdefault(name, value)
+    if "RANK" not in os.environ:
+        return None
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(f"RANK is set but {', '.join(missing)} is not: start the run with torchrun or srun")
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _from_slurm() -> dict[str, str]:
+    """torchrun's variables for this task of an srun step; the first node of the step is the meeting point."""
+    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+    try:
+        nodes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ConfigError(f"{' '.join(command)} failed ({error}): set RANK and MASTER_ADDR") from error
+    return {
+        "RANK": os.environ["SLURM_PROCID"],
+        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
+        "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
+        "MASTER_ADDR": nodes[0],
+        # Jobs that share a node must not meet at one port.
+        "MASTER_PORT": str(20000 + int(os.environ["SLURM_JOB_ID"]) % 10000),
+    }
+
+
+def run_processes(
+    worker: Callable[..., None], args: tuple[Any, ...], world_size: int, apart: bool = False
+) -> None:
+    """Run ``worker(*args)`` in ``world_size`` processes that can find each other; raise if one fails.
+
+    One process is this one, unless it must stay ``apart``: a process that has run a model keeps threads
+    that a later fork would lose, and memory of its GPU. More are forked on a CPU (imports are shared) and
+    spawned with CUDA, whose context does not survive a fork. The first failure ends the others.
+    """
+    environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if world_size == 1 and not apart:
+        os.environ.update(environment, RANK="0", LOCAL_RANK="0")
+        worker(*args)
+        return
+    method = "spawn" if torch.version.cuda and torch.cuda.is_available() else "fork"
+    started = start_processes(
+        _entry, (worker, args, environment), world_size, join=False, start_method=method
+    )
+    try:
+        with _passed_on(started.processes):
+            while not started.join():
+                pass
+    except ProcessExitedException as failure:
+        # A rank that falls over the end of another may be seen first: the one that knows why counts.
+        if told := {process.exitcode for process in started.processes} & {2, 3, 4}:
+            sys.exit(min(told))
+        if failure.exit_code >= 0:
+            sys.exit(failure.exit_code)  # it has said why
+        print(
+            f"error: rank {failure.error_index} was {death(failure.exit_code)}", file=sys.stderr, flush=True
+        )
+        sys.exit(128 - failure.exit_code)  # as a shell counts
+    finally:
+        _end(started.processes)
+
+
+def _entry(
+    rank: int, worker: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str]
+) -> None:
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
+    try:
+        worker(*args)
+    except (ConfigError, Interrupted, RunStopped) as error:
+        all_know = type(error) in (Interrupted, RunStopped, StorageFailed)  # then one says it
+        sys.exit(end_with(error, say=rank == 0 or not all_know))
+
+
+@contextmanager
+def _passed_on(processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """Signals that tell a run to stop reach its processes."""
+
+    def tell(number: int, _frame: Any) -> None:
+        for process in processes:
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, number)
+
+    before = {number: signal.signal(number, tell) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """End those that still run: nobody waits for them any more."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(timeout=10)
+        process.kill()
+
+
+@contextmanager
+def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
+    """torch.distributed for the duration of the block, from the launcher's environment variables."""
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def is_main() -> bool:
+    """Whether this is rank 0."""
+    return dist.get_rank() == 0
+
+
+def share(value: T | None) -> T:
+    """Rank 0's ``value`` on every rank. Collective."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]  # type: ignore[return-value]
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's ``value`` in rank order, on rank 0; nothing elsewhere. Collective."""
+    boxes: list[Any] | None = [None] * dist.get_world_size() if is_main() else None
+    dist.gather_object(value, boxes)
+    return boxes or []
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

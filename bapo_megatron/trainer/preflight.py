@@ -1,0 +1,160 @@
+"""Every check that needs the disk, made before any process group exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+from bapo_megatron.checkpoint.run_directory import check_same_run
+from bapo_megatron.config import ModelConfig, ParallelConfig, RunConfig, SftConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.hf.export import check_output
+from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.policy.device import attention_problem, has_cuda
+from bapo_megatron.policy.layout import data_parallel_size, layout_problems
+from bapo_megatron.reward.functions import is_built_in, load_function
+from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
+from bapo_megatron.rollout.sampler.step_batches import step_path, steps_in
+from bapo_megatron.runtime.distributed import launched_world_size
+from bapo_megatron.trainer.build import load_problems, load_suites
+from bapo_megatron.trainer.metrics_log import check_logging
+from bapo_megatron.trainer.sft import load_solutions
+
+_SHARED_FRACTION = 0.5
+"""Most of a GPU's memory that a server may take where the policy trains, too."""
+
+
+def check_run(config: RunConfig, read_dataset: bool = True) -> None:
+    """ConfigError with the first thing that would stop the run: fields, model, layout, dataset."""
+    for check in run_checks(config, read_dataset):
+        check()
+
+
+def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callable[[], object]]:
+    """The checks of ``check_run``, one by one. The others may be asked only where the first one passes."""
+
+    @cache
+    def tokenizer() -> Any:
+        return check_model(config.model, config.parallel)
+
+    yield config.check
+    yield lambda: check_logging(config.logging)
+    yield lambda: _check_reward(config)
+    yield tokenizer
+    yield lambda: _check_context(config)
+    yield lambda: check_same_run(config)
+    yield lambda: _check_engine(config)
+    if config.rollout.replay is not None:
+        yield lambda: _check_replay(config)
+    elif read_dataset:
+        yield lambda: load_problems(config, tokenizer())
+        yield lambda: load_suites(config, tokenizer())
+
+
+def _check_reward(config: RunConfig) -> None:
+    if not is_built_in(config.reward.function):
+        load_function(config.reward.function)
+
+
+def check_sft(config: SftConfig) -> None:
+    """The same for a warm start."""
+    config.check()
+    tokenizer = check_model(config.model, config.parallel)
+    check_output(config.output)
+    load_solutions(config, tokenizer)
+
+
+def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
+    """The HF folder is whole, its tokenizer fits it, and the layout can split it. Returns the tokenizer."""
+    shape = check_weights(model, parallel)
+    tokenizer = load_tokenizer(model.hf_path)
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= shape.vocab:
+        raise ConfigError(
+            f"model.hf_path={model.hf_path}: the tokenizer has ids up to {largest}, but the model's "
+            f"vocab_size is {shape.vocab}: tokenizer and model do not belong together"
+        )
+    return tokenizer
+
+
+def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
+    """The HF folder has every tensor, and the layout can split the model. Needs no tokenizer."""
+    shape = read_model_shape(model.hf_path)
+    HfReader(model.hf_path).check(shape)
+    problems = list(layout_problems(parallel, shape))
+    if problem := attention_problem(getattr(torch, model.dtype)):
+        problems.append(f"model.dtype={model.dtype}: {problem}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return shape
+
+
+def _check_context(config: RunConfig) -> None:
+    positions = read_model_shape(config.model.hf_path).max_positions
+    asked = config.data.max_prompt_tokens + config.evaluation_sampling[1]
+    if config.evaluation.every and asked > positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens + evaluation.max_response_tokens = {asked} is more than the model's "
+            f"max_position_embeddings ({positions}): lower one of them"
+        )
+    if config.longest_sequence > positions:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {config.longest_sequence} is more than "
+            f"the model's max_position_embeddings ({positions}): lower one of them"
+        )
+
+
+def _check_engine(config: RunConfig) -> None:
+    """SGLang is installed, if the run is to start servers of it."""
+    sglang = config.rollout.sglang
+    if config.rollout.engine == "sglang" and config.rollout.replay is None and not sglang.urls:
+        sglang_python(sglang.python)  # or say how to install it
+        if has_cuda():
+            _check_gpus(config, torch.cuda.device_count())
+
+
+def _check_gpus(config: RunConfig, gpus: int) -> None:
+    """The servers that a run starts beside rank 0 find GPUs there, and memory on them."""
+    sglang, parallel = config.rollout.sglang, config.parallel
+    processes = data_parallel_size(parallel, launched_world_size()) * parallel.model_size
+    train, needed = min(gpus, processes), sglang.first_gpu + sglang.servers * sglang.tensor
+    told = (
+        f"rollout.sglang.first_gpu={sglang.first_gpu}, servers={sglang.servers} and tensor={sglang.tensor} "
+        f"take GPUs {sglang.first_gpu} to {needed - 1}"
+    )
+    elsewhere = "or name servers that run elsewhere with rollout.sglang.urls"
+    if needed > gpus:
+        raise ConfigError(f"{told}, but this machine has {gpus}: start fewer servers, {elsewhere}")
+    if sglang.first_gpu < train and sglang.memory_fraction > _SHARED_FRACTION:
+        raise ConfigError(
+            f"{told}, and this run trains on GPUs 0 to {train - 1}: set rollout.sglang.first_gpu to {train} "
+            f"and train on fewer processes if that is too many, {elsewhere}, or share GPUs with "
+            f"rollout.sglang.memory_fraction of at most {_SHARED_FRACTION}"
+        )
+
+
+def _check_replay(config: RunConfig) -> None:
+    replayed = config.rollout.replay
+    assert replayed is not None
+    journal = replayed / "journal"
+    if not journal.is_dir():
+        raise ConfigError(f"rollout.replay={replayed} holds no journal; give the directory of a run")
+    if replayed.resolve() == config.directory.resolve():
+        raise ConfigError(f"rollout.replay={replayed} is this run itself; give it another --run-dir")
+    recorded = steps_in(journal)
+    if recorded and recorded[0] > 1:
+        raise ConfigError(
+            f"rollout.replay={replayed} has only the rollouts since step {recorded[0]}, earlier ones were "
+            "deleted: replay a run that was made with --rollout.keep-steps None"
+        )
+    for step in range(1, config.steps + 1):
+        if not step_path(journal, step).is_file():
+            raise ConfigError(
+                f"rollout.replay={replayed} has no rollouts of step {step}, but steps={config.steps}; "
+                f"set --steps {step - 1}"
+            )

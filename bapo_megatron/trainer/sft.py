@@ -1,0 +1,81 @@
+"""Supervised warm start: next-token training on solutions, through the same policy and packs as RL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bapo_megatron.config import SftConfig
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.data.prompts import load_prompts
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.export import export_hf
+from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.runtime.distributed import is_main
+from bapo_megatron.types import MicroBatch, Prompt, TokenStats
+
+
+def run_sft(config: SftConfig) -> None:
+    """Train and write the HF folder. Process groups must exist."""
+    policy = MegatronPolicy(
+        config.model, config.parallel, config.batch, config.optimizer, planned_updates=config.updates
+    )
+    for update, samples in enumerate(_batches(config), start=1):
+        packs = pack_samples(samples, config.batch.pack_tokens, layout=policy.pack_layout)
+        loss, tokens = policy.update(packs, next_token_loss).sums.tolist()
+        if is_main() and (update % 20 == 0 or update == config.updates):
+            print(f"update {update}/{config.updates} loss {loss / tokens:.4f}", flush=True)
+    export_hf(policy.hf_weights(), config.model.hf_path, config.output)
+    if is_main():
+        print(f"Hugging Face model: {config.output}")
+
+
+def next_token_loss(stats: TokenStats, batch: MicroBatch) -> Tensor:
+    """Cross entropy: minus the log-prob of each response token, summed; and the count of tokens."""
+    return torch.stack([-(stats.log_prob_T * batch.weight_T).sum(), batch.mask_T.sum()])
+
+
+def _batches(config: SftConfig) -> Iterator[list[Sample]]:
+    """Random samples without repetition until all have been used, then in a new order."""
+    samples = load_solutions(config, load_tokenizer(config.model.hf_path))
+    generator = np.random.default_rng(config.seed)
+    order: list[int] = []
+    for _ in range(config.updates):
+        while len(order) < config.samples_per_update:
+            order.extend(generator.permutation(len(samples)).tolist())
+        yield [samples[i] for i in order[: config.samples_per_update]]
+        del order[: config.samples_per_update]
+
+
+def load_solutions(config: SftConfig, tokenizer: Any) -> list[Sample]:
+    """Every problem with its solution as the response."""
+    problems = load_prompts(config.data.path, tokenizer, config.data.max_prompt_tokens)
+
+    def sample(prompt: Prompt) -> Sample:
+        solution = prompt.extra_info.get("solution")
+        if not isinstance(solution, str) or not solution:
+            raise ConfigError(
+                f"data.path={config.data.path}, row {prompt.prompt_id}: extra_info.solution is missing"
+            )
+        ids = [*tokenizer.encode(solution, add_special_tokens=False), tokenizer.eos_token_id]
+        return Sample(
+            token_ids=np.concatenate([prompt.token_ids_P, np.array(ids, dtype=np.int32)]),
+            log_probs_R=np.zeros(len(ids), dtype=np.float32),
+            versions_R=np.zeros(len(ids), dtype=np.int32),
+            advantage=1.0,
+        )
+
+    samples = [sample(prompt) for prompt in problems.prompts]
+    longest = max(one.positions for one in samples)
+    needed = config.parallel.pack_tokens_for(longest)
+    if needed > config.batch.pack_tokens:
+        raise ConfigError(
+            f"batch.pack_tokens={config.batch.pack_tokens} is too small for a sample of {longest} tokens; "
+            f"set it to at least {needed}"
+        )
+    return samples

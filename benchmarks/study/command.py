@@ -1,0 +1,76 @@
+"""`bapo study staleness`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+
+from bapo_megatron.checkpoint.run_directory import only_writer
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.files import write_atomically
+from benchmarks.study.claims import findings
+from benchmarks.study.lives import Life, Main
+from benchmarks.study.measures import read_arm
+from benchmarks.study.options import StudyOptions
+from benchmarks.study.plan import Arm, Plan, check_same_study, make_plan, store_plan
+from benchmarks.study.runner import Failure, log_of, run_arms
+
+USAGE = "usage: bapo study staleness [flags]; `bapo study staleness --help` lists them"
+
+
+def study_command(arguments: Sequence[str], main: Main) -> int:
+    """Run what is missing of the study, then write its document. ``main`` runs a ``bapo`` command.
+
+    1 if an arm has failed, else 0. ConfigError for wrong flags; Interrupted if it is told to stop.
+    """
+    if arguments[:1] != ["staleness"]:
+        if arguments and arguments[0] in ("-h", "--help"):
+            print(USAGE)
+            return 0
+        raise ConfigError(USAGE)
+    options = tyro.cli(StudyOptions, prog="bapo study staleness", args=list(arguments[1:])).resolved()
+    plan = make_plan(options)
+    if options.analyse:
+        check_same_study(plan)
+        write_study(plan, [])
+        return 0
+    store_plan(plan)
+    with only_writer(options.folder):
+        failures = _run(plan, main)
+        write_study(plan, failures)
+    if failures:
+        names = ", ".join(failure.arm.name for failure in failures)
+        print(f"failed: {names}; their logs lie beside them, the same command tries them again")
+    return 1 if failures else 0
+
+
+def _run(plan: Plan, main: Main) -> list[Failure]:
+    """The arms that are not done, each in a fork of this process, which has imported what they need."""
+
+    threads = max(1, (os.cpu_count() or 1) // plan.options.parallel)
+
+    def start(arm: Arm) -> Life:
+        return Life(main, arm.command, Path(log_of(arm)), threads)
+
+    return run_arms(plan.arms, start, plan.options.parallel, lambda text: print(text, flush=True))
+
+
+def write_study(plan: Plan, failures: Sequence[Failure]) -> None:
+    """The document of the arms that are done, and its pictures beside it. ConfigError if there are none."""
+    from benchmarks.study.document import document
+    from benchmarks.study.figures import draw_study
+
+    records = [read_arm(arm, plan.steps) for arm in plan.arms if arm.is_done()]
+    if not records:
+        first = f" ({failures[0].arm.name}: {failures[0].reason})" if failures else ""
+        raise ConfigError(f"no arm of the study in {plan.options.folder} is done: nothing to write{first}")
+    path = plan.options.document
+    folder = path.parent / "figures"
+    drawn = draw_study(records, folder, path.stem)
+    pictures = {f"figures/{name}": title for name, title in drawn.items()}
+    text = document(plan, records, findings(records, plan.options.settings), failures, pictures)
+    write_atomically(path, text)
+    print(f"{len(records)} of {len(plan.arms)} arms: {path}")

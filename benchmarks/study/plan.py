@@ -1,0 +1,187 @@
+"""The arms of a study: one `bapo train` command for each method, setting and seed. study.json holds them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.config.validation import flat
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.trainer.metrics_log import evaluation_means
+from benchmarks.study.methods import METHODS, SETTINGS, is_run, stand_in
+from benchmarks.study.options import StudyOptions
+
+PLAN = "study.json"
+_EVALUATIONS = (4, 3, 2, 1)
+"""Evaluations after the first, at equal distances: the first of these numbers that divides the steps."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run of the study."""
+
+    method: str
+    setting: str
+    seed: int
+    steps: int
+    run_dir: Path
+    command: tuple[str, ...]
+    """Arguments of ``bapo``."""
+    work: float = 1.0
+    """About how long it takes, in a unit of all arms."""
+
+    @property
+    def name(self) -> str:
+        """Names the run directory."""
+        return self.run_dir.name
+
+    evaluates: bool = False
+    """Whether the weights of its last step are asked held-out problems."""
+
+    def is_done(self) -> bool:
+        """Whether the weights of its last step are exported and, if they are to be, evaluated."""
+        evaluated = not self.evaluates or self.steps in evaluation_means(self.run_dir)
+        return evaluated and self._has("export")
+
+    def _has(self, kind: str) -> bool:
+        log = self.run_dir / "events.jsonl"
+        rows = read_jsonl(log) if log.exists() else []
+        return any(row.get("kind") == kind and row.get("step") == self.steps for row in rows)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All arms, and what they have in common."""
+
+    options: StudyOptions
+    base: RunConfig
+    arms: tuple[Arm, ...]
+
+    @property
+    def steps(self) -> int:
+        """Steps of an arm; the matched control has more."""
+        return self.options.steps or self.base.steps
+
+    def describe(self) -> dict[str, Any]:
+        """What a continuation must share: base configuration, steps, and the command of each arm."""
+        return {
+            "steps": self.steps,
+            "base": json.loads(json.dumps(flat(self.base), default=str)),
+            "arms": {arm.name: list(arm.command) for arm in self.arms},
+        }
+
+
+def make_plan(options: StudyOptions) -> Plan:
+    """The arms, seed by seed: if the study is cut, all methods have the same seeds.
+
+    Methods share seeds, and so prompts. ConfigError if the recipe does not serve.
+    """
+    options.check()
+    base = load_recipe(options.recipe, RunConfig)
+    base.check()
+    pairs = dict.fromkeys(
+        (stand_in(method, setting), setting)
+        for setting in options.settings
+        for method in options.methods
+        if is_run(stand_in(method, setting), setting)
+    )
+    arms = [_arm(options, base, *pair, seed) for seed in range(options.seeds) for pair in pairs]
+    if not arms:
+        raise ConfigError("--methods and --settings leave no arm: `fresh_matched` needs the method grpo")
+    return Plan(options, base, tuple(arms))
+
+
+def _arm(options: StudyOptions, base: RunConfig, method: str, setting: str, seed: int) -> Arm:
+    kind = SETTINGS[setting]
+    steps = kind.steps(options.steps or base.steps)
+    run_dir = options.folder / "arms" / f"{method}-{setting}-seed{seed}"
+    flags = [
+        f"--name={run_dir.name}",
+        f"--run-dir={run_dir}",
+        f"--seed={seed}",
+        f"--steps={steps}",
+        *METHODS[method].flags,
+        *kind.flags(base),
+        *_save_flags(base, steps),
+    ]
+    if options.lr is not None:
+        flags.append(f"--optimizer.lr={options.lr}")
+    command = ("train", str(options.recipe), *flags)
+    evaluates = bool(base.evaluation.suites)
+    return Arm(method, setting, seed, steps, run_dir, command, kind.work(steps), evaluates)
+
+
+def _save_flags(base: RunConfig, steps: int) -> list[str]:
+    """Evaluations, the last of them at the end, and a checkpoint with each."""
+    every = next(steps // count for count in _EVALUATIONS if steps % count == 0)
+    flags = [f"--checkpoint.every={every}"]
+    if base.evaluation.suites:
+        flags.append(f"--evaluation.every={every}")
+    return flags
+
+
+def store_plan(plan: Plan) -> None:
+    """Write study.json, and make the folder of the document: better now than after the runs. ConfigError if
+    that cannot be done, or if the study there is another."""
+    described = check_same_study(plan)
+    for flag, folder in (("--folder", plan.options.folder), ("--write", plan.options.document.parent)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ConfigError(f"{flag}: {folder} cannot be written: {error}; name another") from None
+    write_atomically(plan.options.folder / PLAN, json.dumps(described, indent=2) + "\n")
+
+
+def check_same_study(plan: Plan) -> dict[str, Any]:
+    """What study.json is to hold. ConfigError if the folder has a study whose arms were made otherwise.
+
+    Methods, settings and seeds may be added or left out: arms that are there stay.
+    """
+    path, ours = plan.options.folder / PLAN, plan.describe()
+    if path.exists():
+        stored = json.loads(path.read_text())
+        if different := list(_differences(stored, ours, plan.options.analyse)):
+            raise ConfigError(
+                f"the study in {path.parent} was started with other settings:\n"
+                + "\n".join(different)
+                + "\ngive them as they were to continue it, or another --folder to start anew"
+            )
+        ours["arms"] = stored["arms"] | ours["arms"]
+    return ours
+
+
+def _differences(stored: dict[str, Any], ours: dict[str, Any], analyse: bool) -> list[str]:
+    """One line for each. An analysis may come from another checkout: its files lie elsewhere."""
+    look = _place_in_checkout if analyse else lambda value: value
+    found = [("--steps", stored["steps"], ours["steps"])]
+    names = sorted(stored["base"].keys() | ours["base"].keys())
+    base, now = ({name: look(one["base"].get(name)) for name in names} for one in (stored, ours))
+    found += [(f"recipe: {name}", base[name], now[name]) for name in names]
+    for name in sorted(stored["arms"].keys() & ours["arms"].keys()):
+        then, now = (_flags(arms["arms"][name]) for arms in (stored, ours))
+        found += [(flag, then.get(flag), now.get(flag)) for flag in sorted(then.keys() | now.keys())]
+    lines = [f"{name}: {then} in the study, {now} now" for name, then, now in found if then != now]
+    return list(dict.fromkeys(lines))  # each once, whatever the number of arms
+
+
+def _place_in_checkout(value: Any) -> Any:
+    """The end of an absolute path: demo/policy."""
+    if isinstance(value, list):
+        return [_place_in_checkout(one) for one in value]
+    is_absolute = isinstance(value, str) and value.startswith("/")
+    return "/".join(Path(value).parts[-2:]) if is_absolute else value
+
+
+def _flags(command: list[str]) -> dict[str, str]:
+    """Values by flag, without places: a study may be moved. What its recipe says is compared by itself."""
+    pairs = (part.partition("=")[::2] for part in command[2:])
+    return {flag: value or "on" for flag, value in pairs if flag not in ("--run-dir", "--steps")}

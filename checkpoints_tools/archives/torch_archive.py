@@ -1,0 +1,106 @@
+"""The bytes of ``torch.save`` around a tensor's own, so that an archive can be written in place, by pieces.
+
+An archive is a zip file. torch checks no checksum of its entries, and that of a tensor's bytes is left zero:
+to know it, every byte would have to pass through the processor once more.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from checkpoints_tools.archives.pickle_writer import Call, Name, Persistent, dumps
+from checkpoints_tools.core.blocks import ITEM_BYTES
+
+ALIGNMENT = 64  # of a tensor's first byte, as torch aligns it
+_STORAGES = {"BF16": "BFloat16Storage", "F16": "HalfStorage", "F32": "FloatStorage"}
+# Bytes of a tensor: a zip file without the 64-bit extension holds 4 GiB, and what surrounds the tensor.
+_MOST = (1 << 32) - (1 << 16)
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_UTF8, _DATE = 0x800, 0x21  # names are UTF-8; the first day that a zip file knows
+_PAYLOAD = "archive/data/0"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorArchive:
+    """What surrounds a tensor's bytes."""
+
+    before: bytes
+    payload: int
+    """Bytes of the tensor."""
+    after: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole archive."""
+        return len(self.before) + self.payload + len(self.after)
+
+
+def tensor_archive(dtype: str, shape: Sequence[int], position: int) -> TensorArchive:
+    """The archive of a contiguous tensor for byte ``position`` of a file, in which the tensor is aligned."""
+    tensor = stored_tensor(dtype, shape, "0")
+    elements = prod(shape)
+    return _archive(dumps(tensor), elements * ITEM_BYTES[dtype], position)
+
+
+def stored_tensor(dtype: str, shape: Sequence[int], key: str) -> Call:
+    """A contiguous tensor, for ``dumps``, whose elements are the entry ``data/key`` of the archive."""
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    storage = Persistent(("storage", Name("torch", _STORAGES[dtype]), key, "cpu", prod(shape)))
+    empty = Call(Name("collections", "OrderedDict"), ())
+    rebuild = Name("torch._utils", "_rebuild_tensor_v2")
+    return Call(rebuild, (storage, 0, tuple(shape), tuple(strides), False, empty))
+
+
+def object_archive(value: Any) -> bytes:
+    """``torch.save`` of something without tensors; ``value`` as ``pickle_writer.py`` has it."""
+    archive = _archive(dumps(value), None, 0)
+    return archive.before + archive.after
+
+
+def _archive(pickled: bytes, payload: int | None, position: int) -> TensorArchive:
+    out, central = bytearray(), bytearray()
+    before = b""
+    entries = {"archive/data.pkl": pickled, "archive/byteorder": b"little"}
+    for name, data in entries.items():
+        _add(out, central, len(out), name, data)
+    if payload is not None:
+        if payload > _MOST:
+            raise ValueError(f"{payload} bytes are too many for an archive without the 64-bit extension")
+        unaligned = position + len(out) + _LOCAL.size + len(_PAYLOAD) + 4
+        padding = -unaligned % ALIGNMENT
+        extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        _add(out, central, len(out), _PAYLOAD, None, payload, extra)
+        before = bytes(out)
+        out.clear()
+    start = len(before) + (payload or 0)
+    _add(out, central, start + len(out), "archive/version", b"3\n")
+    count = len(entries) + (payload is not None) + 1
+    end = _END.pack(b"PK\5\6", 0, 0, count, count, len(central), start + len(out), 0)
+    return TensorArchive(before, payload or 0, bytes(out + central) + end)
+
+
+def _add(
+    out: bytearray,
+    central: bytearray,
+    position: int,
+    name: str,
+    data: bytes | None,
+    nbytes: int = 0,
+    extra: bytes = b"",
+) -> None:
+    """An entry's header, and its data if they are given, to the archive and to its directory."""
+    encoded = name.encode()
+    crc, size = (0, nbytes) if data is None else (zlib.crc32(data), len(data))
+    out += _LOCAL.pack(b"PK\3\4", 0, _UTF8, 0, 0, _DATE, crc, size, size, len(encoded), len(extra))
+    out += encoded + extra + (data or b"")
+    central += _CENTRAL.pack(
+        b"PK\1\2", 0, 0, _UTF8, 0, 0, _DATE, crc, size, size, len(encoded), 0, 0, 0, 0, 0, position
+    )  # fmt: skip
+    central += encoded

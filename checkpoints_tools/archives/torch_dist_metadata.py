@@ -1,0 +1,98 @@
+"""The pickles of a torch_dist checkpoint: ``.metadata``, which says where each piece of each key lies, and
+``common.pt``, what all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from checkpoints_tools.archives.pickle_writer import Call, Instance, Name, dumps
+from checkpoints_tools.archives.torch_archive import object_archive
+
+BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""``metadata.json``."""
+CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+"""By what rules the keys are made; megatron-core reads it from ``common.pt``."""
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """An archive in a data file: a chunk of a tensor, or an object."""
+
+    offset: tuple[int, ...] | None
+    """The chunk's first element in the tensor; None for an object."""
+    size: tuple[int, ...]
+    file: str
+    position: int
+    """Byte in the file at which the archive begins."""
+    nbytes: int
+
+
+@dataclass
+class StoredKey:
+    """One key of the checkpoint."""
+
+    dtype: str | None
+    """As safetensors calls it; None for an object."""
+    shape: tuple[int, ...] = ()
+    pieces: list[Piece] = field(default_factory=list)
+
+
+def metadata(stored: Mapping[str, StoredKey]) -> bytes:
+    """``.metadata``, as torch 2.6 and newer read it."""
+    places = {}
+    for key, entry in stored.items():
+        for piece in entry.pieces:
+            index = {"fqn": key, "index": None, "offset": _size(piece.offset)}
+            place = {"relative_path": piece.file, "offset": piece.position, "length": piece.nbytes}
+            found = Instance(Name(_METADATA, "MetadataIndex"), index)
+            places[found] = Instance(Name(_FILESYSTEM, "_StorageInfo"), place)
+    state = {
+        "state_dict_metadata": {key: _key_metadata(entry) for key, entry in stored.items()},
+        "planner_data": None,
+        "storage_data": places,
+        "storage_meta": None,
+    }
+    return dumps(Instance(Name(_METADATA, "Metadata"), state))
+
+
+def common(arguments: Mapping[str, Any], iteration: int = 0) -> bytes:
+    """``common.pt``, with ``arguments`` as those of the Megatron-LM run that would have written it."""
+    namespace = Instance(Name("argparse", "Namespace"), arguments)
+    return object_archive(
+        {"checkpoint_version": 3.0, "iteration": iteration, "content_metadata": CONTENT, "args": namespace}
+    )
+
+
+def _key_metadata(entry: StoredKey) -> Instance:
+    if entry.dtype is None:
+        return Instance(Name(_METADATA, "BytesStorageMetadata"), None)
+    layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
+    encoding = Call(Name(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))  # contiguous
+    properties = (Name("torch", _TORCH_TYPES[entry.dtype]), layout, False, encoding, False)
+    chunks = [
+        Instance(
+            Name(_METADATA, "ChunkStorageMetadata"),
+            {"offsets": _size(piece.offset), "sizes": _size(piece.size)},
+        )
+        for piece in entry.pieces
+    ]
+    state = {
+        "properties": Instance(Name(_METADATA, "TensorProperties"), properties),
+        "size": _size(entry.shape),
+        "chunks": chunks,
+    }
+    return Instance(Name(_METADATA, "TensorStorageMetadata"), state)
+
+
+def _size(values: tuple[int, ...] | None) -> Call | None:
+    return None if values is None else Call(Name("torch", "Size"), (values,))

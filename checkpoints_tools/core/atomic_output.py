@@ -1,0 +1,175 @@
+"""An output folder that appears whole or not at all.
+
+It is written under a hidden name beside its own and renamed when every byte is on disk. What a killed run
+has left is recognized by that name and removed by the next run for the same output; a lock on the folder
+keeps two runs from each other.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.files import sync_folder
+
+# What shows that a folder is a checkpoint, which --overwrite may replace. Anything else is somebody's.
+_MARKS = ("config.json", "latest_checkpointed_iteration.txt", ".metadata")
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "a file would be larger than the system allows",
+}
+
+
+def temporary_folder(output: Path) -> Path:
+    """Where ``output`` is written before it is renamed."""
+    return output.with_name(f".{output.name}.bapo-ckpt.tmp")
+
+
+def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
+    """``output`` as an absolute path. ConfigError if it may not be written there."""
+    output = output.absolute()
+    output = output.parent.resolve() / output.name
+    replaced = _replaced_folder(output)
+    if not output.exists() and replaced.exists():
+        replaced.rename(output)  # a run was killed between the two renames that replace an output
+    for source in (source.resolve() for source in sources):
+        if output == source or output in source.parents or source in output.parents:
+            raise ConfigError(
+                f"output {output} and input {source} are, or lie in, one another: choose another"
+            )
+    if output.is_symlink() or (output.exists() and not output.is_dir()):
+        raise ConfigError(f"output {output} exists and is no folder")
+    if output.is_mount():
+        raise ConfigError(f"output {output} is a mount point: give the name of a new folder in it")
+    if output.is_dir() and any(output.iterdir()):
+        if not overwrite:
+            raise ConfigError(f"output {output} exists; --overwrite replaces it")
+        if not any((output / mark).is_file() for mark in _MARKS):
+            raise ConfigError(
+                f"output {output} exists and is no checkpoint, so --overwrite does not replace it"
+            )
+    return output
+
+
+def check_space(output: Path, nbytes: int) -> int:
+    """Bytes that are free where ``output`` will be. ConfigError if ``nbytes`` do not fit."""
+    folder = next(parent for parent in output.parents if parent.is_dir())
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise ConfigError(
+            f"output {output} needs {nbytes:,} bytes and {folder} has {free:,} free: make room, or write "
+            "elsewhere"
+        )
+    return free
+
+
+@contextmanager
+def atomic_output(output: Path) -> Iterator[Path]:
+    """The empty folder in which to write; renamed to ``output`` at the end, removed if anything goes wrong.
+
+    ``output``, as ``check_output`` gives it, may hold a checkpoint that is to be replaced. ConfigError if the
+    disk is full, or if another process is writing the same output.
+    """
+    folder = temporary_folder(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    _clear(folder)
+    lock = None
+    try:
+        try:
+            lock = _begin(folder)
+            yield folder
+            _publish(folder, output)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise ConfigError(
+                f"{_FULL[error.errno]}: output {output} was not written, and nothing of it was left"
+            ) from error
+    except BaseException:  # also a signal, at whatever moment
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            with suppress(_Taken):
+                _clear(folder)
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+class _Taken(ConfigError):
+    """Another process is writing the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"another process is writing {folder}: wait for it, or end it")
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a killed run has left. Locked meanwhile, so that nobody else begins in it."""
+    if folder.exists():
+        lock = _lock(folder)
+        try:
+            shutil.rmtree(folder)
+        finally:
+            os.close(lock)
+
+
+def _begin(folder: Path) -> int:
+    """Make the folder and lock it."""
+    try:
+        folder.mkdir()
+        return _lock(folder)
+    except FileExistsError:  # made by one that began at the same moment
+        raise _Taken(folder) from None
+
+
+def _lock(folder: Path) -> int:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        raise _Taken(folder) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise _Taken(folder) from None
+    except OSError:
+        pass  # some network file systems lock no folders; there a second run is the user's to avoid
+    if not _is_still(folder, descriptor):  # removed, and perhaps made anew, since it was opened
+        os.close(descriptor)
+        raise _Taken(folder)
+    return descriptor
+
+
+def _is_still(folder: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(folder), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _replaced_folder(output: Path) -> Path:
+    return output.with_name(f".{output.name}.bapo-ckpt.replaced")
+
+
+def _publish(folder: Path, output: Path) -> None:
+    sync_folder(folder)
+    replaced = _replaced_folder(output)
+    shutil.rmtree(replaced, ignore_errors=True)
+    try:
+        if output.is_dir() and any(output.iterdir()):
+            output.rename(replaced)
+        folder.rename(output)
+    except BaseException:
+        if replaced.exists() and not output.exists():
+            replaced.rename(output)
+        raise
+    sync_folder(output.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

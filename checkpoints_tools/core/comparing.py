@@ -1,0 +1,140 @@
+"""Compares tensors of two checkpoints bit for bit, in bands of rows, whatever the formats are."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from checkpoints_tools.core.blocks import ITEM_BYTES, BlockTensor
+from checkpoints_tools.core.copying import BUFFER_BYTES, Band, OpenFiles, bands, in_a_hole, move_rows
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two checkpoints differ in one tensor."""
+
+    tensor: str
+    kind: str
+    """``missing``, ``type``, ``shape`` or ``value``."""
+    message: str
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """What the comparison of one tensor found."""
+
+    name: str
+    difference: Difference | None
+    digests: tuple[str, str] | None
+    """SHA-256 of the elements in the order of their indices, here and there; only where asked for."""
+
+
+def compare_tensors(
+    here: Mapping[str, BlockTensor],
+    there: Mapping[str, BlockTensor],
+    threads: int,
+    digests: bool = False,
+    done: Callable[[int], None] = lambda nbytes: None,
+) -> Iterator[TensorReport]:
+    """A report for every tensor of either checkpoint, in the order of ``here``.
+
+    A NaN equals itself if its bits do. Without ``digests`` a tensor is read up to its first difference.
+    ``done`` is told, from any thread, the bytes of a tensor that were compared. Raises CheckpointError if a
+    file ends early.
+    """
+    names = [*here, *(name for name in there if name not in here)]
+    with OpenFiles() as files, ThreadPoolExecutor(threads) as pool:
+
+        def report(name: str) -> TensorReport:
+            if (difference := _structure(name, here.get(name), there.get(name))) is not None:
+                return TensorReport(name, difference, None)
+            return _compare(here[name], there[name], files, digests, done)
+
+        yield from pool.map(report, names)
+
+
+def first_difference(here: BlockTensor, there: BlockTensor) -> str | None:
+    """How two tensors, whatever their names, differ in type, shape or an element; None if they are equal."""
+    if (difference := _structure(here.name, here, there)) is None:
+        with OpenFiles() as files:
+            difference = _compare(here, there, files, False, lambda nbytes: None).difference
+    return difference.message if difference is not None else None
+
+
+def _structure(name: str, here: BlockTensor | None, there: BlockTensor | None) -> Difference | None:
+    """What differs before any element is read."""
+    if here is None or there is None:
+        return Difference(name, "missing", f"is missing in {'the first' if here is None else 'the second'}")
+    if here.dtype != there.dtype:
+        return Difference(name, "type", f"is of type {here.dtype} in the first, {there.dtype} in the second")
+    if here.shape != there.shape:
+        message = f"has shape {list(here.shape)} in the first, {list(there.shape)} in the second"
+        return Difference(name, "shape", message)
+    return None
+
+
+def _compare(
+    here: BlockTensor, there: BlockTensor, files: OpenFiles, digests: bool, done: Callable[[int], None]
+) -> TensorReport:
+    difference = None
+    first_hash = second_hash = hashlib.sha256()  # one, until the tensors differ
+    left, right = bytearray(BUFFER_BYTES), bytearray(BUFFER_BYTES)
+    for band in bands(here, there):
+        nbytes = band.rows * band.read_row
+        if not digests and all(in_a_hole(band, block, files) for block in (*band.read, *band.written)):
+            done(nbytes)
+            continue
+        if len(left) < nbytes:
+            left, right = bytearray(nbytes), bytearray(nbytes)
+        first, second = memoryview(left)[:nbytes], memoryview(right)[:nbytes]
+        for block in band.read:
+            move_rows(os.preadv, files.reading(block.file), block, band, first, here.dtype)
+        for block in band.written:
+            move_rows(os.preadv, files.reading(block.file), block, band, second, there.dtype)
+        # Of bytes, not of memoryviews: those are compared element by element, many times slower.
+        equal = bytes(first) == bytes(second)
+        if not equal and difference is None:
+            difference = Difference(here.name, "value", _element(band, here.dtype, first, second))
+            second_hash = first_hash.copy()
+        done(nbytes)
+        if digests:
+            first_hash.update(first)
+            if second_hash is not first_hash:
+                second_hash.update(second)
+        elif difference is not None:
+            break
+    found = (first_hash.hexdigest(), second_hash.hexdigest()) if digests else None
+    return TensorReport(here.name, difference, found)
+
+
+def _element(band: Band, dtype: str, first: memoryview, second: memoryview) -> str:
+    """Row, column and both values of the first element that differs."""
+    low, high = 0, len(first)  # the first difference is in bytes low to high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if bytes(first[low:middle]) != bytes(second[low:middle]):
+            high = middle
+        else:
+            low = middle
+    item = ITEM_BYTES[dtype]
+    element = low // item
+    row, column = band.row + element // band.columns, element % band.columns
+    values = [
+        _value(int.from_bytes(data[element * item : (element + 1) * item], "little"), dtype)
+        for data in (first, second)
+    ]
+    place = f"row {row}, column {column}" if band.columns > 1 else f"element {row}"
+    return f"differs first at {place}: {values[0]} in the first, {values[1]} in the second"
+
+
+def _value(bits: int, dtype: str) -> str:
+    """The number and its bits."""
+    raw = bits.to_bytes(ITEM_BYTES[dtype], "little")
+    if dtype == "BF16":
+        raw = b"\0\0" + raw
+    number = struct.unpack("<e" if dtype == "F16" else "<f", raw)[0]
+    return f"{number:.9g} (0x{bits:0{2 * ITEM_BYTES[dtype]}x})"

@@ -1,0 +1,301 @@
+"""Moves tensors from the blocks of one checkpoint into the blocks of another.
+
+A tensor is moved in bands: as many whole rows as a buffer holds, between two rows at which no block begins or
+ends. The source's blocks fill the band, the destination's blocks drain it. So every byte is read once and
+written once however the two are cut, and memory is one buffer for each thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from bapo_megatron.errors import CheckpointError
+from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
+from checkpoints_tools.core.number_types import to_bfloat16
+
+BUFFER_BYTES = 1 << 20
+_WRITE_BEHIND_BYTES = 32 << 20
+_NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+_VECTORS = 1024  # of one readv or writev: Linux' IOV_MAX
+Moved = Callable[[int], None]
+"""Is told, from any thread, the bytes of the destination that have just been dealt with."""
+
+
+def copy_tensors(
+    source: Mapping[str, BlockTensor],
+    destination: Mapping[str, BlockTensor],
+    threads: int,
+    moved: Moved = lambda nbytes: None,
+) -> None:
+    """Fill the destination's blocks from the source's, where the types differ through ``number_types.py``.
+
+    The destination's files must exist at their full size and hold zeros: holes of the source are left out.
+    Tensors of one destination file are written by one thread, because two would wait for each other in the
+    file system; it waits for the disk when the file is full, while other threads copy. Raises CheckpointError
+    if a source file ends early, OSError as the system does.
+    """
+    by_file: dict[Path, list[str]] = {}
+    for name, tensor in destination.items():
+        by_file.setdefault(tensor.blocks[0].file, []).append(name)
+    largest_first = sorted(by_file, key=lambda file: -sum(destination[n].nbytes for n in by_file[file]))
+    failed = threading.Event()
+
+    def work(file: Path) -> None:
+        buffer = memoryview(bytearray(BUFFER_BYTES))
+        behind = _WriteBehind(files)
+        try:
+            for name in by_file[file]:
+                for band in bands(source[name], destination[name]):
+                    if failed.is_set():
+                        return
+                    buffer = _copy(band, files, buffer)
+                    behind.copied(band)
+                    moved(band.rows * band.written_row)
+            os.fsync(files.writing(file))
+        except BaseException:
+            failed.set()
+            raise
+
+    with OpenFiles() as files, ThreadPoolExecutor(threads) as pool:
+        try:
+            for done in [pool.submit(work, file) for file in largest_first]:
+                done.result()
+        except BaseException:  # also an interrupt, of which only this thread knows
+            failed.set()
+            raise
+
+
+class OpenFiles:
+    """Descriptors by path, opened when first asked for."""
+
+    def __init__(self) -> None:
+        self.kernel_copies = True
+        """Until the system refuses one."""
+        self._open: dict[tuple[Path, int], int] = {}
+        self._sparse: set[int] = set()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def reading(self, path: Path) -> int:
+        """A descriptor to read from."""
+        return self._descriptor(path, os.O_RDONLY)
+
+    def writing(self, path: Path) -> int:
+        """A descriptor to write to; the file exists."""
+        return self._descriptor(path, os.O_WRONLY)
+
+    def is_hole(self, path: Path, position: int, nbytes: int) -> bool:
+        """Does the file system keep no data for these bytes, which then read as zeros?"""
+        descriptor = self.reading(path)
+        if descriptor not in self._sparse:
+            return False
+        try:
+            return os.lseek(descriptor, position, os.SEEK_DATA) >= position + nbytes
+        except OSError:  # no data from here to the end
+            return position + nbytes <= os.fstat(descriptor).st_size
+
+    def _descriptor(self, path: Path, flags: int) -> int:
+        with self._lock:
+            if (path, flags) not in self._open:
+                descriptor = self._open[path, flags] = os.open(path, flags | os.O_CLOEXEC)
+                status = os.fstat(descriptor)
+                if flags == os.O_RDONLY and status.st_blocks * 512 < status.st_size:
+                    self._sparse.add(descriptor)
+            return self._open[path, flags]
+
+
+class _WriteBehind:
+    """Has the system write what was just copied, so that little is left to wait for at the end.
+
+    Left to itself it begins only when gigabytes are waiting.
+    """
+
+    def __init__(self, files: OpenFiles) -> None:
+        self._files = files
+        self._spans: dict[Path, tuple[int, int]] = {}
+        self._waiting = 0
+
+    def copied(self, band: Band) -> None:
+        """This band is in the page cache."""
+        for block in band.written:
+            begin = block.position + (band.row - block.row) * block.stride
+            low, high = self._spans.get(block.file, (begin, begin))
+            self._spans[block.file] = min(low, begin), max(high, begin + band.rows * block.stride)
+        self._waiting += band.rows * band.written_row
+        if self._waiting >= _WRITE_BEHIND_BYTES:
+            for file, (low, high) in self._spans.items():
+                # The system keeps what is not written yet, but begins to write it.
+                os.posix_fadvise(self._files.writing(file), low, high - low, os.POSIX_FADV_DONTNEED)
+            self._spans.clear()
+            self._waiting = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Whole rows of a tensor, none of them an edge of a block, that fit into a buffer."""
+
+    name: str
+    row: int
+    rows: int
+    columns: int
+    read: Sequence[Block]
+    written: Sequence[Block]
+    read_type: str
+    written_type: str
+
+    @property
+    def read_row(self) -> int:
+        """Bytes of a row as it is read."""
+        return self.columns * ITEM_BYTES[self.read_type]
+
+    @property
+    def written_row(self) -> int:
+        """Bytes of a row as it is written."""
+        return self.columns * ITEM_BYTES[self.written_type]
+
+
+def bands(source: BlockTensor, destination: BlockTensor) -> Iterator[Band]:
+    rows = source.shape[0]
+    columns = source.shape[1] if len(source.shape) == 2 else 1
+    blocks = (*source.blocks, *destination.blocks)
+    edges = sorted({0, rows} | {b.row for b in blocks} | {b.row + b.rows for b in blocks})
+    step = max(1, BUFFER_BYTES // (columns * ITEM_BYTES[source.dtype]))
+    readers, writers = _Sweep(source.blocks), _Sweep(destination.blocks)
+    for begin, end in pairwise(edges):
+        read, written = readers.at(begin), writers.at(begin)
+        for row in range(begin, end, step):
+            yield Band(
+                source.name,
+                row,
+                min(step, end - row),
+                columns,
+                read,
+                written,
+                source.dtype,
+                destination.dtype,
+            )
+
+
+class _Sweep:
+    """The blocks that hold a row, asked for from the first row to the last."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._ahead = sorted(blocks, key=lambda block: block.row, reverse=True)
+        self._here: list[Block] = []
+
+    def at(self, row: int) -> list[Block]:
+        while self._ahead and self._ahead[-1].row <= row:
+            self._here.append(self._ahead.pop())
+        self._here = [block for block in self._here if row < block.row + block.rows]
+        return self._here
+
+
+def _copy(band: Band, files: OpenFiles, buffer: memoryview) -> memoryview:
+    """Move one band. Returns the buffer, which had to grow if a single row is longer."""
+    if all(in_a_hole(band, block, files) for block in band.read) or _copy_in_kernel(band, files):
+        return buffer
+    if len(buffer) < band.rows * band.read_row:
+        buffer = memoryview(bytearray(band.rows * band.read_row))
+    data = buffer[: band.rows * band.read_row]
+    for block in band.read:
+        move_rows(os.preadv, files.reading(block.file), block, band, data, band.read_type)
+    if band.read_type != band.written_type:
+        data = to_bfloat16(data, band.read_type)
+    for block in band.written:
+        move_rows(os.pwritev, files.writing(block.file), block, band, data, band.written_type)
+    return buffer
+
+
+def _copy_in_kernel(band: Band, files: OpenFiles) -> bool:
+    """Move a band that lies in one piece here and there without reading it: half the work.
+
+    Returns whether it was moved; file systems of different kinds, for one, do not do it.
+    """
+    if len(band.read) != 1 or len(band.written) != 1 or band.read_type != band.written_type:
+        return False
+    (read,), (written,), row = band.read, band.written, band.read_row
+    if not read.stride == written.stride == row or not files.kernel_copies:
+        return False
+    here = read.position + (band.row - read.row) * row
+    there = written.position + (band.row - written.row) * row
+    done, wanted = 0, band.rows * row
+    while done < wanted:
+        try:
+            count = os.copy_file_range(
+                files.reading(read.file),
+                files.writing(written.file),
+                wanted - done,
+                here + done,
+                there + done,
+            )
+        except OSError as error:
+            if error.errno not in _NO_KERNEL_COPY:
+                raise
+            files.kernel_copies = False
+            return False
+        if count == 0:  # the source has ended; reading will say so
+            return False
+        done += count
+    return True
+
+
+def in_a_hole(band: Band, block: Block, files: OpenFiles) -> bool:
+    """Does the file system keep no data for a block's share of the band, which then reads as zeros?"""
+    span = (band.rows - 1) * block.stride + block.columns * ITEM_BYTES[band.read_type]
+    return files.is_hole(block.file, block.position + (band.row - block.row) * block.stride, span)
+
+
+Transfer = Callable[[int, Sequence[memoryview], int], int]
+"""``os.preadv`` or ``os.pwritev``."""
+
+
+def move_rows(
+    transfer: Transfer, descriptor: int, block: Block, band: Band, data: memoryview, dtype: str
+) -> None:
+    """Between a block's share of the band in its file and that in memory."""
+    item = ITEM_BYTES[dtype]
+    row, width, first = band.columns * item, block.columns * item, block.column * item
+    position = block.position + (band.row - block.row) * block.stride
+    if width == row and block.stride == row:
+        _transfer(transfer, descriptor, [data], position, block.file, band.name)
+        return
+    pieces = [data[at : at + width] for at in range(first, band.rows * row, row)]
+    together = _VECTORS if block.stride == width else 1
+    for i in range(0, len(pieces), together):
+        some = pieces[i : i + together]
+        _transfer(transfer, descriptor, some, position + i * block.stride, block.file, band.name)
+
+
+def _transfer(
+    transfer: Transfer,
+    descriptor: int,
+    pieces: Sequence[memoryview],
+    position: int,
+    path: Path,
+    name: str,
+) -> None:
+    """All of the pieces: in one call, or once more in as many as the system wants."""
+    if transfer(descriptor, pieces, position) == sum(len(piece) for piece in pieces):
+        return
+    for piece in pieces:
+        at = 0
+        while at < len(piece):
+            count = transfer(descriptor, [piece[at:]], position)
+            if count == 0:
+                raise CheckpointError(f"{path} ends at byte {position}, in the middle of tensor {name}")
+            at += count
+            position += count

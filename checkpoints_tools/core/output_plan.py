@@ -1,0 +1,101 @@
+"""What is going to be written: where each tensor lies, and the bytes around them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bapo_megatron.runtime.files import sync_file, sync_folder
+from checkpoints_tools.core.blocks import BlockTensor
+
+PARTIAL = ".partial"
+"""Ending of a data file's name until all data files of the output are whole."""
+
+
+@dataclass
+class OutputPlan:
+    """The files of an output folder. Paths are those within the folder in which it is written."""
+
+    tensors: dict[str, BlockTensor] = field(default_factory=dict)
+    """By Hugging Face name; their blocks lie in files whose names end in ``PARTIAL``."""
+    sizes: dict[Path, int] = field(default_factory=dict)
+    """Bytes of each data file."""
+    around: list[tuple[Path, int, bytes]] = field(default_factory=list)
+    """What stands between the tensors: file, position, bytes."""
+    copied: dict[Path, Path] = field(default_factory=dict)
+    """Files that are copied as they are: from where."""
+    last: dict[Path, bytes] = field(default_factory=dict)
+    """Small files, written when all others are whole, in this order: without them it is no checkpoint."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        carried = sum(source.stat().st_size for source in self.copied.values())
+        return sum(self.sizes.values()) + carried + sum(len(data) for data in self.last.values())
+
+    def create(self) -> None:
+        """The folders, and the data files at full size: zeros but for what stands between the tensors."""
+        for folder in {path.parent for path in (*self.sizes, *self.copied, *self.last)}:
+            folder.mkdir(parents=True, exist_ok=True)
+        by_file: dict[Path, list[tuple[int, bytes]]] = {path: [] for path in self.sizes}
+        for path, position, data in self.around:
+            by_file[path].append((position, data))
+        for path, size in self.sizes.items():
+            with path.open("xb", buffering=0) as file:
+                file.truncate(size)
+                for position, data in by_file[path]:
+                    _write_all(file.fileno(), data, position)
+        for path, source in self.copied.items():
+            _copy_file(source, path)
+
+    def complete(self) -> None:
+        """Make the data files last, give them their names, and write the files that come last."""
+        for path in (*self.sizes, *self.copied):
+            sync_file(path)
+        for path in self.sizes:
+            path.rename(path.with_name(path.name.removesuffix(PARTIAL)))
+        for path, data in self.last.items():
+            temporary = path.with_name(path.name + PARTIAL)
+            temporary.write_bytes(data)
+            sync_file(temporary)
+            temporary.rename(path)
+        for folder in sorted({path.parent for path in (*self.sizes, *self.copied, *self.last)}):
+            sync_folder(folder)
+
+
+def holes(tensors: Mapping[str, BlockTensor]) -> int:
+    """Bytes of the tensors' files for which the file system keeps no data; nor will it for a copy."""
+    files = {block.file for tensor in tensors.values() for block in tensor.blocks}
+    return sum(map(_hole_bytes, files))
+
+
+def _hole_bytes(path: Path) -> int:
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_blocks * 512 >= status.st_size:
+            return 0
+        # Counted, not taken from the number of blocks: a file may also be small because it is compressed.
+        found = position = 0
+        while position < status.st_size:
+            try:
+                data = os.lseek(file.fileno(), position, os.SEEK_DATA)
+            except OSError:  # nothing but a hole from here on
+                data = status.st_size
+            found += data - position
+            position = data if data == status.st_size else os.lseek(file.fileno(), data, os.SEEK_HOLE)
+        return found
+
+
+def _copy_file(source: Path, destination: Path) -> None:
+    with source.open("rb") as read, destination.open("xb") as written:
+        while data := read.read(1 << 20):
+            written.write(data)
+
+
+def _write_all(descriptor: int, data: bytes, position: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, position)
+        view, position = view[count:], position + count

@@ -1,0 +1,85 @@
+"""From blocks of megatron parameters to blocks of Hugging Face tensors."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import prod
+
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.parameter_map import Segment
+from checkpoints_tools.core.blocks import Block, BlockTensor
+
+
+def cut_into_sources(
+    segments: Sequence[Segment], sources: int, blocks: Iterable[Block]
+) -> tuple[list[Block], ...]:
+    """The same elements, block by block, in the rows of each of the ``sources`` HF tensors.
+
+    ``blocks`` count their rows in the parameter, which ``segments`` stack from its first row on; rows behind
+    the last segment (a padded vocabulary) are left out.
+    """
+    starts = [0, *accumulate(segment.rows for segment in segments)]
+    cut: tuple[list[Block], ...] = tuple([] for _ in range(sources))
+    for block in blocks:
+        end = block.row + block.rows
+        number = bisect_right(starts, block.row) - 1
+        while number < len(segments) and starts[number] < end:
+            segment, start = segments[number], starts[number]
+            first, last = max(block.row, start), min(end, start + segment.rows)
+            position = block.position + (first - block.row) * block.stride
+            row = segment.row + first - start
+            cut[segment.source].append(replace(block, row=row, rows=last - first, position=position))
+            number += 1
+    return cut
+
+
+def shared_type(tensors: Mapping[str, BlockTensor], names: Sequence[str]) -> str:
+    """The type of the tensors ``names``, which megatron-core keeps in one parameter.
+
+    CheckpointError if they differ.
+    """
+    first = names[0]
+    for name in names:
+        if tensors[name].dtype != tensors[first].dtype:
+            raise CheckpointError(
+                f"tensor {name} is {tensors[name].dtype} and {first} is {tensors[first].dtype}; "
+                "megatron-core keeps them in one parameter, which has one type"
+            )
+    return tensors[first].dtype
+
+
+def check_cover(tensor: BlockTensor) -> None:
+    """CheckpointError unless the blocks cover the tensor, none of it twice."""
+    rows, columns = tensor.shape[0], prod(tensor.shape[1:])
+    blocks = sorted(tensor.blocks, key=lambda block: (block.row, block.column))
+    row = 0
+    here: list[Block] = []  # those that hold the row, in the order of their columns
+    for block in blocks:
+        if block.row + block.rows > rows or block.column + block.columns > columns:
+            raise CheckpointError(
+                f"tensor {tensor.name}: {_place(block)} lies outside of {list(tensor.shape)}"
+            )
+        if block.row != row:
+            row = block.row
+            here = [other for other in here if other.row + other.rows > row]
+        at = bisect_left(here, block.column, key=lambda other: other.column)
+        for other in here[max(0, at - 1) : at + 1]:
+            if other.column < block.column + block.columns and block.column < other.column + other.columns:
+                raise CheckpointError(f"tensor {tensor.name}: {_place(other)} and {_place(block)} overlap")
+        here.insert(at, block)
+    held = sum(block.rows * block.columns for block in blocks)
+    if held != rows * columns:
+        raise CheckpointError(
+            f"tensor {tensor.name}: the checkpoint holds {held} of its {rows * columns} elements; "
+            "a part of it was not saved, or a file is missing"
+        )
+
+
+def _place(block: Block) -> str:
+    return (
+        f"rows {block.row} to {block.row + block.rows}, columns {block.column} to "
+        f"{block.column + block.columns} in {block.file}"
+    )

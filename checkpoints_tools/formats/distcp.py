@@ -1,0 +1,226 @@
+"""The files of a torch_dist checkpoint: what ``.metadata`` says of them, and where each tensor's bytes are.
+
+``.metadata`` lists global tensors by key, each with its chunks (rectangles), and for each chunk a range of a
+``.distcp`` file that is one archive of torch.save.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from bapo_megatron.errors import CheckpointError
+from checkpoints_tools.archives.pickle_allow_list import Record, load_pickle
+from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive, read_tensor
+
+METADATA = ".metadata"
+_MOST_OBJECT_BYTES = 1 << 26
+_DCP = "torch.distributed.checkpoint.metadata."
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an archive lies."""
+
+    file: Path
+    start: int
+    length: int
+    """In bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A rectangle of a global tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: Place
+
+
+@dataclass(frozen=True)
+class GlobalTensor:
+    """A tensor by its key in the checkpoint."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a torch_dist checkpoint holds."""
+
+    tensors: dict[str, GlobalTensor]
+    objects: dict[str, Place]
+    """The archives of what is no tensor, by key."""
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The content of ``folder/.metadata``.
+
+    CheckpointError if it is damaged, or if it does not fit the files beside it: it is then named which file
+    is missing or too short, and for which tensor.
+    """
+    path = folder / METADATA
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    metadata = load_pickle(data, str(path))
+    if not isinstance(metadata, Record) or metadata.class_name != _DCP + "Metadata":
+        raise CheckpointError(f"{path} describes no checkpoint of torch.distributed")
+    entries, storage = metadata.field("state_dict_metadata"), metadata.field("storage_data")
+    if not isinstance(entries, dict) or not isinstance(storage, dict):
+        raise CheckpointError(f"{path}: its tables are damaged")
+    ranges = _Ranges(folder, path, storage)
+    tensors, objects = {}, {}
+    for key, entry in entries.items():
+        if not isinstance(key, str) or not isinstance(entry, Record):
+            raise CheckpointError(f"{path}: key {key!r} is damaged")
+        if entry.class_name == _DCP + "BytesStorageMetadata":
+            objects[key] = ranges.find(key, None)
+        else:
+            tensors[key] = _tensor(key, entry, ranges)
+    return Metadata(tensors, objects)
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """What ``common.pt`` holds beside the tensors: iteration, arguments, the optimizer's settings."""
+    path = folder / "common.pt"
+    try:
+        with path.open("rb") as stream:
+            common = read_archive(stream, path, "the common state")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{path} holds no dictionary: it is damaged")
+    return common
+
+
+class ChunkFiles:
+    """Finds the elements of chunks; each file is opened once."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._streams: dict[Path, BinaryIO] = {}
+
+    def __enter__(self) -> ChunkFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def locate(self, tensor: GlobalTensor, chunk: Chunk) -> StoredTensor:
+        """Where the elements of ``chunk`` lie, row after row. CheckpointError if its archive is damaged."""
+        place = chunk.place
+        name = f"{tensor.key} at {list(chunk.offsets)}"
+        stored = read_tensor(self._stream(place.file), place.file, name, place.start, place.length)
+        if not stored.contiguous:
+            raise CheckpointError(
+                f"{place.file}: {name} is not contiguous, which no writer of torch_dist leaves"
+            )
+        if (stored.shape, stored.dtype) != (chunk.sizes, tensor.dtype):
+            raise CheckpointError(
+                f"{place.file}: {name} has shape {list(stored.shape)} and type {stored.dtype}; "
+                f"{METADATA} says {list(chunk.sizes)} and {tensor.dtype}"
+            )
+        return stored
+
+    def read(self, place: Place) -> bytes:
+        """An archive as it is; for what is no tensor, and small."""
+        if place.length > _MOST_OBJECT_BYTES:
+            raise CheckpointError(
+                f"{place.file}: an object of {place.length:,} bytes is too long to carry along"
+            )
+        stream = self._stream(place.file)
+        stream.seek(place.start)
+        return stream.read(place.length)
+
+    def _stream(self, file: Path) -> BinaryIO:
+        if file not in self._streams:
+            try:
+                self._streams[file] = self._stack.enter_context(file.open("rb"))
+            except OSError as error:
+                raise CheckpointError(f"{file} cannot be read: {error}") from None
+        return self._streams[file]
+
+
+class _Ranges:
+    """From a key and an offset to the part of a file that holds it."""
+
+    def __init__(self, folder: Path, source: Path, storage: dict[Any, Any]) -> None:
+        self.source = source
+        self._folder = folder
+        self._sizes: dict[str, int] = {}
+        self._of: dict[tuple[str, tuple[int, ...] | None], Record] = {}
+        for index, info in storage.items():
+            if not isinstance(index, Record) or not isinstance(info, Record):
+                raise CheckpointError(f"{source}: its table of files is damaged")
+            offset = index.field("offset")
+            if not isinstance(index.field("fqn"), str) or not (offset is None or _is_shape(offset)):
+                raise CheckpointError(f"{source}: its table of files is damaged")
+            self._of[index.field("fqn"), offset] = info
+
+    def find(self, key: str, offsets: tuple[int, ...] | None) -> Place:
+        info = self._of.get((key, offsets))
+        if info is None:
+            at = "" if offsets is None else f" at {list(offsets)}"
+            raise CheckpointError(f"{self.source} does not say which file holds {key}{at}")
+        name, start, length = (info.field(field) for field in ("relative_path", "offset", "length"))
+        if not (isinstance(name, str) and type(start) is int and type(length) is int):
+            raise CheckpointError(f"{self.source}: the place of {key} is damaged")
+        if not name or Path(name).name != name:
+            raise CheckpointError(
+                f"{self.source}: {key} lies in {name!r}, which is no file of the checkpoint"
+            )
+        if info.field("transform_descriptors"):
+            raise CheckpointError(
+                f"{self.source}: {key} was compressed when it was saved; save it uncompressed"
+            )
+        if min(start, length) < 0 or start + length > self._size(name, key):
+            raise CheckpointError(
+                f"{self._folder / name} is truncated: it has {self._size(name, key)} bytes, and {key} should "
+                f"lie at bytes {start} to {start + length}"
+            )
+        return Place(self._folder / name, start, length)
+
+    def _size(self, name: str, key: str) -> int:
+        if name not in self._sizes:
+            try:
+                self._sizes[name] = (self._folder / name).stat().st_size
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"{self._folder / name}, which holds {key}, is missing: {error}"
+                ) from None
+        return self._sizes[name]
+
+
+def _tensor(key: str, entry: Record, ranges: _Ranges) -> GlobalTensor:
+    shape, records, properties = (entry.field(name) for name in ("size", "chunks", "properties"))
+    values = properties.state if isinstance(properties, Record) else None
+    dtype = values[0] if isinstance(values, tuple) and values else None
+    if not _is_shape(shape) or not isinstance(records, list) or not isinstance(dtype, str):
+        raise CheckpointError(f"{ranges.source}: tensor {key} is damaged")
+    chunks = tuple(_chunk(key, shape, record, ranges) for record in records)
+    return GlobalTensor(key, dtype, shape, chunks)
+
+
+def _chunk(key: str, shape: tuple[int, ...], record: Any, ranges: _Ranges) -> Chunk:
+    if not isinstance(record, Record):
+        raise CheckpointError(f"{ranges.source}: a chunk of {key} is damaged")
+    offsets, sizes = record.field("offsets"), record.field("sizes")
+    if not (_is_shape(offsets) and _is_shape(sizes) and len(offsets) == len(sizes) == len(shape)):
+        raise CheckpointError(f"{ranges.source}: a chunk of {key} is damaged")
+    if any(offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)):
+        raise CheckpointError(
+            f"{ranges.source}: the chunk of {key} at {list(offsets)}, of shape {list(sizes)}, lies outside "
+            f"of {list(shape)}"
+        )
+    return Chunk(offsets, sizes, ranges.find(key, offsets))
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(number) is int and number >= 0 for number in value)

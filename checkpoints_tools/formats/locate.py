@@ -1,0 +1,221 @@
+"""Which checkpoint a path means, in which format it is, and where its model's config.json lies.
+
+HF folder            config.json  *.safetensors
+torch_dist           .metadata  __R_N.distcp  common.pt
+legacy               mp_rank_00/model_optim_rng.pt ...
+Megatron's layout    latest_checkpointed_iteration.txt  iter_0000100/ or release/ (either of the above)
+a run of ours        checkpoints/step_000120/{manifest.json, policy/ (torch_dist)}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.errors import CheckpointError, ConfigError
+from checkpoints_tools.formats.distcp import METADATA
+
+LATEST = "latest"
+"""As a step: the newest whole checkpoint."""
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+_CONFIG = "config.json"
+_STEP = re.compile(r"step_(\d{6,})(?:_update_(\d{3,}))?")
+"""After a step, or within the next one, after some of its updates."""
+_ITERATION = re.compile(r"iter_(\d+)")
+
+
+class Format(StrEnum):
+    """How the tensors of a checkpoint are stored."""
+
+    HF = "HF"
+    TORCH_DIST = "torch_dist"
+    MP_RANK = "mp_rank"
+
+
+@dataclass(frozen=True)
+class Location:
+    """One checkpoint on disk."""
+
+    folder: Path
+    """Directly holds the files of the weights."""
+    format: Format
+    iteration: int | None
+    """As its folder's name or the tracker file says: an iteration of Megatron, a step of a run."""
+
+
+def locate(path: Path, step: str = LATEST) -> Location:
+    """The checkpoint that ``path`` means.
+
+    Where it holds several, ``step`` chooses: ``latest`` or a number. CheckpointError if there is none, or if
+    the one chosen is not whole.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder; give a checkpoint's, a model's or a run's")
+    number = _number(step)
+    if path.name == "policy" and _STEP.fullmatch(path.parent.name):
+        return _of_run(path.parent)
+    if (found := _weights(path)) is not None:
+        return Location(path, found, _iteration(path))
+    if (path / TRACKER).exists() or any(_ITERATION.fullmatch(name.name) for name in _folders(path)):
+        return _megatron(path, number)
+    if (path / "manifest.json").exists() or _STEP.fullmatch(path.name):
+        return _of_run(path)
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    if any(_STEP.fullmatch(child.name) for child in _folders(path)):
+        return _newest_of_run(path, number)
+    raise CheckpointError(
+        f"{path} holds no checkpoint: neither *.safetensors, {METADATA} of torch_dist, mp_rank_* folders, "
+        f"{TRACKER}, nor checkpoints/ of a run"
+    )
+
+
+def hf_reference(location: Location, given: Path | None) -> Path:
+    """The folder with the config.json (and tokenizer) of the checkpoint's model.
+
+    ``given`` if not None; else ``hf/`` in the checkpoint or beside it, or, for a checkpoint of a run, the
+    model that the run started from. CheckpointError if there is none.
+    """
+    if given is not None:
+        if not (given / _CONFIG).is_file():
+            raise ConfigError(f"--hf-reference {given}: no {_CONFIG} there; give a Hugging Face model folder")
+        return given
+    folder = location.folder
+    if location.format is Format.HF:
+        return folder
+    for candidate in (folder / "hf", folder.parent / "hf", folder):
+        if (candidate / _CONFIG).is_file():
+            return candidate
+    for parent in folder.resolve().parents[:3]:
+        if (model := _model_of_run(parent / _CONFIG)) is not None:
+            return model
+    raise CheckpointError(
+        f"{folder} carries no {_CONFIG} of its model; name the model's folder with --hf-reference"
+    )
+
+
+def _weights(path: Path) -> Format | None:
+    if (path / METADATA).is_file():
+        return Format.TORCH_DIST
+    if any(child.name.startswith("mp_rank_") for child in _folders(path)):
+        return Format.MP_RANK
+    if any(path.glob("*.safetensors")):
+        return Format.HF
+    if list(path.glob("*.distcp")):
+        raise CheckpointError(f"{path} has no {METADATA}: the checkpoint was not written to its end")
+    return None
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    return (child for child in sorted(path.iterdir()) if child.is_dir())
+
+
+def _number(step: str) -> int | None:
+    if step == LATEST:
+        return None
+    if not step.isascii() or not step.isdigit():
+        raise ConfigError(f"--step {step}: give {LATEST} or a number")
+    return int(step)
+
+
+def _iteration(folder: Path) -> int | None:
+    for name in (folder, folder.parent):
+        for pattern in (_ITERATION, _STEP):
+            if match := pattern.fullmatch(name.name):
+                return int(match[1])
+    return None
+
+
+def _megatron(path: Path, number: int | None) -> Location:
+    name = f"iter_{number:07d}" if number is not None else _tracked(path)
+    folder = path / name
+    if not folder.is_dir():
+        have = ", ".join(child.name for child in _folders(path)) or "nothing"
+        raise CheckpointError(f"{path} has no {name}; it has {have}")
+    found = _weights(folder)
+    if found is None:
+        raise CheckpointError(f"{folder} holds no weights: the checkpoint was not written to its end")
+    return Location(folder, found, _iteration(folder))
+
+
+def _tracked(path: Path) -> str:
+    tracker = path / TRACKER
+    try:
+        text = tracker.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{tracker} cannot be read: {error}; choose one with --step") from None
+    if text == "release":
+        return text
+    if not text.isascii() or not text.isdigit():
+        raise CheckpointError(f"{tracker} holds {text[:40]!r}, which is no iteration; choose one with --step")
+    return f"iter_{int(text):07d}"
+
+
+def _newest_of_run(checkpoints: Path, number: int | None) -> Location:
+    steps = {
+        (int(match[1]), int(match[2] or 0)): child
+        for child in _folders(checkpoints)
+        if (match := _STEP.fullmatch(child.name))
+    }
+    if number is not None:
+        if (number, 0) not in steps:
+            have = sorted(step for step, updates in steps if not updates)
+            raise CheckpointError(f"{checkpoints} has no step {number}; it has {have}")
+        return _of_run(steps[number, 0])
+    problems = []
+    for step in sorted(steps, reverse=True):
+        try:
+            return _of_run(steps[step])
+        except CheckpointError as error:
+            problems.append(str(error))
+    raise CheckpointError(f"no checkpoint in {checkpoints} is whole:\n" + "\n".join(problems))
+
+
+def _of_run(folder: Path) -> Location:
+    """A checkpoint of a run, after its files are known to be there in full length."""
+    manifest = _json(folder / "manifest.json")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
+        raise CheckpointError(f"{folder / 'manifest.json'} lists no files: it is damaged")
+    for name, entry in files.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry.get("bytes"):
+            held = "is missing" if size is None else f"has {size} bytes instead of {entry.get('bytes')}"
+            raise CheckpointError(f"{path} {held}: the checkpoint is not whole")
+    policy = folder / "policy"
+    if f"policy/{METADATA}" not in files:
+        raise CheckpointError(f"{folder / 'manifest.json'} lists no policy/{METADATA}: it is damaged")
+    return Location(policy, Format.TORCH_DIST, _iteration(policy))
+
+
+def _model_of_run(path: Path) -> Path | None:
+    """The model folder that the run with this config.json names; None if it is no run's."""
+    if not path.is_file():
+        return None
+    config = _json(path).get("config")
+    name = config.get("model.hf_path") if isinstance(config, dict) else None
+    if not isinstance(name, str):
+        return None
+    if not (Path(name) / _CONFIG).is_file():
+        raise CheckpointError(f"{path} names the model {name}, which is not there; give --hf-reference")
+    return Path(name)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint is not whole") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object: it is damaged")
+    return value

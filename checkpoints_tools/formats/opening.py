@@ -1,0 +1,64 @@
+"""Any checkpoint, whatever its format, as the tensors that it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bapo_megatron.hf.config import ModelShape, read_model_shape
+from checkpoints_tools.core.blocks import BlockTensor
+from checkpoints_tools.formats.locate import LATEST, Format, Location, hf_reference, locate
+from checkpoints_tools.formats.mp_rank import MpRank
+from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder
+from checkpoints_tools.formats.torch_dist import OPTIMIZER_STATES, RESHARDABLE, TorchDist
+
+_TIED_COPY = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds, under Hugging Face names."""
+
+    location: Location
+    reference: Path
+    """Folder of the model's config.json."""
+    shape: ModelShape
+    content: TorchDist | MpRank | None
+    """As its format's reader has it; None for a Hugging Face folder."""
+    tensors: dict[str, BlockTensor]
+    """The weights. A tied model's output layer is not among them, also where a file holds a copy."""
+
+    @property
+    def has_whole_optimizer(self) -> bool:
+        """Whether it holds Adam's state as whole tensors."""
+        return isinstance(self.content, TorchDist) and self.content.optimizer_format == RESHARDABLE
+
+    def optimizer(self) -> dict[str, dict[str, BlockTensor]]:
+        """Adam's fp32 weights and moments, by OPTIMIZER_STATES; empty without ``has_whole_optimizer``."""
+        if not isinstance(self.content, TorchDist) or not self.has_whole_optimizer:
+            return {}
+        return {state: self.content.optimizer_tensors(state) for state in OPTIMIZER_STATES}
+
+
+def open_checkpoint(path: Path, step: str = LATEST, reference: Path | None = None) -> Checkpoint:
+    """The checkpoint that ``path`` means (``locate.py``), after its tensors are known to be there.
+
+    ``reference`` names the folder of config.json for a checkpoint that carries none. CheckpointError names
+    what is wrong with it.
+    """
+    location = locate(path, step)
+    model = hf_reference(location, reference)
+    shape = read_model_shape(model)
+    content: TorchDist | MpRank | None = None
+    match location.format:
+        case Format.TORCH_DIST:
+            content = TorchDist(location.folder, shape)
+            tensors = content.tensors
+        case Format.MP_RANK:
+            content = MpRank(location.folder, shape)
+            tensors = content.tensors
+        case Format.HF:
+            tensors = read_safetensors_folder(location.folder)
+            if shape.tied:
+                tensors.pop(_TIED_COPY, None)
+    return Checkpoint(location, model, shape, content, tensors)

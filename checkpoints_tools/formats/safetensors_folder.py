@@ -1,0 +1,139 @@
+"""Where the tensors of a Hugging Face folder lie. Only headers are read, and nothing in them is believed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.errors import CheckpointError
+from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+
+
+def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
+    """Every tensor of the folder by its name, from one file or from those that the index lists.
+
+    CheckpointError, with file and tensor, for whatever is truncated, contradictory or of a type that these
+    tools do not move.
+    """
+    found: dict[str, BlockTensor] = {}
+    weight_map = read_weight_map(folder)
+    for file in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]:
+        for tensor in read_safetensors(folder / file):
+            if weight_map is not None and weight_map.get(tensor.name) != file:
+                raise CheckpointError(
+                    f"{folder / file} holds tensor {tensor.name}, which {INDEX} "
+                    + (
+                        "does not list"
+                        if tensor.name not in weight_map
+                        else f"places in {weight_map[tensor.name]}"
+                    )
+                )
+            found[tensor.name] = tensor
+    for name, file in (weight_map or {}).items():
+        if name not in found:
+            raise CheckpointError(f"{folder / file} holds no tensor {name}, which {INDEX} places there")
+    return found
+
+
+def read_weight_map(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor as the folder's index says; None for a folder of a single file."""
+    index, single = folder / INDEX, folder / SINGLE
+    if not index.exists():
+        if single.exists():
+            return None
+        raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+    try:
+        weight_map = _parse(index.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error!r}") from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map is no table of tensors")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file != Path(file).name:
+            raise CheckpointError(
+                f"{index}: tensor {name} is placed in {file!r}, which names no file beside it"
+            )
+    if single.exists() and SINGLE not in weight_map.values():
+        raise CheckpointError(f"{folder} holds both {SINGLE} and {INDEX}, which does not list it: remove one")
+    return weight_map
+
+
+def read_safetensors(path: Path) -> list[BlockTensor]:
+    """The tensors of one file, in the order of their bytes."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+                raise CheckpointError(f"{path} is truncated or no safetensors file: {size} bytes")
+            header = _parse(file.read(length))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the header cannot be read: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: the header is no table of tensors")
+    header.pop("__metadata__", None)
+    tensors = [_tensor(path, 8 + length, name, entry) for name, entry in header.items()]
+    tensors.sort(key=lambda tensor: (tensor.blocks[0].position, tensor.nbytes))
+    position = 8 + length
+    for tensor in tensors:
+        if tensor.blocks[0].position != position:
+            raise CheckpointError(
+                f"{path}: tensor {tensor.name} begins at byte {tensor.blocks[0].position}; the bytes from "
+                f"{position} on are next"
+            )
+        position += tensor.nbytes
+    if position != size:
+        raise CheckpointError(f"{path} has {size} bytes; its header speaks of {position}")
+    return tensors
+
+
+def _tensor(path: Path, data: int, name: str, entry: Any) -> BlockTensor:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{path}: tensor {name}: its entry in the header is malformed") from None
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise CheckpointError(
+            f"{path}: tensor {name} is of type {dtype!r}; supported are {', '.join(ITEM_BYTES)}"
+        )
+    if not _counts((*shape, begin, end)):
+        raise CheckpointError(f"{path}: tensor {name}: shape {shape}, bytes {begin} to {end}")
+    if not 1 <= len(shape) <= 2:
+        raise CheckpointError(f"{path}: tensor {name} has {len(shape)} dimensions; weights have one or two")
+    nbytes = prod(shape) * ITEM_BYTES[dtype]
+    if nbytes == 0 or end - begin != nbytes:
+        raise CheckpointError(
+            f"{path}: tensor {name} of shape {list(shape)} in {dtype} takes {nbytes} bytes; "
+            f"the header gives it {end - begin}"
+        )
+    columns = shape[1] if len(shape) == 2 else 1
+    stride = columns * ITEM_BYTES[dtype]
+    return BlockTensor(name, dtype, shape, (Block(0, shape[0], 0, columns, path, data + begin, stride),))
+
+
+def _counts(values: Iterable[Any]) -> bool:
+    """Are all of them non-negative whole numbers that a file can have?"""
+    return all(type(value) is int and 0 <= value < 2**62 for value in values)
+
+
+def _parse(text: bytes) -> Any:
+    """JSON in which no key stands twice."""
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{twice} stands there twice")
+        return result
+
+    return json.loads(text, object_pairs_hook=table)

@@ -1,0 +1,67 @@
+"""What became of every token that was sampled: the journal as the package reads it, and as the audit does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from bapo_megatron.config import RolloutConfig
+from bapo_megatron.data.prompts import load_prompts
+from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.rollout.sampler.state import Book
+from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
+from bapo_megatron.types import Prompt
+from tests.support.audit import Audit, audit
+
+
+def book_of(journal: Path, prompts: Sequence[Prompt], group_size: int) -> Book:
+    """What the package makes of the journal."""
+    book = Book(prompts, group_size)
+    for path in sorted(journal.glob("segments-*.log")):
+        for record in read_records(path):
+            if isinstance(record, Record):
+                book.apply(record)
+    for step in steps_in(journal):
+        if step > book.served:  # killed between the step's file and the record of it
+            book.apply(Record("batch", {"step": step, "groups": step_groups(journal, step)}, {}))
+    return book
+
+
+def check_accounts(
+    logs: Path, journal: Path, config: RolloutConfig, prompts: Sequence[Prompt], cut_steps: bool = False
+) -> Audit:
+    """Nothing lost, nothing twice, every rule kept; and the package's book says the same.
+
+    ``logs``: a folder with all logs of the journal, also those that it has deleted.
+    """
+    found = audit(logs, journal, config, prompts, cut_steps)
+    check_book(book_of(journal, prompts, config.group_size), found)
+    return found
+
+
+def check_book(book: Book, found: Audit) -> None:
+    """The book, from the logs that the journal has left, agrees with an audit of all of them."""
+    ours = found.totals()
+    assert +book.tokens == +found.tokens
+    assert book.live_tokens == ours["kept"]
+    assert (book.next_number, book.taken) == (len(found.groups), found.taken)
+    assert (book.served, book.weights_step) == (found.served, found.weights_step)
+    live = found.live
+    assert {*book.open, *book.finished} == live.keys()
+    assert book.finished.keys() == {number for number, group in live.items() if group.rewards}
+    for number, group in live.items():
+        one = book.open.get(number) or book.finished[number]
+        assert ((one.epoch, one.index), one.tokens) == (group.place, group.tokens)
+
+
+def check_run(run_dir: Path, kept: Path, cut_steps: bool = False) -> Audit:
+    """``check_accounts`` of a run of the command line, by its own settings. ``kept``: all of its logs."""
+    stored = json.loads((run_dir / "config.json").read_text())["config"]
+    names = {field.name for field in fields(RolloutConfig)} - {"sglang", "replay"}
+    config = RolloutConfig(**{name: stored[f"rollout.{name}"] for name in names})
+    tokenizer = load_tokenizer(Path(stored["model.hf_path"]))
+    prompts = load_prompts(Path(stored["data.path"]), tokenizer, stored["data.max_prompt_tokens"]).prompts
+    return check_accounts(kept, run_dir / "journal", config, prompts, cut_steps)

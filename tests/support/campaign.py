@@ -1,0 +1,260 @@
+"""A run that is killed many times, at random moments, against one that never was: the same bits at the end.
+
+    python -m tests.support.campaign --kills 200 [--seed 0]
+
+Two processes train the demo with the local engine. All of it, one rank, or the sampler is killed with -9, or
+it is told to stop by a signal; then the same command is started again. At the end metrics, updates and
+weights must be those of the run that was left alone, and an audit must find every token of the journal in one
+place: trained on, dropped for a reason, or kept for a later step. Only the segments in flight are in none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from bapo_megatron import cli
+from bapo_megatron.rollout.sampler.step_batches import steps_in
+from bapo_megatron.runtime.jsonl_log import read_jsonl
+from tests.support.accounts import check_run
+from tests.support.metrics import results
+from tests.support.processes import ranks_of, sampler_of
+from tests.support.raw_journal import keep_logs
+
+ROOT = Path(__file__).parents[2]
+FLAGS = (
+    *("train", "recipes/demo_cpu.py", "--parallel.data=2", "--checkpoint.every=2"),
+    "--evaluation.every=0",
+    *("--rollout.prompts-per-step=4", "--rollout.group-size=4", "--optimizer.lr=2e-4"),
+    *("--algorithm.bounds.target=0.65", "--algorithm.reuse-epochs=2"),
+)
+STEPS_A_KILL = 1.5
+"""Steps of the run for each kill: there must be something left to harm."""
+WHILE_STARTING = 0.25
+"""Share of the kills that come before a run has begun to sample."""
+HARMS = {"kill all": 4, "kill rank 0": 2, "kill rank 1": 2, "kill the sampler": 2, "SIGUSR1": 1, "SIGTERM": 1}
+PHASES = ("starting", "sampling", "updating", "saving")
+INTERRUPTED = 85
+
+
+@dataclass
+class Outcome:
+    """What was done to a run, and what it cost."""
+
+    kills: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By what was done, and what the run was doing."""
+    repeated: int = 0
+    """Steps that were made again."""
+    starts: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Of the journal, by what became of them."""
+
+    def table(self) -> str:
+        """For people, in Markdown."""
+        phases = [phase for phase in PHASES if any(self.kills[harm, phase] for harm in HARMS)]
+        lines = ["| |" + "".join(f" {phase} |" for phase in phases), "|---|" + "---:|" * len(phases)]
+        for harm in HARMS:
+            cells = "".join(f" {self.kills[harm, phase]} |" for phase in phases)
+            lines.append(f"| {harm} |{cells}")
+        tokens = ", ".join(
+            f"{self.tokens[name]:,} {name}" for name in ("sampled", "trained", "dropped", "kept")
+        )
+        lines += ["", f"{self.starts} starts, {self.repeated} steps made again."]
+        lines += [f"Tokens of the journal: {tokens}; lost: 0. Results equal bit for bit."]
+        return "\n".join(lines)
+
+
+class Life:
+    """One process of the command, forked from this one, so that nothing is imported again."""
+
+    def __init__(self, run_dir: Path, steps: int) -> None:
+        self.began = time.time()
+        self._run_dir = run_dir
+        self._code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _live([*FLAGS, f"--steps={steps}", f"--run-dir={run_dir}"], run_dir.with_suffix(".log"))
+
+    def code(self) -> int | None:
+        """Its exit code, negative for a signal; None while it lives."""
+        keep_logs(self._run_dir / "journal", self._run_dir.with_suffix(".kept"))
+        if self._code is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if found else None
+        return self._code
+
+    def wait(self, limit_s: float = 300.0) -> int:
+        """Its exit code, when it has ended."""
+        deadline = time.monotonic() + limit_s
+        while (code := self.code()) is None:
+            assert time.monotonic() < deadline, "a run neither goes on nor ends"
+            time.sleep(0.05)
+        return code
+
+    def first_steps(self) -> list[int]:
+        """The step that it began with, if it came so far."""
+        log = self._run_dir / "events.jsonl"
+        rows = read_jsonl(log) if log.exists() else []
+        begun = [row for row in rows if row["kind"] in ("start", "resume")]
+        return [row["step"] for row in begun if _seconds(row["time"]) > self.began]
+
+    def phase(self) -> str:
+        """What it is doing, one of ``PHASES``."""
+        if not self.first_steps():
+            return "starting"
+        if list((self._run_dir / "checkpoints").glob(".step_*")):
+            return "saving"
+        given = max(steps_in(self._run_dir / "journal"), default=0)
+        return "updating" if given > last_step(self._run_dir, "metrics.jsonl") else "sampling"
+
+    def harm(self, kind: str) -> None:
+        """Do it, and see it end, if it is to end."""
+        if kind == "kill all":
+            os.killpg(self.pid, signal.SIGKILL)
+        elif kind.startswith("kill rank"):
+            ranks, number = ranks_of(self.pid), int(kind[-1])
+            os.kill(ranks[number].pid if number < len(ranks) else self.pid, signal.SIGKILL)
+        elif kind == "kill the sampler":
+            if found := sampler_of(self.pid):
+                found.kill()
+            return
+        else:
+            os.kill(self.pid, getattr(signal, kind))
+        code = self.wait()
+        if kind.startswith("kill"):
+            assert code != 0
+        _clear(self.pid)
+
+
+def _live(arguments: list[str], log: Path) -> None:
+    code = 70
+    try:
+        os.setsid()
+        os.chdir(ROOT)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        code = cli.run(arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _clear(pid: int) -> None:
+    """What is left of a life's group, as Slurm clears a job before it starts it again."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _seconds(stamp: str) -> float:
+    return datetime.fromisoformat(stamp).timestamp()
+
+
+def last_step(run_dir: Path, name: str) -> int:
+    """The newest step in a log; 0 if there is none."""
+    log = run_dir / name
+    rows = read_jsonl(log) if log.exists() else []
+    return int(rows[-1]["step"]) if rows else 0
+
+
+def campaign(folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> Outcome:
+    """Harm a run ``kills`` times, let it end, and hold it to one that was left alone."""
+    chance, steps = random.Random(seed), max(6, int(STEPS_A_KILL * kills))
+    whole, harmed = folder / "whole", folder / "harmed"
+    alone = Life(whole, steps)
+    assert alone.wait(3600) == 0, whole.with_suffix(".log").read_text()[-3000:]
+    start_s = _seconds(read_jsonl(whole / "events.jsonl")[0]["time"]) - alone.began
+    step_s = statistics.median(row["time/step_s"] for row in read_jsonl(whole / "metrics.jsonl"))
+    outcome = Outcome()
+    while sum(outcome.kills.values()) < kills and last_step(harmed, "metrics.jsonl") < steps:
+        _harmed_life(harmed, steps, chance, outcome, (start_s, step_s))
+        say(f"{sum(outcome.kills.values())} of {kills}: step {last_step(harmed, 'metrics.jsonl')} of {steps}")
+    assert sum(outcome.kills.values()) >= kills, "the run was done before it was harmed so often"
+    while (code := Life(harmed, steps).wait(3600)) != 0:
+        assert code == INTERRUPTED, harmed.with_suffix(".log").read_text()[-3000:]
+    outcome.starts += 1
+    outcome.tokens = check_run(harmed, harmed.with_suffix(".kept"), cut_steps=True).totals()
+    for name in ("metrics.jsonl", "updates.jsonl"):
+        assert not (found := _difference(harmed, whole, name)), found
+    ours, theirs = ((run / "export/model.safetensors").read_bytes() for run in (harmed, whole))
+    assert ours == theirs, "the weights differ"
+    return outcome
+
+
+def _difference(harmed: Path, whole: Path, name: str) -> str:
+    """The first row of a log that differs, and in what; empty if none does."""
+    ours, theirs = results(harmed, name), results(whole, name)
+    for mine, other in zip(ours, theirs, strict=False):
+        fields = [key for key in {**mine, **other} if mine.get(key) != other.get(key)]
+        if fields:
+            shown = ", ".join(f"{key} {mine.get(key)} for {other.get(key)}" for key in fields[:20])
+            return f"{name}: step {other['step']}: {len(fields)} fields: {shown}"
+    return "" if len(ours) == len(theirs) else f"{name}: {len(ours)} rows for {len(theirs)}"
+
+
+def _harmed_life(
+    run_dir: Path, steps: int, chance: random.Random, outcome: Outcome, spans_s: tuple[float, float]
+) -> None:
+    """Start the run, harm it at a random moment, and note what it cost.
+
+    That is while it starts, or within the time of a step after it has made none, one or two more. How far it
+    has come is looked at, not reckoned from the time: machines are as busy as they are. ``spans_s``: of a
+    start, and of a step.
+    """
+    before = last_step(run_dir, "metrics.jsonl")
+    life = Life(run_dir, steps)
+    outcome.starts += 1
+    [kind] = chance.choices(list(HARMS), list(HARMS.values()))
+    starting = chance.random() < WHILE_STARTING
+    while not starting and life.code() is None and life.phase() == "starting":
+        time.sleep(0.05)
+    target = min(before + chance.randrange(3), steps - 2)
+    while not starting and life.code() is None and last_step(run_dir, "metrics.jsonl") < target:
+        time.sleep(0.02)
+    end = time.monotonic() + chance.uniform(0, spans_s[0] if starting else spans_s[1])
+    while time.monotonic() < end and life.code() is None:
+        time.sleep(0.02)
+    if life.code() is not None:
+        assert life.code() == 0, run_dir.with_suffix(".log").read_text()[-3000:]
+        return  # it was done
+    phase = life.phase()
+    life.harm(kind)
+    outcome.kills[kind, phase] += 1
+    if kind == "kill the sampler":
+        time.sleep(chance.uniform(0, spans_s[1]))
+        life.harm("kill all")
+        outcome.kills["kill all", phase] += 1
+    outcome.repeated += sum(max(0, before - first_step + 1) for first_step in life.first_steps())
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="an empty folder for the runs, which stay there")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.folder or Path(temporary)
+        outcome = campaign(folder, given.kills, given.seed, lambda text: print(text, flush=True))
+    print(outcome.table())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""A run with two real SGLang servers, and everything that can happen to it, at random.
+
+    python -m tests.support.chaos --minutes 30 [--seed 0] [--sync broadcast]
+
+Servers, the sampler and the trainer are killed with -9, servers and the sampler are stopped for a while with
+SIGSTOP. Then the run goes on in peace for a few steps, and its journal is audited (tests/support/audit.py):
+every token that was sampled was trained on, dropped by rule, or is still in the journal; no group was trained
+twice; the losses equal those of a replay of the journal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil
+
+from bapo_megatron.runtime.jsonl_log import read_jsonl
+from tests.support.accounts import check_run
+from tests.support.processes import sampler_of, servers_of
+from tests.support.raw_journal import keeping_logs
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes/demo_sglang_cpu.py"
+FLAGS = [
+    "--steps=100000",
+    "--rollout.prompts-per-step=4",
+    "--rollout.group-size=4",
+    "--rollout.segment-tokens=8",
+    "--rollout.max-staleness=2",
+    "--rollout.sglang.servers=2",
+    "--checkpoint.every=3",
+    "--algorithm.updates-per-epoch=2",
+    "--algorithm.reuse-epochs=1",
+]
+HARMS = (
+    *("kill a server", "stop a server", "kill the sampler", "kill the sampler"),
+    *("stop the sampler", "kill the trainer", "kill everything"),
+)
+
+PATIENCE_S = 900.0
+"""A run that makes no step for so long hangs: two servers start on two cores that others may use."""
+
+
+class Run:
+    """The command, started again whenever it has ended."""
+
+    def __init__(self, run_dir: Path, sync: str) -> None:
+        """``sync``: how weights reach the servers."""
+        self.run_dir = run_dir
+        self._flags = [*FLAGS, f"--rollout.sglang.sync={sync}"]
+        self._log = (run_dir.parent / "chaos.log").open("ab")
+        self.start()
+
+    def start(self) -> None:
+        """As a user, or a scheduler, would."""
+        command = [sys.executable, "-m", "bapo_megatron.cli", "train", str(RECIPE), *self._flags]
+        self.process = subprocess.Popen(
+            [*command, f"--run-dir={self.run_dir}"],
+            cwd=ROOT,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a background job ignores
+        )
+
+    @property
+    def steps(self) -> int:
+        """Lines of metrics, which a continuation may take back."""
+        log = self.run_dir / "metrics.jsonl"
+        return log.read_bytes().count(b"\n") if log.exists() else 0
+
+    def harm(self, kind: str, chance: random.Random) -> bool:
+        """Do it, and start the command again if it was hit. False if there was nothing to harm."""
+        servers = [s for s in servers_of(self.run_dir) if os.getpgid(s.pid) == s.pid]
+        if kind == "kill a server" and servers:
+            os.killpg(chance.choice(servers).pid, signal.SIGKILL)
+        elif kind == "stop a server" and servers:
+            group = chance.choice(servers).pid
+            os.killpg(group, signal.SIGSTOP)
+            time.sleep(chance.uniform(2, 25))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGCONT)
+        elif kind == "kill the sampler" and (sampler := sampler_of(self.process.pid)):
+            sampler.kill()
+        elif kind == "stop the sampler" and (sampler := sampler_of(self.process.pid)):
+            sampler.suspend()
+            time.sleep(chance.uniform(2, 25))
+            with contextlib.suppress(psutil.NoSuchProcess):
+                sampler.resume()
+        elif kind == "kill the trainer":
+            self.process.kill()  # alone: the sampler and the servers must notice
+        elif kind == "kill everything":
+            os.killpg(self.process.pid, signal.SIGKILL)
+        else:
+            return False
+        if "trainer" in kind or "everything" in kind:
+            self.process.wait()
+            self.start()
+        return True
+
+    def wait_for_steps(self, more: int, limit_s: float) -> None:
+        """Until so many steps were made from now on. AssertionError if they are not, or the run ends."""
+        goal, deadline = self.steps + more, time.monotonic() + limit_s
+        while self.steps < goal:
+            assert self.process.poll() is None, f"the run ended with {self.process.returncode}: {self.tail()}"
+            assert time.monotonic() < deadline, f"no step for {limit_s:.0f} s: {self.tail()}"
+            time.sleep(0.2)
+
+    def breathe(self, pause_s: float, most_s: float) -> None:
+        """Some time, and then up to ``most_s`` until a step is made: harm is to hit a run that works."""
+        time.sleep(pause_s)
+        goal, deadline = self.steps + 1, time.monotonic() + most_s
+        while self.steps < goal and time.monotonic() < deadline:
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """Ctrl-C."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        self.process.wait(120)
+
+    def tail(self) -> str:
+        """The end of its output."""
+        return (self.run_dir.parent / "chaos.log").read_bytes()[-3000:].decode(errors="replace")
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sync", choices=("disk", "broadcast"), default="disk")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        chance = random.Random(given.seed)
+        harm_and_check(Path(folder), harms_for(given.minutes, chance), chance, given.sync)
+
+
+def harms_for(minutes: float, chance: random.Random) -> Iterator[str]:
+    """Any of them, until the time is over."""
+    end = time.monotonic() + 60 * minutes
+    while time.monotonic() < end:
+        yield chance.choice(HARMS)
+
+
+def harm_and_check(folder: Path, harms: Iterable[str], chance: random.Random, sync: str) -> Counter[str]:
+    """Do these harms to a run, then hold it to its books. What was done, and the tokens."""
+    done = Counter[str]()
+    run = Run(folder / "run", sync)
+    with keeping_logs(run.run_dir / "journal", folder / "kept"):
+        try:
+            run.wait_for_steps(1, PATIENCE_S)
+            for kind in harms:
+                done[kind] += run.harm(kind, chance)
+                print(f"{kind}, at {run.steps} steps", flush=True)
+                run.breathe(chance.uniform(1, 15), 90 if "server" not in kind else 0)
+            run.wait_for_steps(3, PATIENCE_S)
+        finally:
+            run.stop()
+    tokens = check_run(run.run_dir, folder / "kept").totals()
+    check_replay(folder)
+    print(dict(done), dict(tokens), f"{run.steps} steps")
+    return done + tokens
+
+
+def check_replay(folder: Path) -> None:
+    """A run that is given the journal's steps, and never stopped, has the same losses, bit for bit."""
+    run_dir, replay = folder / "run", folder / "replay"
+    updates = read_jsonl(run_dir / "updates.jsonl")
+    steps = read_jsonl(run_dir / "metrics.jsonl")[-1]["step"]
+    command = [sys.executable, "-m", "bapo_megatron.cli", "train", str(RECIPE), *FLAGS, f"--steps={steps}"]
+    subprocess.run(
+        [*command, f"--run-dir={replay}", f"--rollout.replay={run_dir}", "--checkpoint.every=100000"],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    again = read_jsonl(replay / "updates.jsonl")
+    names = ("step", "version", "policy/loss", "policy/grad_norm", "bapo/clip_low", "bapo/clip_high")
+    ours = [[row[name] for name in names] for row in updates if row["step"] <= steps]
+    assert ours == [[row[name] for name in names] for row in again]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The processes of a run, for tests that harm them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+
+def servers_of(run_dir: Path) -> list[psutil.Process]:
+    """Processes whose output goes to the log of one of the run's servers."""
+    logs = {str(path) for path in (run_dir / "logs").glob("server-*.log")}
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.readlink(f"/proc/{process.pid}/fd/1") in logs and process.status() != "zombie":
+                found.append(process)
+        except OSError:
+            continue
+    return found
+
+
+def sampler_of(pid: int) -> psutil.Process | None:
+    """The process that samples beside rank 0 of the run whose first process is ``pid``."""
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            if "bapo_megatron.rollout.sampler.process" in child.cmdline():
+                return child
+        except psutil.Error:  # it has just ended
+            continue
+    return None
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """The training processes of the command ``pid``, by rank: its forks have its name."""
+    command = psutil.Process(pid).cmdline()
+    return sorted((c for c in psutil.Process(pid).children() if c.cmdline() == command), key=lambda c: c.pid)

@@ -1,0 +1,185 @@
+"""The diagnostics of an update: numbers by hand, a plain loop over tokens, and additivity."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bapo_megatron.algo.bapo import BoundsConfig, clipped_tokens, fixed, grpo, published_code
+from bapo_megatron.algo.bounds import search_bounds
+from bapo_megatron.algo.diagnostics import (
+    QUADRANTS,
+    RATIO_BINS,
+    RATIO_EDGES,
+    diagnostic_metrics,
+    diagnostic_sums,
+)
+from bapo_megatron.types import Metrics, MicroBatch, TokenStats
+from tests.unit.algo.test_objective import pack
+
+LN = math.log
+
+
+def bounds_of(config: BoundsConfig) -> Any:
+    return search_bounds(torch.zeros(2, dtype=torch.float64), config)
+
+
+def sums_of(stats: TokenStats, batch: MicroBatch, config: BoundsConfig, version: int) -> torch.Tensor:
+    log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
+    bounds = bounds_of(config)
+    clipped_T = clipped_tokens(log_ratio_T, batch.advantage_T, batch.mask_T, bounds)
+    return diagnostic_sums(stats, log_ratio_T, clipped_T, batch, bounds, version)
+
+
+# At pi = 1/2 with entropy 1, log pi + H = 1 - ln 2 > 0: a likely token. At 1/4 it is 1 - 2 ln 2 < 0.
+# Ratios: 1, 1, 2.25 (clipped above 1.2) and 0.55 (clipped below 0.8). The fifth token does not count.
+BATCH = pack(
+    [1.0, -2.0, 3.0, -1.0, 9.0],
+    [LN(1 / 2), LN(1 / 4), LN(1 / 9), LN(1 / 1.1), -1.0],
+    [1.0, 0.5, 1.0, 1.0, 0.0],
+    [5, 5, 3, 3, 0],
+)
+STATS = TokenStats(
+    torch.tensor([LN(1 / 2), LN(1 / 4), LN(1 / 4), LN(1 / 2), math.nan]),
+    torch.tensor([1.0, 1.0, 1.0, 1.0, math.nan]),
+)
+
+
+def test_every_metric_of_four_tokens_by_hand() -> None:
+    """One token in each quadrant; the first two have a gradient, with masses 1 and 0.5 * 2 = 1.
+
+    Effects: -(1)(1 - ln 2) and -(-1)(1 - 2 ln 2). Covariance of x = log pi = -(1, 2, 2, 1) ln 2 and
+    y = A X = (1, -2, 0, 0): mean xy = (-1 + 4) ln 2 / 4, mean x = -1.5 ln 2, mean y = -1/4.
+    """
+    metrics = diagnostic_metrics(sums_of(STATS, BATCH, grpo(), version=5))
+    for quadrant in QUADRANTS:
+        clipped = float(quadrant in ("positive_low", "negative_high"))
+        assert metrics[f"quadrant/{quadrant}/tokens"] == 0.25
+        assert metrics[f"quadrant/{quadrant}/clipped"] == clipped
+        assert metrics[f"quadrant/{quadrant}/contribution"] == pytest.approx(0.5 - clipped / 2)
+    first, second = -(1 - LN(2)), 1 - 2 * LN(2)
+    expected = {
+        "entropy_rule/covariance": (0.75 - 1.5 / 4) * LN(2),
+        "entropy_rule/effect": (first + second) / 4,
+        "polarity/expanding_tokens": 0.5,
+        "polarity/expanding_contribution": 0.0,
+        "polarity/expanding_effect": 0.0,
+        "polarity/contracting_effect": (first + second) / 4,
+        "staleness/0/effect": (first + second) / 2,
+        "staleness/0/covariance": (3 / 2 - 1.5 / 2) * LN(2),
+        "staleness/0/clipped_positive_high": 0.0,
+        "staleness/0/clipped_positive_low": None,
+        "staleness/2-3/clipped_positive_low": 1.0,
+        "staleness/2-3/clipped_negative_high": 1.0,
+        "staleness/2-3/effect": 0.0,
+        "staleness/16+/effect": None,
+        "ratio/0.98-1.02/tokens": 0.5,
+        "ratio/0.98-1.02/probability": 3 / 8,
+        "ratio/0.98-1.02/entropy": 1.0,
+        "ratio/2.0-3.0/tokens": 0.25,
+        "ratio/2.0-3.0/probability": 1 / 4,
+        "ratio/0.5-0.6/probability": 1 / 2,
+        "ratio/below_0.5/tokens": 0.0,
+        "ratio/below_0.5/entropy": None,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_live_token_in_an_expanding_quadrant() -> None:
+    """A rewarded unlikely token: effect -(2)(ln 1/4 + 1) > 0; a punished likely one: (1)(ln 1/2 + 1) > 0."""
+    batch = pack([2.0, -1.0], [LN(1 / 4), LN(1 / 2)], [1.0, 1.0], [0, 0])
+    stats = TokenStats(batch.old_log_prob_T, torch.ones(2))
+    metrics = diagnostic_metrics(sums_of(stats, batch, grpo(), 0))
+    assert metrics["polarity/expanding_tokens"] == 1.0
+    assert metrics["polarity/expanding_contribution"] == 1.0
+    assert metrics["polarity/contracting_effect"] == pytest.approx(0.0, abs=1e-12)
+    assert metrics["entropy_rule/effect"] == pytest.approx((2 * (LN(4) - 1) + (1 - LN(2))) / 2)
+
+
+def test_a_dual_clip_takes_the_gradient_away() -> None:
+    """A = -1 at r = 4 beyond the dual clip of 3: it has no mass. Without it the mass is 4."""
+    batch = pack([-1.0], [LN(1 / 8)], [1.0], [0])
+    stats = TokenStats(torch.tensor([LN(1 / 2)]), torch.ones(1))
+    config = published_code()
+    dual = sums_of(stats, batch, fixed(0.8, 1.2), 0)
+    assert diagnostic_metrics(dual)["entropy_rule/effect"] == pytest.approx(4 * (1 - LN(2)))
+    bounds = bounds_of(grpo())
+    clipped_T = torch.zeros(1, dtype=torch.bool)
+    bounds = type(bounds)(**{**vars(bounds), "dual_clip": config.dual_clip})
+    log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
+    metrics = diagnostic_metrics(diagnostic_sums(stats, log_ratio_T, clipped_T, batch, bounds, 0))
+    assert metrics["entropy_rule/effect"] == 0.0
+    assert metrics["quadrant/negative_high/clipped"] == 0.0  # as in bapo/clip_fraction_low
+
+
+def random_tokens(count: int, seed: int) -> tuple[TokenStats, MicroBatch]:
+    rng = np.random.default_rng(seed)
+    rollout = -rng.exponential(1.0, count)
+    batch = pack(
+        rng.choice([-1.5, -0.5, 0.0, 0.7, 2.0], count).tolist(),
+        rollout.tolist(),
+        rng.choice([0.0, 1.0, 2.0], count, p=[0.2, 0.4, 0.4]).tolist(),
+        rng.integers(0, 30, count).tolist(),
+    )
+    log_prob = np.minimum(rollout + rng.normal(0, 0.5, count), 0.0)
+    return TokenStats(
+        torch.tensor(log_prob).float(), torch.tensor(rng.exponential(0.8, count)).float()
+    ), batch
+
+
+def by_loop(stats: TokenStats, batch: MicroBatch, low: float, high: float, version: int) -> Metrics:
+    """The same by a plain loop and numpy's covariance."""
+    rows = []
+    for t in range(len(batch.mask_T)):
+        if not batch.mask_T[t]:
+            continue
+        log_prob, entropy = float(stats.log_prob_T[t]), float(stats.entropy_T[t])
+        log_ratio = float(stats.log_prob_T[t] - batch.old_log_prob_T[t])
+        a, r = float(batch.advantage_T[t]), math.exp(log_ratio)
+        alive = (a > 0 and r < high) or (a < 0 and r > low)
+        rows.append(
+            (log_prob, a * alive, -float(batch.weight_T[t]) * r * a * alive * (log_prob + entropy), r)
+        )
+    log_prob, live, effect, ratio = (np.array(column) for column in zip(*rows, strict=True))
+    metrics: Metrics = {
+        "entropy_rule/covariance": float(np.cov(log_prob, live, ddof=0)[0, 1]),
+        "entropy_rule/effect": float(effect.mean()),
+        "polarity/expanding_effect": float(effect[effect > 0].sum() / len(rows)),
+        "polarity/contracting_effect": float(effect[effect < 0].sum() / len(rows)),
+    }
+    edges = [0.0, *RATIO_EDGES, math.inf]
+    for number, name in enumerate(RATIO_BINS):
+        inside = (ratio >= edges[number]) & (ratio < edges[number + 1])
+        metrics[f"ratio/{name}/tokens"] = float(inside.mean())
+        metrics[f"ratio/{name}/probability"] = float(np.exp(log_prob[inside]).mean())
+    return metrics
+
+
+def test_random_tokens_against_a_plain_loop() -> None:
+    stats, batch = random_tokens(3000, seed=1)
+    metrics = diagnostic_metrics(sums_of(stats, batch, fixed(0.7, 1.4), version=30))
+    expected = by_loop(stats, batch, 0.7, 1.4, 30)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    shares = [metrics[f"staleness/{bucket}/effect"] for bucket in ("0", "1", "2-3", "4-7", "8-15", "16+")]
+    assert sum(share is not None for share in shares) == 5  # versions below 30: nothing has age 0
+
+
+def test_sums_of_parts_add_up() -> None:
+    stats, batch = random_tokens(500, seed=2)
+    whole = sums_of(stats, batch, grpo(), 30)
+    parts = sum(
+        sums_of(TokenStats(stats.log_prob_T[part], stats.entropy_T[part]), batch.take(part), grpo(), 30)
+        for part in (slice(0, 123), slice(123, 500))
+    )
+    assert parts.tolist() == pytest.approx(whole.tolist(), rel=1e-12, abs=1e-12)
+
+
+def test_nothing_counts_in_an_empty_update() -> None:
+    batch = pack([1.0], [-1.0], [0.0], [0])
+    sums = sums_of(TokenStats(torch.tensor([math.inf]), torch.tensor([math.nan])), batch, grpo(), 0)
+    assert not sums.any()
+    assert set(diagnostic_metrics(sums).values()) == {None}

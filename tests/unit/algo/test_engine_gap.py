@@ -1,0 +1,131 @@
+"""The gap between engine and trainer, and the alarm on it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from bapo_megatron.algo.engine_gap import gap_metrics, gap_sums
+from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.errors import ConfigError, GapError
+from bapo_megatron.trainer import mismatch_check as alarm
+
+MEAN, MAX = "rollout/engine_gap_mean", "rollout/engine_gap_max"
+
+
+def gaps(*values: float) -> dict[str, float | None]:
+    """Metrics of tokens whose trainer's log-prob is that much above the engine's."""
+    engine = torch.full((len(values),), -2.0, dtype=torch.float64)
+    every = torch.ones(len(values), dtype=torch.bool)
+    return gap_metrics(gap_sums(engine + torch.tensor(values, dtype=torch.float64), engine, every))
+
+
+def test_mean_and_maximum_by_hand() -> None:
+    """The largest is 0.3 = 2^-1.737, in the bin that ends at 2^-1.5; signs do not matter."""
+    metrics = gaps(0.1, -0.3, 0.0)
+    assert metrics[MEAN] == pytest.approx(0.4 / 3)
+    assert metrics[MAX] == pytest.approx(2**-1.5)
+
+
+@pytest.mark.parametrize(
+    ("gap", "told"),
+    [(0.0, 2**-20), (2**-21, 2**-20), (0.5, 0.5), (0.5000001, 2**-0.75), (32.0, 32.0), (33.0, math.inf)],
+)
+def test_a_maximum_is_told_as_the_end_of_its_bin(gap: float, told: float) -> None:
+    assert gaps(gap)[MAX] == told
+
+
+def test_the_maximum_is_never_below_the_true_one_and_at_most_19_percent_above() -> None:
+    for value in torch.logspace(-5, 1.4, 200, dtype=torch.float64).tolist():
+        told = gaps(value, value / 2)[MAX]
+        assert value * (1 - 1e-9) <= told <= value * 2**0.25
+
+
+def test_only_the_tokens_of_the_present_weights_count() -> None:
+    log_prob, engine = torch.tensor([-1.0, -1.0, math.nan]), torch.tensor([-1.25, -9.0, -1.0])
+    sums = gap_sums(log_prob, engine, torch.tensor([True, False, False]))
+    assert gap_metrics(sums) == {MEAN: 0.25, MAX: 0.25}
+    nothing = gap_sums(log_prob, engine, torch.zeros(3, dtype=torch.bool))
+    assert not nothing.any()
+    assert gap_metrics(nothing) == {MEAN: None, MAX: None}
+
+
+def test_packs_add_up() -> None:
+    log_prob, engine = torch.zeros(4), torch.tensor([-0.1, -0.2, -0.3, -4.0])
+    every = torch.ones(4, dtype=torch.bool)
+    parts = [gap_sums(log_prob[part], engine[part], every[part]) for part in (slice(0, 3), slice(3, 4))]
+    assert gap_metrics(sum(parts)) == gap_metrics(gap_sums(log_prob, engine, every))
+    assert gap_metrics(sum(parts))[MAX] == 4.0
+
+
+def test_a_nan_shows() -> None:
+    metrics = gaps(0.1, math.nan)
+    assert math.isnan(metrics[MEAN])
+    assert metrics[MAX] == math.inf
+
+
+class Notes:
+    """Stands for the recorder."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[Any, ...]] = []
+
+    def engine_gap(self, *note: Any) -> None:
+        self.taken.append(note)
+
+
+# The first update of a step alone has tokens of the present weights.
+UPDATES = [{MEAN: 0.06, MAX: 0.8}, {MEAN: None, MAX: None}]
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        ({}, "rollout/engine_gap_mean is 0.06 nats, above algorithm.gap_mean_limit=0.05"),
+        (
+            {"gap_mean_limit": None, "gap_max_limit": 0.5},
+            "rollout/engine_gap_max is 0.8 nats, above algorithm.gap_max_limit=0.5",
+        ),
+    ],
+)
+def test_a_gap_above_its_limit_is_noted(limits: dict[str, Any], says: str) -> None:
+    notes = Notes()
+    alarm.check_gap(AlgorithmConfig(**limits), 7, UPDATES, notes)
+    message = f"step 7: engine and trainer differ about the same tokens: {says}"
+    assert notes.taken == [(7, message, "warn")]
+    alarm.check_gap(AlgorithmConfig(**limits), 7, UPDATES, None)  # the other ranks
+
+
+@pytest.mark.parametrize(
+    ("limits", "updates"),
+    [
+        ({"gap_mean_limit": 0.06, "gap_max_limit": 0.8}, UPDATES),
+        ({"gap_mean_limit": None}, UPDATES),
+        ({"gap_max_limit": 1e-9}, UPDATES[1:]),
+        ({}, []),
+    ],
+)
+def test_no_alarm_at_a_limit_without_one_or_without_tokens(limits: Any, updates: Any) -> None:
+    notes = Notes()
+    alarm.check_gap(AlgorithmConfig(on_gap="stop", **limits), 7, updates, notes)
+    assert notes.taken == []
+
+
+def test_a_gap_that_is_no_number_is_above_any_limit() -> None:
+    assert list(alarm.gap_excess(AlgorithmConfig(gap_mean_limit=1e9), [{MEAN: math.nan, MAX: math.inf}]))
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_stop_raises_on_every_rank_after_the_record_is_written(
+    main: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = Notes()
+    waited: list[int] = []
+    monkeypatch.setattr(alarm, "share", lambda _: waited.append(len(notes.taken)))
+    with pytest.raises(GapError, match=r"step 7.*gap_mean_limit=0.05.*algorithm.on_gap=warn") as caught:
+        alarm.check_gap(AlgorithmConfig(on_gap="stop"), 7, UPDATES, notes if main else None)
+    assert waited == [int(main)]  # it waits with the others once it has written
+    assert isinstance(caught.value, ConfigError)  # exit code 2: to start again unchanged does not help

@@ -1,0 +1,254 @@
+"""PAPO: the polarity against measured changes of entropy, the weights by hand, the update's wiring."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bapo_megatron.algo.bapo import balanced, grpo
+from bapo_megatron.algo.objective import contribution_fn, loss_fn, search
+from bapo_megatron.algo.papo import polarity, reweighted
+from bapo_megatron.algo.papo_schedule import BranchWeights, PolarityConfig, PolarityControl, phase
+from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.config.validation import run_problems
+from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
+from tests.unit.algo.test_objective import pack
+from tests.unit.config.test_config import GOOD
+
+LN = math.log
+
+
+def entropy_of(logits_V: Tensor) -> Tensor:
+    log_prob_V = logits_V.log_softmax(0)
+    return -(log_prob_V.exp() * log_prob_V).sum()
+
+
+def distributions(count: int, size: int = 8) -> list[Tensor]:
+    """Logits of softmax policies, from flat to nearly decided."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.linspace(0.2, 4.0, count, dtype=torch.float64)
+    return [scale * torch.randn(size, generator=generator, dtype=torch.float64) for scale in scales]
+
+
+@pytest.mark.parametrize("advantage", [1.0, -0.7])
+def test_polarity_is_the_sign_of_the_measured_change_of_entropy(advantage: float) -> None:
+    """A natural-gradient step on log pi(y): z_y += step A / pi(y). Its effect: -A (log pi(y) + H) step."""
+    step = 1e-6
+    for logits_V in distributions(30):
+        log_prob_V, before = logits_V.log_softmax(0), entropy_of(logits_V)
+        for y in range(len(logits_V)):
+            moved_V = logits_V.clone()
+            moved_V[y] += step * advantage / log_prob_V[y].exp()
+            predicted = -advantage * (log_prob_V[y] + before)
+            measured = (entropy_of(moved_V) - before) / step
+            # Second order: step / pi(y) at most, times a curvature of a few.
+            assert float(measured) == pytest.approx(
+                float(predicted), abs=20 * step / float(log_prob_V[y].exp()) ** 2
+            )
+            if abs(predicted) > 1e-3 and log_prob_V[y] > -4:
+                sign = polarity(log_prob_V[y, None], before[None], torch.tensor([advantage]))
+                assert float(sign) == math.copysign(1.0, float(measured))
+
+
+def test_a_plain_gradient_step_has_the_state_s_correction_besides() -> None:
+    """z += step A (1[y] - pi): the effect is -A (q_y - E q) step with q = pi (log pi + H), and E q >= 0."""
+    step = 1e-6
+    for logits_V in distributions(10):
+        prob_V, before = logits_V.softmax(0), entropy_of(logits_V)
+        q_V = prob_V * (prob_V.log() + before)
+        correction = (prob_V * q_V).sum()
+        assert correction >= 0
+        for y in range(len(logits_V)):
+            chosen_V = torch.nn.functional.one_hot(torch.tensor(y), len(logits_V)).double()
+            measured = (entropy_of(logits_V + step * (chosen_V - prob_V)) - before) / step
+            assert float(measured) == pytest.approx(float(correction - q_V[y]), abs=20 * step)
+
+
+def test_the_correction_changes_few_signs_where_policies_are_decided() -> None:
+    """The figures in docs/algorithm.md: of the tokens that random policies sample, and of their effects."""
+    generator = torch.Generator().manual_seed(5)
+    logits_BV = 8.0 * torch.randn(200, 1000, generator=generator, dtype=torch.float64)
+    log_prob_BV = logits_BV.log_softmax(1)
+    prob_BV = log_prob_BV.exp()
+    entropy_B1 = -(prob_BV * log_prob_BV).sum(1, keepdim=True)
+    q_BV = prob_BV * (log_prob_BV + entropy_B1)
+    exact_BV = q_BV - (prob_BV * q_BV).sum(1, keepdim=True)
+    differs_BV = -polarity(log_prob_BV, entropy_B1, torch.tensor(1.0)) != exact_BV.sign()
+    effect_BV = prob_BV * exact_BV.abs()
+    assert 0.8 < float(entropy_B1.mean()) < 1.0
+    assert 0.04 < float((prob_BV * differs_BV).sum(1).mean()) < 0.08
+    assert 0.02 < float((effect_BV * differs_BV).sum() / effect_BV.sum()) < 0.05
+
+
+def test_the_mean_effect_is_minus_the_covariance_of_eq_6() -> None:
+    """Whatever constant is added to A: log pi + H has mean zero."""
+    [logits_V] = distributions(1)
+    log_prob_V, prob_V = logits_V.log_softmax(0), logits_V.softmax(0)
+    advantage_V = torch.linspace(-1, 2, len(logits_V), dtype=torch.float64)
+    effect = -(prob_V * advantage_V * (log_prob_V + entropy_of(logits_V))).sum()
+    means = (prob_V * log_prob_V).sum(), (prob_V * advantage_V).sum()
+    covariance = (prob_V * (log_prob_V - means[0]) * (advantage_V - means[1])).sum()
+    shifted = -(prob_V * (advantage_V + 5) * (log_prob_V + entropy_of(logits_V))).sum()
+    assert float(effect) == pytest.approx(-float(covariance), abs=1e-12)
+    assert float(shifted) == pytest.approx(-float(covariance), abs=1e-12)
+
+
+def test_polarity_of_the_four_kinds_of_tokens() -> None:
+    """pi = 1/2 and 1/4 at H = 1: log pi + H is 0.31 and -0.39. Table 4 of the paper, row by row."""
+    log_prob_T = torch.tensor([LN(1 / 2), LN(1 / 2), LN(1 / 4), LN(1 / 4), -1.0])
+    advantage_T = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0])
+    assert polarity(log_prob_T, torch.ones(5), advantage_T).tolist() == [-1, 1, 1, -1, 0]
+
+
+def test_a_token_of_which_the_policy_is_certain_is_likely_whatever_the_rounding() -> None:
+    log_prob_T, entropy_T = torch.tensor([0.0, -1e-6, -3e-7]), torch.tensor([0.0, 9e-7, 0.0])
+    assert polarity(log_prob_T, entropy_T, torch.ones(3)).tolist() == [-1, -1, -1]
+
+
+def test_weights_follow_the_entropy_by_hand() -> None:
+    """Target 1.0 from the first update, band 0.5, strength 0.4, memory 0.75.
+
+    Entropies 1.0, 0.6: mean 0.9, phase 0.1 / 0.5 = 0.2, change 0.08. Then 0.0: mean 0.675, phase 0.65, change
+    0.26. Then 8.0: mean 2.50625, phase -1 (clipped).
+    """
+    control = PolarityControl(PolarityConfig(True, strength=0.4, band=0.5, memory=0.75))
+    assert control.weights == (1.0, 1.0)
+    control.observe(1.0)
+    assert control.weights == (1.0, 1.0)
+    control.observe(0.6)
+    assert control.phase == pytest.approx(0.2)
+    assert control.weights == pytest.approx((1.08, 0.92))
+    control.observe(0.0)
+    assert control.weights == pytest.approx((1.26, 0.74))
+    control.observe(8.0)
+    assert control.weights == pytest.approx((0.6, 1.4))
+
+
+@pytest.mark.parametrize(
+    ("entropy", "target", "expected"),
+    [(0.5, 1.0, 1.0), (0.9, 1.0, 0.2), (1.25, 1.0, -0.5), (9.0, 1.0, -1.0), (3.0, 0.0, 0.0)],
+)
+def test_phase_by_hand(entropy: float, target: float, expected: float) -> None:
+    assert phase(entropy, target, 0.5) == pytest.approx(expected)
+
+
+def test_a_continued_control_goes_on_where_it_was() -> None:
+    first = PolarityControl(PolarityConfig(True))
+    assert first.state() is None
+    first.observe(2.0)
+    first.observe(1.0)
+    second = PolarityControl(PolarityConfig(True))
+    second.load_state(first.state())
+    assert second.weights == first.weights
+    held = PolarityControl(PolarityConfig(True, target_entropy=7.0))
+    held.load_state(first.state())
+    assert held.phase == 1.0
+
+
+# Ratio 1 throughout; pi = 1/2 is likely at H = 1, pi = 1/4 is not. Advantages of all four kinds.
+BATCH = pack([1.0, -1.0, 2.0, -2.0], [LN(1 / 2), LN(1 / 2), LN(1 / 4), LN(1 / 4)], [1.0] * 4, [7] * 4)
+
+
+class EvenPolicy:
+    """At ratio 1 with entropy 1 everywhere; counts its passes."""
+
+    version = 7
+
+    def __init__(self) -> None:
+        self.passes: list[str] = []
+
+    def token_sums(self, batches: list[MicroBatch], fn: TokenFn) -> Tensor:
+        self.passes.append("model")
+        return sum(fn(self.stats(batch), batch) for batch in batches)
+
+    def old_sums(self, batches: list[MicroBatch], fn: TokenFn) -> Tensor:
+        self.passes.append("rollouts")
+        return self.token_sums(batches, fn)
+
+    def stats(self, batch: MicroBatch) -> TokenStats:
+        return TokenStats(batch.old_log_prob_T, torch.ones_like(batch.mask_T))
+
+
+def test_advantages_of_both_branches_by_hand() -> None:
+    """Weights 3 (expanding) and 0.5 (contracting): A = 0.5, -3, 6, -1; loss -(0.5 - 3 + 6 - 1)."""
+    seen: list[Tensor] = []
+
+    def keep(_stats: TokenStats, batch: MicroBatch) -> Tensor:
+        seen.append(batch.advantage_T)
+        return torch.zeros(1)
+
+    reweighted(keep, BranchWeights(3.0, 0.5))(EvenPolicy().stats(BATCH), BATCH)
+    assert seen[0].tolist() == [0.5, -3.0, 6.0, -1.0]
+    config = grpo()
+    loss = loss_fn(search(contribution_fn(config)(EvenPolicy().stats(BATCH), BATCH), config), config, 7)
+    assert float(reweighted(loss, BranchWeights(3.0, 0.5))(EvenPolicy().stats(BATCH), BATCH)[0]) == -2.5
+
+
+def test_no_gradient_passes_through_the_polarity() -> None:
+    """d loss / d log pi = -r A': minus the reweighted advantages."""
+    config = grpo()
+    loss = loss_fn(search(contribution_fn(config)(EvenPolicy().stats(BATCH), BATCH), config), config, 7)
+    log_prob_T = BATCH.old_log_prob_T.clone().requires_grad_()
+    reweighted(loss, BranchWeights(3.0, 0.5))(TokenStats(log_prob_T, torch.ones(4)), BATCH)[0].backward()
+    assert log_prob_T.grad.tolist() == [-0.5, 3.0, -6.0, 1.0]
+
+
+def algorithm(**polarity: Any) -> AlgorithmConfig:
+    settings = PolarityConfig(True, strength=0.5, band=0.5, memory=0.0, target_entropy=4.0, **polarity)
+    return AlgorithmConfig(bounds=dataclasses.replace(balanced(), target=0.6), polarity=settings)
+
+
+def test_search_and_loss_see_the_weights_of_the_updates_before() -> None:
+    """Entropy 1 against a target of 4: phase 1, weights 1.5 and 0.5 from the second update on.
+
+    A = (1, -1, 2, -2): share 1/2. Then (0.5, -1.5, 3, -1): P = 3.5 of 6, which is 0.583, and 0.5 before.
+    """
+    policy, clipping = EvenPolicy(), Clipping(algorithm())
+    shares, losses, logs = [], [], []
+    for _ in range(2):
+        loss, found = clipping.loss(policy, [BATCH], on_policy=True)  # type: ignore[arg-type]
+        sums = loss(policy.stats(BATCH), BATCH)  # type: ignore[operator]
+        logs.append(clipping.observe(sums))
+        shares.append(found.bounds.contribution)
+        losses.append(float(sums[0]))
+    assert policy.passes == ["model", "model"]  # a known ratio does not tell the entropies
+    assert shares == pytest.approx([0.5, 3.5 / 6])
+    assert losses == pytest.approx([0.0, -1.0])
+    assert logs[0] == {
+        "polarity/phase": 0.0,
+        "polarity/expanding_weight": 1.0,
+        "polarity/contracting_weight": 1.0,
+    }
+    assert logs[1]["polarity/expanding_weight"] == 1.5
+    resumed = Clipping(algorithm())
+    resumed.load_state(clipping.state())
+    assert resumed.observe(torch.zeros(2000))["polarity/contracting_weight"] == 0.5
+
+
+def test_off_means_untouched() -> None:
+    """The very functions and passes of before, and nothing to keep."""
+    config = AlgorithmConfig(bounds=balanced())
+    policy, clipping = EvenPolicy(), Clipping(config)
+    loss, found = clipping.loss(policy, [BATCH], on_policy=True)  # type: ignore[arg-type]
+    assert policy.passes[0] == "rollouts"
+    sums = loss(policy.stats(BATCH), BATCH)  # type: ignore[operator]
+    assert torch.equal(sums, loss_fn(found, balanced(), 7)(policy.stats(BATCH), BATCH))
+    assert clipping.observe(sums) == {}
+    assert clipping.state() is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("strength", 1.0), ("strength", -0.1), ("memory", 1.0), ("band", 0.0), ("target_entropy", 0.0)],
+)
+def test_values_out_of_range_are_named(field: str, value: float) -> None:
+    settings = PolarityConfig(**{"enabled": True, field: value})
+    run = dataclasses.replace(GOOD, algorithm=AlgorithmConfig(polarity=settings))
+    [problem] = run_problems(run)
+    assert problem.startswith(f"algorithm.polarity.{field}={value} must be")

@@ -1,0 +1,212 @@
+"""A checkpoint is whole or absent, whatever happens to it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+
+from bapo_megatron.checkpoint.store import CheckpointStore
+from bapo_megatron.config import CheckpointConfig
+from bapo_megatron.errors import CheckpointError, RunStopped
+from bapo_megatron.interfaces import Saving
+from tests.support.saves import Written, save, write_policy
+
+pytestmark = pytest.mark.usefixtures("one_process_group")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    store = CheckpointStore(tmp_path, CheckpointConfig())
+    for step in (10, 20):
+        save(store, step, write_policy(b"weights of %d" % step), {"version": step * 4})
+    return store
+
+
+def test_the_newest_is_found_with_its_state(store: CheckpointStore) -> None:
+    latest = store.latest()
+    assert latest is not None
+    assert (latest.step, latest.trainer) == (20, {"version": 80})
+    assert (latest.policy / "deep/weights.bin").read_bytes() == b"weights of 20"
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path, CheckpointConfig()).latest() is None
+
+
+def test_old_ones_are_deleted_and_zero_keeps_all(store: CheckpointStore, tmp_path: Path) -> None:
+    save(store, 30, write_policy(b"x"), {})
+    assert sorted(path.name for path in store.folder.iterdir()) == ["step_000020", "step_000030"]
+    keeper = CheckpointStore(tmp_path, CheckpointConfig(keep_last=0))
+    save(keeper, 40, write_policy(b"x"), {})
+    assert len(list(keeper.folder.iterdir())) == 3
+
+
+def flip_a_bit(folder: Path) -> None:
+    path = folder / "policy/deep/weights.bin"
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "policy/deep/weights.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def break_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text((folder / "manifest.json").read_text()[:40])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_bit,
+        truncate,
+        break_manifest,
+        lambda folder: (folder / "manifest.json").unlink(),
+        lambda folder: (folder / "trainer.json").unlink(),
+        lambda folder: (folder / "policy/deep/weights.bin").unlink(),
+        lambda folder: (folder / "manifest.json").write_text(json.dumps(["no", "manifest"])),
+    ],
+)
+def test_a_damaged_one_is_passed_over_and_named(
+    damage: Callable[[Path], None], store: CheckpointStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(store.folder / "step_000020")
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 10
+    assert "passing over" in (printed := capsys.readouterr().out)
+    assert "step_000020" in printed
+
+
+def test_a_failed_save_leaves_the_older_ones_and_is_cleaned_up(store: CheckpointStore) -> None:
+    def fail(path: Path) -> Saving:
+        write_policy(b"half")(path)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(RunStopped, match="checkpoint of step 30 could not be written .*No space left"):
+        save(store, 30, fail, {})
+    assert store.latest().step == 20
+    save(store, 30, write_policy(b"whole"), {})
+    assert store.latest().step == 30
+    assert not list(store.folder.glob(".*"))
+
+
+@pytest.mark.parametrize(("failures", "waits"), [({}, [120.0]), ({1: (OSError(28, "full"), None)}, [])])
+def test_a_rank_that_does_not_know_what_failed_lets_the_other_speak(
+    failures: dict, waits: list[float], store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("bapo_megatron.checkpoint.writer.sleep", waited.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    class Failed(Written):
+        def finish(self) -> None:
+            raise CheckpointException("write", failures)
+
+    with pytest.raises((CheckpointException, RunStopped)):
+        save(store, 30, lambda path: (write_policy(b"half")(path), Failed())[1], {})
+    assert waited == waits
+
+
+def test_a_broken_checkpoint_of_the_same_step_is_replaced(store: CheckpointStore) -> None:
+    (store.folder / "step_000020/manifest.json").unlink()
+    save(store, 20, write_policy(b"again"), {"version": 1})
+    assert store.latest().trainer == {"version": 1}
+
+
+def test_foreign_names_are_ignored(store: CheckpointStore) -> None:
+    shutil.copytree(store.folder / "step_000020", store.folder / "step_000099.copy")
+    assert store.latest().step == 20
+
+
+def test_the_newest_save_is_kept_though_broken_ones_have_later_steps(store: CheckpointStore) -> None:
+    save(store, 30, write_policy(b"x"), {})
+    for step in (20, 30):
+        truncate(store.folder / f"step_{step:06d}")
+    save(store, 10, write_policy(b"continued from before"), {"version": 7})
+    assert store.latest().trainer == {"version": 7}
+    assert [path.name for path in store.folder.iterdir()] == ["step_000010"]
+
+
+def test_all_broken_is_an_error_and_not_a_new_beginning(store: CheckpointStore) -> None:
+    for step in (10, 20):
+        truncate(store.folder / f"step_{step:06d}")
+    with pytest.raises(CheckpointError, match="no checkpoint of the run is whole") as caught:
+        store.latest()
+    assert "step_000010" in str(caught.value)
+    assert "move" in str(caught.value)
+
+
+class Slow(Written):
+    """Not done before it is told so."""
+
+    is_done = False
+
+    def is_written(self) -> bool:
+        return self.is_done
+
+
+def test_the_training_goes_on_until_it_is_whole(store: CheckpointStore) -> None:
+    saving = Slow()
+    store.begin((30, 0), lambda path: (write_policy(b"slow")(path), saving)[1], {})
+    for _ in range(3):
+        assert store.settle(wait=False) is None
+        assert store.latest().step == 20
+    saving.is_done = True
+    while (saved := store.settle(wait=False)) is None:
+        pass
+    assert (saved.step, saved.updates) == (30, 0)
+    assert store.settle(wait=True) is None
+    assert store.latest().step == 30
+
+
+def test_one_within_a_step_comes_after_the_step_before_and_before_its_own(store: CheckpointStore) -> None:
+    store.begin((20, 3), write_policy(b"within"), {"within": 1})
+    store.settle(wait=True)
+    latest = store.latest()
+    assert latest is not None
+    assert (latest.moment, latest.trainer) == ((20, 3), {"within": 1})
+    assert latest.path.name == "step_000020_update_003"
+    save(store, 21, write_policy(b"x"), {})
+    assert store.latest().moment == (21, 0)
+
+
+def test_the_best_are_kept(tmp_path: Path) -> None:
+    """Of steps 10 to 50 the newest, and the two with the highest scores; of equal ones the later."""
+    store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_best=2))
+    for step, score in ((10, 0.5), (20, 0.7), (30, 0.5), (40, None), (50, 0.1)):
+        save(store, step, write_policy(b"x"), {})
+        if score is not None:
+            store.scores[step] = score
+    names = sorted(path.name for path in store.folder.iterdir())
+    assert names == ["step_000020", "step_000030", "step_000050"]
+
+
+def test_milestones_are_kept_for_ever(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_every=20))
+    for step in (10, 20, 30, 40, 50):
+        save(store, step, write_policy(b"x"), {})
+    assert sorted(path.name for path in store.folder.iterdir()) == [
+        "step_000020",
+        "step_000040",
+        "step_000050",
+    ]
+
+
+def test_a_milestone_that_was_passed_over_goes(tmp_path: Path) -> None:
+    """The run goes on from before it, so it is of another course, if of any."""
+    store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_every=20))
+    for step in (10, 20):
+        save(store, step, write_policy(b"x"), {})
+    truncate(store.folder / "step_000020")
+    store.newest = (10, 0)
+    save(store, 11, write_policy(b"y"), {})
+    assert [path.name for path in store.folder.iterdir()] == ["step_000011"]

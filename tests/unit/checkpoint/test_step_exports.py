@@ -1,0 +1,412 @@
+"""Exports beside the training: from a real checkpoint, by a real process, killed at any moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from bapo_megatron.checkpoint.step_exports import StepExports
+from bapo_megatron.checkpoint.store import CheckpointStore
+from bapo_megatron.commands.finish import wait_for_exports
+from bapo_megatron.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
+from bapo_megatron.errors import Interrupted
+from bapo_megatron.interfaces import Saving
+from bapo_megatron.runtime.distributed import free_port
+from bapo_megatron.trainer.build import Run
+from bapo_megatron.trainer.checkpointing import settle
+from bapo_megatron.trainer.clip_bounds import Clipping
+from checkpoints_tools import to_megatron
+from tests.support.checkpoint_models import folder_bytes, save_random_model
+from tests.support.runs import Told, run_of
+from tests.support.saves import Written, save
+
+BIG = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 5000}
+"""About 120 MB, which keeps a process busy for a while."""
+DEADLINE_S = 120.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model") / "hf", files=2)
+
+
+@pytest.fixture(scope="module")
+def policy(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a policy would save of that model."""
+    path = tmp_path_factory.mktemp("policy") / "megatron"
+    to_megatron(model, path)
+    return path / "release"
+
+
+def copy_of(policy: Path) -> Callable[[Path], Saving]:
+    """Stands for a policy's ``save``."""
+
+    def write(path: Path) -> Saving:
+        shutil.copytree(policy, path)
+        return Written()
+
+    return write
+
+
+class Owner:
+    """A run's store and its exports, with the events that they note."""
+
+    def __init__(self, run_dir: Path, model: Path, policy: Path, every: int = 10, **checkpoint: Any) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.store = CheckpointStore(run_dir, CheckpointConfig(**{"keep_last": 1, **checkpoint}))
+        self.exports = StepExports(run_dir, model, every, self.events.append)
+        self.store.holds = self.exports.holds
+        self._policy = policy
+
+    def reach(self, step: int) -> None:
+        """Save the checkpoint of a step and offer it."""
+        save(self.store, step, copy_of(self._policy), {})
+        self.exports.offer(step)
+
+    def wait(self) -> None:
+        """Until no export is in the making."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self.exports.is_busy():
+            assert time.monotonic() < deadline
+            self.exports.poll()
+            time.sleep(0.01)
+
+    def kinds(self) -> list[tuple[str, int]]:
+        return [(event["kind"], event["step"]) for event in self.events]
+
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in self.store.folder.iterdir())
+
+
+def exporters() -> list[psutil.Process]:
+    """The processes that export for this one; other tests may have left it other children."""
+    return [child for child in psutil.Process().children() if _exports(child)]
+
+
+def _exports(child: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # also a zombie that another test has left
+        return "bapo_megatron.checkpoint.export_process" in child.cmdline()
+    return False
+
+
+@pytest.fixture
+def owner(tmp_path: Path, model: Path, policy: Path) -> Iterator[Owner]:
+    owner = Owner(tmp_path, model, policy)
+    yield owner
+    owner.exports.close()
+
+
+@pytest.fixture
+def halted(owner: Owner) -> Iterator[psutil.Process]:
+    """The export of step 10 as a process that has just begun and is halted: it lasts until it is woken."""
+    owner.reach(10)
+    [child] = exporters()
+    child.suspend()
+    yield child
+    if child.is_running():
+        child.resume()
+
+
+def test_an_export_is_the_model_to_the_bit_with_all_its_files(owner: Owner, model: Path) -> None:
+    owner.reach(10)
+    assert owner.kinds() == [("export_started", 10)]
+    owner.wait()
+    assert owner.kinds() == [("export_started", 10), ("export_done", 10)]
+    done = owner.events[-1]
+    assert done["path"] == str(owner.exports.path(10))
+    assert 0 < done["seconds"] < DEADLINE_S
+    assert folder_bytes(Path(done["path"])) == folder_bytes(model)
+
+
+def test_steps_between_are_not_exported(owner: Owner) -> None:
+    for step in (5, 15):
+        owner.reach(step)
+    assert owner.events == []
+    assert not owner.exports.folder.exists()
+
+
+def test_zero_exports_nothing(tmp_path: Path, model: Path, policy: Path) -> None:
+    owner = Owner(tmp_path, model, policy, every=0)
+    owner.reach(10)
+    owner.exports.resume(owner.store.steps())
+    owner.exports.close()
+    assert owner.events == []
+
+
+@pytest.fixture
+def endless(owner: Owner, policy: Path) -> Owner:
+    """The checkpoint of step 10 has a manifest that nobody writes: who reads it waits."""
+    save(owner.store, 10, copy_of(policy), {})
+    manifest = owner.store.folder / "step_000010/manifest.json"
+    manifest.unlink()
+    os.mkfifo(manifest)
+    return owner
+
+
+def wait_for_niceness(child: psutil.Process) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while child.nice() != 19:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_it_is_the_last_to_get_a_processor(endless: Owner) -> None:
+    endless.exports.offer(10)
+    [child] = exporters()
+    wait_for_niceness(child)
+    assert child.nice() == 19
+
+
+def test_it_has_no_torch() -> None:
+    """Or it would take a second copy of half a gigabyte beside every trainer."""
+    module = "bapo_megatron.checkpoint.export_process"
+    script = f"import sys, {module}; print({{'torch', 'megatron', 'numpy'}} & {{*sys.modules}})"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"
+
+
+def test_signals_to_the_runs_processes_are_not_meant_for_it(halted: psutil.Process) -> None:
+    """Slurm tells all of a task's process group to save."""
+    assert os.getpgid(halted.pid) == halted.pid
+
+
+def test_its_checkpoint_stays_as_long_as_it_is_read(owner: Owner, halted: psutil.Process) -> None:
+    for step in (15, 25):
+        owner.reach(step)
+    assert owner.checkpoints() == ["step_000010", "step_000025"]
+    halted.resume()
+    owner.wait()
+    assert owner.kinds()[-1] == ("export_done", 10)
+    owner.reach(35)
+    assert owner.checkpoints() == ["step_000035"]
+
+
+def test_one_at_a_time_and_the_newest_of_those_that_wait(
+    owner: Owner, halted: psutil.Process, model: Path
+) -> None:
+    for step in (20, 30, 40):
+        owner.reach(step)
+        assert [child.pid for child in exporters()] == [halted.pid]
+    assert [event for event in owner.events if event["kind"] == "export_skipped"] == [
+        {"kind": "export_skipped", "step": 20, "newer": 30},
+        {"kind": "export_skipped", "step": 30, "newer": 40},
+    ]
+    # That of step 30 was to be read when the last one became whole. It goes with the next.
+    assert owner.checkpoints() == ["step_000010", "step_000030", "step_000040"]
+    halted.resume()
+    owner.wait()
+    ends = [("export_done", 10), ("export_started", 40), ("export_done", 40)]
+    assert owner.kinds()[-3:] == ends
+    assert sorted(path.name for path in owner.exports.folder.iterdir()) == ["step_000010", "step_000040"]
+    assert folder_bytes(owner.exports.path(40)) == folder_bytes(model)
+
+
+def test_a_failure_is_an_event_and_the_next_one_goes_on(
+    owner: Owner, halted: psutil.Process, capfd: pytest.CaptureFixture[str]
+) -> None:
+    owner.reach(20)
+    (owner.store.folder / "step_000010/policy/common.pt").unlink()
+    halted.resume()
+    owner.wait()
+    failed = owner.events[-3]
+    assert (failed["kind"], failed["step"]) == ("export_failed", 10)
+    assert "common.pt" in failed["message"]
+    assert "warning: the export of step 10 has failed: " in capfd.readouterr().err
+    assert owner.kinds()[-2:] == [("export_started", 20), ("export_done", 20)]
+    assert not owner.exports.path(10).exists()
+
+
+def test_a_process_that_is_killed_is_a_failure_too(owner: Owner, halted: psutil.Process) -> None:
+    halted.kill()
+    owner.wait()
+    assert owner.kinds()[-1] == ("export_failed", 10)
+    assert owner.events[-1]["message"] == "it ended with exit code -9"
+
+
+def test_a_step_that_was_made_again_is_exported_again(owner: Owner) -> None:
+    """A run that goes on from an older checkpoint, perhaps with another recipe, writes its steps anew."""
+    owner.reach(10)
+    owner.wait()
+    stale = owner.exports.path(10) / "stale"
+    stale.touch()
+    owner.reach(10)
+    owner.wait()
+    assert not stale.exists()
+
+
+def test_a_continued_run_makes_the_newest_two_that_are_missing(
+    tmp_path: Path, model: Path, policy: Path
+) -> None:
+    before = Owner(tmp_path, model, policy, every=0, keep_last=0)
+    for step in (5, 10, 20, 30, 40):
+        before.reach(step)
+    shutil.copytree(model, tmp_path / "exports/step_000040")
+    shutil.copytree(model, tmp_path / "exports/.step_000010.bapo-ckpt.tmp")
+    owner = Owner(tmp_path, model, policy, keep_last=0)
+    owner.store.newest = (40, 0)
+    owner.exports.resume(owner.store.steps())
+    owner.wait()
+    owner.exports.close()
+    assert [step for kind, step in owner.kinds() if kind == "export_done"] == [20, 30]
+    names = ["step_000020", "step_000030", "step_000040"]
+    assert sorted(path.name for path in owner.exports.folder.iterdir()) == names
+
+
+def test_checkpoints_that_were_passed_over_are_not_exported(
+    tmp_path: Path, model: Path, policy: Path
+) -> None:
+    owner = Owner(tmp_path, model, policy, every=0, keep_last=0)
+    for moment in ((10, 0), (10, 3), (20, 0)):
+        owner.store.begin(moment, copy_of(policy), {})
+        owner.store.settle(wait=True)
+    owner.store.newest = (10, 3)
+    assert owner.store.steps() == [10]
+
+
+def test_closing_leaves_nothing_half_written(tmp_path: Path) -> None:
+    """A signal or an error ends the run in the middle of an export."""
+    big = save_random_model(tmp_path / "hf", **BIG)
+    to_megatron(big, tmp_path / "megatron")
+    owner = Owner(tmp_path / "run", big, tmp_path / "megatron/release")
+    owner.reach(10)
+    while not list(owner.exports.folder.glob(".step_*")):
+        time.sleep(0.001)
+    owner.exports.close()
+    assert list(owner.exports.folder.iterdir()) == []
+    assert exporters() == []
+
+
+_TRAINER = """
+import sys
+from pathlib import Path
+from bapo_megatron.checkpoint.step_exports import StepExports
+exports = StepExports(Path(sys.argv[1]), Path(sys.argv[2]), 10, print)
+exports.resume([10])
+print("begun", exports._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def trainer(run_dir: Path, model: Path) -> Iterator[psutil.Process]:
+    """A process that has the export of step 10 made, which is yielded; killed at the end of the block."""
+    command = [sys.executable, "-c", _TRAINER, str(run_dir), str(model)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        told = next(line for line in process.stdout if line.startswith("begun"))
+        yield psutil.Process(int(told.split()[1]))
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def test_it_does_not_outlive_the_trainer(endless: Owner, tmp_path: Path, model: Path) -> None:
+    with trainer(tmp_path, model) as child:
+        wait_for_niceness(child)
+    child.wait(DEADLINE_S)
+    assert not child.is_running()
+
+
+def test_a_kill_of_the_trainer_at_any_moment_ends_it_and_the_next_run_makes_it_whole(tmp_path: Path) -> None:
+    big = save_random_model(tmp_path / "hf", **BIG)
+    to_megatron(big, tmp_path / "megatron")
+    run_dir = tmp_path / "run"
+    owner = Owner(run_dir, big, tmp_path / "megatron/release")
+    owner.reach(10)
+    start = time.monotonic()
+    owner.wait()
+    took = time.monotonic() - start
+    whole = folder_bytes(owner.exports.path(10))
+    generator, unfinished = random.Random(1), 0
+    for _ in range(5):
+        shutil.rmtree(owner.exports.path(10), ignore_errors=True)
+        with trainer(run_dir, big) as child:
+            time.sleep(generator.uniform(0, took))
+        child.wait(DEADLINE_S)
+        if owner.exports.path(10).exists():
+            assert folder_bytes(owner.exports.path(10)) == whole
+        else:
+            unfinished += 1
+        owner.exports.resume([10])
+        owner.wait()
+        assert folder_bytes(owner.exports.path(10)) == whole
+        assert [path.name for path in owner.exports.folder.iterdir()] == ["step_000010"]
+    assert unfinished > 0
+    owner.exports.close()
+
+
+CONFIG = RunConfig("test", ModelConfig(Path("m")), DataConfig(Path("d")), steps=20)
+
+
+def run_with(owner: Owner) -> Run:
+    run = run_of(CONFIG, None, Clipping(CONFIG.algorithm), owner.store)
+    run.exports = owner.exports
+    return run
+
+
+def test_the_loop_offers_what_has_become_whole_and_never_waits(
+    owner: Owner, policy: Path, halted: psutil.Process
+) -> None:
+    run = run_with(owner)
+    owner.store.begin((20, 0), copy_of(policy), {})
+    settle(run, wait=True)  # returns, though the export of step 10 does not go on
+    assert owner.exports.holds(20)
+    owner.store.begin((20, 2), copy_of(policy), {})
+    settle(run, wait=True)
+    assert owner.kinds() == [("export_started", 10)]
+    assert owner.checkpoints() == ["step_000010", "step_000020", "step_000020_update_002"]
+    halted.resume()
+    deadline = time.monotonic() + DEADLINE_S
+    while ("export_started", 20) not in owner.kinds():
+        assert time.monotonic() < deadline
+        settle(run)
+        time.sleep(0.01)
+
+
+def test_the_end_of_a_run_waits_and_then_deletes_what_was_held(
+    owner: Owner, halted: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner.reach(20)
+
+    def wake(seconds: float) -> None:
+        if halted.is_running():
+            halted.resume()
+        time.sleep(seconds / 100)
+
+    monkeypatch.setattr("bapo_megatron.commands.finish.sleep", wake)
+    wait_for_exports(run_with(owner))
+    done = [step for kind, step in owner.kinds() if kind == "export_done"]
+    assert done == [10, 20]
+    assert owner.checkpoints() == ["step_000020"]
+
+
+def test_who_waits_at_the_end_can_be_told_to_stop(owner: Owner, halted: psutil.Process) -> None:
+    run = run_with(owner)
+    run.interrupt = Told(at=1)  # type: ignore[assignment]
+    owner.store.newest = (20, 0)
+    with pytest.raises(Interrupted, match="saved after step 20"):
+        wait_for_exports(run)
+
+
+def test_events_are_plain_json(owner: Owner) -> None:
+    owner.reach(10)
+    owner.wait()
+    assert json.loads(json.dumps(owner.events)) == owner.events

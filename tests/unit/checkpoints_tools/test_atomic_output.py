@@ -1,0 +1,386 @@
+"""An output is whole or absent: kills at every moment, full disks, two runs at once, somebody's folders."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.errors import ConfigError
+from checkpoints_tools import Settings, reshard, to_hf, to_megatron
+from checkpoints_tools.core import atomic_output, copying
+from checkpoints_tools.core.atomic_output import check_space, temporary_folder
+from checkpoints_tools.formats.opening import open_checkpoint
+from tests.support.checkpoint_models import folder_bytes, save_random_model
+
+OVERWRITE = Settings(overwrite=True)
+Convert = Callable[[Path, Settings], object]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model") / "hf")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "megatron"
+    to_megatron(model, path)
+    return path
+
+
+@pytest.fixture(params=["to_megatron", "to_hf", "reshard", "reshard to ranks"])
+def convert(request: pytest.FixtureRequest, model: Path, checkpoint: Path) -> Convert:
+    ranks: dict[str, Any] = {"to": "mp_rank", "tensor": 2, "pipeline": 3}
+    conversions: dict[str, Convert] = {
+        "to_megatron": lambda output, settings: to_megatron(model, output, settings=settings),
+        "to_hf": lambda output, settings: to_hf(checkpoint, output, settings=settings),
+        "reshard": lambda output, settings: reshard(checkpoint, output, grid=3, settings=settings),
+        "reshard to ranks": lambda output, settings: reshard(checkpoint, output, **ranks, settings=settings),
+    }
+    return conversions[request.param]
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    """The wait status of a forked process that does ``work``."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def die_at(moment: int, folder: Path) -> None:
+    """SIGKILL this process when it is about to touch something in ``folder`` for the ``moment``-th time."""
+    os.fsync = lambda descriptor: None  # slow, and only a power failure could tell
+    left = moment
+
+    def count(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal left
+        if (event == "open" or event.startswith("os.")) and str(folder) in str(arguments):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+def moments(convert: Convert, output: Path, settings: Settings) -> Iterator[int]:
+    """Every moment at which a conversion touches the file system, each after it was killed there."""
+    moment = 1
+    while True:
+
+        def work() -> None:
+            die_at(moment, output.parent)  # noqa: B023
+            convert(output, settings)
+
+        status = in_a_child(work)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            assert moment > 20
+            return
+        yield moment
+        moment += 1
+
+
+def test_a_kill_at_any_moment_leaves_all_or_nothing(convert: Convert, model: Path, tmp_path: Path) -> None:
+    convert(tmp_path / "whole", Settings())
+    whole = folder_bytes(tmp_path / "whole")
+    output = tmp_path / "output"
+    finished = False
+    for _ in moments(convert, output, Settings()):
+        if output.exists():
+            assert folder_bytes(output) == whole
+            shutil.rmtree(output)
+            finished = True
+        # What is left cannot be opened, even by one who knows the model, or all of its weights are there.
+        left = temporary_folder(output)
+        if (left / "config.json").exists() or (left / "release/.metadata").exists():
+            assert folder_bytes(left) == whole
+        for path in (left, left / "release"):
+            try:
+                open_checkpoint(path, reference=model)
+            except ConfigError:
+                continue
+            ends = (".safetensors", ".distcp", "model_optim_rng.pt")
+            weights = {n: data for n, data in whole.items() if n.endswith(ends)}
+            assert weights.items() <= folder_bytes(left).items()
+    assert finished, "a kill after the rename was among the moments"
+    assert folder_bytes(output) == whole
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_kill_while_replacing_loses_neither(convert: Convert, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    convert(output, Settings())
+    new = folder_bytes(output)
+    (output / "old").write_text("an older one")
+    old = folder_bytes(output)
+    seen = set()
+    for _ in moments(convert, output, OVERWRITE):
+        # As the next run finds it.
+        found = folder_bytes(atomic_output.check_output(output, True, []))
+        assert found in (old, new)
+        seen.add(len(found))
+        (output / "old").write_text("an older one")
+    assert seen == {len(old), len(new)}
+    assert folder_bytes(output) == new
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+def test_a_kill_at_a_random_time(tmp_path: Path, model: Path) -> None:
+    """Threads copy at the time, which the moments above cannot tell apart."""
+    big = save_random_model(tmp_path / "hf", hidden_size=1024, intermediate_size=2048, vocab_size=5000)
+    start = time.monotonic()
+    assert in_a_child(lambda: to_megatron(big, tmp_path / "whole")) == 0
+    took = time.monotonic() - start
+    whole = folder_bytes(tmp_path / "whole")
+    generator = random.Random(0)
+    output = tmp_path / "output"
+    for _ in range(12):
+        child = os.fork()
+        if child == 0:
+            to_megatron(big, output, settings=Settings(threads=2))
+            os._exit(0)
+        time.sleep(generator.uniform(0, took))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        if output.exists():
+            assert folder_bytes(output) == whole
+            shutil.rmtree(output)
+    to_megatron(big, output)
+    assert folder_bytes(output) == whole
+    assert not temporary_folder(output).exists()
+
+
+def test_a_term_signal_cleans_up(tmp_path: Path) -> None:
+    big = save_random_model(tmp_path / "hf", hidden_size=1024, intermediate_size=2048, vocab_size=5000)
+    output = tmp_path / "output"
+    command = [sys.executable, "-m", "checkpoints_tools.cli", "to-megatron", str(big), str(output)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None and not temporary_folder(output).exists():
+            time.sleep(0.001)
+        process.terminate()
+    assert process.returncode == 143
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_signal_before_the_lock_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock, calls = atomic_output.fcntl.flock, []
+
+    def told_once(descriptor: int, how: int) -> None:
+        calls.append(how)
+        if len(calls) == 1:
+            raise SystemExit(143)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(atomic_output.fcntl, "flock", told_once)
+    with pytest.raises(SystemExit), atomic_output.atomic_output(tmp_path / "output"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_what_another_began_at_the_same_moment_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """It comes between this one's look and its mkdir; this one may get a signal then, too."""
+    output, begin = tmp_path / "output", atomic_output._begin
+    locks: list[int] = []
+
+    def too_late(folder: Path) -> int:
+        locks.append(begin(folder))
+        (folder / "theirs").touch()
+        if told:
+            raise SystemExit(143)
+        return begin(folder)
+
+    monkeypatch.setattr(atomic_output, "_begin", too_late)
+    with pytest.raises(SystemExit if told else ConfigError), atomic_output.atomic_output(output):
+        pass
+    assert (temporary_folder(output) / "theirs").exists()
+    os.close(locks[0])
+
+
+def test_a_lock_on_a_folder_that_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another removes it, and makes its own, between this one's open and its lock."""
+    flock, folder = atomic_output.fcntl.flock, tmp_path / "folder"
+    folder.mkdir()
+
+    def made_anew(descriptor: int, how: int) -> None:
+        folder.rename(tmp_path / "gone")
+        folder.mkdir()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(atomic_output.fcntl, "flock", made_anew)
+    with pytest.raises(ConfigError, match="another process"):
+        atomic_output._lock(folder)
+
+
+def test_a_signal_between_the_renames_brings_the_old_output_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "config.json").write_text("old")
+    rename = Path.rename
+
+    def told(path: Path, target: Path) -> Path:
+        if path == temporary_folder(output):
+            raise SystemExit(143)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", told)
+    with pytest.raises(SystemExit), atomic_output.atomic_output(output) as folder:
+        (folder / "config.json").write_text("new")
+    assert (output / "config.json").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_an_existing_output_is_kept_without_overwrite(convert: Convert, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    convert(output, Settings())
+    (output / "mark").touch()
+    with pytest.raises(ConfigError, match="exists; --overwrite replaces it"):
+        convert(output, Settings())
+    assert (output / "mark").exists()
+    convert(output, OVERWRITE)
+    assert not (output / "mark").exists()
+
+
+def test_a_folder_that_is_no_checkpoint_is_kept_even_so(convert: Convert, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="is no checkpoint, so --overwrite does not replace it"):
+        convert(tmp_path, OVERWRITE)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="exists and is no folder"):
+        convert(tmp_path / "file", OVERWRITE)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="exists and is no folder"):
+        convert(tmp_path / "link", OVERWRITE)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_an_empty_folder_is_an_output(convert: Convert, tmp_path: Path) -> None:
+    (tmp_path / "output").mkdir()
+    convert(tmp_path / "output", Settings())
+    assert open_checkpoint(tmp_path / "output")
+
+
+def test_a_mount_point_is_refused(convert: Convert) -> None:
+    with pytest.raises(ConfigError, match=r"/proc is a mount point|lie in, one another"):
+        convert(Path("/proc"), OVERWRITE)
+
+
+def test_two_runs_at_once(convert: Convert, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with atomic_output.atomic_output(output) as folder:
+        with pytest.raises(ConfigError, match="another process is writing"):
+            convert(output, Settings())
+        (folder / "mark").touch()
+    assert (output / "mark").exists()
+
+
+def test_too_little_space_is_seen_before(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ConfigError, match=r"needs [\d,]+ bytes and .* has 1,000 free"):
+        convert(tmp_path / "new/output", Settings())
+    assert list(tmp_path.iterdir()) == []
+    assert check_space(tmp_path / "new/output", 1000) == 1000
+
+
+def test_holes_take_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_random_model(tmp_path / "hf", hidden_size=1024, intermediate_size=2048)
+    weights = folder / "model.safetensors"
+    size = weights.stat().st_size
+    header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    os.truncate(weights, header)
+    os.truncate(weights, size)  # all zeros now, none of them on the disk
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size // 2))
+    assert to_megatron(folder, tmp_path / "megatron").nbytes > size
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_up(
+    code: int, convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = iter(range(1000))
+    for name in ("pwritev", "copy_file_range"):
+        original = getattr(os, name)
+
+        def write(*arguments: object, original: Callable[..., int] = original) -> int:
+            if next(calls) > 5:
+                raise OSError(code, os.strerror(code))
+            return original(*arguments)
+
+        monkeypatch.setattr(copying.os, name, write)
+    with pytest.raises(ConfigError, match="was not written, and nothing of it was left"):
+        convert(tmp_path / "output", Settings())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_on_files_is_like_a_full_disk(convert: Convert, tmp_path: Path) -> None:
+    """Of the operating system's own making."""
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        try:
+            convert(tmp_path / "output", Settings())
+        except ConfigError as error:
+            os._exit(7 if "larger than the system allows" in str(error) else 8)
+
+    assert os.waitstatus_to_exitcode(in_a_child(work)) == 7
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs: run the tests as root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_real_disk_that_is_too_small(
+    convert: Convert, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="make room, or write elsewhere"):
+        convert(small_disk / "output", Settings())
+    monkeypatch.setattr("checkpoints_tools.conversion.check_space", lambda output, nbytes: 0)
+    with pytest.raises(ConfigError, match="the disk is full: output .* was not written"):
+        convert(small_disk / "output", Settings())
+    assert list(small_disk.iterdir()) == []
+
+
+def test_other_errors_are_not_hidden(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: object) -> int:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    monkeypatch.setattr(copying.os, "pwritev", write)
+    monkeypatch.setattr(copying.os, "copy_file_range", write)
+    with pytest.raises(OSError, match="the disk is broken"):
+        convert(tmp_path / "output", Settings())
+    assert list(tmp_path.iterdir()) == []

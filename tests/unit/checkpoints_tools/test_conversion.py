@@ -1,0 +1,304 @@
+"""HF to torch_dist and back: every bit, every file, every family; and what is refused before work begins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from safetensors.torch import save_file
+
+from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.parameter_map import checkpoint_key, mapping_table
+from bapo_megatron.hf.shards import join
+from benchmarks import dcp_convert
+from checkpoints_tools import Settings, cli, to_hf, to_megatron
+from checkpoints_tools.formats import torch_dist_writer
+from checkpoints_tools.formats.safetensors_folder import INDEX, read_safetensors
+from checkpoints_tools.formats.safetensors_writer import Sharding, plan_safetensors
+from tests.support.checkpoint_models import bits, folder_bytes, load_tensors, save_random_model, save_tensors
+
+FAMILIES = ["qwen2", "qwen3", "llama"]
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trips_give_the_same_files(
+    family: str, dtype: str, tied: bool, files: int, tmp_path: Path
+) -> None:
+    folder = save_random_model(tmp_path / "hf", family, dtype, files, tie_word_embeddings=tied)
+    to_megatron(folder, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert folder_bytes(tmp_path / "back") == folder_bytes(folder)
+
+
+@pytest.mark.parametrize(
+    ("grid", "changes"),
+    [
+        (1, {}),
+        (8, {"head_dim": 5}),
+        (8, {"head_dim": 1, "num_key_value_heads": 1, "intermediate_size": 3}),  # fewer rows than pieces
+        (7, {"head_dim": 9, "num_key_value_heads": 8, "vocab_size": 3}),
+        (1024, {"num_hidden_layers": 1}),
+    ],
+)
+def test_round_trips_of_odd_shapes(grid: int, changes: dict, tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path / "hf", "qwen2", **changes)
+    to_megatron(folder, tmp_path / "megatron", grid)
+    to_hf(tmp_path / "megatron", tmp_path / "back", settings=Settings(threads=3))
+    assert folder_bytes(tmp_path / "back") == folder_bytes(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_reads_the_parameters_that_the_table_joins(family: str, tmp_path: Path) -> None:
+    """The oracle: torch.distributed.checkpoint for reading, and the code that loads the trainer's weights."""
+    folder = save_random_model(tmp_path / "hf", family, "F32")
+    to_megatron(folder, tmp_path / "megatron", grid=3)
+    tensors, shape = load_tensors(folder), read_model_shape(folder)
+    expected = {}
+    for name, mapping in mapping_table(shape).items():
+        stacked = "{layer}" in name
+        layers = [
+            join(mapping, [tensors[n.format(layer=layer)] for n in mapping.hf_names])
+            for layer in range(shape.layers if stacked else 1)
+        ]
+        expected[checkpoint_key(name)] = torch.stack(layers) if stacked else layers[0]
+    checkpoint = tmp_path / "megatron/release"
+    reader = dcp.FileSystemReader(checkpoint)
+    stored = reader.read_metadata().state_dict_metadata
+    assert {key for key in stored if "_extra_state" not in key} == set(expected)
+    state = {key: torch.empty_like(value) for key, value in expected.items()}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    for key, value in expected.items():
+        assert torch.equal(bits(state[key]), bits(value)), key
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plain_converter_reads_ours_and_we_read_its(family: str, tmp_path: Path) -> None:
+    """The oracle again, both ways: the whole model in memory, through torch.distributed.checkpoint."""
+    folder = save_random_model(tmp_path / "hf", family, files=2)
+    to_megatron(folder, tmp_path / "ours")
+    dcp_convert.to_hf(folder, tmp_path / "ours/release", tmp_path / "back")
+    dcp_convert.to_megatron(folder, tmp_path / "plain")
+    to_hf(tmp_path / "plain", tmp_path / "again", reference=folder)
+    expected = load_tensors(folder)
+    for found in (load_tensors(tmp_path / "back"), load_tensors(tmp_path / "again")):
+        assert set(found) == set(expected)
+        assert all(torch.equal(bits(found[name]), bits(expected[name])) for name in expected)
+
+
+def test_what_stands_beside_the_weights(tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path / "hf", "qwen3")
+    to_megatron(folder, tmp_path / "megatron")
+    checkpoint = tmp_path / "megatron/release"
+    assert (tmp_path / "megatron/latest_checkpointed_iteration.txt").read_text() == "release"
+    assert dist_checkpointing.check_is_distributed_checkpoint(str(checkpoint))
+    common = dist_checkpointing.load_common_state_dict(checkpoint)
+    assert common["content_metadata"] == {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    arguments = common["args"]
+    assert (arguments.num_layers, arguments.kv_channels, arguments.padded_vocab_size) == (3, 24, 101)
+    assert (arguments.rotary_base, arguments.norm_epsilon, arguments.qk_layernorm) == (1000000, 1e-6, True)
+    carried = folder_bytes(checkpoint / "hf")
+    whole = folder_bytes(folder)
+    assert carried == {name: whole[name] for name in whole if name != "model.safetensors"}
+
+
+def test_matrices_are_cut_into_the_grid_and_vectors_are_not(tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path / "hf", "qwen2")
+    to_megatron(folder, tmp_path / "megatron", grid=4)
+    metadata = dcp.FileSystemReader(tmp_path / "megatron/release").read_metadata().state_dict_metadata
+
+    def chunks(key: str) -> set[tuple[int, ...]]:
+        return {tuple(chunk.sizes) for chunk in metadata[key].chunks}
+
+    # 8 heads in 4 groups of head size 6: 4 x (2 + 1 + 1) x 6 = 96 rows; TP2 and TP4 cut between groups.
+    assert chunks("decoder.layers.self_attention.linear_qkv.weight") == {(1, 24, 48)}
+    assert chunks("decoder.layers.self_attention.linear_qkv.bias") == {(1, 96)}
+    assert chunks("decoder.layers.self_attention.linear_proj.weight") == {(1, 48, 12)}
+    assert chunks("decoder.layers.mlp.linear_fc1.weight") == {(1, 10, 48)}
+    assert chunks("decoder.layers.mlp.linear_fc2.weight") == {(1, 48, 10)}
+    assert chunks("decoder.final_layernorm.weight") == {(48,)}
+    assert chunks("output_layer.weight") == {(25, 48), (26, 48)}
+
+
+def test_no_chunk_is_larger_than_an_archive_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_dist_writer, "MOST_CHUNK_BYTES", 500)
+    folder = save_random_model(tmp_path / "hf", "llama")
+    to_megatron(folder, tmp_path / "megatron", grid=1)
+    metadata = dcp.FileSystemReader(tmp_path / "megatron/release").read_metadata()
+    assert max(place.length for place in metadata.storage_data.values()) < 2000
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert folder_bytes(tmp_path / "back") == folder_bytes(folder)
+
+
+def test_tensors_are_dealt_to_files_as_in_the_reference(tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path / "hf", files=1)
+    other = save_random_model(tmp_path / "other", files=4)
+    to_megatron(folder, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back", reference=other)
+    names = {path.name for path in (tmp_path / "back").glob("*.safetensors")}
+    assert names == {f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)}
+    back, whole = load_tensors(tmp_path / "back"), load_tensors(folder)
+    assert all(torch.equal(bits(back[name]), bits(whole[name])) for name in whole)
+
+
+def test_files_of_a_given_size(tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path / "hf")
+    to_megatron(folder, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back", shard_bytes=20_000)
+    index = json.loads((tmp_path / "back/model.safetensors.index.json").read_text())
+    whole = load_tensors(folder)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    assert {path.name for path in files} == set(index["weight_map"].values())
+    assert len(files) > 3
+    assert all(path.stat().st_size < 22_000 for path in files)
+    assert all(torch.equal(bits(t), bits(whole[n])) for n, t in load_tensors(tmp_path / "back").items()), (
+        "the same bits"
+    )
+
+
+def test_files_of_several_types_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
+    types = {"z": torch.float32, "b": torch.bfloat16, "a": torch.float16, "c": torch.float32}
+    tensors = {name: torch.zeros(3, 5, dtype=dtype) for name, dtype in types.items()}
+    save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    wanted = {name: (kind, (3, 5)) for name, kind in zip(types, ["F32", "BF16", "F16", "F32"], strict=True)}
+    plan = plan_safetensors(wanted, tmp_path, Sharding(10**9))
+    plan.create()
+    plan.complete()
+    # Among types of one width the library has an order of its own, which readers do not care about.
+    ours, theirs = read_safetensors(tmp_path / "model.safetensors"), read_safetensors(tmp_path / "theirs")
+    assert [tensor.nbytes for tensor in ours] == [tensor.nbytes for tensor in theirs]
+    assert [t.name for t in ours][:2] == [t.name for t in theirs][:2] == ["c", "z"]
+
+
+def test_a_copy_of_a_tied_embedding_comes_back_where_the_index_lists_it(tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path / "hf", "llama", tie_word_embeddings=True)
+    tensors = load_tensors(folder)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    (folder / "model.safetensors").unlink()
+    save_tensors(folder, tensors, files=2)
+    to_megatron(folder, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert folder_bytes(tmp_path / "back") == folder_bytes(folder)
+
+
+def test_an_output_layer_unlike_its_tied_embedding_is_refused(tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path / "hf", "llama", tie_word_embeddings=True)
+    tensors = load_tensors(folder)
+    copy = tensors["model.embed_tokens.weight"].clone()
+    copy[7, 3] = 1.0
+    save_tensors(folder, {**tensors, "lm_head.weight": copy})
+    with pytest.raises(CheckpointError, match=r"ties lm_head.weight to .* differs first at row 7, column 3"):
+        to_megatron(folder, tmp_path / "megatron")
+
+
+def test_rounding_changes_the_type_and_nothing_else(tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path / "hf", dtype="F32", files=2, torch_dtype="float32")
+    to_megatron(folder, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back", dtype="bf16")
+    old, new = (json.loads((f / INDEX).read_text()) for f in (folder, tmp_path / "back"))
+    assert new["weight_map"] == old["weight_map"]
+    assert new["metadata"]["total_size"] * 2 == old["metadata"]["total_size"]
+    back = load_tensors(tmp_path / "back")
+    for name, tensor in load_tensors(folder).items():
+        assert back[name].dtype == torch.bfloat16
+        assert torch.equal(back[name].isnan(), tensor.isnan())
+        assert torch.equal(back[name].nan_to_num(0.5), tensor.bfloat16().nan_to_num(0.5)), name
+    old, new = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "back"))
+    assert (old.pop("torch_dtype"), new.pop("torch_dtype")) == ("float32", "bfloat16")
+    assert old == new
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.norm.weight": None}, "tensor model.norm.weight is missing"),
+        ({"model.extra": torch.zeros(2)}, "tensor model.extra is not of this model family"),
+        (
+            {"model.norm.weight": torch.zeros(7)},
+            r"model.norm.weight has shape \[7\], config.json asks for \[48\]",
+        ),
+        (
+            {"model.layers.1.mlp.up_proj.weight": torch.zeros(40, 48)},
+            "layers.1.mlp.up_proj.weight is F32 and .* is BF16",
+        ),
+        ({"model.layers.0.input_layernorm.weight": torch.zeros(48).double()}, "is of type 'F64'"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(change: dict, message: str, tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path / "hf")
+    tensors = {**load_tensors(folder), **change}
+    save_tensors(folder, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    with pytest.raises(CheckpointError, match=message):
+        to_megatron(folder, tmp_path / "megatron")
+    assert not list(tmp_path.glob("*megatron*"))
+
+
+def test_a_reference_of_another_model_is_named(tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path / "hf")
+    to_megatron(folder, tmp_path / "megatron")
+    other = save_random_model(tmp_path / "other", hidden_size=64)
+    with pytest.raises(CheckpointError, match="config.json asks for"):
+        to_hf(tmp_path / "megatron", tmp_path / "back", reference=other)
+    with pytest.raises(ConfigError, match="is a Hugging Face folder already"):
+        to_hf(folder, tmp_path / "back")
+
+
+def test_a_dry_run_says_what_it_would_do_and_does_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_random_model(tmp_path / "hf")
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.run(["to-megatron", str(folder), str(tmp_path / "new/megatron"), "--dry-run"]) == 0
+    planned = capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == before
+    assert cli.run(["to-megatron", str(folder), str(tmp_path / "new/megatron")]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == planned.splitlines()[:2]
+    written = sum(path.stat().st_size for path in (tmp_path / "new").rglob("*") if path.is_file())
+    assert f"({written:,} bytes)" in planned
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, megatron, back = save_random_model(tmp_path / "hf"), tmp_path / "megatron", tmp_path / "back"
+    assert cli.run(["to-megatron", str(folder), str(megatron), "--grid", "2", "--threads", "2"]) == 0
+    assert "100 %" in capsys.readouterr().err
+    assert cli.run(["to-hf", str(megatron), str(back), "--shard-gb", "0.00005"]) == 0
+    assert len(list(back.glob("*.safetensors"))) > 1
+    assert cli.run(["to-hf", str(megatron), str(back)]) == 2
+    assert "exists; --overwrite replaces it" in capsys.readouterr().err
+    assert cli.run(["to-hf", str(megatron), str(back), "--overwrite", "--hf-reference", str(folder)]) == 0
+    assert folder_bytes(back) == folder_bytes(folder)
+    assert cli.run(["to-hf", str(megatron), str(tmp_path / "x"), "--from", "optimizer"]) == 2
+    assert "no optimizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["convert"], "unknown command 'convert'; there are to-megatron, to-hf"),
+        (["to-megatron", "nowhere", "out"], "nowhere: no config.json there"),
+        (["to-megatron", "{hf}", "out", "--grid", "0"], "--grid 0: give a number from 1 to 1024"),
+        (["to-megatron", "{hf}", "out", "--threads", "-1"], "--threads -1"),
+        (["to-hf", "{hf}", "out", "--shard-gb", "nan"], "--shard-gb nan"),
+        (["to-megatron", "{hf}", "{hf}/out"], "lie in, one another"),
+        (["to-megatron", "{hf}", "{hf}"], "lie in, one another"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = save_random_model(tmp_path / "hf")
+    assert cli.run([argument.format(hf=folder) for argument in arguments]) == 2
+    assert message in capsys.readouterr().err

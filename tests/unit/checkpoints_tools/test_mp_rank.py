@@ -1,0 +1,238 @@
+"""Legacy mp_rank folders: what we write torch reads, what we read is every bit, and gaps are named."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.hf.config import read_model_shape
+from checkpoints_tools import to_hf
+from checkpoints_tools.archives import state_archive
+from checkpoints_tools.archives.torch_archive import stored_tensor
+from checkpoints_tools.archives.torch_zip import read_archive
+from checkpoints_tools.formats.mp_rank import MpRank
+from checkpoints_tools.formats.opening import open_checkpoint
+from checkpoints_tools.resharding import reshard
+from tests.support.checkpoint_models import bits, folder_bytes, load_tensors, save_random_model, save_tensors
+
+LAYOUTS = [(1, 1), (2, 1), (1, 3), (4, 3)]
+
+
+def load(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=False)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("family", "dtype"), [("qwen2", "BF16"), ("qwen3", "F32"), ("llama", "F16")])
+def test_round_trips_give_the_same_files(
+    family: str, dtype: str, tied: bool, tensor: int, pipeline: int, tmp_path: Path
+) -> None:
+    files = 2 if dtype == "F32" else 1
+    folder = save_random_model(tmp_path / "hf", family, dtype, files, tie_word_embeddings=tied)
+    reshard(folder, tmp_path / "legacy", "mp_rank", tensor=tensor, pipeline=pipeline)
+    to_hf(tmp_path / "legacy", tmp_path / "back")
+    assert folder_bytes(tmp_path / "back") == folder_bytes(folder)
+    reshard(tmp_path / "legacy", tmp_path / "torch_dist", grid=3)
+    to_hf(tmp_path / "torch_dist", tmp_path / "again")
+    assert folder_bytes(tmp_path / "again") == folder_bytes(folder)
+
+
+def test_torch_reads_each_ranks_shards(tmp_path: Path) -> None:
+    """By hand: TP2 of 8 heads on 4 KV groups, width 6; MLP 40; vocabulary 101, padded to 2 x 128."""
+    folder = save_random_model(tmp_path / "hf", tie_word_embeddings=True)
+    reshard(folder, tmp_path / "legacy", "mp_rank", tensor=2, pipeline=3)
+    root, tensors = tmp_path / "legacy/release", load_tensors(folder)
+    assert (tmp_path / "legacy/latest_checkpointed_iteration.txt").read_text() == "release"
+    assert sorted(path.name for path in root.glob("mp_rank*")) == [
+        f"mp_rank_{tp:02d}_{pp:03d}" for tp in range(2) for pp in range(3)
+    ]
+    state = load(root / "mp_rank_01_002/model_optim_rng.pt")
+    assert (state["checkpoint_version"], state["iteration"]) == (3.0, 0)
+    assert (state["args"].tensor_model_parallel_size, state["args"].pipeline_model_parallel_size) == (2, 3)
+    assert (state["args"].padded_vocab_size, state["args"].num_layers) == (256, 3)
+    hf, mg = "model.layers.2.", "decoder.layers.0."
+    q, k, v = (tensors[f"{hf}self_attn.{x}_proj.weight"].view(4, -1, 48) for x in "qkv")
+    gate, up = (tensors[f"{hf}mlp.{x}_proj.weight"] for x in ("gate", "up"))
+    expected = {
+        f"{mg}self_attention.linear_qkv.layer_norm_weight": tensors[f"{hf}input_layernorm.weight"],
+        f"{mg}self_attention.linear_qkv.weight": torch.cat([q, k, v], 1)[2:].reshape(-1, 48),
+        f"{mg}self_attention.linear_proj.weight": tensors[f"{hf}self_attn.o_proj.weight"][:, 24:],
+        f"{mg}mlp.linear_fc1.layer_norm_weight": tensors[f"{hf}post_attention_layernorm.weight"],
+        f"{mg}mlp.linear_fc1.weight": torch.cat([gate[20:], up[20:]]),
+        f"{mg}mlp.linear_fc2.weight": tensors[f"{hf}mlp.down_proj.weight"][:, 20:],
+        "decoder.final_layernorm.weight": tensors["model.norm.weight"],
+        "output_layer.weight": torch.zeros(128, 48, dtype=torch.bfloat16),  # rows 128 to 256: padding
+    }
+    for name, tensor in expected.items():
+        assert torch.equal(bits(state["model"][name]), bits(tensor)), name
+    first = load(root / "mp_rank_00_000/model_optim_rng.pt")["model"]
+    assert torch.equal(
+        bits(first["embedding.word_embeddings.weight"][:101]), bits(tensors["model.embed_tokens.weight"])
+    )
+    assert not first["embedding.word_embeddings.weight"][101:].any()
+    copy = load(root / "mp_rank_00_002/model_optim_rng.pt")["model"]["output_layer.weight"]
+    assert torch.equal(bits(copy), bits(first["embedding.word_embeddings.weight"]))
+    assert state["model"][f"{mg}mlp.linear_fc1._extra_state"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor": 8}, "--tp 8 does not divide the model's KV groups of 4"),
+        ({"tensor": 0}, "--tp 0: give"),
+        ({"pipeline": 2}, "--pp 2 does not divide the model's 3 layers"),
+        ({"vocabulary_multiple": 0}, "--vocab-multiple 0"),
+        ({"tensor": 2, "vocabulary_multiple": 1}, "--tp 2 does not divide the model's vocabulary of 101"),
+    ],
+)
+def test_cuts_that_do_not_fit_are_refused(options: dict[str, int], message: str, tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path / "hf")
+    with pytest.raises(ConfigError, match=message):
+        reshard(folder, tmp_path / "legacy", "mp_rank", **options)
+    assert not (tmp_path / "legacy").exists()
+
+
+def test_a_folder_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    folder = save_random_model(tmp_path / "hf")
+    tensors = load_tensors(folder)
+    del tensors["model.norm.weight"]
+    save_tensors(folder, tensors)
+    with pytest.raises(CheckpointError, match="tensor model.norm.weight is missing"):
+        reshard(folder, tmp_path / "legacy", "mp_rank")
+
+
+@pytest.fixture
+def legacy(tmp_path: Path) -> Path:
+    folder = save_random_model(tmp_path / "hf")
+    reshard(folder, tmp_path / "legacy", "mp_rank", tensor=2, pipeline=3)
+    return tmp_path / "legacy/release"
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    state = load(path)
+    edit(state)
+    torch.save(state, path)
+
+
+def drop(state: dict[str, Any]) -> None:
+    del state["model"]["decoder.layers.0.mlp.linear_fc2.weight"]
+
+
+def shorten(state: dict[str, Any]) -> None:
+    state["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = torch.zeros(48, 19, dtype=torch.bfloat16)
+
+
+def retype(state: dict[str, Any]) -> None:
+    state["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = torch.zeros(48, 20)
+
+
+def transpose(state: dict[str, Any]) -> None:
+    state["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = torch.zeros(20, 48, dtype=torch.bfloat16).T
+
+
+def add(state: dict[str, Any]) -> None:
+    state["model"]["decoder.layers.0.mlp.router.weight"] = torch.zeros(3)
+
+
+def unmake(state: dict[str, Any]) -> None:
+    state["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = "text"
+
+
+def split(state: dict[str, Any]) -> None:
+    state |= {"model0": state.pop("model"), "model1": {}}
+
+
+def remove(state: dict[str, Any]) -> None:
+    state.pop("model")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "edit", "message"),
+    [
+        (["01_001"], drop, "mp_rank_01_001/.* and .*mp_rank_00_001/.* hold different parameters"),
+        (["00_001", "01_001"], drop, r"decoder\.layers\.1\.mlp\.linear_fc2\.weight is in no file"),
+        (["01_001"], shorten, r"mp_rank_01_001/.*fc2\.weight has shape \[48, 19\]; of \[48, 40\]"),
+        (["01_001"], retype, r"mp_rank_01_001/.*fc2\.weight has type F32"),
+        (["00_001"], transpose, r"mp_rank_00_001/.*fc2\.weight has type BF16 and strides \[1, 48\]"),
+        (["00_001", "01_001"], add, r"mp_rank_00_001/.*router\.weight belongs to no model"),
+        (["01_002"], unmake, r"mp_rank_01_002/.*fc2\.weight is no tensor"),
+        (["01_002"], split, "mp_rank_01_002/.* holds 2 chunks of the model, other files 1"),
+        (["00_000"], remove, "mp_rank_00_000/model_optim_rng.pt holds no model"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    ranks: list[str], edit: Callable[[dict[str, Any]], None], message: str, legacy: Path
+) -> None:
+    for rank in ranks:
+        change(legacy / f"mp_rank_{rank}/model_optim_rng.pt", edit)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(legacy)
+
+
+def test_missing_and_strange_folders_are_named(legacy: Path) -> None:
+    (legacy / "mp_rank_00_000/model_optim_rng.pt").rename(legacy / "kept.pt")
+    with pytest.raises(CheckpointError, match=r"mp_rank_00_000/model_optim_rng\.pt is missing"):
+        open_checkpoint(legacy)
+    (legacy / "kept.pt").rename(legacy / "mp_rank_00_000/model_optim_rng.pt")
+    (legacy / "mp_rank_00_000_000").mkdir()
+    with pytest.raises(CheckpointError, match="mp_rank_00_000_000: expected mp_rank_TP or mp_rank_TP_PPP"):
+        open_checkpoint(legacy)
+    (legacy / "mp_rank_00_000_000").rename(legacy / "mp_rank_00")
+    with pytest.raises(CheckpointError, match="mp_rank_00_000 are both of rank|mp_rank_00 and"):
+        open_checkpoint(legacy)
+    (legacy / "mp_rank_00").rmdir()
+    shutil.rmtree(legacy / "mp_rank_01_001")
+    with pytest.raises(CheckpointError, match="no folder of tensor rank 1 and pipeline rank 1"):
+        open_checkpoint(legacy)
+
+
+def test_another_models_config_is_named(legacy: Path, tmp_path: Path) -> None:
+    other = save_random_model(tmp_path / "other", num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match=r"decoder\.layers\.0.* belongs to no model of .* 2 layers"):
+        MpRank(legacy, read_model_shape(other)).tensors  # noqa: B018
+
+
+def test_an_optimizer_is_not_dropped_unasked(legacy: Path, tmp_path: Path) -> None:
+    change(legacy / "mp_rank_01_001/model_optim_rng.pt", lambda state: state.update(optimizer={"state": 1}))
+    with pytest.raises(
+        ConfigError, match="the optimizer of mp_rank folders is not converted; --weights-only"
+    ):
+        reshard(legacy, tmp_path / "out")
+    reshard(legacy, tmp_path / "out", weights_only=True)
+    change(legacy / "mp_rank_01_001/model_optim_rng.pt", lambda state: state.pop("optimizer"))
+    (legacy / "mp_rank_00_000/distrib_optim.pt").touch()  # of the distributed optimizer
+    with pytest.raises(ConfigError, match="the optimizer of mp_rank folders is not converted"):
+        reshard(legacy, tmp_path / "out2")
+
+
+def test_files_beyond_four_gigabytes(tmp_path: Path) -> None:
+    """Their entries stand in the 64-bit extension; the file is sparse."""
+    rows, columns = 600_000, 1024
+    value = {str(i): stored_tensor("F32", (rows, columns), str(i)) for i in range(3)}
+    archive = state_archive.state_archive(value, [rows * columns * 4] * 3)
+    assert archive.payloads[2] > 2**32
+    path = tmp_path / "model_optim_rng.pt"
+    with path.open("wb") as file:
+        file.truncate(archive.nbytes)
+        for position, data in archive.around:
+            file.seek(position)
+            file.write(data)
+        file.seek(archive.payloads[2] + 4 * columns)
+        file.write(torch.tensor([1.5]).numpy().tobytes())
+    loaded = torch.load(path, mmap=True, weights_only=True)
+    assert (loaded["2"][1, 0], loaded["2"][0, 0], loaded["2"].shape) == (1.5, 0, (rows, columns))
+    with path.open("rb") as stream:
+        found = read_archive(stream, path, "state")
+    assert [found[key].position for key in "012"] == archive.payloads
+
+
+def test_a_tensor_beyond_four_gigabytes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use a higher TP"):
+        state_archive.state_archive({}, [2**32])

@@ -1,0 +1,142 @@
+"""No file runs code: what a pickle names becomes a constant, a container or a record, or is refused."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import pickle
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnBackend
+
+from bapo_megatron.errors import CheckpointError
+from checkpoints_tools.archives.pickle_allow_list import Record, load_pickle
+
+
+class Attack:
+    """Pickles into a call."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def test_builtin_values_come_back() -> None:
+    value = {"a": [1, -(2**70), 2.5, None, True], "b": ("x", b"y", {3})}
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        if protocol > 2:  # before, bytes are pickled as a call of codecs.encode
+            assert load_pickle(pickle.dumps(value, protocol), "x") == value
+
+
+def test_types_and_sizes_become_names_and_tuples() -> None:
+    value = (torch.bfloat16, torch.float32, torch.Size([2, 3]), collections.OrderedDict(a=1))
+    assert load_pickle(pickle.dumps(value), "x") == ("BF16", "F32", (2, 3), {"a": 1})
+
+
+def test_objects_become_records_of_what_they_were_made_from() -> None:
+    arguments = argparse.Namespace(tensor_model_parallel_size=2, attention_backend=AttnBackend.auto)
+    record = load_pickle(pickle.dumps(arguments), "x")
+    assert isinstance(record, Record)
+    assert record.class_name == "argparse.Namespace"
+    assert record.field("tensor_model_parallel_size") == 2
+    assert record.field("attention_backend").class_name == "megatron.core.transformer.enums.AttnBackend"
+    assert record.field("attention_backend").arguments == (AttnBackend.auto.value,)
+    assert record.field("no_such_field") is None
+
+
+@pytest.mark.parametrize(
+    "value", [np.zeros(3), np.float32(1.5), Path("/a"), signal.SIGTERM, torch.device("cpu")]
+)
+def test_what_megatron_keeps_beside_the_weights_is_read(value: Any) -> None:
+    assert isinstance(load_pickle(pickle.dumps(value), "x"), Record)
+
+
+@pytest.mark.parametrize(
+    ("attack", "name"),
+    [
+        (Attack(os.system, "touch PROOF"), "posix.system"),
+        (Attack(eval, "open('PROOF', 'w')"), "builtins.eval"),
+        (Attack(exec, "open('PROOF', 'w')"), "builtins.exec"),
+        (Attack(getattr, "x", "y"), "builtins.getattr"),
+        (Attack(__import__, "os"), "builtins.__import__"),
+        (Attack(open, "PROOF", "w"), "io.open"),
+        (Attack(torch.load, "PROOF"), "torch.serialization.load"),
+        (Attack(torch.hub.load, "PROOF"), "torch.hub.load"),
+        (Attack(os.path.join, "a", "b"), "posixpath.join"),
+    ],
+)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_no_function_is_called(
+    attack: Attack, name: str, protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = pickle.dumps({"weights": [1, attack]}, protocol)
+    with pytest.raises(CheckpointError, match=r"evil\.pt names") as caught:
+        load_pickle(data, "evil.pt")
+    module, _, function = name.rpartition(".")
+    assert function in str(caught.value)
+    assert module.replace("builtins", "") in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_record_of_an_allowed_module_is_not_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's classes are not imported, so what their construction would do is not done."""
+    called = []
+    monkeypatch.setattr("megatron.core.config.set_experimental_flag", called.append)
+    data = b"cmegatron.core.config\nset_experimental_flag\n(I01\ntR."
+    assert load_pickle(data, "x").arguments == (True,)
+    assert not called
+    pickle.loads(data)
+    assert called == [True]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "EOFError"),
+        (pickle.dumps([1, 2, 3])[:-4], "damaged"),
+        (b"\x80\x02]q\x00" + b"(K\x01K\x02", "EOFError"),
+        (b"(i__main__\nAttack\n.", "KeyError"),  # INST
+        (b"\x80\x04\x82\x01.", "KeyError"),  # EXT1
+        (b"\x80\x05\x96" + (2**40).to_bytes(8, "little") + b".", "KeyError"),  # BYTEARRAY8 of a terabyte
+        (b"\x80\x04\x8d" + (2**62).to_bytes(8, "little") + b"ab.", "damaged"),  # a text of exabytes
+        (b"]r\xff\xff\xff\x7f.", None),  # the memo's two billionth entry: C's unpickler takes 32 GB for it
+        (b"ctorch\nSize\n}U\x01aK\x01sb.", "damaged"),  # sets attributes of tuple
+        (b"cargparse\nNamespace\n}U\x01aK\x01sb.", "damaged"),  # of a record's class
+        (b"cargparse\nNamespace\n(N}X\x05\x00\x00\x00stateK\x01sU\x00tb.", "damaged"),
+        (b"(dNR.", "damaged"),
+        (b"\x80\x04K\x01K\x02\x93.", "damaged"),  # a class named by numbers
+        (b"Q.", "UnpicklingError|damaged|outside"),  # a persistent identifier, and an empty stack
+        (b"I" + b"9" * 5000 + b"\n.", "damaged"),
+    ],
+)
+def test_damage_is_one_message(data: bytes, reason: str | None) -> None:
+    if reason is None:
+        assert load_pickle(data, "file.pt") == []
+        return
+    with pytest.raises(CheckpointError, match="file.pt") as caught:
+        load_pickle(data, "file.pt")
+    assert any(word in str(caught.value) for word in reason.split("|"))
+
+
+def test_one_file_leaves_nothing_for_the_next() -> None:
+    """Two files that name the same class get two classes."""
+    first = load_pickle(pickle.dumps(argparse.Namespace(a=1)), "x")
+    second = load_pickle(pickle.dumps(argparse.Namespace(b=1)), "x")
+    assert type(first) is not type(second)
+    assert first.state == {"a": 1}
+
+
+def test_references_outside_the_pickle_need_a_reader() -> None:
+    data = b"\x80\x02X\x01\x00\x00\x00aQ."
+    assert load_pickle(data, "x", persistent=lambda key: key * 2) == "aa"
+    with pytest.raises(CheckpointError, match="x refers to data outside"):
+        load_pickle(data, "x")

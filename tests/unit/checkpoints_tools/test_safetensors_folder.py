@@ -1,0 +1,147 @@
+"""Headers of safetensors files: what they say is checked, and what is wrong is named by file and tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from bapo_megatron.errors import CheckpointError
+from checkpoints_tools.core.blocks import Block
+from checkpoints_tools.formats.safetensors_folder import INDEX, read_safetensors, read_safetensors_folder
+
+
+def write(path: Path, header: object, data: bytes = b"") -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(begin: int, end: int, shape: object = (2, 3), dtype: object = "BF16") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def test_where_the_tensors_lie(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"b": torch.zeros(5), "a": torch.ones(2, 3, dtype=torch.bfloat16)}, path)
+    data = path.stat().st_size - 20 - 12
+    b, a = read_safetensors(path)
+    assert (b.name, b.dtype, b.shape, b.blocks) == ("b", "F32", (5,), (Block(0, 5, 0, 1, path, data, 4),))
+    assert (a.name, a.dtype, a.shape) == ("a", "BF16", (2, 3))
+    assert a.blocks == (Block(0, 2, 0, 3, path, data + 20, 6),)
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "message"),
+    [
+        ({"a": entry(0, 12)}, b"0" * 11, r"has \d+ bytes; its header speaks of"),
+        ({"a": entry(0, 12)}, b"0" * 13, r"has \d+ bytes; its header speaks of"),
+        ({"a": entry(0, 12), "b": entry(6, 18)}, b"0" * 18, "tensor b begins at byte"),
+        ({"a": entry(0, 12), "b": entry(14, 26)}, b"0" * 26, "tensor b begins at byte"),
+        ({"a": entry(0, 12), "b": entry(0, 12)}, b"0" * 12, "tensor b begins at byte"),
+        ({"a": entry(1, 13)}, b"0" * 13, "tensor a begins at byte"),
+        ({"a": entry(0, 10)}, b"0" * 10, "a of shape .* takes 12 bytes; the header gives it 10"),
+        ({"a": entry(12, 0)}, b"0" * 12, "a of shape .* takes 12 bytes; the header gives it -12"),
+        ({"a": entry(0, 12, dtype="I32")}, b"0" * 12, "tensor a is of type 'I32'; supported are BF16"),
+        ({"a": entry(0, 12, dtype=[])}, b"0" * 12, "tensor a is of type"),
+        ({"a": entry(0, 12, shape=[1, 2, 3])}, b"0" * 12, "tensor a has 3 dimensions"),
+        ({"a": entry(0, 12, shape=[])}, b"0" * 12, "tensor a has 0 dimensions"),
+        ({"a": entry(0, 12, shape=[-2, -3])}, b"0" * 12, "tensor a: shape"),
+        ({"a": entry(0, 12, shape=[2.0, 3])}, b"0" * 12, "tensor a: shape"),
+        ({"a": entry(0, 12, shape=["2", 3])}, b"0" * 12, "tensor a: shape"),
+        ({"a": entry(0, 12, shape=[True, 6])}, b"0" * 12, "tensor a: shape"),
+        ({"a": entry(0, 0, shape=[0, 3])}, b"", "tensor a of shape"),
+        ({"a": entry(0, 2**70, shape=[2**69])}, b"", "tensor a: shape"),
+        ({"a": {"dtype": "BF16"}}, b"", "tensor a: its entry in the header is malformed"),
+        ({"a": entry(0, 12, shape=6)}, b"", "tensor a: its entry in the header is malformed"),
+        ({"a": 7}, b"", "tensor a: its entry in the header is malformed"),
+        (["a"], b"", "the header is no table"),
+        (b"{", b"", "the header cannot be read"),
+        (b"\xff\xfe", b"", "the header cannot be read"),
+        (b"[" * 100_000, b"", "the header cannot be read"),
+        (b'{"a": 1, "b": 2, "a": 3}', b"", "a stands there twice"),
+    ],
+)
+def test_a_header_that_is_wrong(header: object, data: bytes, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "model.safetensors", header, data)
+    with pytest.raises(CheckpointError, match=message) as error:
+        read_safetensors(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"1234567", (100).to_bytes(8, "little") + b"{}", b"\xff" * 64])
+def test_a_file_cut_off_in_its_header(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is truncated or no safetensors file"):
+        read_safetensors(path)
+
+
+def test_a_header_of_gigabytes_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((2 * 10**9).to_bytes(8, "little"))
+    with path.open("ab") as file:
+        file.truncate(3 * 10**9)
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        read_safetensors(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for file, name in (("one", "a"), ("two", "b")):
+        save_file({name: torch.zeros(2)}, tmp_path / f"{file}.safetensors")
+    write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
+    return tmp_path
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_files_that_the_index_does_not_list_are_left_alone(folder: Path) -> None:
+    (folder / "consolidated.safetensors").write_bytes(b"of another program")
+    assert set(read_safetensors_folder(folder)) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda f: write_index(f, {"a": "one.safetensors"}), None),
+        (
+            lambda f: write_index(f, {"a": "two.safetensors", "b": "two.safetensors"}),
+            "two.safetensors holds no tensor a, which",
+        ),
+        (
+            lambda f: save_file({"b": torch.zeros(2), "a": torch.zeros(2)}, f / "two.safetensors"),
+            "two.safetensors holds tensor a, which .* places in one.safetensors",
+        ),
+        (
+            lambda f: save_file({"b": torch.zeros(2), "c": torch.zeros(2)}, f / "two.safetensors"),
+            "two.safetensors holds tensor c, which .* does not list",
+        ),
+        (lambda f: (f / "two.safetensors").unlink(), "two.safetensors cannot be read: No such file"),
+        (lambda f: write_index(f, {"a": "../one.safetensors"}), "names no file beside it"),
+        (lambda f: write_index(f, {"a": 1}), "names no file beside it"),
+        (lambda f: write_index(f, []), "weight_map is no table"),
+        (lambda f: (f / INDEX).write_text("{}"), "cannot be read: KeyError"),
+        (lambda f: (f / INDEX).write_text("[1]"), "cannot be read: TypeError"),
+        (lambda f: (f / INDEX).write_bytes(b"\xff"), "cannot be read"),
+        (lambda f: save_file({"a": torch.zeros(2)}, f / "model.safetensors"), "holds both"),
+    ],
+)
+def test_an_index_that_disagrees(harm: Callable[[Path], object], message: str | None, folder: Path) -> None:
+    harm(folder)
+    if message is None:
+        assert set(read_safetensors_folder(folder)) == {"a"}
+        return
+    with pytest.raises(CheckpointError, match=message):
+        read_safetensors_folder(folder)
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds neither model.safetensors nor"):
+        read_safetensors_folder(tmp_path)

@@ -1,0 +1,293 @@
+"""A torch_dist checkpoint is whole, or it is named which tensor in which file is not."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.hf.parameter_map import Segment
+from checkpoints_tools import to_hf, to_megatron, verify
+from checkpoints_tools.core.blocks import Block, BlockTensor
+from checkpoints_tools.core.segments import check_cover, cut_into_sources
+from checkpoints_tools.formats.opening import open_checkpoint
+from tests.support.checkpoint_models import edit_metadata, save_random_model
+
+FC2 = "decoder.layers.mlp.linear_fc2.weight"
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """Three layers, each matrix in two chunks."""
+    save_random_model(tmp_path / "hf")
+    to_megatron(tmp_path / "hf", tmp_path / "torch_dist", grid=2)
+    return tmp_path / "torch_dist/release"
+
+
+def file_of(folder: Path, key: str, offset: tuple[int, ...]) -> Path:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    return folder / metadata.storage_data[MetadataIndex(key, torch.Size(offset))].relative_path
+
+
+def forget_a_tensor(metadata: Any) -> None:
+    del metadata.state_dict_metadata[FC2]
+
+
+def forget_a_chunk(metadata: Any) -> None:
+    metadata.state_dict_metadata[FC2].chunks.pop()
+
+
+def forget_a_place(metadata: Any) -> None:
+    del metadata.storage_data[MetadataIndex(FC2, torch.Size((1, 0, 20)))]
+
+
+def repeat_a_chunk(metadata: Any) -> None:
+    chunks = metadata.state_dict_metadata[FC2].chunks
+    chunks[-1] = chunks[-2]
+
+
+def widen_a_chunk(metadata: Any) -> None:
+    chunks = metadata.state_dict_metadata[FC2].chunks
+    chunks[-1] = ChunkStorageMetadata(chunks[-1].offsets, torch.Size((1, 48, 21)))
+
+
+def narrow_a_chunk(metadata: Any) -> None:
+    chunks = metadata.state_dict_metadata[FC2].chunks
+    chunks[-1] = ChunkStorageMetadata(chunks[-1].offsets, torch.Size((1, 48, 19)))
+
+
+def reshape(metadata: Any) -> None:
+    metadata.state_dict_metadata[FC2].size = torch.Size((4, 48, 40))
+
+
+def retype(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata[FC2]
+    entry.properties = replace(entry.properties, dtype=torch.float16)
+
+
+def retype_strangely(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata[FC2]
+    entry.properties = replace(entry.properties, dtype=torch.int32)
+
+
+def add_a_tensor(metadata: Any) -> None:
+    metadata.state_dict_metadata["decoder.layers.mlp.router.weight"] = metadata.state_dict_metadata[FC2]
+    for index, place in list(metadata.storage_data.items()):
+        if index.fqn == FC2:
+            router = MetadataIndex("decoder.layers.mlp.router.weight", index.offset)
+            metadata.storage_data[router] = place
+
+
+def lose_the_embedding(metadata: Any) -> None:
+    del metadata.state_dict_metadata["embedding.word_embeddings.weight"]
+
+
+def place(**changes: Any) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        index = MetadataIndex(FC2, torch.Size((1, 0, 20)))
+        metadata.storage_data[index] = replace(metadata.storage_data[index], **changes)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (forget_a_tensor, rf"tensor {FC2} is missing"),
+        (forget_a_chunk, r"layers\.2\.mlp\.down_proj\.weight: the checkpoint holds 960 of its 1920 elements"),
+        (forget_a_place, rf"does not say which file holds {FC2} at \[1, 0, 20\]"),
+        (repeat_a_chunk, r"layers\.2\.mlp\.down_proj\.weight: rows 0 to 48, columns 0 to 20 in .* overlap"),
+        (widen_a_chunk, rf"chunk of {FC2} at \[2, 0, 20\], of shape \[1, 48, 21\], lies outside"),
+        (
+            narrow_a_chunk,
+            rf"{FC2} at \[2, 0, 20\] has shape \[1, 48, 20\] and type BF16; .* says \[1, 48, 19\]",
+        ),
+        (reshape, rf"tensor {FC2} has shape \[4, 48, 40\], config.json asks for \[3, 48, 40\]"),
+        (retype, rf"{FC2} at .* has shape .* and type BF16; \.metadata says .* and F16"),
+        (retype_strangely, rf"{FC2} has type I32; only BF16, F16, F32"),
+        (
+            add_a_tensor,
+            r"decoder\.layers\.mlp\.router\.weight belongs to no model of family qwen2 with 3 layers",
+        ),
+        (lose_the_embedding, "it is no checkpoint of a megatron-core GPT model"),
+        (place(relative_path="gone.distcp"), rf"gone\.distcp, which holds {FC2}, is missing"),
+        (place(relative_path="../../hf/model.safetensors"), "which is no file of the checkpoint"),
+        (place(relative_path="/etc/hostname"), "which is no file of the checkpoint"),
+        (place(length=10**9), rf"distcp is truncated: it has \d+ bytes, and {FC2} should lie at"),
+        (place(offset=-1), "is truncated"),
+        (place(offset=0), rf"distcp: {FC2} at \[1, 0, 20\] is no archive of torch\.save"),
+        (place(transform_descriptors=["zstd"]), "was compressed when it was saved"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_is_wrong_with_the_metadata_is_named(
+    change: Callable[[Any], None], message: str, stored: Path
+) -> None:
+    edit_metadata(stored, change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(stored)
+    assert str(stored) in str(caught.value)
+
+
+def test_truncated_and_missing_files_are_named(stored: Path) -> None:
+    file = file_of(stored, FC2, (1, 0, 20))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=rf"{file.name} is truncated: it has {len(whole) - 1} bytes"):
+        open_checkpoint(stored)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=rf"{file.name}, which holds .*, is missing"):
+        open_checkpoint(stored)
+    file.write_bytes(whole)
+    for name in ("common.pt", ".metadata"):
+        kept = (stored / name).read_bytes()
+        (stored / name).write_bytes(kept[: len(kept) // 2])
+        with pytest.raises(CheckpointError, match=rf"{name}"):
+            open_checkpoint(stored)
+        (stored / name).write_bytes(kept)
+    (stored / "common.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"common\.pt is missing: the checkpoint is incomplete"):
+        open_checkpoint(stored)
+
+
+def test_a_damaged_archive_is_named_by_file_and_tensor(stored: Path) -> None:
+    metadata = pickle.loads((stored / ".metadata").read_bytes())
+    info = metadata.storage_data[MetadataIndex(FC2, torch.Size((1, 0, 20)))]
+    path = stored / info.relative_path
+    data = bytearray(path.read_bytes())
+    data[info.offset + info.length - 22] ^= 1  # of the end of the archive's directory
+    path.write_bytes(data)
+    with pytest.raises(
+        CheckpointError, match=rf"{path.name}: {FC2} at \[1, 0, 20\] is no archive of torch\.save"
+    ):
+        open_checkpoint(stored)
+
+
+def test_a_chunk_that_was_stored_transposed_is_refused(stored: Path) -> None:
+    torch.save(torch.zeros(1, 20, 48, dtype=torch.bfloat16).transpose(1, 2), stored / "__1_0.distcp")
+    size = (stored / "__1_0.distcp").stat().st_size
+    edit_metadata(stored, place(relative_path="__1_0.distcp", offset=0, length=size))
+    with pytest.raises(CheckpointError, match=rf"__1_0\.distcp: {FC2} at \[1, 0, 20\] is not contiguous"):
+        open_checkpoint(stored)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "module."])
+def test_prefixes_of_other_writers_are_known(prefix: str, stored: Path, tmp_path: Path) -> None:
+    def change(metadata: Any) -> None:
+        metadata.state_dict_metadata = {prefix + k: v for k, v in metadata.state_dict_metadata.items()}
+        metadata.storage_data = {
+            MetadataIndex(prefix + index.fqn, index.offset): info
+            for index, info in metadata.storage_data.items()
+        }
+
+    edit_metadata(stored, change)
+    assert verify(stored, tmp_path / "hf").equal
+
+
+def test_names_of_norms_that_are_not_fused_are_known(stored: Path, tmp_path: Path) -> None:
+    plain = {
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.input_layernorm.weight",
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight": "decoder.layers.pre_mlp_layernorm.weight",
+    }
+
+    def change(metadata: Any) -> None:
+        metadata.state_dict_metadata = {plain.get(k, k): v for k, v in metadata.state_dict_metadata.items()}
+        metadata.storage_data = {
+            MetadataIndex(plain.get(index.fqn, index.fqn), index.offset): info
+            for index, info in metadata.storage_data.items()
+        }
+
+    edit_metadata(stored, change)
+    assert verify(stored, tmp_path / "hf").equal
+
+
+def test_one_chunk_may_hold_several_layers(stored: Path, tmp_path: Path) -> None:
+    """As a stage of a pipeline may save them: here all three in one archive."""
+    weight = torch.arange(3 * 48, dtype=torch.bfloat16).view(3, 48)
+    key = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+    torch.save(weight, stored / "__1_0.distcp")
+    size = (stored / "__1_0.distcp").stat().st_size
+
+    def change(metadata: Any) -> None:
+        old = [index for index in metadata.storage_data if index.fqn == key]
+        info = replace(metadata.storage_data[old[0]], relative_path="__1_0.distcp", offset=0, length=size)
+        for index in old:
+            del metadata.storage_data[index]
+        metadata.storage_data[MetadataIndex(key, torch.Size((0, 0)))] = info
+        entry = metadata.state_dict_metadata[key]
+        entry.chunks = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((3, 48)))]
+
+    edit_metadata(stored, change)
+    tensors = open_checkpoint(stored).tensors
+    for layer in range(3):
+        [block] = tensors[f"model.layers.{layer}.post_attention_layernorm.weight"].blocks
+        data = block.file.read_bytes()[block.position : block.position + 96]
+        assert data == weight[layer].view(torch.uint8).numpy().tobytes()
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(stored: Path, tmp_path: Path) -> None:
+    other = save_random_model(tmp_path / "other", vocab_size=102)
+    with pytest.raises(
+        CheckpointError, match=r"word_embeddings\.weight has shape \[101, 48\], .* \[102, 48\]"
+    ):
+        open_checkpoint(stored, reference=other)
+
+
+def test_a_config_of_another_model_is_named(stored: Path, tmp_path: Path) -> None:
+    for changes, message in (
+        ({"num_hidden_layers": 4}, r"has shape \[3, .*, config.json asks for \[4, "),
+        ({"tie_word_embeddings": True}, "output_layer.weight belongs to no model .* and tied embeddings"),
+        ({"num_key_value_heads": 8}, r"linear_qkv\.weight has shape"),
+    ):
+        other = save_random_model(tmp_path / f"other{len(message)}", **changes)
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(stored, reference=other)
+
+
+def test_there_is_no_optimizer_to_take(stored: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no optimizer state; it has only the weights"):
+        to_hf(stored, tmp_path / "out", origin="optimizer")
+
+
+def test_blocks_that_do_not_cover_a_tensor_are_named() -> None:
+    def tensor(*blocks: tuple[int, int, int, int]) -> BlockTensor:
+        return BlockTensor("w", "F32", (4, 6), tuple(Block(*block, Path("f"), 0, 0) for block in blocks))
+
+    check_cover(tensor((0, 4, 0, 6)))
+    check_cover(tensor((2, 2, 0, 6), (0, 2, 3, 3), (0, 2, 0, 3)))
+    check_cover(tensor((0, 1, 0, 6), (1, 3, 0, 2), (1, 3, 2, 4)))
+    check_cover(tensor((0, 4, 2, 1), (0, 1, 0, 2), (1, 3, 0, 2), (0, 2, 3, 3), (2, 2, 3, 3)))
+    for blocks, message in (
+        ([(0, 4, 0, 5)], "holds 20 of its 24 elements"),
+        ([(0, 4, 0, 6), (3, 1, 5, 1)], "overlap"),
+        ([(0, 3, 0, 6), (2, 2, 0, 6)], "overlap"),
+        ([(0, 4, 0, 4), (0, 2, 4, 2), (2, 2, 3, 3)], "overlap"),
+        ([(0, 4, 4, 2), (0, 2, 0, 4), (2, 2, 0, 5)], "overlap"),
+        ([(0, 5, 0, 6)], "lies outside"),
+        ([(0, 4, 1, 6)], "lies outside"),
+        ([], "holds 0 of its 24"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            check_cover(tensor(*blocks))
+
+
+def test_blocks_are_cut_at_the_segments(stored: Path) -> None:
+    """Rows 0-1, 5-6 of the second tensor and 3 of the first, as a parameter stacks them: cut by hand."""
+    segments = (Segment(1, 0, 2), Segment(0, 3, 1), Segment(1, 5, 2))
+    file = Path("f")
+    first, second = cut_into_sources(
+        segments, 2, [Block(1, 3, 0, 4, file, 100, 10), Block(4, 9, 0, 4, file, 500, 10)]
+    )
+    assert first == [Block(3, 1, 0, 4, file, 110, 10)]
+    assert second == [
+        Block(1, 1, 0, 4, file, 100, 10),
+        Block(5, 1, 0, 4, file, 120, 10),
+        Block(6, 1, 0, 4, file, 500, 10),  # the rest of that block is padding
+    ]

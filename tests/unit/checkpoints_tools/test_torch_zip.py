@@ -1,0 +1,208 @@
+"""The bytes of tensors in archives of torch.save are found where torch wrote them, and damage is named."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bapo_megatron.errors import CheckpointError
+from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, DTYPES
+from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive, read_tensor
+
+
+def save(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def read(path: Path, start: int = 0, length: int | None = None) -> Any:
+    with path.open("rb") as stream:
+        return read_archive(stream, path, "the state", start, length)
+
+
+def content(stored: StoredTensor) -> bytes:
+    nbytes = DTYPE_BYTES[stored.dtype]
+    for size in stored.shape:
+        nbytes *= size
+    return stored.file.read_bytes()[stored.position : stored.position + nbytes]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_type_is_found(name: str, tmp_path: Path) -> None:
+    tensor = torch.arange(24).reshape(2, 3, 4).to(getattr(torch, name))
+    (tmp_path / "a.pt").write_bytes(save(tensor))
+    stored = read(tmp_path / "a.pt")
+    assert (stored.dtype, stored.shape, stored.contiguous) == (DTYPES[name], (2, 3, 4), True)
+    assert content(stored) == bytes(tensor.view(torch.uint8).numpy().tobytes())
+
+
+def test_tensors_in_a_state_are_found_and_the_rest_is_kept(tmp_path: Path) -> None:
+    whole = torch.arange(40, dtype=torch.float32)
+    state = {
+        "view": whole[8:20].view(3, 4),
+        "parameter": torch.nn.Parameter(whole[20:24]),
+        "transposed": whole[:6].view(2, 3).T,
+        "column": whole[:6].view(2, 3)[:, :1],
+        "one row": whole.as_strided((1, 3), (99, 1)),
+        "empty": torch.zeros(0, 5),
+        "number": torch.tensor(7),
+        "nested": [(1, {"deep": whole[39:]}), "text", None, 2.5],
+    }
+    (tmp_path / "a.pt").write_bytes(save(state))
+    found = read(tmp_path / "a.pt")
+    assert content(found["view"]) == whole[8:20].numpy().tobytes()
+    assert content(found["parameter"]) == whole[20:24].numpy().tobytes()
+    assert content(found["nested"][0][1]["deep"]) == whole[39:].numpy().tobytes()
+    assert content(found["number"]) == (7).to_bytes(8, "little")
+    assert found["nested"][1:] == ["text", None, 2.5]
+    keys = ("view", "one row", "empty", "number", "transposed", "column")
+    assert [found[key].contiguous for key in keys] == [True, True, True, True, False, False]
+
+
+def test_an_archive_in_the_middle_of_a_file(tmp_path: Path) -> None:
+    """As torch_dist keeps them: one behind the other."""
+    first, second = save(torch.arange(3)), save(torch.arange(5, dtype=torch.int32))
+    path = tmp_path / "__0_0.distcp"
+    path.write_bytes(b"x" * 11 + first + second + b"tail")
+    for archive, start, tensor in (
+        (first, 11, torch.arange(3)),
+        (second, 11 + len(first), torch.arange(5, dtype=torch.int32)),
+    ):
+        with path.open("rb") as stream:
+            stored = read_tensor(stream, path, "key", start, len(archive))
+        assert content(stored) == tensor.numpy().tobytes()
+    with path.open("rb") as stream, pytest.raises(CheckpointError, match="key is no archive of torch"):
+        read_tensor(stream, path, "key", 10, len(first))
+    with path.open("rb") as stream, pytest.raises(CheckpointError, match="it is truncated"):
+        read_tensor(stream, path, "key", 11 + len(first), len(second) + 5)
+
+
+def test_what_is_no_tensor_is_refused_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    path.write_bytes(save([None]))
+    with path.open("rb") as stream, pytest.raises(CheckpointError, match=r"a\.pt: key should be a tensor"):
+        read_tensor(stream, path, "key", 0, path.stat().st_size)
+
+
+def rezip(
+    data: bytes, change: Callable[[str, bytes], tuple[str, bytes] | None], method: int = zipfile.ZIP_STORED
+) -> bytes:
+    """The archive with other members."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w", method) as new:
+        for name in old.namelist():
+            if (changed := change(name, old.read(name))) is not None:
+                new.writestr(*changed)
+    return out.getvalue()
+
+
+def only(
+    suffix: str, replace: Callable[[bytes], bytes] | None
+) -> Callable[[str, bytes], tuple[str, bytes] | None]:
+    def change(name: str, data: bytes) -> tuple[str, bytes] | None:
+        if not name.endswith(suffix):
+            return name, data
+        return None if replace is None else (name, replace(data))
+
+    return change
+
+
+WHOLE = save({"weight": torch.arange(100, dtype=torch.float32).view(10, 10)})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "no archive of torch.save"),
+        (WHOLE[:-30], "no archive of torch.save"),
+        (WHOLE[:200], "no archive of torch.save"),
+        (b"not a zip file" * 10, "no archive of torch.save"),
+        (rezip(WHOLE, lambda *member: member, zipfile.ZIP_DEFLATED), "is compressed"),
+        (rezip(WHOLE, only("data.pkl", None)), "it has 0 data.pkl"),
+        (rezip(WHOLE, only("data/0", None)), "no member data/0"),
+        (rezip(WHOLE, only("data/0", lambda data: data[:-4])), "396 bytes; 100 elements of F32 take 400"),
+        (rezip(WHOLE, only("byteorder", lambda data: b"big")), "byte order b'big'"),
+        (rezip(WHOLE, only("data.pkl", lambda data: data[:-3])), "damaged pickle"),
+        (
+            rezip(WHOLE, only("data.pkl", lambda data: data.replace(b"K\x0aK\x0a", b"K\x0aK\x0b"))),
+            "beyond its",
+        ),
+        (rezip(WHOLE, only("data.pkl", lambda data: data.replace(b"storage", b"STORAGE"))), "unknown way"),
+        (
+            rezip(WHOLE, only("data.pkl", lambda data: data.replace(b"FloatStorage", b"QUInt8Storage"))),
+            "names torch",
+        ),
+    ],
+)
+def test_damage_is_named(data: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model_optim_rng.pt"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+    assert "the state" in str(caught.value)
+
+
+def test_a_header_that_points_elsewhere_is_named(tmp_path: Path) -> None:
+    """The directory at the end says where an entry begins; there must be one, and it must fit."""
+    with zipfile.ZipFile(io.BytesIO(WHOLE)) as archive:
+        header = archive.getinfo("archive/data/0").header_offset
+    broken = bytearray(WHOLE)
+    broken[header : header + 4] = b"XXXX"
+    path = tmp_path / "a.pt"
+    path.write_bytes(broken)
+    with pytest.raises(CheckpointError, match="data/0 is not where the archive says"):
+        read(path)
+    broken[header : header + 4] = WHOLE[header : header + 4]
+    broken[header + 28 : header + 30] = b"\xff\xff"  # of its extra field: longer than the file
+    path.write_bytes(broken)
+    with pytest.raises(CheckpointError, match="data/0 is not where the archive says"):
+        read(path)
+
+
+def test_a_member_of_two_lengths_is_named(tmp_path: Path) -> None:
+    """In the directory: as stored, and as it would be unpacked."""
+    broken = bytearray(WHOLE)
+    record = broken.rindex(b"archive/data/0") - 46
+    assert broken[record : record + 4] == b"PK\1\2"
+    broken[record + 20 : record + 24] = (300).to_bytes(4, "little")
+    path = tmp_path / "a.pt"
+    path.write_bytes(broken)
+    with pytest.raises(CheckpointError, match="member data/0 is compressed"):
+        read(path)
+
+
+def test_a_part_that_occurs_a_billion_times_is_read_once(tmp_path: Path) -> None:
+    value: Any = [torch.zeros(1)]
+    for _ in range(30):
+        value = [value, value]
+    path = tmp_path / "a.pt"
+    path.write_bytes(save(value))
+    found = read(path)
+    assert found[0] is found[1]
+
+
+def test_a_part_that_contains_itself_is_damage(tmp_path: Path) -> None:
+    value: list[Any] = []
+    value.append(value)
+    path = tmp_path / "a.pt"
+    path.write_bytes(save(value))
+    with pytest.raises(CheckpointError, match="damaged"):
+        read(path)
+
+
+def test_reading_leaves_the_files_position_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    path.write_bytes(WHOLE)
+    with path.open("rb", buffering=0) as stream:
+        os.lseek(stream.fileno(), 5, os.SEEK_SET)
+        read_archive(stream, path, "state")
+        assert stream.tell() == 5

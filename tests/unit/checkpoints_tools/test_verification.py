@@ -1,0 +1,179 @@
+"""Two checkpoints are equal if every bit is, whatever their formats; else the first difference is named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bapo_megatron.errors import CheckpointError
+from checkpoints_tools import Settings, cli, reshard, to_megatron, verify
+from checkpoints_tools.core import copying
+from tests.support.checkpoint_models import load_tensors, save_random_model, save_tensors
+
+LAYER = "model.layers.1."
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    return save_random_model(tmp_path / "hf", "qwen2", files=2)
+
+
+@pytest.fixture
+def others(hf: Path, tmp_path: Path) -> dict[str, Path]:
+    """The same model in other formats and cuts."""
+    to_megatron(hf, tmp_path / "torch_dist", grid=3)
+    reshard(hf, tmp_path / "legacy", "mp_rank", tensor=2, pipeline=3)
+    reshard(tmp_path / "torch_dist", tmp_path / "padded", grid=5, vocabulary_multiple=64)
+    return {name: tmp_path / name for name in ("torch_dist", "legacy", "padded")}
+
+
+def test_all_formats_are_equal(hf: Path, others: dict[str, Path]) -> None:
+    tensors = load_tensors(hf)
+    for other in others.values():
+        for first, second in ((hf, other), (other, others["legacy"])):
+            found = verify(first, second, digests=True)
+            assert found.equal, found
+            assert (found.tensors, found.nbytes) == (len(tensors), sum(t.nbytes for t in tensors.values()))
+            for name, tensor in tensors.items():
+                digest = hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+                assert found.digests[name] == (digest, digest)
+
+
+@pytest.mark.parametrize("band", [1 << 20, 96, 1])
+@pytest.mark.parametrize("name", [f"{LAYER}self_attn.k_proj.weight", f"{LAYER}mlp.down_proj.weight"])
+def test_one_flipped_bit_is_found(
+    name: str, band: int, hf: Path, others: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """However few rows are compared at a time."""
+    tensors = load_tensors(hf)
+    changed = tensors[name].clone().view(torch.int16)
+    row, column = changed.shape[0] - 2, 17
+    before = int(changed[row, column]) & 0xFFFF
+    changed[row, column] ^= 0x40
+    changed[row + 1, 3] ^= 1  # a later one, which is not the first
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "config.json").write_bytes((hf / "config.json").read_bytes())
+    save_tensors(damaged, {**tensors, name: changed.view(torch.bfloat16)})
+    monkeypatch.setattr(copying, "BUFFER_BYTES", band)
+    monkeypatch.setattr("checkpoints_tools.core.comparing.BUFFER_BYTES", band)
+    for other in (hf, *others.values()):
+        found = verify(other, damaged, digests=True)
+        [difference] = found.differences
+        assert (difference.tensor, difference.kind) == (name, "value")
+        assert f"row {row}, column {column}" in difference.message
+        assert f"(0x{before:04x}) in the first" in difference.message
+        assert f"(0x{before ^ 0x40:04x}) in the second" in difference.message
+        unequal = {key for key, (here, there) in found.digests.items() if here != there}
+        assert unequal == {name}
+        digest = hashlib.sha256(changed.view(torch.uint8).numpy().tobytes()).hexdigest()
+        assert found.digests[name][1] == digest
+
+
+def test_values_are_shown_as_numbers(tmp_path: Path) -> None:
+    for dtype, kind, shown in (
+        ("BF16", torch.bfloat16, "1.5 (0x3fc0) in the first, nan (0x7fc1) in the second"),
+        ("F16", torch.float16, "1.5 (0x3e00) in the first, 1.00097656 (0x3c01) in the second"),
+        ("F32", torch.float32, "1.5 (0x3fc00000) in the first, 1.00000012 (0x3f800001) in the second"),
+    ):
+        first = save_random_model(tmp_path / f"{dtype}1", dtype=dtype)
+        second = save_random_model(tmp_path / f"{dtype}2", dtype=dtype)
+        tensors = load_tensors(first)
+        bits = {"BF16": 0x7FC1, "F16": 0x3C01, "F32": 0x3F800001}[dtype]
+        integer = torch.int32 if dtype == "F32" else torch.int16
+        tensors["model.norm.weight"][5] = 1.5
+        save_tensors(first, tensors)
+        tensors["model.norm.weight"].view(integer)[5] = bits
+        assert tensors["model.norm.weight"].dtype == kind
+        save_tensors(second, tensors)
+        [difference] = verify(first, second).differences
+        assert difference.message == f"differs first at element 5: {shown}"
+
+
+def test_reordered_heads_are_found(hf: Path, others: dict[str, Path], tmp_path: Path) -> None:
+    """All numbers are there, and a sum over them would agree."""
+    tensors = load_tensors(hf)
+    name = f"{LAYER}self_attn.q_proj.weight"
+    tensors[name] = tensors[name].view(8, 6, 48)[[1, 0, *range(2, 8)]].reshape(48, 48)
+    save_tensors(tmp_path / "hf", tensors, 2)
+    for other in others.values():
+        [difference] = verify(other, hf).differences
+        assert (difference.tensor, difference.message.split(":")[0]) == (
+            name,
+            "differs first at row 0, column 0",
+        )
+
+
+def test_a_missing_tensor_another_type_and_another_shape(hf: Path, tmp_path: Path) -> None:
+    tensors = load_tensors(hf)
+    bias, norm = f"{LAYER}self_attn.q_proj.bias", "model.norm.weight"
+    tensors[norm] = tensors[norm].float()
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
+    tensors["model.extra"] = tensors.pop(bias)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_bytes((hf / "config.json").read_bytes())
+    save_tensors(other, tensors)
+    found = {d.tensor: (d.kind, d.message) for d in verify(hf, other).differences}
+    assert found == {
+        bias: ("missing", "is missing in the second"),
+        "model.extra": ("missing", "is missing in the first"),
+        norm: ("type", "is of type BF16 in the first, F32 in the second"),
+        "lm_head.weight": ("shape", "has shape [101, 48] in the first, [100, 48] in the second"),
+    }
+
+
+def test_a_copy_of_a_tied_embedding_does_not_count(tmp_path: Path) -> None:
+    hf = save_random_model(tmp_path / "hf", "llama", tie_word_embeddings=True)
+    to_megatron(hf, tmp_path / "torch_dist")
+    tensors = load_tensors(hf)
+    assert "lm_head.weight" not in tensors
+    save_tensors(hf, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    assert verify(hf, tmp_path / "torch_dist").equal
+
+
+def test_a_file_that_ends_early_is_named(hf: Path, others: dict[str, Path]) -> None:
+    """Truncated after it was opened, say by another program: the header was whole."""
+    from checkpoints_tools.core.comparing import compare_tensors
+    from checkpoints_tools.formats.opening import open_checkpoint
+
+    first, second = open_checkpoint(hf), open_checkpoint(others["torch_dist"])
+    shard = hf / "model-00001-of-00002.safetensors"
+    with shard.open("r+b") as file:
+        file.truncate(shard.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors ends at byte"):
+        list(compare_tensors(first.tensors, second.tensors, 2))
+
+
+def test_the_command(
+    hf: Path, others: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["verify", str(hf), str(others["legacy"])]) == 0
+    assert "equal: 39 tensors" in capsys.readouterr().out
+    shard = hf / "model-00001-of-00002.safetensors"
+    tensors = load_file(shard)
+    for tensor in tensors.values():
+        tensor.view(torch.uint8)[-1] ^= 1
+    save_tensors(tmp_path / "hf", {**load_tensors(hf), **tensors}, 2)
+    assert cli.run(["verify", str(hf), str(others["legacy"])]) == 1
+    out = capsys.readouterr().out
+    assert "... and" in out
+    assert f"different: {len(tensors)} of 39 tensors" in out
+    assert cli.run(["verify", str(hf), str(others["legacy"]), "--json", "--digests"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["differences"]) == len(tensors)
+    assert set(found["digests"]) == set(load_tensors(hf))
+    assert cli.run(["verify", str(hf), str(tmp_path / "absent")]) == 2
+    assert "absent is no folder" in capsys.readouterr().err
+
+
+def test_threads_do_not_change_the_report(hf: Path, others: dict[str, Path]) -> None:
+    reports = [
+        verify(hf, others["padded"], digests=True, settings=Settings(threads=n)).as_json() for n in (1, 5)
+    ]
+    assert reports[0] == reports[1]

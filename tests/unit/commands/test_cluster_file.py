@@ -1,0 +1,89 @@
+"""Cluster files: the examples are right, and what is wrong is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.commands.cluster.cluster_file import load_cluster
+from bapo_megatron.errors import ConfigError
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "slurm/clusters").glob("*.toml"))
+WHOLE = 'account = "a"\npartition = "p"\ntime = "1:00:00"\ngpus_per_node = 8\n'
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_right(path: Path) -> None:
+    cluster = load_cluster(path)
+    assert cluster.account
+    assert cluster.margin_s < cluster.lead_s
+
+
+def test_there_are_three_examples() -> None:
+    assert [path.stem for path in EXAMPLES] == ["a100_modules", "h100_pyxis", "local_test"]
+
+
+def test_tables_become_fields(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(WHOLE + '[budgets]\ncrash = 9\n[environment]\nNCCL_DEBUG = "INFO"\n')
+    cluster = load_cluster(path)
+    assert (cluster.budgets.crash, cluster.budgets.preemption) == (9, 100)
+    assert cluster.environment == {"NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("partion = 'x'\n", "partion is unknown; did you mean partition?"),
+        ("[budgets]\ncrashs = 1\n", "budgets.crashs is unknown; did you mean budgets.crash?"),
+        ("qos = 3\n", "qos = 3: int"),
+        ("rollout_nodes = true\n", "rollout_nodes = True"),
+        ("gpu = 'h100'\n", "gpu = 'h100' is unknown; did you mean h100-80gb?"),
+        ("trainer_nodes = 0\n", "trainer_nodes = 0 must be at least 1"),
+        ("margin_s = 700\n", "margin_s = 700 must be below lead_s = 600"),
+        ("mounts = ['/data']\ncontainer = 'c'\n", "mounts: '/data' must be HOST:CONTAINER"),
+        ("mounts = ['/a:/b']\n", "mounts are of a container, and there is none"),
+        ("[environment]\nnccl_debug = 'INFO'\n", "environment.nccl_debug: NeMo-Run writes names"),
+        ("[health]\nprobe = 'maybe'\n", "health.probe = 'maybe' must be on or off"),
+        ("[budgets]\ncrash = -1\n", "budgets.crash = -1 must be at least 0"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(WHOLE + text)
+    with pytest.raises(ConfigError) as failure:
+        load_cluster(path)
+    assert told in str(failure.value)
+    assert str(path) in str(failure.value)
+
+
+def test_every_missing_field_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("qos = 'x'\n")
+    with pytest.raises(ConfigError) as failure:
+        load_cluster(path)
+    for name in ("account", "partition", "time", "gpus_per_node"):
+        assert f"{name} is missing" in str(failure.value)
+
+
+@pytest.mark.parametrize("time", ["30", "1:00:00", "2-12:00:00", "90:00"])
+def test_times_as_slurm_takes_them(tmp_path: Path, time: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(WHOLE.replace("1:00:00", time))
+    assert load_cluster(path).time == time
+
+
+def test_a_time_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(WHOLE.replace("1:00:00", "one day"))
+    with pytest.raises(ConfigError, match="'one day' is no time"):
+        load_cluster(path)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="slurm/clusters/ has examples"):
+        load_cluster(tmp_path / "no.toml")
+    (tmp_path / "bad.toml").write_text("account = ")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_cluster(tmp_path / "bad.toml")

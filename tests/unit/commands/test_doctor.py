@@ -1,0 +1,305 @@
+"""``bapo doctor``: packages, children with deadlines, the report."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from bapo_megatron.commands.doctor import machine
+from bapo_megatron.commands.doctor.child import Child, one_line, run_child, within
+from bapo_megatron.commands.doctor.doctor import Command, guarded, run_doctor
+from bapo_megatron.commands.doctor.packages import (
+    PACKAGES,
+    Import,
+    Package,
+    gpu_row,
+    installed_version,
+    package_row,
+    python_row,
+    try_imports,
+)
+from bapo_megatron.commands.doctor.probe import torch_facts
+from bapo_megatron.commands.doctor.rows import Row
+from bapo_megatron.commands.doctor.table import as_json, lines, verdict
+from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, Permitted, canonical, permitted, pins
+from bapo_megatron.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+NEEDED = Package("torch", "torch")
+FOR_GPUS = Package("transformer-engine", "te", "fused layers", "transformer-engine", on_gpu=True)
+OPTIONAL = Package("wandb", None, "logging", "wandb")
+
+
+# --- versions ------------------------------------------------------------------------------------
+
+
+def test_the_tested_versions_are_those_that_make_installs() -> None:
+    assert {"torch", "megatron-core", "transformers", "math-verify"} <= pins(TRAINING).keys()
+    assert {"sglang", "sglang-router"} <= pins(SGLANG).keys()
+    makefile = (ROOT / "Makefile").read_text()
+    for path in (TRAINING, SGLANG):
+        assert f"PINS := {path.relative_to(ROOT)}" in makefile
+        assert path.relative_to(ROOT / "bapo_megatron").as_posix() in (ROOT / "setup.py").read_text()
+
+
+def test_pins(tmp_path: Path) -> None:
+    path = tmp_path / "pins.txt"
+    path.write_text("# tested\nJinja2==3.1.6\nast_serialize==0.1  # why\nloose>=2\n\n")
+    assert pins(path) == {"jinja2": "3.1.6", "ast-serialize": "0.1"}
+
+
+def test_every_package_that_setup_requires_has_a_row() -> None:
+    (call,) = (
+        node
+        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"
+    )
+    (stated,) = (word.value for word in call.keywords if word.arg == "install_requires")
+    names = {canonical(text.partition(">")[0].partition("=")[0]) for text in ast.literal_eval(stated)}
+    rows = {package.name for package in PACKAGES if not package.purpose}
+    assert names == rows
+
+
+def test_what_metadata_permits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "some_thing-1.dist-info"
+    folder.mkdir()
+    stated = ("a_b<3,>=1.2", "c (>=4)", "d[x,y]==5", "e", 'f>=6; extra == "dev"', "g>7;python_version>'3'")
+    text = "".join(f"Requires-Dist: {line}\n" for line in stated)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: some-thing\nVersion: 1\n{text}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = {name: allowed.specifier for name, allowed in permitted("some-thing").items()}
+    assert found == {"a-b": "<3,>=1.2", "c": ">=4", "d": "==5", "e": "", "g": ">7"}
+    assert permitted("not-installed-anywhere") == {}
+
+
+@pytest.mark.parametrize(
+    ("version", "holds"), [("2.13.0+cpu", True), ("2.14.0", False), ("2.5.1", False), ("2.6.0rc1", False)]
+)
+def test_a_range(version: str, holds: bool) -> None:
+    assert Permitted("<2.14,>=2.6").holds(version) is holds
+
+
+@pytest.mark.parametrize("path", sorted(Path(machine.__file__).parent.glob("*.py")), ids=lambda p: p.name)
+def test_the_doctor_starts_where_nothing_is_installed(path: Path) -> None:
+    """Imports at the top of its modules are the standard library's, its own, and errors.py."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            assert {alias.name.partition(".")[0] for alias in node.names} <= sys.stdlib_module_names
+        elif isinstance(node, ast.ImportFrom):
+            name = str(node.module)
+            ours = name.startswith("bapo_megatron.commands.doctor.") or name == "bapo_megatron.errors"
+            assert ours or name.partition(".")[0] in sys.stdlib_module_names
+
+
+# --- packages ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "imported", "state", "found"),
+    [
+        (NEEDED, "2.13.0", Import(), "ok", "2.13.0"),
+        (NEEDED, None, Import(), "problem", "not installed"),
+        (NEEDED, "2.14.0", Import(), "problem", "2.14.0"),
+        (NEEDED, "unknown", Import(), "ok", "unknown"),
+        (NEEDED, "2.13.0", Import("OSError: libcudart"), "problem", "2.13.0, and its import fails: OSError"),
+        (OPTIONAL, None, Import(), "optional", "not installed"),
+        (FOR_GPUS, "2.3", Import("ImportError: abi"), "problem", "2.3, and its import fails: ImportError"),
+    ],
+)
+def test_a_package(package: Package, version: str | None, imported: Import, state: str, found: str) -> None:
+    row = package_row(package, version, imported, Permitted("<2.14,>=2.6"), "2.13.0")
+    assert row.state == state
+    assert row.found.startswith(found)
+    assert "tested: 2.13.0" in row.needed
+    assert bool(row.fix) is (state != "ok")
+
+
+def test_the_fix_installs_what_was_tested() -> None:
+    megatron = next(package for package in PACKAGES if package.name == "megatron-core")
+    row = package_row(megatron, None, Import(), None, "0.16.1")
+    assert row.fix == 'pip install --no-deps "megatron-core==0.16.1"'
+    broken = package_row(NEEDED, "2.13.0", Import("ImportError: x"), None, "2.13.0")
+    assert broken.fix == 'pip install --force-reinstall "torch==2.13.0"'
+    assert package_row(OPTIONAL, None, Import(), None, None).needed == "for logging"
+
+
+def test_python() -> None:
+    assert python_row((3, 11, 7)).state == python_row((3, 12, 0)).state == "ok"
+    assert python_row((3, 10, 14)).state == "problem"
+
+
+def test_broken_packages_cost_themselves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = {
+        "doctor_good": "print('noise')",
+        "doctor_raises": "raise RuntimeError('built for another torch')",
+        "doctor_exits": "import os; os._exit(3)",
+        "doctor_crashes": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+        "doctor_leaves": "raise SystemExit",
+        "doctor_last": "",
+        "doctor_hangs": "import time; time.sleep(600)",
+    }
+    for name, body in bodies.items():
+        (tmp_path / f"{name}.py").write_text(body)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    began = time.monotonic()
+    found = try_imports([*bodies, "doctor_not_there"], deadline_s=8)
+    assert time.monotonic() - began < 60
+    assert {name: result.error for name, result in found.items()} == {
+        "doctor_good": None,
+        "doctor_raises": "RuntimeError: built for another torch",
+        "doctor_exits": "exit code 3: import doctor_exits",
+        "doctor_crashes": "ended by SIGSEGV: import doctor_crashes",
+        "doctor_leaves": "SystemExit:",
+        "doctor_last": None,
+        "doctor_hangs": found["doctor_hangs"].error,
+        "doctor_not_there": "ModuleNotFoundError: No module named 'doctor_not_there'",
+    }
+    assert str(found["doctor_hangs"].error).startswith("no end within")
+
+
+def test_torn_metadata_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def torn(_name: str) -> str:
+        raise KeyError("Version")
+
+    monkeypatch.setattr("importlib.metadata.version", torn)
+    assert installed_version("torch") == "unknown"
+    assert package_row(NEEDED, "unknown", Import(), Permitted(">=2"), None).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("facts", "driver", "state", "says"),
+    [
+        ({"cuda": None, "gpus": []}, [], "ok", "CPU build, no GPU here"),
+        ({"cuda": "13.0", "gpus": []}, [], "ok", "built for CUDA 13.0, no GPU here"),
+        ({"cuda": None, "gpus": []}, ["H100"] * 8, "optional", "CPU build, sees none of 8 GPUs (H100)"),
+        ({"cuda": "13.0", "gpus": []}, ["H100"], "optional", "built for CUDA 13.0, sees none of 1 GPUs"),
+        (
+            {"cuda": "13.0", "gpus": [["H100", 85]] * 2, "nccl": "2.27"},
+            [],
+            "ok",
+            "CUDA 13.0, NCCL 2.27, 2 x H100 (85 GB)",
+        ),
+    ],
+)
+def test_gpus(facts: dict[str, Any], driver: list[str], state: str, says: str) -> None:
+    row = gpu_row(facts, driver)
+    assert row.state == state
+    assert row.found.startswith(says)
+    assert bool(row.fix) is (state != "ok")
+
+
+def test_what_torch_is_asked() -> None:
+    device = SimpleNamespace(name="H100", total_memory=85_000_000_000)
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        get_device_properties=lambda _index: device,
+        nccl=SimpleNamespace(version=lambda: (2, 27, 3)),
+    )
+    torch = SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda="13.0"))
+    assert torch_facts(torch) == {"cuda": "13.0", "gpus": [["H100", 85]] * 2, "nccl": "2.27.3"}
+
+
+# --- children and deadlines ----------------------------------------------------------------------
+
+
+def test_a_child_and_its_children_end_at_the_deadline() -> None:
+    """The grandchild holds the child's output open, which must not be waited for."""
+    began = time.monotonic()
+    child = run_child(["sh", "-c", "sleep 60 & echo $!; sleep 60"], 1.0)
+    assert time.monotonic() - began < 20
+    assert (child.ended, child.code) == ("no end within 1 s", None)
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(child.output)) and psutil.Process(int(child.output)).status() != "zombie":
+        assert time.monotonic() < deadline, "the grandchild outlived its child"
+        time.sleep(0.05)
+
+
+def test_a_child_that_cannot_be_started(tmp_path: Path) -> None:
+    ended = run_child([str(tmp_path / "none")], 1.0).ended
+    assert ended == f"{tmp_path / 'none'} cannot be started: No such file or directory"
+    assert Child("", "first\n last \n\n", "exit code 1").reason() == "exit code 1: last"
+
+
+def test_within() -> None:
+    assert within(5, lambda: None) is None
+    with pytest.raises(ZeroDivisionError):
+        within(5, lambda: 1 / 0)
+    with pytest.raises(TimeoutError, match="no answer within 0.05 s"):
+        within(0.05, lambda: time.sleep(5))
+
+
+def test_one_line() -> None:
+    assert one_line(ValueError("two\n  lines")) == "two lines"
+    assert one_line(TimeoutError()) == "TimeoutError"
+    assert one_line("x" * 300) == "x" * 199 + "…"
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+ROWS = [
+    Row("one", "torch", "ok", "2.13.0", "tested: 2.13.0", "is dropped"),
+    Row("one", "wandb", "optional", "not installed", "for logging", "pip install wandb"),
+    Row("two", "http://a-rather-long-name:30000", "problem", "no answer", "a server", "start it"),
+]
+
+
+def test_the_table() -> None:
+    assert list(lines(ROWS)) == [
+        "one",
+        "  ok        torch                 2.13.0                                        tested: 2.13.0",
+        "  optional  wandb                 not installed                                 for logging",
+        "            fix: pip install wandb",
+        "",
+        "two",
+        "  problem   http://a-rather-long-name:30000",
+        "                                  no answer                                     a server",
+        "            fix: start it",
+    ]
+
+
+def test_the_verdict() -> None:
+    said = "1 problem: a run could not start (1 optional: missing, low or untested)"
+    assert verdict(ROWS, "a run") == said
+    assert verdict(ROWS[:1], "a.py") == "no problem: a.py could start"
+
+
+def test_json() -> None:
+    told = json.loads(as_json(ROWS))
+    assert told["ok"] is False
+    assert [row["fix"] for row in told["rows"]] == ["", "pip install wandb", "start it"]
+    assert json.loads(as_json(ROWS[:2]))["ok"] is True
+
+
+def test_a_section_that_breaks_costs_itself() -> None:
+    def broken() -> Any:
+        yield ROWS[0]
+        raise KeyError("MemTotal")
+
+    first, last = guarded("one", broken)
+    assert first is ROWS[0]
+    assert last.found == "could not be looked at: KeyError: 'MemTotal'"
+
+
+def test_the_command_line() -> None:
+    assert Command.of([]) == Command(None)
+    assert Command.of(["--json"]) == Command(None, (), True)
+    wanted = Command(Path("a.py"), ("--steps", "3"), True)
+    assert Command.of(["a.py", "--steps", "3", "--json"]) == Command.of(["--json", "a.py", "--steps", "3"])
+    assert Command.of(["a.py", "--json", "--steps", "3"]) == wanted
+    with pytest.raises(ConfigError, match="--steps: the recipe comes first"):
+        Command.of(["--steps", "3"])
+
+
+def test_help_needs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_doctor(["a.py", "--help"]) == 0
+    assert "usage: bapo doctor [RECIPE]" in capsys.readouterr().out

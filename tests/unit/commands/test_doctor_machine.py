@@ -1,0 +1,168 @@
+"""What ``bapo doctor`` says of the machine and of SGLang's environment."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.commands.doctor import machine, sglang
+from bapo_megatron.commands.doctor.machine import (
+    Disk,
+    control_group_limit,
+    disk_rows,
+    has_infiniband,
+    locked_memory_row,
+    open_files_row,
+    shared_memory_row,
+)
+from bapo_megatron.commands.doctor.namespaces import namespace_row, namespace_rows
+from bapo_megatron.commands.doctor.tested import SGLANG, pins
+
+# --- SGLang's environment ------------------------------------------------------------------------
+
+
+def interpreter(tmp_path: Path, body: str) -> Path:
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_sglang_is_asked_for_its_versions(tmp_path: Path) -> None:
+    told = {"python": "3.11.7", "sglang": "0.5.20", "torch": "2.13.0+cu130", "sglang-router": None}
+    rows = list(sglang.sglang_rows(True, interpreter(tmp_path, f"echo '{json.dumps(told)}'")))
+    assert [(row.name, row.state) for row in rows] == [
+        ("interpreter", "ok"),
+        ("sglang", "optional"),
+        ("torch", "ok"),
+        ("sglang-router", "optional"),
+    ]
+    assert rows[1].found == "0.5.20, which was not tested"
+    assert rows[1].needed == f"tested: {pins(SGLANG)['sglang']}"
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_no_sglang_is_a_problem_where_the_run_starts_servers(tmp_path: Path, required: bool) -> None:
+    (row,) = sglang.sglang_rows(required, tmp_path / "nowhere")
+    assert row.state == ("problem" if required else "optional")
+    assert f"no interpreter at {tmp_path / 'nowhere'}" in row.found
+    empty = {"python": "3.11.7", "sglang": None, "torch": None, "sglang-router": None}
+    rows = list(sglang.sglang_rows(required, interpreter(tmp_path, f"echo '{json.dumps(empty)}'")))
+    assert [each.state for each in rows] == ["ok", row.state, row.state, "optional"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("echo broken >&2; exit 4", "exit code 4: broken"),
+        ("echo hello", "no answer"),
+        ("echo []", "no answer"),
+        ("sleep 60", "no end within 1 s"),
+    ],
+)
+def test_an_interpreter_that_does_not_work(
+    body: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang, "DEADLINE_S", 1.0)
+    (row,) = sglang.sglang_rows(True, interpreter(tmp_path, body))
+    assert row.state == "problem"
+    assert says in row.found
+
+
+# --- the machine ---------------------------------------------------------------------------------
+
+
+def test_the_lowest_limit_of_the_control_groups(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("1:cpu:/old\n0::/job/step\n")
+    root = tmp_path / "fs"
+    (root / "job/step").mkdir(parents=True)
+    assert control_group_limit(root, own) is None
+    (root / "job/step/memory.max").write_text("max\n")
+    (root / "job/memory.max").write_text("4000000000\n")
+    assert control_group_limit(root, own) == 4_000_000_000
+    (root / "job/step/memory.max").write_text("3000000000\n")
+    assert control_group_limit(root, own) == 3_000_000_000
+    (tmp_path / "memory.max").write_text("1\n")  # above the root: not a control group
+    assert control_group_limit(root, own) == 3_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "state", "fix"),
+    [
+        (4096, 4096, "ok", ""),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, "ok", ""),
+        (1024, 524288, "optional", "ulimit -n 524288"),
+        (1024, resource.RLIM_INFINITY, "optional", "ulimit -n 4096"),
+        (1024, 2048, "optional", "raise nofile to 4096 in /etc/security/limits.conf"),
+    ],
+)
+def test_open_files(soft: int, hard: int, state: str, fix: str) -> None:
+    row = open_files_row(soft, hard)
+    assert (row.state, row.fix) == (state, fix)
+
+
+def test_locked_memory_matters_with_infiniband(tmp_path: Path) -> None:
+    assert locked_memory_row(resource.RLIM_INFINITY, True).state == "ok"
+    assert locked_memory_row(8 << 20, False).found == "8192 KiB; no InfiniBand here"
+    assert locked_memory_row(8 << 20, True).state == "optional"
+    assert not has_infiniband(tmp_path / "none")
+    (tmp_path / "mlx5_0").mkdir()
+    assert has_infiniband(tmp_path)
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, state in ((64 << 20, "optional"), (1 << 30, "ok")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _path, free=free: Usage(2 * free, free, free))
+        row = shared_memory_row(tmp_path)
+        assert row.state == state
+    assert row.found == "2.1 GB, 1.1 GB free"
+
+
+def test_the_disk_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage(0, 0, 50_000_000_000))
+    directory = tmp_path / "not/there/yet"
+    assert [row.state for row in disk_rows(Disk(directory))] == ["ok"]
+    assert [row.state for row in disk_rows(Disk(directory, 49.0))] == ["ok"]
+    (short,) = disk_rows(Disk(directory, 51.0))
+    assert (short.state, short.found) == ("problem", "50.0 GB free")
+    assert short.needed == "51.0 GB, for checkpoints and weights"
+    monkeypatch.setattr("os.access", lambda *_args: False)
+    assert [row.state for row in disk_rows(Disk(directory))] == ["ok", "problem"]
+    assert not directory.exists()
+
+
+def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "DISK_DEADLINE_S", 0.1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: time.sleep(30))
+    (row,) = disk_rows(Disk(tmp_path))
+    assert (row.state, row.found) == ("problem", "no answer within 0.1 s")
+
+
+# --- the sandbox ---------------------------------------------------------------------------------
+
+
+def test_namespaces(tmp_path: Path) -> None:
+    assert namespace_row("user namespaces", 0, True, tmp_path).state == "ok"
+    refused = namespace_row("user namespaces", 1, False, tmp_path)
+    assert (refused.state, refused.found) == ("optional", "refused: Operation not permitted")
+    assert "docker run" in refused.fix
+    assert namespace_row("user namespaces", "no end within 20 s", True, tmp_path).state == "problem"
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "kernel/unprivileged_userns_clone").write_text("0\n")
+    fix = namespace_row("user namespaces", 1, True, tmp_path).fix
+    assert fix == "sysctl -w kernel.unprivileged_userns_clone=1"
+
+
+def test_the_kernel_is_asked() -> None:
+    names = [row.name for row in namespace_rows(required=False)]
+    assert names == ["user namespaces", "network namespaces"]

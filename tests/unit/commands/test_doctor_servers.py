@@ -1,0 +1,290 @@
+"""What ``bapo doctor`` says of servers, played by a small HTTP server, and of recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.commands.doctor import http
+from bapo_megatron.commands.doctor.http import get
+from bapo_megatron.commands.doctor.recipe import Facts, facts_of, problems_of, recipe_rows
+from bapo_megatron.commands.doctor.rows import Row
+from bapo_megatron.commands.doctor.servers import longest_sequence, server_rows
+from bapo_megatron.commands.doctor.tested import SGLANG, pins
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
+
+ROOT = Path(__file__).parents[3]
+SHAPE = {"model_type": "qwen2", "vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 4}
+
+
+class Played:
+    """Answers like SGLang 0.5.23, or as it is told: path to status and body."""
+
+    def __init__(self, model: Path) -> None:
+        about = {"model_path": str(model), "model_type": "qwen2", "weight_version": "0"}
+        server = {
+            "version": pins(SGLANG)["sglang"],
+            "context_length": 256,
+            "max_req_input_len": 250,
+            "dtype": "float32",
+            "disable_radix_cache": False,
+        }
+        self.answers: dict[str, tuple[int, Any]] = {
+            "/ready": (200, ""),
+            "/model_info": (200, about),
+            "/server_info": (200, server),
+        }
+        self.about, self.server = about, server
+        self.delay_s = 0.0
+        played = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                time.sleep(played.delay_s)
+                status, body = played.answers.get(self.path, (404, {"detail": "Not Found"}))
+                sent = (body if isinstance(body, str) else json.dumps(body)).encode()
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(sent)
+
+            def log_message(self, *_args: Any) -> None:
+                """Into no test's output."""
+
+        self._httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._httpd.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._httpd.server_port}"
+        threading.Thread(target=self._httpd.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        """Close its port."""
+        self._httpd.shutdown()
+        self._httpd.server_close()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    return folder
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[Played]:
+    played = Played(model)
+    yield played
+    played.stop()
+
+
+def facts(*urls: str, **more: Any) -> Facts:
+    usual = Facts(
+        *("demo", "runs/demo", "sglang", False, list(urls), None, "retract", 256, "float32", False, SHAPE)
+    )
+    return dataclasses.replace(usual, **more)
+
+
+def bad(rows: Iterator[Row]) -> list[Row]:
+    return [row for row in rows if row.state != "ok"]
+
+
+def test_a_server_that_fits(server: Played, model: Path) -> None:
+    rows = list(server_rows(facts(server.url + "/")))
+    assert {(row.section, row.name, row.state) for row in rows} == {("servers", server.url, "ok")}
+    assert [row.found for row in rows] == [
+        "ready",
+        "weight version 0",
+        f"model {model}, 264 token ids",
+        "context of 256 tokens",
+        f"SGLang {pins(SGLANG)['sglang']}",
+    ]
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str]] = {
+    # name: path, what it says instead, what the recipe says instead, state, found
+    "version": ("/model_info", {"weight_version": "default"}, {}, "problem", "weight version 'default'"),
+    "no version": ("/model_info", {"weight_version": None}, {}, "problem", "no weight version"),
+    "type": ("/model_info", {"model_type": "llama"}, {}, "problem", "model_type llama, the recipe's qwen2"),
+    "shape": (
+        "/model_info",
+        {},
+        {"model": SHAPE | {"vocab_size": 9}},
+        "problem",
+        "vocab_size 264, the recipe's 9",
+    ),
+    "context": ("/server_info", {}, {"longest_sequence": 257}, "problem", "context of 256 tokens"),
+    "dtype": ("/server_info", {"dtype": "bfloat16"}, {}, "optional", "dtype bfloat16"),
+    "sglang": ("/server_info", {"version": "0.4.1"}, {}, "optional", "SGLang 0.4.1"),
+    "cache": ("/server_info", {}, {"on_update": "in_place"}, "problem", "prefix cache is on"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_server_that_does_not_fit(server: Played, case: str) -> None:
+    path, says, recipe, state, found = CASES[case]
+    server.answers[path] = (200, {**server.answers[path][1], **says})
+    (row,) = bad(server_rows(facts(server.url, **recipe)))
+    assert row.state == state
+    assert found in row.found
+    assert row.needed
+    assert row.fix
+
+
+def test_a_server_that_pauses(server: Played) -> None:
+    server.answers["/ready"] = (503, "")
+    (row,) = bad(server_rows(facts(server.url)))
+    assert (row.state, row.found) == ("problem", "not ready: status 503")
+    assert f"{server.url}/continue_generation" in row.fix
+
+
+def test_a_router_is_told_from_a_server(server: Played) -> None:
+    server.answers = {"/workers": (200, {"workers": [{"url": "http://a:1"}, {"url": "http://b:2"}]})}
+    (row,) = server_rows(facts(server.url))
+    assert row.found == "a router, which takes no weights"
+    assert row.fix.endswith("--rollout.sglang.urls http://a:1 http://b:2")
+
+
+def test_another_program(server: Played) -> None:
+    server.answers = {}
+    (row,) = server_rows(facts(server.url))
+    assert (row.state, row.found) == ("problem", "answers, and has no /ready")
+
+
+def test_nonsense_is_no_traceback(server: Played) -> None:
+    server.answers |= {"/model_info": (200, ["hello"]), "/server_info": (500, "<html>")}
+    rows = list(server_rows(facts(server.url)))
+    assert [row.state for row in rows] == ["ok", "problem", "ok"]  # no weight version
+
+
+def test_servers_that_are_gone_or_hang(server: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging = server.url
+    gone = Played(Path())
+    gone.stop()
+    monkeypatch.setattr(get, "__defaults__", (0.3,))
+    server.delay_s = 20
+    began = time.monotonic()
+    rows = list(server_rows(facts(gone.url, hanging)))
+    assert time.monotonic() - began < 10
+    assert [row.name for row in rows] == [gone.url, hanging]
+    assert "Connection refused" in rows[0].found
+    assert rows[1].found in ("no answer: timed out", "no answer: no answer within 0.3 s")
+
+
+def test_proxies_are_passed_by(server: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run does not use them either."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert get(f"{server.url}/ready").status == 200
+
+
+def test_an_answer_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, and the whole never does."""
+    monkeypatch.setattr(http, "_get", lambda _url, _deadline: time.sleep(30))
+    assert get("http://127.0.0.1:1", 0.1).body == "no answer within 0.1 s"
+
+
+def test_servers_of_several_versions(server: Played, model: Path) -> None:
+    other = Played(model)
+    other.answers["/model_info"] = (200, {**other.about, "weight_version": "7"})
+    (row,) = bad(server_rows(facts(server.url, other.url)))
+    assert (row.state, row.found) == ("problem", f"{server.url}: 0, {other.url}: 7")
+    other.stop()
+
+
+def test_no_servers_no_rows() -> None:
+    assert list(server_rows(facts())) == []
+
+
+def test_the_longest_sequence() -> None:
+    """SGLang 0.5.23 with a context of 4096 says 4090 for the prompt."""
+    assert longest_sequence({"context_length": None, "max_req_input_len": 4090}) == 4096
+    assert longest_sequence({"context_length": 256, "max_req_input_len": 250}) == 256
+    assert longest_sequence({}) is None
+
+
+# --- recipes -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., RunConfig]:
+    config = load_recipe(ROOT / "recipes/demo_sglang_cpu.py", RunConfig)
+
+    def changed(**fields: Any) -> RunConfig:
+        return dataclasses.replace(config, run_dir=tmp_path / "run", **fields)
+
+    return changed
+
+
+def test_every_problem_is_told_once(demo: Callable[..., RunConfig], tmp_path: Path) -> None:
+    config = demo()
+    data = dataclasses.replace(config.data, path=tmp_path / "none.jsonl")
+    logging = dataclasses.replace(config.logging, wandb_project="x")
+    parallel = dataclasses.replace(config.parallel, pipeline=3)
+    sglang = dataclasses.replace(config.rollout.sglang, python=tmp_path / "none")
+    rollout = dataclasses.replace(config.rollout, sglang=sglang)
+    found = list(problems_of(demo(data=data, logging=logging, parallel=parallel, rollout=rollout)))
+    assert len(found) == len(set(found)) == 3
+    assert "wandb is not installed" in found[0]
+    assert "does not divide the model's 4 layers" in found[1]
+    assert "no interpreter at" in found[2]  # the dataset cannot be read before the tokenizer
+
+
+def test_wrong_fields_stop_the_search(demo: Callable[..., RunConfig], tmp_path: Path) -> None:
+    model = dataclasses.replace(demo().model, hf_path=tmp_path / "none")
+    found = list(problems_of(demo(steps=0, seed=-1, model=model)))
+    assert found == ["steps=0 must be at least 1", "seed=-1 must be at least 0"]
+
+
+def test_a_check_that_breaks_is_told(demo: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_config: object) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr("bapo_megatron.trainer.preflight.check_same_run", broken)
+    monkeypatch.setattr("bapo_megatron.trainer.preflight.sglang_python", lambda _given: None)
+    assert list(problems_of(demo())) == ["OSError in broken: the disk is gone"]
+
+
+def test_facts(demo: Callable[..., RunConfig], tmp_path: Path) -> None:
+    found = facts_of(demo())
+    assert found.starts_servers
+    assert found.urls == []
+    assert found.longest_sequence == demo().longest_sequence
+    assert found.model is not None
+    assert found.model["vocab_size"] == 264
+    config = demo()
+    sglang = dataclasses.replace(config.rollout.sglang, urls=("http://a:1",))
+    named = facts_of(demo(rollout=dataclasses.replace(config.rollout, sglang=sglang)))
+    assert not named.starts_servers
+    assert named.urls == ["http://a:1"]
+    replayed = dataclasses.replace(config.rollout, sglang=sglang, replay=tmp_path)
+    assert facts_of(demo(rollout=replayed)).urls == []
+
+
+def test_the_disk_that_a_run_needs(demo: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A billion parameters in bfloat16, two checkpoints kept, SGLang: 14 x 3 + 2 x 3 bytes for each."""
+    monkeypatch.setattr("bapo_megatron.commands.plan.sizes.total_parameters", lambda _shape: 10**9)
+    config = demo()
+    large = demo(
+        model=dataclasses.replace(config.model, dtype="bfloat16"),
+        checkpoint=dataclasses.replace(config.checkpoint, keep_last=2),
+    )
+    assert facts_of(large).disk_gb == 48.0
+    kept = dataclasses.replace(large.checkpoint, keep_last=0, every=3)  # 10 steps: checkpoints 3, 6, 9, 10
+    assert facts_of(dataclasses.replace(large, checkpoint=kept)).disk_gb == 14.0 * 5 + 6
+    exporting = dataclasses.replace(large.checkpoint, every=2, export_every=4)  # after steps 4 and 8
+    assert facts_of(dataclasses.replace(large, checkpoint=exporting)).disk_gb == 14.0 * 3 + 6 + 2 * 2
+
+
+def test_rows_of_a_recipe() -> None:
+    assert [row.state for row in recipe_rows("a.py", [])] == ["ok"]
+    rows = list(recipe_rows("a.py", ["one", "two"]))
+    assert [(row.state, row.found) for row in rows] == [("problem", "one"), ("problem", "two")]

@@ -1,0 +1,387 @@
+"""The plan's arithmetic on a shape small enough to do by hand, and against the sizes that are published."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_megatron.algo.bapo import balanced, grpo
+from bapo_megatron.cli import run as bapo
+from bapo_megatron.commands.plan.activations import kept
+from bapo_megatron.commands.plan.advice import fastest_layouts, problems, smallest_changes
+from bapo_megatron.commands.plan.engines import cache_bytes_per_token, engines
+from bapo_megatron.commands.plan.job import Job, find_shape
+from bapo_megatron.commands.plan.memory import host_bytes, optimizer_bytes, stage_memory
+from bapo_megatron.commands.plan.options import PlanOptions
+from bapo_megatron.commands.plan.plan import make_plan
+from bapo_megatron.commands.plan.schedule import in_flight, slots
+from bapo_megatron.commands.plan.sizes import largest_parameter, stage_parameters, total_parameters
+from bapo_megatron.commands.plan.speed import recompute_share, speed
+from bapo_megatron.commands.plan.traffic import forward_passes, update_traffic
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    SglangConfig,
+)
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.policy.flops import attention_flops, attention_weight, linear_flops_per_token
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPE = RECIPES / "bp_math_32b_64k.py"
+SHAPES = RECIPES / "shapes"
+
+# One layer: 8 x (8 + 4 + 4) qkv + 16 bias + 8 x 8 projection + 3 x 8 x 16 MLP + 2 x 8 norms = 608.
+SMALL = ModelShape(
+    family="qwen2",
+    layers=4,
+    hidden=8,
+    heads=4,
+    kv_heads=2,
+    head_dim=2,
+    ffn=16,
+    vocab=32,
+    max_positions=64,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tied=False,
+    qkv_bias=True,
+    qk_norm=False,
+)
+ONE = ParallelConfig()
+BIG = read_model_shape(SHAPES / "DeepSeek-R1-Distill-Qwen-32B")
+
+
+def job(parallel: ParallelConfig = ONE, shape: ModelShape = SMALL, **batch: object) -> Job:
+    """Eight responses of 14 tokens, each with a prompt of 2: 128 tokens, 8 packs of 16."""
+    run = RunConfig(
+        "small",
+        ModelConfig(Path("model")),
+        DataConfig(Path("data"), max_prompt_tokens=16),
+        parallel=parallel,
+        rollout=RolloutConfig(
+            prompts_per_step=2, group_size=4, max_response_tokens=14, sglang=SglangConfig(tensor=4)
+        ),
+        batch=BatchConfig(**{"pack_tokens": 16, **batch}),
+    )
+    return Job(run, shape, PlanOptions(mean_response_tokens=14))
+
+
+def planned(*flags: str, **options: object) -> Job:
+    """The 32B recipe with changes to its layout, ``name=value``, and to the options."""
+    run = load_recipe(RECIPE, RunConfig)
+    changes = {name: int(value) for name, value in (flag.split("=") for flag in flags)}
+    run = replace(run, parallel=replace(run.parallel, **changes))
+    return Job(run, BIG, PlanOptions(**options))
+
+
+def test_parameters_by_hand() -> None:
+    """608 a layer; embedding and output 32 x 8 = 256 each; final norm 8."""
+    assert stage_parameters(SMALL, ONE, 0).total == 4 * 608 + 2 * 256 + 8
+    two = ParallelConfig(tensor=2, pipeline=2)
+    # TP halves all but the norms: (608 - 16) / 2 + 16 = 312.
+    assert stage_parameters(SMALL, two, 0).total == 2 * 312 + 128
+    assert stage_parameters(SMALL, two, 1).total == 2 * 312 + 128 + 8
+    tied = replace(SMALL, tied=True)
+    assert stage_parameters(tied, ONE, 0).total == 4 * 608 + 256 + 8
+    assert stage_parameters(tied, ParallelConfig(pipeline=2), 1).total == 2 * 608 + 256 + 8
+    assert largest_parameter(SMALL) == 2 * 16 * 8  # gate and up, as large as the embedding
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [  # the Hugging Face model cards
+        ("DeepSeek-R1-Distill-Qwen-32B", 32.76),
+        ("DeepSeek-R1-Distill-Qwen-7B", 7.62),
+        ("Qwen3-32B", 32.76),
+        ("Llama-3.2-3B", 3.21),
+    ],
+)
+def test_shipped_shapes_have_the_published_sizes(name: str, billions: float) -> None:
+    assert round(total_parameters(read_model_shape(SHAPES / name)) / 1e9, 2) == billions
+
+
+def test_flops_by_hand() -> None:
+    """Matrices of a layer: 8 x 16 + 8 x 8 + 3 x 8 x 16 = 576; of the head: 256."""
+    assert linear_flops_per_token(SMALL) == 2 * (4 * 576 + 256)
+    # 4 layers x 4 heads x 2 wide x 2 products x 2 FLOPs x 10 x 10 / 2 causal pairs
+    assert attention_flops(SMALL, 10) == 4 * 4 * 2 * 2 * 2 * 50
+    assert attention_weight(SMALL) == pytest.approx(64 / 5120)
+
+
+def test_flops_of_the_32b_model_at_64k() -> None:
+    """Three forward passes of a token in a 65,536-token sequence: about 6 x 32 B + attention = 321 GFLOP."""
+    forward = linear_flops_per_token(BIG) + attention_flops(BIG, 65536) / 65536
+    assert 3 * forward == pytest.approx(6 * 31.98e9 + 3 * 4 * 64 * 5120 * 32768, rel=1e-3)
+    assert attention_weight(BIG) == pytest.approx(1.02e-5, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "stage", "expected"),
+    [
+        (ONE, 0, 1),
+        (ParallelConfig(pipeline=4), 0, 4),
+        (ParallelConfig(pipeline=4), 3, 1),
+        (ParallelConfig(pipeline=16), 0, 8),  # no more than there are
+        (ParallelConfig(pipeline=2, virtual=2), 0, 5),  # warm-up 2 x 1 + 1 x 2, and the one that runs
+        (ParallelConfig(pipeline=2, virtual=2), 1, 3),
+    ],
+)
+def test_micro_batches_in_flight(parallel: ParallelConfig, stage: int, expected: int) -> None:
+    assert in_flight(parallel, stage, 8) == expected
+
+
+def test_pipeline_idles_less_when_interleaved() -> None:
+    assert slots(ONE, 8) == 8
+    assert slots(ParallelConfig(pipeline=4), 8) == 11
+    assert slots(ParallelConfig(pipeline=4, virtual=3), 8) == 9
+
+
+def test_memory_by_hand() -> None:
+    """2952 parameters: 2 B weights, 4 B gradients, 12 B optimizer over DP x CP."""
+    memory = stage_memory(job(ParallelConfig(data=3)), 0)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (2 * 2952, 4 * 2952, 4 * 2952)
+    whole = replace(job(), run=replace(job().run, model=ModelConfig(Path("model"), "float32")))
+    assert optimizer_bytes(whole, 2952) == 8 * 2952  # the weights are their own masters
+    # Logits of 16 tokens: 32 x (2 + 2 + 4 + 4) B; hidden states and their gradient; the matrix's gradient.
+    assert memory.head == 16 * 32 * 12 + 2 * 16 * 8 * 2 + 32 * 8 * (4 + 2)
+    assert host_bytes(job()) == 20 * 2952
+
+
+def test_peaks_by_hand() -> None:
+    """Saving: a state gathered twice, and the own third; syncing: the largest parameter (256) twice."""
+    memory = stage_memory(job(ParallelConfig(data=3)), 0)
+    steady = (2 + 4 + 4) * 2952 + 3e9
+    assert memory.saving == pytest.approx(steady + 4 * 2952 * (2 + 1 / 3), abs=1e-3)
+    assert memory.syncing == steady + 2 * 256 * 2
+    assert memory.workspace == 16 * 2 * (3 * 16 + 2 * 8)
+    parts = memory.activations + memory.workspace + memory.head
+    assert memory.training == pytest.approx(steady + 1.05 * parts + memory.buffers, abs=1e-3)
+    assert memory.buffers == 3 * 16 * 44  # the fields of three packs
+    message = 2 * 16 * 8 * 2  # sent and received
+    assert stage_memory(job(ParallelConfig(pipeline=2)), 0).buffers == message + 8 * 16 * 44
+
+
+def test_activations_by_hand() -> None:
+    """Transformer Engine, bytes for each token: h 8, q 8, kv 4, f 16, d 2, 4 heads."""
+    attention = (16 + 4) + 16 + 16  # norm, its output, the projection's input; RoPE is fused
+    arguments = 2 * (8 + 4) + 2 * (8 + 2 * 4)
+    mlp = (16 + 4) + 16 + 3 * 2 * 16  # norm, its output; gate, up and their product: SwiGLU is fused
+    none = kept(SMALL, ONE, 2, "none", "te")
+    assert none.layer == attention + arguments + 16 + mlp
+    assert kept(SMALL, ONE, 2, "selective", "te").layer == attention + arguments + 16
+    full = kept(SMALL, ONE, 2, "full", "te")
+    assert (full.layer, full.transient) == (16, none.layer - 16)
+    # Sequence parallelism cuts the norms as well; a norm's number a row stays.
+    halved = kept(SMALL, ParallelConfig(tensor=2, sequence=True), 2, "none", "te")
+    assert halved.layer == (none.layer - 8) / 2 + 8
+
+
+def test_queries_are_copied_where_groups_are_several() -> None:
+    """Norms of queries keep their input: a view of the fused output, or a copy if groups interleave in it."""
+    normed = replace(SMALL, qk_norm=True)
+    extra = kept(normed, ONE, 2, "none", "te").layer - kept(SMALL, ONE, 2, "none", "te").layer
+    assert extra == 2 * 8 + 4 * (4 + 2)
+    two = ParallelConfig(tensor=2)  # one group on a rank
+    extra = kept(normed, two, 2, "none", "te").layer - kept(SMALL, two, 2, "none", "te").layer
+    assert extra == 4 * (2 + 1)
+
+
+def test_traffic_by_hand() -> None:
+    """16 tokens x 8 wide x 2 B = 256 B a message, 8 packs."""
+    kinds = {t.name: t for t in update_traffic(job(ParallelConfig(tensor=2, sequence=True)))}
+    assert kinds["TP"].sent == 256 / 2 * 8 * (4 * (4 + 6 + 4) + 2)
+    kinds = {t.name: t for t in update_traffic(job(ParallelConfig(pipeline=2)))}
+    assert kinds["PP"].sent == 256 * 8 * 3
+    kinds = {t.name: t for t in update_traffic(job(ParallelConfig(data=2)))}
+    assert kinds["DP"].sent == 6 * 2952 / 2
+    # Half of a pack on each rank: 8 tokens x 2 x 4 wide x 2 B, once round a ring of two, 4 layers, 8 packs.
+    kinds = {t.name: t for t in update_traffic(job(ParallelConfig(context=2)))}
+    assert kinds["CP"].sent == 8 * 8 * 2 * 4 * 8 * (3 + 1)
+
+
+def test_traffic_takes_the_network_once_a_group_leaves_the_node() -> None:
+    links = {t.name: t.link for t in update_traffic(planned())}
+    assert links == {"TP": "NVLink", "CP": "network", "DP": "network"}
+    links = {t.name: t.link for t in update_traffic(planned("tensor=4", "context=2"))}
+    assert links == {"TP": "NVLink", "CP": "NVLink", "DP": "NVLink"}
+
+
+def test_speed_adds_up() -> None:
+    """No pipeline: time is executed FLOPs over the stated rate, and full recompute adds the layers once."""
+    for mode, passes in (("none", 0.0), ("full", 1.0)):
+        one = job(recompute=mode)
+        found = speed(one)
+        body = 2 * 4 * 576 + attention_flops(SMALL, 30) / 30  # 2 x mean 16, but at most 16 + 14
+        forward = body + 512
+        assert found.executed_per_token == pytest.approx(4 * forward + passes * body)
+        seconds = 128 * found.executed_per_token / (0.4 * 989e12)
+        assert found.update_seconds == pytest.approx(seconds)
+        assert found.idle == pytest.approx(0, abs=1e-9)
+    assert 0 < recompute_share(job(recompute="selective")) < 1
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "passes"),
+    [
+        (AlgorithmConfig(balanced()), 1),
+        (AlgorithmConfig(grpo()), 0),
+        (AlgorithmConfig(balanced(), old_log_probs="trainer"), 2),
+        (AlgorithmConfig(grpo(), old_log_probs="trainer", reuse_epochs=4, updates_per_epoch=3), 0.25),
+    ],
+)
+def test_forward_only_passes_of_an_update(algorithm: AlgorithmConfig, passes: float) -> None:
+    """pi_old takes a pass over the step's tokens, which four epochs train on: a quarter for each."""
+    one = job()
+    one = replace(one, run=replace(one.run, algorithm=algorithm))
+    assert forward_passes(one) == passes
+
+
+def test_pipeline_speed() -> None:
+    """Two stages, 8 packs: 9 slots of the last stage, which has the output layer."""
+    found = speed(job(ParallelConfig(pipeline=2)))
+    body = (2 * 4 * 576 + attention_flops(SMALL, 30) / 30) / 2
+    slot = 16 * (body * 4 + 4 * 512) / (0.4 * 989e12)
+    assert found.update_seconds == pytest.approx(9 * slot)
+
+
+def test_cache_by_hand() -> None:
+    assert cache_bytes_per_token(SMALL) == 2 * 4 * 2 * 2 * 2
+    assert cache_bytes_per_token(BIG) == 256 * 1024
+    found = engines(planned(engine_gpus=64))
+    # 0.85 x 80 GB less a quarter of the weights, on four GPUs, over 17.7 GB a sequence.
+    assert found.longest_sequences == int((0.85 * 80e9 * 4 - 65.5e9) / (67584 * 256 * 1024)) == 11
+    assert engines(planned(engine_gpus=2)).count == 0
+    alone = planned()
+    rollout = replace(alone.run.rollout, sglang=replace(alone.run.rollout.sglang, tensor=1))
+    assert not engines(replace(alone, run=replace(alone.run, rollout=rollout))).fits
+
+
+def test_decoding_by_hand() -> None:
+    """One engine of 4 GPUs, 8 responses: a step reads all weights and 8 caches of 2 + 14 / 2 tokens."""
+    found = engines(replace(job(), options=PlanOptions(mean_response_tokens=14, engine_gpus=4)))
+    step = (2952 * 2 + 8 * 9 * 64) / 4 / (0.6 * 3350e9)
+    assert found.running == 8
+    assert found.tokens_per_second == pytest.approx(8 / step)
+    assert found.step_seconds == pytest.approx(14 * step)
+    assert found.longest_seconds == pytest.approx(14 * (2952 * 2 + 7 * 64) / 4 / (0.6 * 3350e9))
+
+
+sizes = st.sampled_from([1, 2, 4, 8])
+
+
+@given(sizes, sizes, sizes, sizes, st.sampled_from(["none", "selective", "full"]))
+def test_more_ranks_never_need_more_memory(
+    tensor: int, pipeline: int, context: int, data: int, mode: str
+) -> None:
+    """Doubling TP, CP or DP never makes a part of any stage larger; doubling PP none of the model's parts."""
+    base = planned(f"tensor={tensor}", f"pipeline={pipeline}", f"context={context}", f"data={data}")
+    base = replace(base, run=replace(base.run, batch=replace(base.run.batch, recompute=mode)))
+    before = stage_memory(base, 0)
+    for axis in ("tensor", "context", "data", "pipeline"):
+        wider = replace(base.parallel, **{axis: 2 * getattr(base.parallel, axis)})
+        after = stage_memory(replace(base, run=replace(base.run, parallel=wider)), 0)
+        for part in ("weights", "gradients", "optimizer"):
+            assert getattr(after, part) <= getattr(before, part)
+        if axis != "pipeline" and not (axis == "context" and context == 1):  # a ring has buffers
+            assert after.activations <= before.activations
+
+
+@given(sizes, sizes, st.sampled_from([1, 2, 4]))
+def test_recomputation_orders_memory_and_time(tensor: int, context: int, pipeline: int) -> None:
+    base = planned(f"tensor={tensor}", f"pipeline={pipeline}", f"context={context}", "data=1")
+    jobs = [
+        replace(base, run=replace(base.run, batch=replace(base.run.batch, recompute=mode)))
+        for mode in ("none", "selective", "full")
+    ]
+    used = [stage_memory(one, 0).activations for one in jobs]
+    rates = [speed(one).tokens_per_second for one in jobs]
+    assert used == sorted(used, reverse=True)
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_the_32b_recipe_fits_on_80_gb_gpus() -> None:
+    plan = make_plan(planned())
+    assert not list(plan.misfits())
+    assert plan.engine_misfit() is None
+    assert not problems(plan.job)
+    assert plan.job.gpus == 64
+
+
+def test_advice_fits_and_is_small() -> None:
+    """Without context parallelism the activations do not fit; recomputing them is enough, on these GPUs."""
+    plan = make_plan(planned("context=1", "data=8"))
+    assert list(plan.misfits())
+    [change] = smallest_changes(plan)
+    assert change.flags == ["--batch.recompute full"]
+    assert change.gpus == 64
+    plan = make_plan(planned("context=4"))
+    bigger, same = smallest_changes(plan)
+    assert bigger.flags == ["--parallel.data 2"]
+    assert (bigger.gpus, same.gpus) == (64, 32)
+    assert len(same.flags) > 1
+
+
+def test_comparison_is_sorted_and_fits() -> None:
+    plans = fastest_layouts(make_plan(planned()), 5)
+    assert len(plans) == 5
+    assert [p.cost for p in plans] == sorted(p.cost for p in plans)
+    assert not any(list(p.misfits()) for p in plans)
+    assert {p.job.gpus for p in plans} == {64}
+    # Only layouts that communicate less are ahead of the recipe's, and they leave less room in an update.
+    ahead = list(takewhile(lambda plan: plan.job.parallel != planned().parallel, plans))
+    assert len(ahead) < 5
+    ours = make_plan(planned())
+    assert all(plan.speed.link_seconds < ours.speed.link_seconds for plan in ahead)
+    [memory] = ours.stages
+    assert all(max(stage.training for stage in plan.stages) > memory.training for plan in ahead)
+
+
+def test_a_shape_is_found_or_asked_for(tmp_path: Path) -> None:
+    assert find_shape(RECIPE, Path("anywhere/DeepSeek-R1-Distill-Qwen-32B")) == BIG
+    with pytest.raises(ConfigError, match="needs no weights"):
+        find_shape(RECIPE, tmp_path / "unknown")
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bapo(["plan", str(RECIPE), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    assert found["stages"][0]["parameters"] == stage_parameters(BIG, planned().parallel, 0).total
+    assert bapo(["plan", str(RECIPE), "--parallel.context", "4"]) == 1
+    text = capsys.readouterr().out
+    assert "DOES NOT FIT" in text
+    assert "Smallest change: --parallel.data 2  (takes 64 GPUs)" in text
+
+
+def test_the_documentation_shows_this_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """Paste the output of `bapo plan recipes/bp_math_32b_64k.py` into docs/planning.md when it changes."""
+    bapo(["plan", str(RECIPE)])
+    assert capsys.readouterr().out in (RECIPES.parent / "docs/planning.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--mfu", "1.5"], "--mfu 1.5 must be in (0, 1]"),
+        (["--parallel.tensor", "3"], "parallel.tensor=3 does not divide"),
+        (["--parallel.context", "16", "--batch.pack-tokens", "67600"], "not a multiple of 256"),
+        (["--engine-gpus", "0"], "--engine-gpus 0 must be at least 1"),
+    ],
+)
+def test_bad_input_is_named(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bapo(["plan", str(RECIPE), *flags]) == 2
+    assert message in capsys.readouterr().err

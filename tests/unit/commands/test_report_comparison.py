@@ -1,0 +1,140 @@
+"""Several made-up runs on one page: complete, self-contained, and what differs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from bapo_megatron.cli import run as bapo
+from bapo_megatron.commands.report.comparison import differences, write_comparison
+from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
+from bapo_megatron.commands.report.page import common_folder
+from bapo_megatron.commands.report.panels import PANELS
+from tests.unit.commands.test_report import BOUNDS, few_pictures, made_up_run, write_config, write_lines
+
+__all__ = ["few_pictures"]
+
+SHOWN = [panel.file for panel in (*PANELS, *DISTRIBUTIONS) if panel.compared != ()]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two whole runs, and a third that has one step and measured nothing else."""
+    folder = tmp_path_factory.mktemp("runs")
+    found = [folder / name for name in ("bapo", "grpo", "young")]
+    for run in found:
+        run.mkdir()
+    made_up_run(found[0])
+    made_up_run(found[1], steps=40)
+    write_config(found[1], {"name": "<grpo>", **BOUNDS, "algorithm.bounds.high_end": 1.2, "new.field": "a"})
+    write_lines(found[2] / "metrics.jsonl", [{"step": 1, "reward/mean": 0.25}])
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_comparison(runs, tmp_path_factory.mktemp("out") / "deep" / "report")
+
+
+def test_the_page_needs_nothing_but_itself(page: Path) -> None:
+    text = page.read_text()
+    sources = re.findall(r"""(?:src|href)\s*=\s*["']([^"']*)""", text)
+    assert len(sources) == len(SHOWN) * (1 + 3)  # the axes, and a layer for each run
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
+    assert "@import" not in text
+    assert "url(" not in text
+    assert "<script" not in text
+
+
+def test_every_run_has_a_switch_for_all_that_is_its_own(page: Path) -> None:
+    text = page.read_text()
+    for number, name in enumerate(("made-up", "&lt;grpo&gt;", "young")):
+        assert f'id="show-{number}" checked' in text
+        assert f"main:has(#show-{number}:not(:checked)) .run-{number} {{ display: none; }}" in text
+        assert text.count(f'<img class="run-{number}"') == len(SHOWN)
+        assert name in text
+
+
+def test_results_and_differences_are_there(page: Path) -> None:
+    text = page.read_text()
+    assert '<td>steps</td><td class="number run-0">60</td><td class="number run-1">40</td>' in text
+    assert "algorithm.<wbr>bounds.<wbr>high_end" in text
+    assert "algorithm.<wbr>bounds.<wbr>low_end" in text  # the third run says nothing of it
+    assert "step 41" in text
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_pictures_show_something(page: Path, name: str) -> None:
+    pixels = imread(page.parent / f"{name}.png")
+    assert min(pixels.shape[:2]) >= 600
+    assert pixels[..., :3].std() > 0.03
+
+
+@pytest.mark.usefixtures("few_pictures")
+def test_same_runs_give_the_same_page(runs: list[Path], tmp_path: Path) -> None:
+    first = write_comparison(runs, tmp_path).read_bytes()
+    assert write_comparison(runs, tmp_path).read_bytes() == first
+
+
+def test_differences_by_hand() -> None:
+    first = {"name": "a", "run_dir": "x", "same": 1, "lr": 1e-6, "kind": "grpo"}
+    second = {"name": "b", "run_dir": "y", "same": 1, "lr": 2e-6}
+    assert differences([first, second]) == [("kind", ['"grpo"', "–"]), ("lr", ["1e-06", "2e-06"])]  # noqa: RUF001
+    assert differences([first, first]) == []
+
+
+@pytest.mark.usefixtures("few_pictures")
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    places = [tmp_path / "one", tmp_path / "two"]
+    for place in places:
+        place.mkdir()
+        write_lines(place / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5}])
+        write_config(place, {"name": "same"})
+    text = write_comparison(places, tmp_path / "out").read_text()
+    assert "same (one)" in text
+    assert "same (two)" in text
+    assert "Nothing: the resolved configurations are the same" in text
+
+
+@pytest.mark.usefixtures("few_pictures")
+def test_the_command_chooses_the_page(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bapo(["report", str(runs[2]), "--output", str(tmp_path / "one")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "one" / "index.html")
+    assert bapo(["report", str(runs[2]), str(runs[1])]) == 0
+    assert capsys.readouterr().out.strip() == str(runs[0].parent / "comparison" / "index.html")
+    assert common_folder([Path("/a/b/run"), Path("/a/c/run")]) == Path("/a")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "usage: bapo report RUN"),
+        (["--output"], "usage: bapo report RUN"),
+        (["{0}", "--wrong"], "usage: bapo report RUN"),
+        (["{0}", "{0}"], "is given twice"),
+        (["{0}", "nowhere"], "is not a run directory"),
+        ([f"run{number}" for number in range(8)], "8 runs are too many"),
+    ],
+)
+def test_bad_input_is_named(
+    arguments: list[str], message: str, runs: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bapo(["report", *(argument.format(runs[0]) for argument in arguments)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("few_pictures")
+def test_a_run_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """No diagnostics, no tokens of updates, no events: its pictures say so, the others are drawn."""
+    place = tmp_path / "old"
+    place.mkdir()
+    rows = [{"step": step, "reward/mean": 0.1 * step, "policy/entropy": 0.5} for step in range(1, 5)]
+    write_lines(place / "metrics.jsonl", rows)
+    write_config(place, {"name": "old"})
+    text = write_comparison([place], tmp_path / "out").read_text()
+    assert "Not measured." in text

@@ -1,0 +1,137 @@
+"""What a report works out of the logs: numbers by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.algo.diagnostics import RATIO_BINS
+from bapo_megatron.commands.report.data import RunRecord
+from bapo_megatron.commands.report.series import (
+    RATIO_CENTRES,
+    Mark,
+    by_staleness,
+    final_results,
+    marks,
+    prediction,
+    ratio_profile,
+)
+from bapo_megatron.commands.report.text import number
+
+
+def run_of(updates: list[dict[str, Any]], events: list[dict[str, Any]] | None = None) -> RunRecord:
+    steps = [{"step": step} for step in sorted({row["step"] for row in updates})] or [{"step": 1}]
+    return RunRecord(Path("run"), steps, updates, events or [], {})
+
+
+def update(step: int, epoch: int, entropy: float, effect: float, **rest: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "epoch": epoch,
+        "policy/lr": 2.0,
+        "policy/entropy": entropy,
+        "entropy_rule/effect": effect,
+        "entropy_rule/covariance": -3 * effect,
+        **rest,
+    }
+
+
+def test_a_profile_weighs_updates_by_the_tokens_of_the_bin() -> None:
+    """Bin 0.98-1.02: 0.5 x 100 tokens at 0.8 and 0.1 x 300 at 0.4 give (40 + 12) / 80 = 0.65."""
+    name = "ratio/0.98-1.02"
+    rows = [
+        {"step": 1, "policy/tokens": 100, f"{name}/tokens": 0.5, f"{name}/probability": 0.8},
+        {"step": 1, "policy/tokens": 300, f"{name}/tokens": 0.1, f"{name}/probability": 0.4},
+        {"step": 2, "policy/tokens": 900, f"{name}/tokens": 0.0, f"{name}/probability": None},
+    ]
+    profile = ratio_profile(run_of(rows), "probability")
+    place = RATIO_BINS.index("0.98-1.02")
+    assert profile.value[place] == pytest.approx(0.65)
+    assert np.isnan(np.delete(profile.value, place)).all()
+    assert RATIO_CENTRES[place] == pytest.approx((0.98 * 1.02) ** 0.5)
+
+
+def test_passes_over_one_batch_are_compared_by_their_tokens() -> None:
+    """Step 1: entropy (1 x 2.0 + 3 x 1.0) / 4 = 1.25, then 1.0. Predicted 2 (0.1 + 0.3) = 0.8.
+
+    No pair crosses steps.
+    """
+    rows = [
+        update(1, 0, 2.0, 0.1, **{"policy/tokens": 1}),
+        update(1, 0, 1.0, 0.3, **{"policy/tokens": 3}),
+        update(1, 1, 1.0, 9.0),
+        update(2, 0, 5.0, -0.5),
+        update(2, 1, 6.0, 9.0),
+    ]
+    found = prediction(run_of(rows), reading="effect")
+    assert found.predicted == pytest.approx([0.8, -1.0])
+    assert prediction(run_of(rows)).predicted == pytest.approx([2.4, -3.0])
+    assert found.measured == pytest.approx([-0.25, 1.0])
+    assert found.correlation is None  # two pairs correlate always
+
+
+def test_without_reuse_each_update_is_compared_with_the_next() -> None:
+    rows = [update(1, 0, 1.0, 0.1), update(2, 0, 1.2, 0.4), update(3, 0, 2.0, -0.2), update(4, 0, 1.6, 0.0)]
+    found = prediction(run_of(rows), reading="effect")
+    assert found.predicted == pytest.approx([0.2, 0.8, -0.4])
+    assert found.measured == pytest.approx([0.2, 0.8, -0.4])
+    assert found.correlation == pytest.approx(1.0)
+
+
+def test_the_part_of_a_bucket() -> None:
+    """Share 0.25 of covariance -0.4 at rate 2: 0.2; an update without such tokens adds nothing."""
+    with_tokens = {"staleness/1/tokens": 0.25, "staleness/1/covariance": -0.4}
+    without = {"staleness/1/tokens": 0.0, "staleness/1/covariance": None}
+    rows = [update(1, 0, 1.0, 0.1, **with_tokens), update(2, 0, 1.5, 0.1, **without), update(3, 0, 1.0, 0.1)]
+    found = prediction(run_of(rows), "1")
+    assert found.predicted == pytest.approx([0.2, 0.0])
+    assert found.measured == pytest.approx([0.5, -0.5])
+
+
+def test_a_table_by_staleness_has_the_buckets_with_tokens() -> None:
+    rows = [
+        {
+            "step": 1,
+            "staleness/16+/tokens": 0.0,
+            "staleness/0/tokens": 1.0,
+            "staleness/0/clipped": 0.2,
+            "staleness/0/entropy": 0.5,
+        },
+        {"step": 1, "staleness/0/tokens": 0.0, "staleness/16+/tokens": 1.0, "staleness/16+/clipped": 0.4},
+    ]
+    assert by_staleness(run_of(rows)) == [
+        ("0", [0.5, 0.2, 0.5, None, None]),
+        ("16+", [0.5, 0.4, None, None, None]),
+    ]
+
+
+def event(seconds: int, kind: str, **fields: Any) -> dict[str, Any]:
+    return {"time": f"2026-01-01T00:00:{seconds:02d}.000+00:00", "kind": kind, **fields}
+
+
+def test_a_loss_lies_between_the_steps_around_it() -> None:
+    """Saved after step 4 at second 10, after step 8 at second 20: second 15 is step 6. Resumed at step 9."""
+    events = [
+        event(0, "start", step=1),
+        event(10, "saving", step=4),
+        event(15, "engine_lost", engine="http://a"),
+        event(20, "saving", step=8),
+        event(40, "resume", step=9),
+        event(50, "server_ended", server="http://a"),
+    ]
+    assert marks(run_of([], events)) == [Mark(8.5, False), Mark(6.0, True), Mark(8.0, True)]
+
+
+def test_final_results_of_an_empty_log_are_unknown() -> None:
+    results = final_results(run_of([]))
+    assert results["final reward"] is None
+    assert results["largest gradient norm"] is None
+    assert (results["steps"], results["losses"]) == (1, 0)
+
+
+def test_numbers_as_they_are_written() -> None:
+    values = [3, 12345, 0.0012345, 0.5, 123.45, 12345.6, None]
+    assert [number(value) for value in values] == ["3", "12,345", "0.00123", "0.500", "123.5", "12,346", "–"]  # noqa: RUF001

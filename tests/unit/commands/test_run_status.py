@@ -1,0 +1,214 @@
+"""`bapo status` and `bapo logs` on run directories written by hand."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.checkpoint.run_directory import FORMAT
+from bapo_megatron.commands.cluster.commands import status_command
+from bapo_megatron.commands.cluster.run_logs import cancel, follow_logs, newest_logs, show_logs
+from bapo_megatron.commands.cluster.slurm_client import read_job_state
+from bapo_megatron.commands.cluster.status import read_status, tail_rows, writer
+from bapo_megatron.commands.cluster.status_text import ago, render
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.deadline import within
+
+NOW = 1_800_000_000.0
+STATE = "job=41\nrestart=2\nstatus=running\nend=1800003600\nnodes=n1 n2\nexcluded=n3\ncrash=1\ntime_limit=4\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of 500 steps after step 120, by a job that Slurm says is running."""
+    run = tmp_path / "run"
+    (run / "checkpoints/step_000110").mkdir(parents=True)
+    (run / "checkpoints/step_000120").mkdir()
+    manifest = run / "checkpoints/step_000110/manifest.json"
+    manifest.write_text("{}")
+    os.utime(manifest, (NOW - 240, NOW - 240))
+    (run / "config.json").write_text(json.dumps({"format": FORMAT, "config": {"steps": 500}}))
+    rows: list[dict[str, Any]] = [
+        {"step": 119},
+        {"step": 120, "reward/mean": 0.5123, "time/tokens_per_s": 8123.4, "time/step_s": 60.0},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 12')
+    events = [
+        {
+            "time": "2027-01-15T07:00:00.000+00:00",
+            "kind": "engine_lost",
+            "engine": "http://n7:1",
+            "reason": "gone",
+        },
+        {"time": "2027-01-15T07:30:00.000+00:00", "kind": "checkpoint", "step": 110},
+    ]
+    (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
+    (run / "slurm.state").write_text(STATE)
+    (run / "engines").mkdir()
+    for name, state, age in (("a", "ready", 5), ("b", "ready", 100), ("c", "starting", 5)):
+        file = run / f"engines/{name}.json"
+        file.write_text(json.dumps({"url": f"http://{name}", "state": state}))
+        os.utime(file, (NOW - age, NOW - age))
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.queue_state", lambda _job: ("RUNNING", ""))
+    return run
+
+
+def test_an_export_that_failed_is_the_last_trouble(run: Path) -> None:
+    failed = {
+        "time": "2027-01-15T07:40:00.000+00:00",
+        "kind": "export_failed",
+        "step": 110,
+        "message": "full",
+    }
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(failed) + "\n")
+    assert read_status(run, NOW).trouble == "export failed: full"
+
+
+def test_everything_that_is_known_is_shown(run: Path) -> None:
+    assert render(read_status(run, NOW)).splitlines()[1:] == [
+        "job         41, RUNNING, restart 2, on n1 n2, 1:00:00 left",
+        "step        120 of 500, reward 0.512, 8,123 tokens/s, 6:20:00 to go at 60.0 s a step",
+        "checkpoint  step 110, 4 min ago",  # step 120 has no manifest yet
+        "engines     1 of 3 alive",
+        "requeues    crash 1, preemption 0, time limit 4, node 0, storage 0, engines 0",
+        "left out    n3",
+        "last error  60 min ago: engine lost: gone: http://n7:1",
+    ]
+
+
+def test_a_checkpoint_within_a_step_counts(run: Path) -> None:
+    folder = run / "checkpoints/step_000110_update_002"
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    os.utime(folder / "manifest.json", (NOW - 60, NOW - 60))
+    status = read_status(run, NOW)
+    assert (status.checkpoint, status.checkpoint_age_s) == (110, 60)
+
+
+@pytest.mark.parametrize(
+    ("queued", "status", "told"),
+    [
+        (("PENDING", "BeginTime"), "requeued", "PENDING (BeginTime)"),
+        (("", ""), "running", "not in the queue; it ended without a word"),
+        (("", ""), "stopped", "stopped"),
+        (("COMPLETED", ""), "done", "done"),
+        (None, "running", "running (Slurm does not answer here)"),
+    ],
+)
+def test_the_state_of_a_job(
+    run: Path, monkeypatch: pytest.MonkeyPatch, queued: Any, status: str, told: str
+) -> None:
+    (run / "slurm.state").write_text(STATE.replace("status=running", f"status={status}"))
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.queue_state", lambda _job: queued)
+    assert read_status(run, NOW).state == told
+
+
+def test_a_local_run_needs_no_slurm(run: Path) -> None:
+    (run / "slurm.state").unlink()
+    assert "job         not running" in render(read_status(run, NOW))
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert writer(run) == os.getpid()
+        assert f"job         running here, process {os.getpid()}" in render(read_status(run, NOW))
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    text = render(read_status(tmp_path, NOW))
+    assert "step        none yet" in text
+    assert "checkpoint  none yet" in text
+    assert "error" not in text
+
+
+def test_a_file_system_that_hangs_does_not_hang_status(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To open a pipe waits for its other end, as to read from a server that is gone waits for it."""
+    status_command([str(run)])
+    assert "step        120 of 500" in capsys.readouterr().out
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    monkeypatch.setattr("bapo_megatron.commands.cluster.commands._PATIENCE_S", 0.5)
+    with pytest.raises(SystemExit, match="has not answered for 0.5 s: its file system hangs"):
+        status_command([str(run)])
+
+
+def test_what_is_asked_may_fail() -> None:
+    def ask() -> str:
+        raise ConfigError("no such run")
+
+    assert within(10, lambda: "well") == "well"
+    with pytest.raises(ConfigError, match="no such run"):
+        within(10, ask)
+
+
+def test_no_run_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run directory"):
+        read_status(tmp_path)
+    assert read_job_state(tmp_path) is None
+
+
+def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n7\n\n{"st')
+    assert list(tail_rows(path)) == [{"step": 1}]
+    assert list(tail_rows(tmp_path / "no")) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(5.0, "5 s ago"), (600.0, "10 min ago"), (7200.0, "2 hours ago"), (2e5, "2 days ago")],
+)
+def test_ages(seconds: float, words: str) -> None:
+    assert ago(seconds) == words
+
+
+def test_logs_are_those_of_the_newest_start(run: Path) -> None:
+    for job, restart in ((9, 0), (41, 9), (41, 10)):
+        folder = run / f"logs/{job}/{restart}"
+        folder.mkdir(parents=True)
+        for name in ("job", "trainer-n1-0", "trainer-n1-1", "trainer-n2-10", "rollout-n3-0"):
+            (folder / f"{name}.log").write_text(f"{job} {restart} {name}\n")
+    names = ["job.log", "rollout-n3-0.log", "trainer-n1-0.log"]
+    assert newest_logs(run) == [run / "logs/41/10" / name for name in names]
+    assert len(newest_logs(run, every_rank=True)) == 5
+    out = io.StringIO()
+    show_logs(run, out)
+    assert "==> logs/41/10/trainer-n1-0.log <==\n41 10 trainer-n1-0\n" in out.getvalue()
+
+
+def test_following_shows_what_is_new_and_the_next_start(run: Path) -> None:
+    first, second = run / "logs/41/0/job.log", run / "logs/41/1/job.log"
+    first.parent.mkdir(parents=True)
+    first.write_text("old\n")
+    out, turns = io.StringIO(), iter(range(3))
+
+    def goes_on() -> bool:
+        turn = next(turns)
+        if turn == 0:
+            first.write_text("old\nnew\n")
+        elif turn == 1:
+            second.parent.mkdir()
+            second.write_text("again\n")
+        return turn < 2
+
+    follow_logs(run, out, goes_on=goes_on)
+    assert out.getvalue() == (
+        "==> logs/41/0/job.log <==\nold\n==> logs/41/0/job.log <==\nnew\n==> logs/41/1/job.log <==\nagain\n"
+    )
+
+
+def test_what_cannot_be_shown_or_cancelled_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="writes to its terminal"):
+        show_logs(tmp_path, io.StringIO())
+    with pytest.raises(ConfigError, match="is not running here"):
+        cancel(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        cancel(tmp_path / "no")

@@ -1,0 +1,148 @@
+"""The comparison names the first quantity and token that differ, on numbers made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from bapo_megatron.commands.verify.certificate import Certificate
+from bapo_megatron.commands.verify.comparison import (
+    Row,
+    Tolerances,
+    compare,
+    first_difference,
+    first_not_finite,
+    not_measured,
+    render,
+)
+from tests.support.resume_check_data import BOUNDS, handmade
+
+QUANTITIES = ["log-probs", "entropies", "contribution sums", "bounds (low, high)", "loss", "gradient norm"]
+
+
+def rows_of(ours: Certificate, reference: Certificate | None = None, **tolerances: float) -> list[Row]:
+    return compare(reference or handmade(), ours.tokens, ours.totals, BOUNDS, Tolerances(**tolerances))
+
+
+def with_totals(**changes: object) -> Certificate:
+    ours = handmade()
+    return dataclasses.replace(ours, totals=dataclasses.replace(ours.totals, **changes))
+
+
+def with_token(name: str, sample: int, position: int, value: float) -> Certificate:
+    ours = handmade()
+    getattr(ours.tokens, name)[sample][position] = value
+    return ours
+
+
+def test_equal_certificates_agree() -> None:
+    rows = rows_of(handmade())
+    assert [row.quantity for row in rows] == QUANTITIES
+    assert {row.verdict for row in rows} == {"ok"}
+    assert {row.worst_absolute for row in rows} == {0.0}
+    assert first_difference(rows) is None
+
+
+def test_the_first_token_is_named() -> None:
+    ours = with_token("log_probs", 1, 1, -5.001)
+    ours.tokens.log_probs[1][2] = -7.5
+    ours.tokens.entropies[0][0] = 9.0
+    rows = rows_of(ours)
+    assert [row.verdict for row in rows[:3]] == ["DIFFERS", "DIFFERS", "ok"]
+    first = first_difference(rows)
+    assert first.quantity == "log-probs"
+    # Position 1 of the second sample predicts its token 2, the first of its response.
+    assert "at sample 1, token 2 of 4 (0 of the response, id 10): -5 in the reference, -5.001 here" in (
+        first.detail
+    )
+    assert "2 of 5 tokens differ" in first.detail
+    assert "most by 5.00e-01 at sample 1, token 3 of 4 (1 of the response, id 11)" in first.detail
+    assert first.worst_absolute == pytest.approx(0.5)
+    assert first.worst_relative == pytest.approx(0.5 / 7)
+
+
+def test_a_token_of_a_prompt_is_named() -> None:
+    first = first_difference(rows_of(with_token("entropies", 1, 0, 3.1)))
+    assert first.quantity == "entropies"
+    assert "sample 1, token 1 of 4 (in the prompt, id 9): 3 in the reference, 3.1 here" in first.detail
+
+
+def test_the_tolerance_is_absolute_plus_relative() -> None:
+    ours = with_token("log_probs", 0, 1, -4.25)  # 0.25 from -4
+    assert first_difference(rows_of(ours, token_relative=0.05, token_absolute=0.04)).quantity == "log-probs"
+    assert first_difference(rows_of(ours, token_relative=0.05, token_absolute=0.06)) is None
+
+
+def test_the_mean_has_its_own_tolerance() -> None:
+    ours = with_token("log_probs", 0, 1, -4.25)  # 0.05 on average over five tokens
+    first = first_difference(rows_of(ours, token_absolute=0.3, token_mean=0.04))
+    assert "on average they are 5.00e-02 apart, more than 0.04" in first.detail
+    assert "most at sample 0, token 2 of 3 (0 of the response, id 7): -4" in first.detail
+    assert first_difference(rows_of(ours, token_absolute=0.3, token_mean=0.06)) is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_differs(value: float) -> None:
+    ours = with_token("log_probs", 0, 1, value)
+    assert first_not_finite(ours.tokens, ours.samples) == ("sample 0, token 2 of 3 (0 of the response, id 7)")
+    totals = not_measured(ours.totals)
+    rows = rows_of(dataclasses.replace(ours, totals=totals), token_absolute=1e9, token_mean=1e9)
+    assert [row.verdict for row in rows] == ["DIFFERS", "ok", *["DIFFERS"] * 4]
+    assert "sample 0, token 2" in rows[0].detail
+    assert first_not_finite(handmade().tokens, handmade().samples) is None
+
+
+def test_a_sum_is_named() -> None:
+    sums = handmade().totals.sums.copy()
+    sums[3] *= 1.001
+    sums[6] *= 1.001
+    first = first_difference(rows_of(with_totals(sums=sums)))
+    assert first.quantity == "contribution sums"
+    assert first.detail == (
+        "N(c_low=0.9) (gradient, uniform), the first of 2 that differ: 2 in the reference, 2.002 here"
+    )
+
+
+@pytest.mark.parametrize(("field", "quantity"), [("loss", "loss"), ("grad_norm", "gradient norm")])
+def test_a_total_is_named(field: str, quantity: str) -> None:
+    value = getattr(handmade().totals, field)
+    assert first_difference(rows_of(with_totals(**{field: value * (1 + 5e-6)}))) is None
+    first = first_difference(rows_of(with_totals(**{field: value * (1 + 5e-5)})))
+    assert first.quantity == quantity
+    assert f"{value:g} in the reference" in first.detail
+
+
+def test_bounds_differ() -> None:
+    """Bounds that do not follow from their sums, and bounds that follow from other sums."""
+    first = first_difference(rows_of(with_totals(high=1.2)))
+    assert first.quantity == "bounds (low, high)"
+    assert first.detail == "(0.8, 1.4) in the reference, (0.8, 1.2) here"
+    sums = handmade(3.5).totals.sums
+    rows = rows_of(with_totals(sums=sums, high=1.2))
+    assert [row.quantity for row in rows if row.verdict == "DIFFERS"] == QUANTITIES[2:4]
+
+
+def test_a_tie_is_no_difference() -> None:
+    """P(1.2) = N(0.8) = 3 but for rounding: one search stops there, the other goes on."""
+    below, above = handmade(3.0 - 1e-6), handmade(3.0 + 1e-6)
+    above = dataclasses.replace(above, totals=dataclasses.replace(above.totals, high=1.2))
+    for ours, reference in ((above, below), (below, above)):
+        rows = rows_of(ours, reference)
+        assert rows[3].verdict == "tie"
+        assert "lie within the sums' tolerance of the target 0.5" in rows[3].detail
+        assert first_difference(rows) is None
+    strict = rows_of(above, below, total_relative=1e-8, total_absolute=1e-5)
+    assert first_difference(strict).quantity == "bounds (low, high)"
+
+
+def test_the_table_shows_every_quantity() -> None:
+    lines = render(rows_of(with_token("log_probs", 0, 1, -4.25))).splitlines()
+    assert lines[0].split("  ")[0] == "quantity"
+    assert [line[:18].rstrip() for line in lines[2:]] == QUANTITIES
+    assert lines[2].endswith("DIFFERS")
+    assert all(line.endswith("ok") for line in lines[3:])
+    assert "2.50e-01" in lines[2]
+    assert np.all([len(line) < 120 for line in lines])

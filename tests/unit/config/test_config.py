@@ -1,0 +1,304 @@
+"""Mistakes in a recipe or a flag end at once, with one clear message and exit code 2."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.algo.bapo import paper
+from bapo_megatron.checkpoint.run_directory import (
+    changed_settings,
+    check_same_run,
+    check_within_step,
+    check_writable,
+    only_writer,
+    store_config,
+)
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SglangConfig,
+)
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.config.validation import flat
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.policy.layout import data_parallel_size, layout_problems
+
+GOOD = RunConfig(
+    "good",
+    ModelConfig(Path("model")),
+    DataConfig(Path("data.jsonl"), max_prompt_tokens=100),
+    rollout=RolloutConfig(max_response_tokens=200),
+    batch=BatchConfig(pack_tokens=300),
+)
+
+
+def test_a_good_run_passes() -> None:
+    GOOD.check()
+    dataclasses.replace(GOOD, algorithm=AlgorithmConfig(old_log_probs="trainer", importance_cap=2.0)).check()
+
+
+def test_a_good_reward_passes() -> None:
+    reward = RewardConfig("my.rewards:score", overlong_tokens=199, overlong_penalty=0.1, format_pattern=".*")
+    dataclasses.replace(GOOD, reward=reward).check()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"optimizer": OptimizerConfig(beta2=1.5)}, "optimizer.beta2=1.5 must be at least 0 and below 1"),
+        ({"batch": BatchConfig(pack_tokens=299)}, "set it to at least 300"),
+        ({"parallel": ParallelConfig(tensor=0)}, "parallel.tensor=0 must be at least 1"),
+        ({"parallel": ParallelConfig(sequence=True)}, "parallel.sequence needs parallel.tensor"),
+        ({"parallel": ParallelConfig(virtual=2)}, "parallel.virtual=2 needs parallel.pipeline"),
+        (
+            {"rollout": RolloutConfig(max_response_tokens=200, group_size=1)},
+            "group_size=1 must be at least 2",
+        ),
+        (
+            {"rollout": RolloutConfig(max_response_tokens=200, temperature=0.0)},
+            "temperature=0.0 must be above 0",
+        ),
+        ({"optimizer": OptimizerConfig(lr=1e-6, min_lr=1e-5)}, "optimizer.min_lr=1e-05 is above"),
+        ({"optimizer": OptimizerConfig(lr=float("nan"))}, "optimizer.lr=nan is not a finite number"),
+        ({"checkpoint": CheckpointConfig(every=0)}, "checkpoint.every=0 must be at least 1"),
+        ({"checkpoint": CheckpointConfig(keep_every=0)}, "checkpoint.keep_every=0 must be at least 1"),
+        (
+            {"checkpoint": CheckpointConfig(export_every=-10)},
+            "checkpoint.export_every=-10 must be at least 0",
+        ),
+        (
+            {"checkpoint": CheckpointConfig(every=10, export_every=25)},
+            r"export_every=25 must be a multiple of checkpoint.every=10.*: set it to 20$",
+        ),
+        ({"checkpoint": CheckpointConfig(every=10, export_every=4)}, "set it to 10$"),
+        ({"evaluation": EvaluationConfig(every=5)}, "evaluation.every=5 needs evaluation.suites"),
+        ({"checkpoint": CheckpointConfig(keep_best=1)}, "keep_best=1 needs evaluation.every"),
+        (
+            {
+                "checkpoint": CheckpointConfig(every=4, keep_best=1),
+                "evaluation": EvaluationConfig(every=6, suites=("aime24",)),
+            },
+            "evaluation.every=6 is no multiple of checkpoint.every=4",
+        ),
+        ({"reward": RewardConfig(workers=0)}, "reward.workers=0 must be at least 1"),
+        ({"reward": RewardConfig(time_limit_s=0.0)}, "reward.time_limit_s=0.0 must be above 0"),
+        ({"reward": RewardConfig(memory_limit_mb=255)}, "reward.memory_limit_mb=255 must be at least 256"),
+        ({"reward": RewardConfig(failed=float("inf"))}, "reward.failed=inf is not a finite number"),
+        ({"reward": RewardConfig(function="maths")}, "reward.function='maths' is unknown: give math, code"),
+        ({"reward": RewardConfig(function="a.b:c.d")}, "package.module:function"),
+        (
+            {"reward": RewardConfig(format_pattern="(")},
+            r"reward.format_pattern='\(' is no regular expression",
+        ),
+        ({"reward": RewardConfig(format_penalty=0.1)}, "needs reward.format_pattern"),
+        ({"reward": RewardConfig(overlong_tokens=200)}, "must be below rollout.max_response_tokens=200"),
+        ({"reward": RewardConfig(overlong_penalty=0.1)}, "needs reward.overlong_tokens"),
+        ({"reward": RewardConfig(code_case_limit_s=31.0)}, "is above reward.time_limit_s=30.0"),
+        ({"algorithm": AlgorithmConfig(updates_per_epoch=65)}, "an update needs at least one group"),
+        (
+            {"algorithm": AlgorithmConfig(bounds=dataclasses.replace(paper(), low_step=0.0))},
+            "algorithm.bounds.low_step=0.0",
+        ),
+        (
+            {"algorithm": AlgorithmConfig(importance_cap=2.0)},
+            r"importance_cap=2.0 weighs tokens by pi_old / pi_rollout.*old_log_probs=rollout: set that to",
+        ),
+        (
+            {"algorithm": AlgorithmConfig(old_log_probs="trainer", importance_cap=0.0)},
+            "algorithm.importance_cap=0.0 must be above 0",
+        ),
+        ({"algorithm": AlgorithmConfig(gap_mean_limit=-1.0)}, "gap_mean_limit=-1.0 must be above 0"),
+        ({"algorithm": AlgorithmConfig(gap_max_limit=0.0)}, "gap_max_limit=0.0 must be above 0"),
+    ],
+)
+def test_a_mistake_is_named(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(GOOD, **change).check()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": "3"}, "steps='3'"),
+        ({"algorithm": AlgorithmConfig(advantage="ppo")}, "algorithm.advantage='ppo'"),
+        (
+            {"algorithm": AlgorithmConfig(bounds=dataclasses.replace(paper(), measure="surogate"))},
+            "algorithm.bounds.measure='surogate'",
+        ),
+        ({"model": ModelConfig("a string")}, "model.hf_path='a string'"),
+        ({"optimizer": None}, "optimizer=None"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(GOOD, **change).check()
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        dataclasses.replace(GOOD, steps=0, parallel=ParallelConfig(sequence=True)).check()
+    assert "steps=0" in str(caught.value)
+    assert "parallel.sequence" in str(caught.value)
+
+
+SHAPE = ModelShape("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 131072, 1e-6, 1e4, None, False, True, False)
+
+
+def test_a_layout_that_splits_the_model_passes() -> None:
+    assert not list(layout_problems(ParallelConfig(tensor=4, pipeline=7, virtual=2), SHAPE))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (ParallelConfig(tensor=8), r"attention heads \(28\): use one of \[1, 2, 4\]"),
+        (ParallelConfig(pipeline=8), r"28 layers: use one of \[1, 2, 4, 7, 14, 28\]"),
+        (ParallelConfig(pipeline=7, virtual=3), "7 x 3 does not divide"),
+    ],
+)
+def test_a_layout_that_does_not_is_named_with_the_fix(parallel: ParallelConfig, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError("\n".join(layout_problems(parallel, SHAPE)))
+
+
+def test_data_parallel_size() -> None:
+    assert data_parallel_size(ParallelConfig(tensor=2, pipeline=2), None) == 1
+    assert data_parallel_size(ParallelConfig(tensor=2, data=3), None) == 3
+    assert data_parallel_size(ParallelConfig(tensor=2, pipeline=2), 16) == 4
+    with pytest.raises(ConfigError, match="start a multiple of 4"):
+        data_parallel_size(ParallelConfig(tensor=2, pipeline=2), 6)
+    with pytest.raises(ConfigError, match="leave parallel.data out or start 8 processes"):
+        data_parallel_size(ParallelConfig(tensor=2, data=4), 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "defines no function recipe"),
+        ("def recipe(): return 3", "returned int, expected RunConfig"),
+        ("import missing_module_of_nobody", "No module named 'missing_module_of_nobody'.*line 1"),
+        ("def recipe():\n    return 1 / 0", "ZeroDivisionError.*line 2"),
+        ("def recipe(:", "SyntaxError"),
+    ],
+)
+def test_a_bad_recipe_is_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(path, RunConfig)
+
+
+def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_recipe(tmp_path / "none.py", RunConfig)
+
+
+def test_flat_names_are_dotted() -> None:
+    leaves = flat(GOOD)
+    assert leaves["parallel.tensor"] == 1
+    assert leaves["algorithm.bounds.target"] == 0.4
+
+
+def test_a_run_is_continued_only_with_its_own_settings(tmp_path: Path) -> None:
+    run = dataclasses.replace(GOOD, run_dir=tmp_path)
+    check_same_run(run)
+    store_config(run)
+    check_same_run(dataclasses.replace(run, optimizer=OptimizerConfig(lr=0.1)))  # no step was made yet
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    check_same_run(run)
+    check_same_run(dataclasses.replace(run, steps=500, parallel=ParallelConfig(tensor=2)))
+    check_same_run(dataclasses.replace(run, algorithm=AlgorithmConfig(gap_mean_limit=None, on_gap="stop")))
+    with pytest.raises(ConfigError, match="steps: 100 in the run, 500 now"):
+        decaying = dataclasses.replace(run, optimizer=OptimizerConfig(decay="cosine"))
+        check_same_run(dataclasses.replace(decaying, steps=500))
+    with pytest.raises(ConfigError, match=r"optimizer.lr: 2e-06 in the run, 0.1 now"):
+        check_same_run(dataclasses.replace(run, optimizer=OptimizerConfig(lr=0.1)))
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "allowed"),
+    [
+        ("reward", {"workers": 7, "time_limit_s": 99.0, "memory_limit_mb": 9999}, True),
+        ("reward", {"code_case_limit_s": 9.0}, False),  # what a right program is
+        ("reward", {"function": "code"}, False),
+        ("rollout", {"max_batch": 7, "segment_tokens": 512, "keep_steps": None}, True),
+        ("rollout", {"max_staleness": 3}, False),
+        ("rollout", {"max_batch": 7, "budget_tokens": 8}, False),
+        ("rollout", {"sglang": SglangConfig(urls=("http://x:1",), tensor=4, sync="broadcast")}, True),
+        ("rollout", {"sglang": SglangConfig(on_update="in_place")}, False),
+        ("data", {"path": Path("elsewhere")}, False),
+    ],
+)
+def test_how_a_run_is_operated_may_change(
+    part: str, change: dict[str, Any], allowed: bool, tmp_path: Path
+) -> None:
+    """Servers have other addresses after each start of a job; judges get more time on slow machines."""
+    run = dataclasses.replace(GOOD, run_dir=tmp_path)
+    store_config(run)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    changed = dataclasses.replace(run, **{part: dataclasses.replace(getattr(run, part), **change)})
+    if allowed:
+        check_same_run(changed)
+        check_same_run(dataclasses.replace(run, name="another"))
+        return
+    with pytest.raises(ConfigError, match="was started with other settings") as refused:
+        check_same_run(changed)
+    assert str(refused.value).count(" in the run, ") == 1
+
+
+def test_a_step_ends_as_it_began(tmp_path: Path) -> None:
+    """Behind a checkpoint within a step, what the step computes cannot be changed even by name."""
+    run = dataclasses.replace(GOOD, run_dir=tmp_path)
+    store_config(run)
+    reused = dataclasses.replace(
+        run,
+        algorithm=AlgorithmConfig(reuse_epochs=7),
+        optimizer=OptimizerConfig(lr=0.1),
+        allow_change=("algorithm.reuse_epochs", "optimizer.lr"),
+    )
+    changed = changed_settings(reused)
+    assert ("optimizer.lr", 2e-6, 0.1) in changed
+    with pytest.raises(
+        ConfigError, match=r"^algorithm.reuse_epochs: the newest checkpoint lies within a step"
+    ):
+        check_within_step(changed, reused)
+    slower = dataclasses.replace(reused, algorithm=run.algorithm)
+    check_within_step(changed_settings(slower), slower)
+    assert changed_settings(dataclasses.replace(run, run_dir=tmp_path / "new")) == []
+
+
+def test_a_run_directory_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"format": 99, "config": {}}')
+    with pytest.raises(ConfigError, match="run format 99"):
+        check_same_run(dataclasses.replace(GOOD, run_dir=tmp_path))
+
+
+def test_a_run_directory_has_one_writer(tmp_path: Path) -> None:
+    refusal = pytest.raises(ConfigError, match="another process is writing")
+    check_writable(tmp_path)
+    with only_writer(tmp_path), refusal, only_writer(tmp_path):
+        pass
+    with only_writer(tmp_path):
+        pass
+
+
+def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_writable(tmp_path / "file")

@@ -1,0 +1,130 @@
+"""Every recipe for a cluster: built, checked, its layout held against the model's shape, and planned."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.algo.bapo import balanced, clip_higher, fixed, grpo
+from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.cli import run as bapo
+from bapo_megatron.commands.plan.job import find_shape
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.config.validation import flat
+from bapo_megatron.policy.layout import layout_problems
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted(path for path in (ROOT / "recipes").glob("*.py") if not path.stem.startswith("demo"))
+BASE = "r1_distill_qwen_7b_8k"
+
+# Longest response, as in the paper where it says one, and GPUs that train.
+STATED = {
+    "bp_math_32b_64k": (65536, 64),
+    "bp_math_7b_64k": (65536, 16),
+    "octothinker_llama_3b": (8192, 8),
+    "partial_rollout_7b": (8192, 8),
+    "r1_distill_qwen_32b": (32768, 32),
+    BASE: (8192, 8),
+    **{
+        f"{BASE}_{variant}": (8192, 8)
+        for variant in ("asymmetric", "clip_higher", "grpo", "on_policy", "papo")
+    },
+}
+BOUNDS: dict[str, BoundsConfig] = {
+    f"{BASE}_grpo": grpo(),
+    f"{BASE}_on_policy": grpo(),
+    f"{BASE}_clip_higher": clip_higher(),
+    f"{BASE}_asymmetric": fixed(0.8, 2.0),
+    "octothinker_llama_3b": replace(balanced(), low_start=0.8, high_end=2.0, target=0.45),
+}
+
+
+def load(name: str) -> RunConfig:
+    return load_recipe(ROOT / "recipes" / f"{name}.py", RunConfig)
+
+
+def test_the_list_is_whole() -> None:
+    assert [path.stem for path in FILES] == sorted(STATED)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_recipe_is_sound_and_says_where_it_comes_from(path: Path) -> None:
+    run = load(path.stem)
+    run.check()
+    shape = find_shape(path, run.model.hf_path)
+    assert list(layout_problems(run.parallel, shape)) == []
+    assert run.name == path.stem
+    assert run.longest_sequence <= shape.max_positions
+    assert run.rollout.max_response_tokens == STATED[path.stem][0]
+    assert (run.optimizer.lr, run.rollout.temperature) == (2e-6, 0.6)
+    assert run.algorithm.bounds == BOUNDS.get(path.stem, balanced())
+    assert run.rollout.engine == "sglang"
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert any(source in text for source in ("Fig.", "section", "arXiv"))
+    if BASE not in path.stem or path.stem == BASE:
+        assert "paper" in text
+        assert "chosen here" in text.lower()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_recipe_fits_its_gpus(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bapo(["plan", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["recipe"], found["gpus"], found["fits"]) == (path.stem, STATED[path.stem][1], True)
+    bapo(["plan", str(path)])
+    assert f"{path.stem}: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("variant", ["grpo", "clip_higher", "asymmetric", "on_policy", "papo"])
+def test_a_variant_differs_in_its_method_alone(variant: str) -> None:
+    ours, base = flat(load(f"{BASE}_{variant}")), flat(load(BASE))
+    differing = {name for name in base if ours[name] != base[name]} - {"name"}
+    assert differing
+    assert all(
+        name.startswith(("algorithm.bounds.", "algorithm.polarity.", "algorithm.reuse")) for name in differing
+    )
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 4, 8])
+@pytest.mark.parametrize("variant", ["", "_grpo", "_clip_higher"])
+def test_levels_of_staleness(variant: str, epochs: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the docstring says, by a flag. Without the flag a batch is used four times."""
+    path = ROOT / "recipes" / f"{BASE}{variant}.py"
+    assert bapo(["plan", str(path), "--algorithm.reuse-epochs", str(epochs)]) == 0
+    assert f"; {epochs} a step:" in capsys.readouterr().out
+    assert load(f"{BASE}{variant}").algorithm.reuse_epochs == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        (
+            BASE,
+            "--rollout.max-response-tokens 32768 --batch.pack-tokens 34816 --parallel.context 2 "
+            "--parallel.data 1",
+        ),
+        (
+            f"{BASE}_asymmetric",
+            "--algorithm.bounds.low-start 0.4 --algorithm.bounds.low-end 0.4 "
+            "--algorithm.bounds.high-start 1.2 --algorithm.bounds.high-end 1.2",
+        ),
+    ],
+)
+def test_flags_that_a_docstring_names_fit_too(
+    name: str, flags: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = ROOT / "recipes" / f"{name}.py"
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
+    assert flags in text
+    assert bapo(["plan", str(path), *flags.split()]) == 0
+    assert "FITS" in capsys.readouterr().out
+
+
+def test_partial_rollout_takes_its_staleness_from_segments() -> None:
+    run = load("partial_rollout_7b")
+    assert (run.rollout.budget_tokens, run.rollout.max_staleness, run.algorithm.reuse_epochs) == (2048, 4, 1)

@@ -1,0 +1,107 @@
+"""The canary: the same for everybody, of all lengths, far from what rounding could decide."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from bapo_megatron.algo.bapo import contribution_sums
+from bapo_megatron.algo.bounds import (
+    BoundsConfig,
+    balanced,
+    grpo,
+    high_values,
+    low_values,
+    paper,
+    published_code,
+    search_bounds,
+)
+from bapo_megatron.data.canary import CanarySpec, canary_sequences, scored, unscored
+
+SPEC = CanarySpec(seed=3, tokens=4000, longest=200, vocab=50)
+
+
+def test_the_same_spec_draws_the_same_batch() -> None:
+    first, again = (canary_sequences(SPEC, balanced()) for _ in range(2))
+    other = canary_sequences(dataclasses.replace(SPEC, seed=4), balanced())
+    for one, two in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one.token_ids, two.token_ids)
+        np.testing.assert_array_equal(one.log_ratio_R, two.log_ratio_R)
+        assert one.advantage == two.advantage
+    assert any(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first, other, strict=False))
+
+
+def test_lengths_run_from_one_response_token_to_the_longest() -> None:
+    samples = unscored(canary_sequences(SPEC, balanced()))
+    lengths = [len(sample.token_ids) for sample in samples]
+    assert min(lengths) == 2
+    assert max(lengths) == SPEC.longest
+    assert len(set(lengths)) > 10
+    assert SPEC.tokens - 1 <= sum(lengths) <= SPEC.tokens
+    assert min(sample.response_tokens for sample in samples) == 1
+    assert all(sample.response_tokens < length for sample, length in zip(samples, lengths, strict=True))
+    assert max(sample.token_ids.max() for sample in samples) == SPEC.vocab - 1
+    assert {sample.advantage > 0 for sample in samples} == {True, False}
+
+
+@pytest.mark.parametrize("bounds", [balanced(), paper(), published_code(), grpo()])
+def test_no_ratio_is_near_a_candidate(bounds: BoundsConfig) -> None:
+    ratios = np.concatenate([one.log_ratio_R for one in canary_sequences(SPEC, bounds)])
+    edges = [*low_values(bounds), *high_values(bounds), *([bounds.dual_clip] if bounds.dual_clip else [])]
+    nearest = min(np.abs(ratios - math.log(edge)).min() for edge in edges)
+    assert nearest > 3e-3  # a quarter of the narrowest interval, log(3 / 2.95) / 4, is 4e-3
+    assert ratios.min() < math.log(low_values(bounds)[0])
+    assert ratios.max() > math.log(high_values(bounds)[-1])
+
+
+SEARCHES = {
+    "balanced": balanced(),
+    "paper": paper(),
+    "published_code": published_code(),
+    "ratio": dataclasses.replace(balanced(), share="ratio"),
+    "signed": dataclasses.replace(balanced(), share="signed"),
+    "low_first": dataclasses.replace(balanced(), order="low_first", target=0.8),
+}
+
+
+@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
+@pytest.mark.parametrize("name", SEARCHES)
+def test_the_search_moves_and_stops_inside(name: str, loss_mean: str) -> None:
+    """At the log-probs that the reference measured; and changing every sum by 1e-4 changes nothing."""
+    bounds = SEARCHES[name]
+    sequences = canary_sequences(SPEC, bounds)
+    generator = np.random.default_rng(0)
+    measured = [generator.normal(-9, 3, len(one.token_ids) - 1).astype(np.float32) for one in sequences]
+    samples = scored(sequences, measured, bounds, loss_mean)
+    responses = [
+        log_prob[-sample.response_tokens :] for log_prob, sample in zip(measured, samples, strict=True)
+    ]
+    counts = [sample.response_tokens for sample in samples]
+    log_prob, rollout = np.concatenate(responses), np.concatenate([one.log_probs_R for one in samples])
+    np.testing.assert_allclose(
+        log_prob - rollout, np.concatenate([one.log_ratio_R for one in sequences]), atol=4e-6
+    )
+    weights = np.repeat([1.0 if loss_mean == "token" else 1 / count for count in counts], counts)
+    advantages = np.repeat([sample.advantage for sample in samples], counts)
+    columns = [torch.from_numpy(column.astype(np.float64)) for column in (log_prob - rollout, advantages)]
+    sums = contribution_sums(*columns, torch.from_numpy(rollout), torch.from_numpy(weights), bounds)
+    found = search_bounds(sums, bounds)
+    assert found.reached
+    assert found.rounds >= 3
+    assert (found.low, found.high) != (low_values(bounds)[-1], high_values(bounds)[-1])
+    highs = len(high_values(bounds))
+    for change in (1e-4, -1e-4):
+        moved = torch.cat([sums[:highs] * (1 + change), sums[highs:] * (1 - change)])
+        again = search_bounds(moved, bounds)
+        assert (again.low, again.high) == (found.low, found.high)
+
+
+def test_fixed_bounds_leave_the_advantages_alone() -> None:
+    sequences = canary_sequences(SPEC, grpo())
+    measured = [np.zeros(len(one.token_ids) - 1, np.float32) for one in sequences]
+    samples = scored(sequences, measured, grpo(), "token")
+    assert [sample.advantage for sample in samples] == [one.advantage for one in sequences]

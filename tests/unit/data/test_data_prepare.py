@@ -1,0 +1,392 @@
+"""`bapo data prepare`: schemas, normal forms, filters, and the folder that comes out.
+
+All problems here were made up for these tests; the fields are those of the public datasets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from bapo_megatron.cli import run
+from bapo_megatron.data.fields import RowError
+from bapo_megatron.data.prepare import sources
+from bapo_megatron.data.prepare.card import Card
+from bapo_megatron.data.prepare.contamination import COMMON, Contamination, EvaluationProblem
+from bapo_megatron.data.prepare.normal_form import key, ngrams, tokens, words
+from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
+from bapo_megatron.data.prepare.pipeline import prepare
+from bapo_megatron.data.prepare.problems import CODE_INSTRUCTION, MATH_INSTRUCTION, problem_of
+from bapo_megatron.data.prompts import load_prompts
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.reward.functions import ground_truth_check
+
+MODEL = Path(__file__).parents[3] / "recipes/demo/policy"
+SEVEN = "model_difficulty.DeepSeek-R1-Distill-Qwen-7B"
+GOATS = "A farmer has 12 goats and buys 7 more. How many goats has he now?"
+TESTS = json.dumps({"inputs": ["2\n"], "outputs": ["4\n"]})
+
+
+def skywork(content: str, truth: str, index: int = 0, failures: int = 8) -> dict[str, Any]:
+    models = ("1.5B", "7B", "32B")
+    return {
+        "data_source": "train-math-made-up",
+        "prompt": [{"content": content, "role": "user"}],
+        "ability": "math",
+        "reward_model": {"ground_truth": truth, "style": "rule"},
+        "extra_info": {
+            "index": index,
+            "model_difficulty": {f"DeepSeek-R1-Distill-Qwen-{size}": failures for size in models},
+        },
+    }
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def prepared(tmp_path: Path, rows: list[Any], name: str = "rows.jsonl", **options: Any) -> Card:
+    source = write(tmp_path / name, rows)
+    return prepare(PrepareOptions((source,), tmp_path / "out", **{"max_invalid": 1.0, **options}))
+
+
+def kept(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "out" / DATA_FILE).read_text().splitlines()]
+
+
+def questions(tmp_path: Path) -> list[str]:
+    return [row["prompt"][-1]["content"].split("\n\n")[0] for row in kept(tmp_path)]
+
+
+# --- schemas -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        (skywork(GOATS, '["19"]'), "19"),
+        ({"problem": GOATS, "answer": "19", "solution": "12 + 7 = 19"}, "19"),  # DeepScaleR
+        ({"problem": GOATS, "solution": "so", "answer": "19", "subject": "Algebra", "level": 2}, "19"),
+        ({"ID": "2024-I-1", "Problem": GOATS, "Solution": "so", "Answer": 19}, "19"),
+        ({"id": 60, "problem": GOATS, "solution": "12+7 is \\boxed{19}", "url": "none"}, "19"),
+        ({"question": GOATS, "answer": "019"}, "019"),
+        ({"prompt": GOATS, "reward_model": {"ground_truth": "19"}, "data_source": "math_dapo"}, "19"),
+    ],
+)
+def test_every_schema_gives_the_same_problem(row: dict[str, Any], answer: str) -> None:
+    problem = problem_of(row, "a_set", 5)
+    assert problem.messages == [{"role": "user", "content": f"{GOATS}\n\n{MATH_INSTRUCTION}"}]
+    assert problem.question == GOATS
+    assert problem.ground_truth == answer
+    assert problem.extra_info["row"] == 5
+    assert not problem.is_code
+    assert problem_of(problem.row(), "again", 5).row() == problem.row()
+
+
+def test_fields_beside_question_and_answer_are_kept() -> None:
+    info = problem_of({"problem": GOATS, "answer": 1, "level": 2, "steps": ["x"]}, "a_set", 0).extra_info
+    assert info == {"level": 2, "row": 0}
+    assert problem_of(skywork(GOATS, "19"), "x", 0).data_source == "train-math-made-up"
+
+
+def test_the_form_that_dapo_asks_for_is_not_the_judges() -> None:
+    content = (
+        "Solve the following math problem step by step. The last line is Answer: $Answer.\n\n"
+        f'{GOATS}\n\nRemember to put your answer on its own line after "Answer:".'
+    )
+    problem = problem_of(skywork(content, "19"), "dapo", 0)
+    assert problem.question == GOATS
+    assert problem.messages[0]["content"] == f"{GOATS}\n\n{MATH_INSTRUCTION}"
+
+
+@pytest.mark.parametrize(
+    "request_", ["Let's think, and output the final answer within \\boxed{}.", "Put it into \\boxed{ }"]
+)
+def test_a_prompt_that_asks_for_a_box_stays(request_: str) -> None:
+    problem = problem_of(skywork(f"{GOATS} {request_}", "19"), "x", 0)
+    assert problem.messages[0]["content"] == f"{GOATS} {request_}"
+    assert problem.question == GOATS
+
+
+def test_prompts_stay_as_they_are_for_a_model_without_instructions(tmp_path: Path) -> None:
+    prepared(tmp_path, [skywork(GOATS, "19"), skywork("Double it.", TESTS)], instruct=False)
+    assert [row["prompt"][-1]["content"] for row in kept(tmp_path)] == [GOATS, "Double it."]
+    assert json.loads((tmp_path / "out" / CARD_FILE).read_text())["options"]["instruct"] is False
+
+
+def test_programs_are_asked_for_as_a_block() -> None:
+    row = skywork("Double the number that you read.", TESTS)
+    problem = problem_of(row, "x", 0)
+    assert problem.is_code
+    assert problem.row()["ability"] == "code"
+    assert problem.messages[0]["content"].endswith(CODE_INSTRUCTION)
+    fenced = skywork("Double it. Answer in\n```python\n# here\n```", TESTS)
+    assert problem_of(fenced, "x", 0).messages[0] == fenced["prompt"][0] | {"role": "user"}
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"text": "hello"}, "its fields are text"),
+        ({"problem": " ", "answer": "1"}, "the problem is ' '"),
+        ({"problem": GOATS}, "None"),
+        ({"problem": GOATS, "solution": "none"}, "no \\boxed"),
+        ({"problem": GOATS, "answer": True}, "True"),
+        (skywork(GOATS, '["1", "2"]'), "2 answers"),
+        (skywork("", "1"), "content is ''"),
+        (
+            {"prompt": [{"role": "assistant", "content": "x"}], "reward_model": {"ground_truth": "1"}},
+            "user's",
+        ),
+        ({"prompt": GOATS}, "reward_model is missing"),
+    ],
+)
+def test_what_is_wrong_with_a_row(row: dict[str, Any], why: str) -> None:
+    with pytest.raises(RowError) as caught:
+        problem_of(row, "x", 0)
+    assert why in str(caught.value)
+
+
+# --- normal forms and n-grams --------------------------------------------------------------------
+
+
+def test_what_two_typesetters_write_is_equal() -> None:
+    one = key("Find  $\\dfrac{1}{2}\\left(x + 1\\right)$.")
+    assert one == key("find \\frac{1}{2} (x+1)")
+    assert one != key("find \\frac{1}{2} (x-1)")
+    assert key("Add 1 2") != key("Add 12")
+    assert tokens("What is $x^2$?") == ["what", "is", "x", "^", "2"]
+    assert tokens("\\left[1\\right]\\leftarrow") == ["[", "1", "]", "\\leftarrow"]
+    assert words("Let $\\alpha + 3$ be 4.5") == ["let", "alpha", "3", "be", "4", "5"]
+    assert words("求x的值") == ["求", "x", "的", "值"]
+
+
+def test_ngrams() -> None:
+    assert ngrams(["a", "b", "c"], 2) == {"a b", "b c"}
+    assert ngrams(["a"], 2) == set()
+
+
+ENDING = "can be written as m/n where m and n are relatively prime positive integers. Find m+n."
+BAKER = "A baker bakes 40 loaves each morning and sells 31 of them before noon so how many are left then?"
+
+
+def contaminated(question: str, problems: list[str], size: int = 8, share: float = 0.3) -> Any:
+    return Contamination([EvaluationProblem("s", n, p) for n, p in enumerate(problems)], size, share).match(
+        question
+    )
+
+
+def test_the_share_of_a_problem_is_counted_by_hand() -> None:
+    """'one two three four five' has the 3-grams 123, 234, 345; the question has the first two."""
+    found = contaminated("zero one two three four six", ["one two three four five"], size=3, share=2 / 3)
+    assert found.share == 2 / 3
+    assert contaminated("one two three four six", ["one two three four five"], size=3, share=0.67) is None
+
+
+def test_a_disguised_problem_is_found_and_a_common_ending_is_not() -> None:
+    assert contaminated(f"Solve this one: {BAKER.upper()} Thanks!", [GOATS, BAKER]).problem.row == 1
+    contest = [f"The chance that {animal} wins {ENDING}" for animal in ("a cat", "a dog", "an ox", "a hen")]
+    assert len(contest) >= COMMON
+    honest = f"The sum of the first terms of a made up series {ENDING}"
+    assert contaminated(honest, contest) is None
+    assert contaminated(honest, contest[:1]) is not None, "one problem's ending is its own"
+
+
+def test_a_short_problem_must_be_equal() -> None:
+    assert contaminated("Compute $1+1$", ["compute 1 + 1."]).share == 1
+    assert contaminated("Compute $1+1$ and then 2", ["compute 1 + 1."]) is None
+
+
+def test_a_problem_in_two_sets_does_not_make_itself_common() -> None:
+    assert contaminated(f"{BAKER} Say it.", [BAKER] * COMMON) is not None
+
+
+# --- filters -------------------------------------------------------------------------------------
+
+
+def test_each_filter_leaves_out_what_it_must(tmp_path: Path) -> None:
+    suite = tmp_path / "suites/held_out"
+    suite.mkdir(parents=True)
+    write(suite / DATA_FILE, [{"problem": BAKER, "answer": "9"}])
+    rows = [
+        skywork(GOATS, '["19"]'),
+        skywork(GOATS.replace("12", "$12$"), '["+19"]'),
+        skywork("One box holds 3 balls.", "3"),
+        skywork("one box holds 3 balls", "4"),
+        skywork("What is left?", "5", failures=0),
+        skywork("What is right?", "5", failures=16),
+        {**skywork("No number.", "5"), "extra_info": {"index": 1}},
+        skywork(f"{BAKER} Hurry.", "9"),
+        skywork("x" * 500, "1"),
+        skywork("Unreadable.", "?!"),
+        skywork("Two answers.", '["1","2"]'),
+    ]
+    card = prepared(
+        tmp_path,
+        rows,
+        against=("held_out",),
+        suites=tmp_path / "suites",
+        tokenizer=MODEL,
+        max_prompt_tokens=400,
+        difficulty=SEVEN,
+        min_difficulty=1,
+        max_difficulty=15,
+    )
+    assert questions(tmp_path) == [GOATS]
+    assert card.dropped == {
+        "duplicate": 1,
+        "conflicting answers": 2,
+        "difficulty": 3,
+        "contaminated": 1,
+        "too long": 1,
+        "invalid": 2,
+    }
+    assert [one.row for one in card.invalid] == [9, 10]
+    assert sum(card.dropped.values()) + card.kept == len(rows)
+    assert card.examples["contaminated"][0].why == "has 100% of held_out, row 0"
+    text = (tmp_path / "out" / CARD_TEXT).read_text()
+    for reason in card.dropped:
+        assert f"## Examples: {reason}" in text
+
+
+def test_the_same_tests_of_a_program_are_no_conflict(tmp_path: Path) -> None:
+    other = json.dumps({"inputs": ["3\n"], "outputs": ["6\n"]})
+    card = prepared(tmp_path, [skywork("Double it.", TESTS), skywork("Double it.", other)])
+    assert card.dropped == {"duplicate": 1}
+    assert card.by_ability == {"code": 1}
+
+
+# --- what comes out ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
+def test_a_run_can_read_it_whatever_it_was(tmp_path: Path, name: str) -> None:
+    card = prepared(tmp_path, [skywork(GOATS, '["19"]', 7), skywork("Double it.", TESTS, 8)], name)
+    path = tmp_path / "out" / DATA_FILE
+    found = load_prompts(path, load_tokenizer(MODEL), 500, ground_truth_check("math_or_code")).prompts
+    assert [prompt.ground_truth for prompt in found] == ["19", TESTS]
+    assert [prompt.extra_info["index"] for prompt in found] == [7, 8]
+    assert card.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+    assert card.sources == [{"name": name, "sha256": digest, "rows": 2}]
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    rows = [skywork(f"What is {n} more than 1?", str(n + 1), n) for n in range(20)]
+    names = (DATA_FILE, CARD_FILE, CARD_TEXT)
+    prepared(tmp_path, rows, tokenizer=MODEL)
+    first = [(tmp_path / "out" / name).read_bytes() for name in names]
+    prepared(tmp_path, rows, tokenizer=MODEL, overwrite=True)
+    assert [(tmp_path / "out" / name).read_bytes() for name in names] == first
+    lengths = json.loads(first[1])["prompt_tokens"]
+    assert lengths["smallest"] == lengths["median"] == lengths["largest"] - 1  # 10 to 19 have a digit more
+
+
+def test_nothing_is_written_for_a_wrong_schema(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"2 of 2 rows are invalid(.|\n)*row 1: its fields are text"):
+        prepared(tmp_path, [{"text": "a"}, {"text": "b"}], max_invalid=0.05)
+    with pytest.raises(ConfigError, match=r"no row of 1 is left \(invalid 1\)"):
+        prepared(tmp_path, [{"text": "a"}])
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_an_output_is_kept(tmp_path: Path) -> None:
+    prepared(tmp_path, [skywork(GOATS, "19")])
+    with pytest.raises(ConfigError, match="overwrite"):
+        prepared(tmp_path, [skywork(GOATS, "19")])
+    (tmp_path / "out" / CARD_FILE).unlink()
+    with pytest.raises(ConfigError, match="no prepared dataset"):
+        prepared(tmp_path, [skywork(GOATS, "19")], overwrite=True)
+
+
+def test_types_that_arrow_could_not_join(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.jsonl", [skywork(GOATS, "19")])
+    other = write(tmp_path / "two.jsonl", [{**skywork("Add.", "1"), "extra_info": {"index": "a-1"}}])
+    with pytest.raises(ConfigError, match=r"two\.jsonl, row 0 .*extra_info\.index is of type str"):
+        prepare(PrepareOptions((one, other), tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_broken_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(text: str, says: str) -> None:
+        with pytest.raises(ConfigError, match=says):
+            prepare(PrepareOptions((text,), tmp_path / "out"))
+
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(json.dumps(skywork(GOATS, "1")) + "\n{oops\n")
+    refused(str(bad), r"bad\.jsonl, row 1 .*not JSON")
+    bad.write_text("[1]\n")
+    refused(str(bad), "row 0 .*no object")
+    parquet = tmp_path / "bad.parquet"
+    parquet.write_bytes(b"PAR1 not")
+    refused(str(parquet), "cannot be read as parquet")
+    single = tmp_path / "bad.json"
+    single.write_text("{}")
+    refused(str(single), "must hold a list")
+    refused("nowhere.jsonl", "no such file")
+    refused(str(tmp_path), "no such file")
+    (tmp_path / "x.csv").write_text("a")
+    refused(str(tmp_path / "x.csv"), "unknown ending")
+
+    def no_hub(*_: Any, **__: Any) -> None:
+        raise OSError("no network here")
+
+    monkeypatch.setattr("datasets.load_dataset", no_hub)
+    refused("someone/some-set", "no network here")
+
+
+def test_a_dataset_of_the_hub_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def hub(name: str, config: str | None, split: str, revision: str | None) -> list[Any]:
+        asked.append((name, config, split, revision))
+        return [skywork(GOATS, "19")]
+
+    monkeypatch.setattr("datasets.load_dataset", hub)
+    options = PrepareOptions(("someone/a-set:part",), tmp_path / "out", split="math", revision="abc")
+    card = prepare(options)
+    assert asked == [("someone/a-set", "part", "math", "abc")]
+    assert card.sources[0]["name"] == "someone/a-set:part, split math"
+    assert card.sources[0]["sha256"] == sources.HubSource("", [skywork(GOATS, "19")]).digest()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"ngram_share": 0.0}, "ngram_share=0.0"),
+        ({"ngram_words": 0}, "ngram_words=0"),
+        ({"max_invalid": 2.0}, "max_invalid=2.0"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
+        ({"min_difficulty": 1.0}, "need difficulty"),
+        ({"difficulty": "x", "min_difficulty": 3.0, "max_difficulty": 2.0}, "is above"),
+        ({"against": ("nothing",)}, "neither a file nor a suite"),
+    ],
+)
+def test_bad_options(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        prepared(tmp_path, [skywork(GOATS, "19")], **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "set.jsonl", [skywork(GOATS, "19"), skywork(GOATS, "19")])
+    assert run(["data", "prepare", source, "--output", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    assert "1 of 2 rows are in" in told
+    assert "left out: 1 duplicate" in told
+    assert run(["data", "prepare", source, "--output", str(tmp_path / "out")]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert run(["data"]) == 2

@@ -1,0 +1,216 @@
+"""The demo task: its tokenizer, model and problems are what a run needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import unicodedata
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bapo_megatron.reward.math import is_right
+
+SCRIPT = Path(__file__).parents[3] / "recipes" / "demo" / "make_task.py"
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_task", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make_task = load_script()
+
+SIZES = ["--warm-start=200", "--train=300", "--eval=50"]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    make_task.main(["--out", str(folder), *SIZES])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(task: Path):  # type: ignore[no-untyped-def]
+    return AutoTokenizer.from_pretrained(task / "model")
+
+
+def rows(path: Path) -> list[dict]:  # type: ignore[type-arg]
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_vocabulary_is_bytes_and_a_few_more(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    assert len(tokenizer) == 264
+    assert tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id) == "<|im_end|>"
+    assert tokenizer.pad_token == "<|endoftext|>"
+    assert len(tokenizer.encode("47+86=")) == 6
+    assert len(tokenizer.encode("é")) == 2
+
+
+def test_every_token_has_a_use_or_a_name(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    names = tokenizer.convert_ids_to_tokens(list(range(264)))
+    assert len(set(names)) == 264
+    assert None not in names
+
+
+def test_any_text_comes_back(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    @given(st.text(st.characters(exclude_categories=["Cs"])))
+    def check(text: str) -> None:
+        ids = tokenizer.encode(text)
+        normal = unicodedata.normalize("NFC", text)
+        assert tokenizer.decode(ids) == normal
+        assert len(ids) == len(normal.encode())
+
+    check()
+
+
+def test_chat_template(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    messages = [{"role": "user", "content": "1+2="}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(ids) == text
+    assert ids.count(tokenizer.eos_token_id) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "user\n1+2=\nassistant\n"
+
+
+def test_the_model_is_small_and_splits(task: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(task / "model")
+    config = model.config
+    assert 100_000 < model.num_parameters() < 1_000_000
+    assert model.dtype == torch.float32
+    assert not config.tie_word_embeddings
+    assert config.vocab_size % 8 == 0
+    for size in (config.num_hidden_layers // 2, config.num_attention_heads, config.num_key_value_heads):
+        assert size % 2 == 0
+    assert config.hidden_size % config.num_attention_heads == 0
+    assert (config.hidden_size // config.num_attention_heads) % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "solution"),
+    [
+        ([47, 86], r"7+6+0=13,4+8+1=13,\boxed{133}"),
+        ([0, 0], r"0+0+0=0,\boxed{0}"),
+        ([999, 1], r"9+1+0=10,9+0+1=10,9+0+1=10,\boxed{1000}"),
+        ([9, 9, 9], r"9+9+9+0=27,\boxed{27}"),
+    ],
+)
+def test_scratchpad(numbers: list[int], solution: str) -> None:
+    assert make_task.scratchpad(numbers) == solution
+
+
+@pytest.mark.parametrize(("digits", "addends"), [(2, 2), (3, 2), (2, 4)])
+def test_worked_solutions_are_right_and_short(digits: int, addends: int) -> None:
+    problems = make_task.make_problems({"warm_start": 30}, max_digits=digits, addends=addends)["warm_start"]
+    for row in make_task.add_solutions(problems, guesses=0.0):
+        question = row["prompt"][0]["content"]
+        truth = row["reward_model"]["ground_truth"]
+        solution = row["extra_info"]["solution"]
+        assert sum(map(int, question.rstrip("=").split("+"))) == int(truth)
+        assert is_right(truth, solution)
+        assert addends > 2 or len(solution) <= 45
+        assert row["extra_info"]["digits"] <= digits
+
+
+def test_guesses_are_close_and_seldom_right() -> None:
+    problems = make_task.make_problems({"warm_start": 500})["warm_start"]
+    errors = []
+    for row in make_task.add_solutions(problems, guesses=1.0):
+        guess = int(row["extra_info"]["solution"].removeprefix(r"\boxed{").removesuffix("}"))
+        errors.append(guess - int(row["reward_model"]["ground_truth"]))
+    assert set(errors) == set(range(-5, 6))
+    assert 0.04 < np.mean(np.array(errors) == 0) < 0.15
+
+
+def attempts(solution: str) -> list[list[str]]:
+    """The columns of each attempt, the last of them doubted."""
+    return [part.split(",") for part in solution.split("?")[:-1]]
+
+
+def test_a_ramble_slips_in_every_attempt_and_nowhere_else() -> None:
+    rng = np.random.default_rng(0)
+    for numbers in ([47, 86], [999, 1], [120, 304]):
+        for _ in range(50):
+            solution = make_task.ramble(numbers, rng)
+            right = make_task.scratchpad(numbers).split(",")[:-1]
+            assert len(attempts(solution)) == 5
+            for columns in attempts(solution):
+                *good, doubted = columns
+                assert good == right[: len(good)]
+                sums, slip = doubted.split("=")
+                total = right[len(good)].split("=")[1]
+                assert right[len(good)].startswith(f"{sums}=")
+                assert 0 < abs(int(slip) - int(total)) <= 4
+            assert not is_right(str(sum(numbers)), solution)
+
+
+def test_rambles_end_at_their_last_slip() -> None:
+    """By hand: 13 becomes 15 in the tens, so 133 becomes 153."""
+    rng = np.random.default_rng(0)
+    found = make_task.ramble([47, 86], rng, attempts=1)
+    assert found == r"7+6+0=13,4+8+1=15?\boxed{153}"
+
+
+def test_wrong_solutions_may_be_the_long_ones() -> None:
+    problems = make_task.make_problems({"warm_start": 600})["warm_start"]
+    solutions = [
+        (is_right(row["reward_model"]["ground_truth"], row["extra_info"]["solution"]), row)
+        for row in make_task.add_solutions(problems, guesses=0.0, rambles=0.7)
+    ]
+    lengths = {
+        right: [len(row["extra_info"]["solution"]) for ok, row in solutions if ok == right]
+        for right in (True, False)
+    }
+    assert 0.65 < len(lengths[False]) / 600 < 0.75
+    assert np.mean(lengths[False]) > 2.4 * np.mean(lengths[True])
+
+
+def test_shares_above_one_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_task.main(["--out", str(tmp_path), "--rambles=0.7"])  # and 0.75 guesses
+    assert "together at most 1" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_share_of_guesses(task: Path) -> None:
+    solutions = [row["extra_info"]["solution"] for row in rows(task / "warm_start.jsonl")]
+    assert 0.6 < np.mean([solution.startswith(r"\boxed") for solution in solutions]) < 0.9
+    assert all("solution" not in row["extra_info"] for row in rows(task / "train.jsonl"))
+
+
+def test_the_splits_share_no_sum(task: Path) -> None:
+    def sums(name: str) -> list[tuple[str, ...]]:
+        questions = [row["prompt"][0]["content"] for row in rows(task / name)]
+        return [tuple(sorted(question.rstrip("=").split("+"))) for question in questions]
+
+    splits = [sums(name) for name in ("warm_start.jsonl", "train.jsonl", "eval.jsonl")]
+    assert [len(split) for split in splits] == [200, 300, 50]
+    assert len({one for split in splits for one in split}) == 550
+
+
+def test_the_same_arguments_make_the_same_files(task: Path, tmp_path: Path) -> None:
+    make_task.main(["--out", str(tmp_path), *SIZES])
+    for path in sorted(task.rglob("*")):
+        if path.is_file():
+            assert (tmp_path / path.relative_to(task)).read_bytes() == path.read_bytes(), path.name
+
+
+def test_another_seed_makes_another_task() -> None:
+    assert make_task.make_problems({"train": 20}, seed=0) != make_task.make_problems({"train": 20}, seed=1)
+
+
+def test_too_many_problems_are_refused() -> None:
+    with pytest.raises(ValueError, match="more digits"):
+        make_task.make_problems({"train": 110}, min_digits=1, max_digits=1)

@@ -1,0 +1,551 @@
+"""`bapo eval` but for its statistics: suites, scores, files, asking engines, comparisons, options."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.cli import run
+from bapo_megatron.config import RewardConfig, SglangConfig
+from bapo_megatron.data.suites import load_suite
+from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped
+from bapo_megatron.evaluation import sampling
+from bapo_megatron.evaluation.comparison import compare
+from bapo_megatron.evaluation.model import find_checkpoint, hf_model, model_digest, output_of
+from bapo_megatron.evaluation.options import EvalOptions
+from bapo_megatron.evaluation.responses import (
+    FORMAT,
+    RESPONSES,
+    SETTINGS,
+    SUMMARY,
+    open_folder,
+    read_responses,
+    write_summary,
+)
+from bapo_megatron.evaluation.run import evaluate
+from bapo_megatron.evaluation.sampling import Asker
+from bapo_megatron.evaluation.scoring import Judged, score, vote_of
+from bapo_megatron.evaluation.text import comparison_text, results_text
+from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.reward.pool import Judgement
+from bapo_megatron.rollout.engines.pool import Fleet
+from bapo_megatron.rollout.engines.timeouts import Patience
+from bapo_megatron.rollout.engines.whole_response import MOST_LOSSES, Sampling
+from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt
+from checkpoints_tools.formats.locate import Format
+from checkpoints_tools.to_megatron import to_megatron
+
+MODEL = Path(__file__).parents[3] / "recipes/demo/policy"
+ROWS = [
+    {"data_source": "t", "prompt": [{"role": "user", "content": f"{n}+1="}],
+     "reward_model": {"ground_truth": str(n + 1)}, "extra_info": {}}
+    for n in range(3)
+]  # fmt: skip
+
+
+def judged(problem: int, sample: int, correct: bool, answer: str | None = "1", **more: Any) -> Judged:
+    fields: dict[str, Any] = {"tokens": 10, "finish_reason": "stop", **more}
+    return Judged(problem, sample, correct, answer, **fields)
+
+
+# --- scores --------------------------------------------------------------------------------------
+
+
+def test_the_metrics_by_hand() -> None:
+    """Two problems, two responses: A has one right (7 against 8), B has both."""
+    found = score(
+        [
+            judged(0, 0, True, "7", tokens=10),
+            judged(0, 1, False, "8", tokens=40, finish_reason="length"),
+            judged(1, 0, True, "5", tokens=20),
+            judged(1, 1, True, "5", tokens=30),
+        ],
+        pass_at=(1, 2),
+    )
+    assert (found["problems"], found["samples"]) == (2, 2)
+    assert found["avg@2"] == found["pass@1"] == 0.75
+    assert found["pass@2"] == 1.0
+    assert found["maj@2"] == 0.75
+    assert found["maj@2_tied"] == 0.5
+    assert (found["avg@2_low"], found["avg@2_high"]) == (0.5, 1.0)
+    assert (found["pass@2_low"], found["pass@2_high"]) == (1.0, 1.0)
+    assert (found["truncated"], found["unanswered"], found["unjudged"]) == (0.25, 0.0, 0.0)
+    assert found["response_tokens/mean"] == found["response_tokens/median"] == 25
+    assert (found["response_tokens/right"], found["response_tokens/wrong"]) == (20, 40)
+    assert found["rerun_std"] == pytest.approx((2 * 0.25 / 1) ** 0.5 / 2)
+    # Means 0.5 and 1 have a standard deviation of 0.5 / sqrt 2; two such models differ by sqrt 2 of it.
+    assert found["detectable_difference"] == pytest.approx(2.80158 * 0.5 / 2**0.5, rel=1e-5)
+
+
+def test_programs_have_no_majority() -> None:
+    found = score([judged(0, 0, True, None), judged(1, 0, False, None, failure="time")])
+    assert found["maj@1"] is None
+    assert "maj@1_low" not in found
+    assert (found["unanswered"], found["unjudged"]) == (1.0, 0.5)
+    assert found["rerun_std"] is None
+
+
+@pytest.mark.parametrize(
+    "responses",
+    [
+        [],
+        [judged(0, 0, True), judged(0, 0, True)],
+        [judged(0, 0, True), judged(1, 0, True), judged(1, 1, True)],
+    ],
+)
+def test_missing_and_repeated_samples(responses: list[Judged]) -> None:
+    with pytest.raises(ValueError, match="equally many samples"):
+        score(responses)
+
+
+def test_what_a_response_votes_for() -> None:
+    assert vote_of("\\boxed{1} then \\boxed{ 007 }") == "7"
+    assert vote_of("\\boxed{\\dfrac{1}{2}}") == vote_of("so $\\boxed{\\frac{1}{2}}$")
+    assert vote_of("\\boxed{ }") is None
+    assert vote_of("seven") is None
+
+
+# --- suites --------------------------------------------------------------------------------------
+
+
+def write_suite(folder: Path, rows: Sequence[Any] = ROWS) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_suite_by_name_folder_and_file(tmp_path: Path) -> None:
+    path, tokenizer = write_suite(tmp_path / "suites/small"), load_tokenizer(MODEL)
+    by_name = load_suite("small", tokenizer, 100, tmp_path / "suites")
+    for text in (str(path), str(path.parent)):
+        found = load_suite(text, tokenizer, 100, tmp_path)
+        assert (found.name, found.sha256) == ("small", by_name.sha256)
+    other = path.rename(path.with_name("other.jsonl"))
+    assert load_suite(str(other), tokenizer, 100).name == "other"
+    assert [prompt.ground_truth for prompt in by_name.prompts] == ["1", "2", "3"]
+
+
+def test_a_suite_that_cannot_be_asked(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(MODEL)
+    with pytest.raises(ConfigError, match=r"bapo data prepare SOURCE --output .*aime24"):
+        load_suite("aime24", tokenizer, 100, tmp_path)
+    path = write_suite(
+        tmp_path / "long", [*ROWS, {**ROWS[0], "prompt": [{"role": "user", "content": "x" * 99}]}]
+    )
+    with pytest.raises(ConfigError, match="1 of its prompts have more than max_prompt_tokens=90"):
+        load_suite(str(path), tokenizer, 90)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def settings(samples: int = 2, **sampling_: Any) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "suite": {"name": "s", "sha256": "1", "problems": 2},
+        "model": {"checkpoint": "here", "sha256": "2"},
+        "sampling": {"temperature": 1.0, **sampling_},
+        "samples": samples,
+    }
+
+
+def row(problem: int, sample: int, correct: bool = True) -> dict[str, Any]:
+    return {**asdict(judged(problem, sample, correct)), "text": "\\boxed{1} \ud83d\ude00\n"}
+
+
+def test_a_torn_line_is_cut_and_its_response_missing(tmp_path: Path) -> None:
+    with open_folder(tmp_path, settings()) as log:
+        log.append_all([row(0, 0), row(1, 0)])
+    with (tmp_path / RESPONSES).open("ab") as file:
+        file.write(json.dumps(row(0, 1)).encode()[:-5])
+    assert [(r.problem, r.sample) for r in read_responses(tmp_path / RESPONSES, 2)] == [(0, 0), (1, 0)]
+    with open_folder(tmp_path, settings()) as log:
+        log.append_all([row(1, 1)])
+    assert [(r.problem, r.sample) for r in read_responses(tmp_path / RESPONSES, 2)] == [
+        (0, 0),
+        (1, 0),
+        (1, 1),
+    ]
+    assert len(read_responses(tmp_path / RESPONSES, 1)) == 2
+
+
+def test_responses_are_on_disk_before_they_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    with open_folder(tmp_path, settings()) as log:
+        monkeypatch.setattr("os.fsync", lambda number: synced.append((tmp_path / RESPONSES).stat().st_size))
+        log.append_all([row(0, 0), row(1, 0)])
+        assert synced == [(tmp_path / RESPONSES).stat().st_size]
+
+
+def test_other_settings_are_refused_and_more_samples_are_not(tmp_path: Path) -> None:
+    with open_folder(tmp_path, settings()):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"sampling\.temperature: 1\.0 then, 0\.5 now"),
+        open_folder(tmp_path, settings(temperature=0.5)),
+    ):
+        pass
+    with open_folder(tmp_path, settings(samples=4)):
+        assert json.loads((tmp_path / SETTINGS).read_text())["samples"] == 4
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    with (
+        open_folder(tmp_path, settings()),
+        pytest.raises(ConfigError, match="another process"),
+        open_folder(tmp_path, settings()),
+    ):
+        pass
+
+
+def test_a_line_that_is_no_response(tmp_path: Path) -> None:
+    (tmp_path / RESPONSES).write_text('{"problem": 1}\n')
+    with pytest.raises(ConfigError, match=r"line 1 is no response: KeyError\('sample'\)"):
+        read_responses(tmp_path / RESPONSES, 1)
+    (tmp_path / RESPONSES).write_text("{half\n")
+    with pytest.raises(ConfigError, match="line 1 is no response"):
+        read_responses(tmp_path / RESPONSES, 1)
+
+
+# --- asking engines ------------------------------------------------------------------------------
+
+STOP = 9
+
+
+class Scripted:
+    """An engine that answers with what ``answer`` makes of the request."""
+
+    name = "scripted"
+
+    def __init__(self, answer: Callable[[GenerateRequest, int], tuple[list[int], FinishReason]]) -> None:
+        self._answer, self.asked, self._version = answer, [], 0
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.asked.append(request)
+        await asyncio.sleep(0)
+        tokens, reason = self._answer(request, len(self.asked))
+        ids = np.array(tokens, np.int32)
+        return Generation(request.request_id, ids, np.zeros(len(ids), np.float32), 0 * ids, reason)
+
+    async def load(self, folder: Path, version: int, confirm: Any) -> None:
+        await confirm("digest")
+        self._version = version
+
+    async def weight_version(self) -> int:
+        return self._version
+
+    async def is_alive(self) -> bool:
+        return True
+
+    async def abort(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Words:
+    """Token ids as text."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return f"\\boxed{{{sum(ids)}}}"
+
+
+class Equal:
+    """Judges a response right if its box is the ground truth."""
+
+    async def judge(self, prompt: Prompt, response: str, tokens: int) -> Judgement:
+        if prompt.ground_truth == "broken":
+            return Judgement(0.0, "time")
+        return Judgement(float(vote_of(response) == prompt.ground_truth))
+
+
+def ask(
+    engine: Scripted,
+    truths: Sequence[str],
+    places: Sequence[tuple[int, int]],
+    keep: Any = None,
+    lost_minutes: float = 5.0,
+) -> list[dict[str, Any]]:
+    prompts = [Prompt(n, np.array([n + 1], np.int32), truth, "t") for n, truth in enumerate(truths)]
+    params = Sampling(temperature=1.0, max_response_tokens=4, seed=3, stop_token_ids=(STOP,))
+    kept: list[dict[str, Any]] = []
+
+    async def everything() -> None:
+        patience = Patience(heartbeat_s=0.01)
+        fleet = Fleet([engine], 2, lambda kind, **fields: None, patience)
+        await fleet.update(Path(), 1)
+        try:
+            asker = Asker(prompts, Words(), fleet, Equal(), params, lost_minutes)
+            await asker.ask(places, keep or kept.extend)
+        finally:
+            await fleet.close()
+
+    asyncio.run(asyncio.wait_for(everything(), 60))
+    return kept
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_LOOK_S", 0.02)
+
+
+def test_every_place_is_asked_once_and_judged() -> None:
+    engine = Scripted(lambda request, n: ([int(request.input_ids[0]), STOP], "stop"))
+    places = [(problem, sample) for problem in range(3) for sample in range(4)]
+    rows = ask(engine, ["10", "11", "broken"], places)
+    assert sorted((one["problem"], one["sample"]) for one in rows) == places
+    assert Counter(one["correct"] for one in rows if one["problem"] < 2) == {True: 8}
+    assert {one["failure"] for one in rows if one["problem"] == 2} == {"time"}
+    assert not any(one["correct"] for one in rows if one["problem"] == 2)
+    assert {(one["finish_reason"], one["tokens"]) for one in rows} == {("stop", 2)}
+    assert rows[0]["text"].startswith("\\boxed{")
+    assert len({request.params.seed for request in engine.asked}) == len(places)
+
+
+def test_a_response_goes_on_after_an_abort_and_is_cut_at_its_limit() -> None:
+    engine = Scripted(lambda request, n: ([1], "abort") if n == 1 else ([2, 2, 2], "length"))
+    (found,) = ask(engine, ["7"], [(0, 0)])
+    first, second = engine.asked
+    assert second.input_ids.tolist() == [1, 1]
+    assert (first.params.max_new_tokens, second.params.max_new_tokens, second.prefix_tokens) == (4, 3, 1)
+    assert first.params.seed == second.params.seed
+    assert (found["tokens"], found["finish_reason"], found["correct"]) == (4, "length", True)
+
+
+def test_a_stop_token_at_the_limit_is_no_truncation() -> None:
+    engine = Scripted(lambda request, n: ([1, 1, 1, STOP], "length"))
+    (found,) = ask(engine, ["12"], [(0, 0)])
+    assert found["finish_reason"] == "stop"
+
+
+def test_a_lost_engine_is_asked_again() -> None:
+    def answer(request: GenerateRequest, n: int) -> tuple[list[int], FinishReason]:
+        if n in (1, 3):
+            raise OSError("it fell over")
+        return [STOP], "stop"
+
+    assert len(ask(Scripted(answer), ["9"] * 4, [(n, 0) for n in range(4)])) == 4
+
+
+def test_a_problem_that_ends_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(request: GenerateRequest, n: int) -> tuple[list[int], FinishReason]:
+        raise OSError("it fell over")
+
+    monkeypatch.setattr("bapo_megatron.rollout.engines.pool._LONGEST_PAUSE_S", 0.0)
+    with pytest.raises(RunStopped, match=f"{MOST_LOSSES} engines were lost with request '0-0'"):
+        ask(Scripted(answer), ["9"], [(0, 0)])
+
+
+def test_no_engine_for_too_long() -> None:
+    def answer(request: GenerateRequest, n: int) -> tuple[list[int], FinishReason]:
+        raise OSError("it fell over")
+
+    with pytest.raises(RunStopped, match="no engine has worked"):
+        ask(Scripted(answer), ["9"], [(0, 0)], lost_minutes=0.0)
+
+
+def test_a_request_that_is_wrong_and_a_disk_that_is_full_end_it() -> None:
+    def answer(request: GenerateRequest, n: int) -> tuple[list[int], FinishReason]:
+        raise ValueError("no such request")
+
+    def full(rows: Sequence[Any]) -> None:
+        raise RunStopped("the disk is full")
+
+    with pytest.raises(RunStopped, match="cannot be made: no such request"):
+        ask(Scripted(answer), ["9"], [(0, 0)])
+    with pytest.raises(RunStopped, match="disk is full"):
+        ask(Scripted(lambda request, n: ([STOP], "stop")), ["9"], [(0, 0)], full)
+
+
+# --- comparisons ---------------------------------------------------------------------------------
+
+
+def finished(folder: Path, correct: list[list[bool]], **more: Any) -> Path:
+    """An evaluation of one suite with those outcomes."""
+    about = settings(len(correct[0])) | {
+        "suite": {"name": folder.name, "sha256": "1", "problems": len(correct)}
+    }
+    about |= more
+    rows = [row(p, s, right) for p, outcomes in enumerate(correct) for s, right in enumerate(outcomes)]
+    with open_folder(folder, about) as log:
+        log.append_all(rows)
+    write_summary(folder, about, score(read_responses(folder / RESPONSES, len(correct[0]))))
+    return folder
+
+
+def test_a_comparison_by_hand(tmp_path: Path) -> None:
+    """A: 1/2, 0, 1/2, 1. B, with four responses: 1, 1/2, 1/2, 3/4. Differences 1/2, 1/2, 0, -1/4.
+
+    In quarters 2, 2, 0, -1: of the eight choices of signs |sum| >= 3 in four.
+    """
+    a = finished(tmp_path / "a/s", [[True, False], [False, False], [False, True], [True, True]])
+    b = finished(
+        tmp_path / "b/s",
+        [[True] * 4, [True, True, False, False], [False, True, True, False], [True, True, True, False]],
+        sampling={"temperature": 0.5},
+    )
+    for left, right in ((tmp_path / "a", tmp_path / "b"), (a, b)):
+        (found,) = compare(left, right)
+        assert (found.suite, found.problems, found.samples) == ("s", 4, (2, 4))
+        assert (found.a, found.b, found.difference) == (0.5, 0.6875, 0.1875)
+        assert found.p_value == 4 / 8
+        assert (found.better, found.worse) == (2, 1)
+        assert found.interval.low < 0.1875 < found.interval.high
+        spread = np.std([0.5, 0.5, 0, -0.25], ddof=1)
+        assert found.detectable == pytest.approx(2.80158 * spread / 2, rel=1e-5)
+        assert found.other_settings == ("sampling.temperature: 1.0, 0.5",)
+    text = comparison_text([found], "a", "b")
+    assert "difference +18.8 points" in text
+    assert "p = 0.5 " in text
+    assert "no difference is shown" in text
+    (other_way,) = compare(tmp_path / "b", tmp_path / "a")
+    assert (other_way.difference, other_way.p_value) == (-0.1875, 0.5)
+
+
+def test_a_clear_difference_is_called_one(tmp_path: Path) -> None:
+    finished(tmp_path / "a/s", [[False]] * 8)
+    finished(tmp_path / "b/s", [[True]] * 8)
+    (found,) = compare(tmp_path / "a", tmp_path / "b")
+    assert found.p_value == 2 / 2**8
+    assert "B differs from A" in comparison_text([found], "a", "b")
+
+
+def test_what_cannot_be_compared(tmp_path: Path) -> None:
+    finished(tmp_path / "a/s", [[True]])
+    finished(tmp_path / "b/t", [[True]])
+    finished(tmp_path / "c/s", [[True]], suite={"name": "s", "sha256": "other", "problems": 1})
+    with pytest.raises(ConfigError, match="no suite is in both"):
+        compare(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(ConfigError, match="asked different problems"):
+        compare(tmp_path / "a", tmp_path / "c")
+    (tmp_path / "a/s" / SUMMARY).unlink()
+    with pytest.raises(ConfigError, match="no finished evaluation"):
+        compare(tmp_path / "a", tmp_path / "c")
+
+
+# --- the model and the options -------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_megatron_becomes_the_same_model(tmp_path: Path) -> None:
+    to_megatron(MODEL, tmp_path / "converted")
+    location = find_checkpoint(tmp_path / "converted", "latest")
+    model = hf_model(location, None, tmp_path / "out")
+    assert model.folder == tmp_path / "out/model"
+    weights = "model.safetensors"
+    tensors = {name: load(name / weights) for name in (MODEL, model.folder)}
+    assert tensors[MODEL].keys() == tensors[model.folder].keys()
+    assert all((tensors[MODEL][k] == tensors[model.folder][k]).all() for k in tensors[MODEL])
+    stamp = (model.folder / weights).stat().st_mtime_ns
+    assert hf_model(location, None, tmp_path / "out") == model
+    assert (model.folder / weights).stat().st_mtime_ns == stamp, "it was not made again"
+    (tmp_path / "converted").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="was made of .*converted.*give another --output"):
+        hf_model(find_checkpoint(tmp_path / "moved", "latest"), None, tmp_path / "out")
+
+
+def load(path: Path) -> dict[str, Any]:
+    from safetensors.numpy import load_file
+
+    found: dict[str, Any] = load_file(path)
+    return found
+
+
+def test_the_digest_of_a_model_is_of_what_it_says(tmp_path: Path) -> None:
+    names = ("config.json", "a.safetensors", "chat_template.jinja")
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    digests = {model_digest(tmp_path)}
+    (tmp_path / "README.md").write_text("no matter")
+    assert model_digest(tmp_path) in digests
+    for name in names:
+        (tmp_path / name).write_text("other")
+        digests.add(model_digest(tmp_path))
+    (tmp_path / "a.safetensors").rename(tmp_path / "b.safetensors")
+    digests.add(model_digest(tmp_path))
+    assert len(digests) == 5
+
+
+def test_where_results_go() -> None:
+    location = find_checkpoint(MODEL, "latest")
+    assert output_of(location) == Path("evaluations/demo_policy")
+    of_run = replace(
+        location, format=Format.TORCH_DIST, folder=Path("/runs/mine/checkpoints/step_000120/policy")
+    )
+    assert output_of(of_run) == Path("evaluations/mine_step_000120")
+
+
+def test_a_folder_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        find_checkpoint(tmp_path / "none", "latest")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        find_checkpoint(tmp_path, "latest")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"suite": ","}, "names nothing"),
+        ({"suite": "a,a"}, "twice"),
+        ({"samples": 0}, "samples=0"),
+        ({"pass_at": (0,)}, "pass_at=0"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": 0.0}, "set samples=1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"judge_limit_s": 0.0}, "judge_limit_s"),
+        ({"engine": "sglang", "sglang": SglangConfig(python=Path("/no/python"))}, "make sglang"),
+        ({"max_response_tokens": 10**6}, "--max-response-tokens"),
+    ],
+)
+def test_bad_options(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    suite = str(write_suite(tmp_path / "s"))
+    options = {"checkpoint": MODEL, "suite": suite, "output": tmp_path / "out", **changes}
+    with pytest.raises(ConfigError, match=says):
+        evaluate(EvalOptions(**options))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_short_judgement_limit_holds_for_each_test_too() -> None:
+    options = EvalOptions(MODEL, "s", judge_limit_s=2.0)
+    reward = options.run_config(MODEL, Path("out"), 10).reward
+    assert (reward.time_limit_s, reward.code_case_limit_s) == (2.0, 2.0)
+    assert replace(options, judge_limit_s=60.0).run_config(MODEL, Path(), 10).reward.code_case_limit_s == (
+        RewardConfig().code_case_limit_s
+    )
+    assert replace(options, samples=4, pass_at=(4, 1, 16)).wanted_pass_at == (1, 4)
+
+
+# --- what is printed -----------------------------------------------------------------------------
+
+
+def test_the_results_as_text() -> None:
+    metrics = score(
+        [judged(0, 0, True, "7"), judged(0, 1, False, "8"), judged(1, 0, True), judged(1, 1, True)]
+    )
+    lines = results_text({"small": (Path("out/small"), metrics)}).splitlines()
+    assert lines[0] == "small: 2 problems, 2 responses each"
+    assert lines[1] == "  avg@2      75.0  (50.0 to 100.0)"
+    assert lines[2] == "  maj@2      75.0  (50.0 to 100.0); ties in 50.0 % of problems count by share"
+    assert lines[3] == "  0.0 % truncated, 0.0 % unanswered, 0.0 % unjudged"
+    assert "another model must differ by 99.1 points" in lines[6]
+    assert lines[-1] == "  out/small/summary.json"
+
+
+def test_the_compare_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = str(finished(tmp_path / "a/s", [[True], [False]]))
+    b = str(finished(tmp_path / "b/s", [[True], [True]]))
+    assert run(["eval", "compare", a, b]) == 0
+    assert "A 50.0, B 100.0, difference +50.0 points" in capsys.readouterr().out
+    assert run(["eval", "compare", "--json", a, b]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["difference"] == 0.5
+    assert run(["eval", "compare", a]) == 2
+    assert "usage: bapo eval compare A B" in capsys.readouterr().err

@@ -1,0 +1,185 @@
+"""The table of names: layouts by hand, exact round trips, and the checks of a model folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import ModelShape, model_shape, read_model_shape
+from bapo_megatron.hf.parameter_map import canonical_name, checkpoint_key, hf_tensors, mapping_table
+from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.hf.shards import join, shard, split, unshard
+from tests.support.models import save_tiny_model
+
+FAMILIES = ["qwen2", "qwen3", "llama"]
+
+
+def shape(**changes: object) -> ModelShape:
+    config = {
+        "model_type": "qwen2",
+        "num_hidden_layers": 2,
+        "hidden_size": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 1,
+        "intermediate_size": 4,
+        "vocab_size": 8,
+        "max_position_embeddings": 16,
+        "rms_norm_eps": 1e-6,
+        **changes,
+    }
+    return model_shape(config, "test")
+
+
+def test_qkv_rows_stand_by_group() -> None:
+    """4 heads, 2 groups, head size 1: each group is its two query rows, its key row, its value row."""
+    mapping = mapping_table(shape())["decoder.layers.{layer}.self_attention.linear_qkv.bias"]
+    joined = join(mapping, [torch.tensor([1, 2, 3, 4]), torch.tensor([10, 20]), torch.tensor([100, 200])])
+    assert joined.tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
+    assert mapping.shape == (8,)
+    assert shard(mapping, joined, 1, 2).tolist() == [3, 4, 20, 200]
+
+
+def test_gate_and_up_are_cut_each_on_its_own() -> None:
+    mapping = mapping_table(shape())["decoder.layers.{layer}.mlp.linear_fc1.weight"]
+    joined = join(mapping, [torch.tensor([[1], [2], [3], [4]]), torch.tensor([[5], [6], [7], [8]])])
+    assert shard(mapping, joined, 0, 2).flatten().tolist() == [1, 2, 5, 6]
+    assert shard(mapping, joined, 1, 2).flatten().tolist() == [3, 4, 7, 8]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_round_trip_is_bitwise(family: str, tp: int, tmp_path: Path) -> None:
+    folder = save_tiny_model(family, tmp_path)
+    model = read_model_shape(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for mapping in mapping_table(model).values():
+        names = [name.format(layer=1) for name in mapping.hf_names]
+        whole = join(mapping, [tensors[name] for name in names])
+        pieces = [shard(mapping, whole, rank, tp) for rank in range(tp)]
+        back = split(mapping, unshard(mapping, pieces))
+        for name, tensor in zip(names, back, strict=True):
+            assert torch.equal(tensor, tensors[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_writes_exactly_the_tensors_of_the_table(family: str, tmp_path: Path) -> None:
+    folder = save_tiny_model(family, tmp_path)
+    HfReader(folder).check(read_model_shape(folder))
+    stored = {name: tuple(t.shape) for name, t in load_file(folder / "model.safetensors").items()}
+    assert stored == hf_tensors(read_model_shape(folder))
+
+
+def test_transformer_engine_names_mean_the_same() -> None:
+    fused = canonical_name("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", 4)
+    plain = canonical_name("decoder.layers.1.input_layernorm.weight", 4)
+    assert fused == plain == ("decoder.layers.{layer}.input_layernorm.weight", 5)
+
+
+def test_keys_of_checkpoints() -> None:
+    norm = "decoder.layers.{layer}.input_layernorm.weight"
+    assert checkpoint_key(norm) == "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
+    assert checkpoint_key(norm, stacked=False) == (
+        "decoder.layers.{layer}.self_attention.linear_qkv.layer_norm_weight"
+    )
+    norm = "decoder.layers.{layer}.pre_mlp_layernorm.weight"
+    assert checkpoint_key(norm) == "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+    bias = "decoder.layers.{layer}.self_attention.linear_qkv.bias"
+    assert checkpoint_key(bias) == "decoder.layers.self_attention.linear_qkv.bias"
+    assert checkpoint_key("output_layer.weight") == "output_layer.weight"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_segments_hold_each_row_of_each_tensor_once(family: str) -> None:
+    for name, mapping in mapping_table(shape(model_type=family, head_dim=3)).items():
+        rows = [(s.source, s.row + i) for s in mapping.segments for i in range(s.rows)]
+        assert len(rows) == mapping.shape[0], name
+        assert sorted(rows) == [(i, row) for i, s in enumerate(mapping.hf_shapes) for row in range(s[0])]
+
+
+def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    for name, value in changes.items():
+        name = name.replace("__", ".")
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model__norm__weight": None}, "tensor model.norm.weight is missing"),
+        ({"model__extra": torch.zeros(1)}, "tensor model.extra is not of this model family"),
+        (
+            {"model__norm__weight": torch.zeros(7)},
+            r"model.norm.weight has shape \[7\], config.json asks for \[32\]",
+        ),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_named(change: dict, message: str, tmp_path: Path) -> None:
+    folder = save_tiny_model("qwen2", tmp_path)
+    edit_tensors(folder, **change)
+    with pytest.raises(ConfigError, match=message):
+        HfReader(folder).check(read_model_shape(folder))
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    folder = save_tiny_model("qwen2", tmp_path)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="model.safetensors cannot be read"):
+        HfReader(folder).check(read_model_shape(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
+        ({"hidden_size": "wide"}, "invalid literal"),
+        ({"hidden_size": float("inf")}, "cannot convert float infinity"),
+        ({"num_attention_heads": 0, "head_dim": None}, "by zero"),
+        ({"num_hidden_layers": -1}, "layers=-1 cannot be"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 2.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                }
+            },
+            "low_freq_factor=2.0 is not supported; megatron-core has 1",
+        ),
+    ],
+)
+def test_a_config_that_we_cannot_train_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        shape(**change)
+
+
+def test_a_config_without_a_field_names_it(tmp_path: Path) -> None:
+    folder = save_tiny_model("qwen2", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["intermediate_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="'intermediate_size' is missing"):
+        read_model_shape(folder)
+
+
+def test_old_and_new_rope_fields_mean_the_same() -> None:
+    old = shape(rope_theta=5e5, rope_scaling=None)
+    new = shape(rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+    assert old == new

@@ -1,0 +1,531 @@
+"""Programs judged by their tests, and everything that a program may try instead of solving the problem."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bapo_megatron.data.prompts import load_prompts
+from bapo_megatron.reward.code import is_right, last_code_block, same_output, same_value
+from bapo_megatron.reward.code_tests import Asserted, Called, Printed, check_tests, is_tests, read_tests
+from bapo_megatron.reward.sandbox import sandbox as sandbox_module
+from bapo_megatron.reward.sandbox.sandbox import Sandbox
+
+REPOSITORY = Path(__file__).parents[3]
+
+ADD = json.dumps({"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3\n", "7\n"]})
+CALL = json.dumps({"inputs": [[[3, 1, 2]], [[]]], "outputs": [[1, 2, 3], []], "fn_name": "order"})
+ASSERTS = json.dumps(
+    ["assert double(2) == 4", "assert double('a') == 'aa', 'text'", "assert double(0.1) < 0.3"]
+)
+CHECK = json.dumps(
+    {
+        "import_prefix": "import math\n",
+        "test_code": "def check(candidate):\n"
+        "    assert candidate(nums = [1, 4], target = 5) == [0, 1]\n"
+        "    assert candidate(nums = [2, 2], target = 4) == [0, 1]\n",
+        "entry_point": "Solution().two",
+    }
+)
+TWO = "class Solution:\n    def two(self, nums: List[int], target: int) -> List[int]:\n        return {}"
+
+
+def right(ground_truth: str, source: str, case_limit_s: float = 5.0, total_limit_s: float = 60.0) -> bool:
+    response = f"I think\n```python\n{source}\n```\nDone."
+    return is_right(ground_truth, response, 512, case_limit_s, total_limit_s)
+
+
+# --- finding, reading, comparing ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "block"),
+    [
+        ("```python\na\n```", "a"),
+        ("```python\na\n```\n```py\nb\nc\n```\nend", "b\nc"),
+        ("```python\na\n```\n```python\nb", "a"),
+        ("```Python3 \n\n  a\n```", "\n  a"),
+        ("- item\n   ```python\n   a\n   ```", "   a"),
+        ("```python\nlost\n```python\nb\n```", "b"),
+        ("```python\ns = '\x0b\u2028'\n```", "s = '\x0b\u2028'"),
+        ("```python\na\n```\n```\noutput\n```", "a"),
+        ("```\na\n```", None),
+        ("```cpp\na\n```", None),
+        ("```python a\n```", None),
+        ("no code", None),
+        ("", None),
+    ],
+)
+def test_the_last_closed_python_block_counts(response: str, block: str | None) -> None:
+    assert last_code_block(response) == block
+
+
+def test_finding_it_takes_linear_time() -> None:
+    start = time.monotonic()
+    assert last_code_block("```python\n" * 200_000) is None
+    assert time.monotonic() - start < 2
+
+
+def test_the_forms_of_ground_truth() -> None:
+    assert read_tests(ADD).cases == (Printed("1 2\n", "3\n"), Printed("10 -3\n", "7\n"))
+    assert read_tests('{"inputs": [["1", "2"]], "outputs": [["3", ""]], "fn_name": null}').cases == (
+        Printed("1\n2", "3\n"),
+    )
+    assert read_tests(CALL).cases == (Called("order", [[3, 1, 2]], [1, 2, 3]), Called("order", [[]], []))
+    as_text = json.dumps({"inputs": ['[1]\n"a"'], "outputs": ["true"], "fn_name": "f"})
+    assert read_tests(as_text).cases == (Called("f", [[1], "a"], True),)
+    assert read_tests(ASSERTS).cases == (
+        Asserted("", "double(2)", True, 4),
+        Asserted("", "double('a')", True, "aa"),
+        Asserted("", "double(0.1) < 0.3", False),
+    )
+    assert read_tests("assert 4 == double(2)").cases == (Asserted("", "double(2)", True, 4),)
+    assert read_tests('{"assert_case": ["assert f() == []"]}').cases == (Asserted("", "f()", True, []),)
+    checked = read_tests(CHECK)
+    assert checked.prelude == "import math\n"
+    assert checked.cases[1] == Asserted(
+        "candidate = Solution().two", "candidate(nums=[2, 2], target=4)", True, [0, 1]
+    )
+
+
+def test_a_check_with_more_than_asserts_stays_whole() -> None:
+    code = "K = 2\ndef check(f):\n    for n in range(3):\n        assert f(n) == n * K\n    assert f(1) == 2"
+    (case,) = read_tests(json.dumps({"test_code": code, "entry_point": "double"})).cases
+    assert (case.expression, case.literal) == ("True", False)
+    source = json.dumps({"test_code": code, "entry_point": "double"})
+    assert right(source, "def double(n): return 2 * n")
+    assert not right(source, "def double(n): return 2")
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "problem"),
+    [
+        ("34", "it must be an object"),
+        ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ("{}", '"inputs" and "outputs" must be lists'),
+        ('{"inputs": [], "outputs": []}', "not empty"),
+        ('{"inputs": ["1"], "outputs": []}', '1 "inputs" but 0 "outputs"'),
+        ('{"inputs": [[1]], "outputs": [1], "fn_name": "f()"}', "\"fn_name\" is 'f()'"),
+        ('{"inputs": [1], "outputs": [1], "fn_name": "f"}', "the input 1 of f must be a list"),
+        ('{"inputs": ["a b"], "outputs": ["1"], "fn_name": "f"}', "not one JSON value a line"),
+        ('{"assert_case": []}', '"assert_case" must be a list of assert statements'),
+        ('["assert f("]', "is not Python"),
+        ('{"test_code": "def check(f): assert f() == 1"}', '"entry_point" is None'),
+        ('{"test_code": "x = 1", "entry_point": "f"}', "defines no function check"),
+    ],
+)
+def test_broken_tests_are_named(ground_truth: str, problem: str) -> None:
+    found = check_tests(ground_truth)
+    assert found is not None
+    assert problem in found
+    assert "mend it or leave the row out" in found
+
+
+def test_code_and_mathematics_are_told_apart() -> None:
+    assert all(map(is_tests, (ADD, CALL, ASSERTS, CHECK, "assert f(1) == 2", "{}")))
+    assert not any(map(is_tests, ("34", r"\{1, 2\}", "[1, 2]", '"text"', "{1, 2}", "", "[" * 100_000)))
+
+
+def test_lists_of_asserts_survive_the_reading_of_a_dataset(tmp_path: Path) -> None:
+    class Tokenizer:
+        chat_template = "any"
+
+        def apply_chat_template(self, *_: Any, **__: Any) -> list[int]:
+            return [1]
+
+    one, two = ["assert f(1) == 2"], ["assert f(1) == 2", "assert f(2) == 3"]
+    for truth, cases in ((json.dumps(one), 1), (json.dumps(two), 2), (two, 2)):
+        row = {
+            "data_source": "train-code",
+            "prompt": [{"role": "user", "content": "do"}],
+            "reward_model": {"ground_truth": truth},
+        }
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        (prompt,) = load_prompts(tmp_path / "rows.jsonl", Tokenizer(), 10, check_tests).prompts
+        assert len(read_tests(prompt.ground_truth).cases) == cases
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        ("3\n", "3", True),
+        ("3 \n4\t\n\n", "3\n4", True),
+        ("3\n\n4", "3\n4", False),
+        (" 3", "3", True),
+        ("1  2", "1 2", True),
+        ("12", "1 2", False),
+        ("", "", True),
+        ("", "0", False),
+        ("0.333333333", "0.3333333333", True),
+        ("0.33334", "0.33333", False),
+        ("1e-3 x", "0.001 x", True),
+        ("3.0", "3", True),
+        ("1000001", "1000000", False),
+        ("10000001", "10000000", False),
+        ("007", "7", False),
+        ("yes", "YES", False),
+        ("nan", "0.0", False),
+        ("1_0.0", "10.0", False),
+        ("inf", "1e999", False),
+    ],
+)
+def test_outputs(output: str, expected: str, same: bool) -> None:
+    assert same_output(output, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        ((1, [2]), [1, [2]], True),
+        ([1, 2], [2, 1], False),
+        (0.1 + 0.2, 0.3, True),
+        (1, 1.0, True),
+        (10**7 + 1, 10**7, False),
+        (10**400, 1.5, False),
+        (float("inf"), float("inf"), True),
+        ({1: "a"}, {"1": "a"}, True),
+        ({"1": "a", "2": "b"}, {"1": "a"}, False),
+        ("1", 1, False),
+        (1, "1", False),
+        (None, None, True),
+        (object(), [1], False),
+    ],
+)
+def test_values(value: object, expected: object, same: bool) -> None:
+    assert same_value(value, expected) is same
+
+
+# --- right and wrong ---------------------------------------------------------------------------------
+
+SCRIPTS = {
+    "print(sum(map(int, input().split())))": True,
+    "import sys\nprint(sum(map(int, sys.stdin.read().split())), end='')": True,
+    "def main():\n    a, b = map(int, open(0).read().split())\n    print(a + b)\n"
+    "if __name__ == '__main__':\n    main()": True,
+    "import os\na, b = os.read(0, 99).split()\nos.write(1, b'%d' % (int(a) + int(b)))": True,
+    "import numpy as np\nprint(np.array(input().split(), int).sum())\nexit()": True,
+    "import atexit\ns = sum(map(int, input().split()))\natexit.register(lambda: print(s))": True,
+    "import os\nout = os.fdopen(1, 'w')\nout.write(str(sum(map(int, input().split()))))": True,
+    "import threading, time\ndef late():\n    s = sum(map(int, input().split()))\n    time.sleep(0.1)\n"
+    "    print(s)\nthreading.Thread(target=late).start()": True,
+    "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    "@dataclass\nclass P:\n    a: int\n"
+    "print(sum(P(int(w)).a for w in input().split()))": True,
+    "print(3)": False,
+    "print('3\\n7')": False,
+    "": False,
+    "print(sum(map(int, input().split()))": False,
+    "print(sum(map(int, input().split())))\n1 / 0": False,
+    "print(sum(map(int, input().split())))\nexit(1)": False,
+    "print(sum(map(int, input().split())))\nimport time; time.sleep(99)": False,
+    "x = " + "(" * 5000: False,
+    "x = " + "-" * 100_000 + "1": False,
+    "#" * 300_000 + "\nprint(sum(map(int, input().split())))": False,
+}
+
+
+@pytest.mark.parametrize(("source", "is_it"), SCRIPTS.items(), ids=range(len(SCRIPTS)))
+def test_scripts(source: str, is_it: bool) -> None:
+    assert right(ADD, source, case_limit_s=2.0) is is_it
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "source", "is_it"),
+    [
+        (CALL, "def order(x): return sorted(x)", True),
+        (CALL, "def order(x): return tuple(sorted(x))", True),
+        (CALL, "class Solution:\n    def order(self, x: List[int]): return sorted(x)", True),
+        (CALL, "import numpy as np\norder = np.sort", True),
+        (CALL, "def order(x): return x", False),
+        (CALL, "def order(x): return set(x)", False),
+        (CALL, "def other(x): return sorted(x)", False),
+        (CALL, "def order(x): return sorted(x)\nif __name__ == '__main__':\n    input()", True),
+        (ASSERTS, "double = lambda x: x * 2", True),
+        (ASSERTS, "double = lambda x: 4", False),
+        (CHECK, TWO.format("[0, 1]"), True),
+        (CHECK, TWO.format("(0, 1)"), False),
+        (CHECK, TWO.format("[math.floor(0.5), 1]"), True),
+        ('["assert f(1) == {1, 2}"]', "def f(x): return {2, x}", True),
+        ("[\"assert f(1) == (1, None, {'a': -1.5})\"]", "def f(x): return (x, None, dict(a=-1.5))", True),
+        ('["assert f() is None"]', "def f(): pass", True),
+        ('["assert not f()"]', "def f(): return 1", False),
+        ('{"inputs": [["a"]], "outputs": [["aa"]], "fn_name": "f"}', "f = lambda s: s + s", True),
+    ],
+)
+def test_functions(ground_truth: str, source: str, is_it: bool) -> None:
+    assert right(ground_truth, source) is is_it
+
+
+def test_a_response_without_a_block_needs_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bapo_megatron.reward.code.Sandbox", None)
+    assert not is_right(ADD, "print(3)", 512, 1.0, 1.0)
+
+
+def test_all_tests_together_have_a_limit() -> None:
+    slow = "import time\ntime.sleep(0.5)\nprint(sum(map(int, input().split())))"
+    assert right(ADD, slow, case_limit_s=5.0, total_limit_s=20.0)
+    start = time.monotonic()
+    assert not right(json.dumps({"inputs": ["1 2"] * 50, "outputs": ["3"] * 50}), slow, total_limit_s=2.0)
+    assert time.monotonic() - start < 8
+
+
+def test_cases_do_not_see_each_other() -> None:
+    counter = "import os\nn = len(os.listdir()) + int(input()) * 0\nprint(globals().get('seen', 0))\nseen = 1"
+    assert right('{"inputs": ["1", "1", "1"], "outputs": ["0", "0", "0"]}', counter)
+
+
+# --- attacks -----------------------------------------------------------------------------------------
+
+SOLVED = "\nprint(sum(map(int, input().split())))"
+ATTACKS = {
+    "endless loop": "while True: pass",
+    "loop in C": "9 ** (9 ** 9)",
+    "sleep": "import time; time.sleep(1000)",
+    "ten gigabytes": "x = bytearray(10 << 30)" + SOLVED,
+    "ten gigabytes piecemeal": "x = [bytearray(1 << 20) for _ in range(10240)]" + SOLVED,
+    "endless output": "while True: print('x' * 10000)",
+    "endless output that catches": "while True:\n    try: print('x' * 10000, flush=True)\n    except: pass",
+    "reading for ever": "import sys\nwhile True: sys.stdin.readline()",
+    "early exit": "import sys; sys.exit(0)",
+    "raised exit": "raise SystemExit",
+    "hard exit": "import os; print(3); os._exit(1)",
+    "killed by itself": "import ctypes; ctypes.string_at(0)",
+    "fork bomb": "import os\nfor _ in range(50): os.fork()" + SOLVED,
+    "subprocess": "import subprocess; subprocess.run(['true'])" + SOLVED,
+    "socket": "import socket; socket.socket()" + SOLVED,
+    "download": "import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')" + SOLVED,
+    "kill all": "import os; os.kill(-1, 9)" + SOLVED,
+    "kill the parent": "import os; os.kill(os.getppid(), 9)" + SOLVED,
+    "no walls": "import os; os.chdir('/'); open('bapo_escaped', 'w')" + SOLVED,
+    "huge file": "f = open('big', 'wb')\nwhile True: f.write(bytes(1 << 20))",
+    "deep recursion": "import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(n): return repr([f(n + 1)])\nf(0)"
+    + SOLVED,
+}
+
+
+@pytest.mark.parametrize("source", ATTACKS.values(), ids=ATTACKS)
+def test_attacks_are_wrong_in_time(source: str) -> None:
+    start = time.monotonic()
+    assert not right(ADD, source, case_limit_s=2.0)
+    assert time.monotonic() - start < 20
+    assert not Path("/bapo_escaped").exists()
+
+
+WRITES = """import os
+for n in range(1, 20):
+    try: os.write(n, b'{}')
+    except OSError: pass
+os._exit(0)"""
+FORGERIES = {
+    "always equal": "class A:\n    __eq__ = lambda *_: True\ndef double(x): return A()",
+    "equal list": "class A(list):\n    __eq__ = lambda *_: True\ndef double(x): return A()",
+    "early exit": "import sys; sys.exit(0)",
+    "hard exit": "import os; os._exit(0)",
+    "exit in the call": "def double(x): raise SystemExit",
+    "printed result": 'print(\'true\')\nprint(\'{"code": 0, "output": "", "value": "4"}\')',
+    "written result": WRITES.format("4"),
+    "patched builtins": "import builtins, json\nfor name in ('bool', 'isinstance', 'eval', 'compile'):\n"
+    "    setattr(builtins, name, lambda *_, **__: True)\njson.dumps = lambda *_: '4'\ndouble = lambda x: 5",
+    "patched harness": "import __main__, sys\n__main__._tell = sys.modules.get('bapo_megatron')\n"
+    "import bapo_megatron.reward.sandbox.child as s\ns._plain = lambda _: 4",
+}
+
+
+@pytest.mark.parametrize("source", FORGERIES.values(), ids=FORGERIES)
+def test_results_cannot_be_forged(source: str) -> None:
+    assert not right('["assert double(2) == 4"]', source)
+    assert not right('{"inputs": [[2]], "outputs": [4], "fn_name": "double"}', source)
+
+
+def test_true_is_not_what_the_code_says_it_is() -> None:
+    """An assert without a literal is decided beside the tested code, but not by the name `bool`."""
+    assert not right(
+        '["assert double(2) > 3"]', "import builtins\nbuiltins.bool = lambda _: True\ndouble = int"
+    )
+    assert not right('["assert double(2) > 3"]', WRITES.format("true"))
+
+
+def processes_of_group(group: int) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(path.parent.name)
+    return found
+
+
+def evaluate(box: Sandbox, source: str) -> Any:
+    """The value of a source's ``result``, or how it ended."""
+    ended = box.value("result", 10.0)
+    assert ended is not None, source
+    return json.loads(ended.value) if ended.value else ended
+
+
+def made(source: str) -> Sandbox:
+    return Sandbox(source, "", 512, 10.0)
+
+
+@pytest.fixture
+def walls() -> None:
+    with made("") as box:
+        if box.notes:
+            pytest.skip(f"this kernel does not permit the whole sandbox: {box.notes}")
+
+
+@pytest.mark.usefixtures("walls")
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("fork()", 1),
+        ("socket(2, 1, 0)", 1),
+        ("kill(-1, 9)", 1),
+        ("kill(1, 0)", 1),
+        ("unshare(0x10000000)", 1),
+        ("syscall(435, 0, 0)", 38),
+        ("ptrace(16, 1, 0, 0)", 1),
+        ("creat(b'/bapo_escaped', 0o644)", 30),
+        ("truncate(sys.executable.encode(), 0)", 30),
+        ("setrlimit(7, bytes(16)) or libc.open(b'x', 0o102, 0o644)", 24),
+    ],
+)
+def test_the_kernel_refuses_what_c_code_tries(call: str, error: int) -> None:
+    """errno 1: not permitted, 24: too many open files, 30: read-only file system, 38: no such call."""
+    source = f"""import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+result = [libc.{call}, ctypes.get_errno()]
+"""
+    with made(source) as box:
+        assert evaluate(box, source) == ["list", [-1, error]]
+
+
+@pytest.mark.usefixtures("walls")
+def test_the_directory_has_an_end() -> None:
+    assert not right(ADD, "for n in range(20): open(str(n), 'wb').write(bytes(4 << 20))" + SOLVED)
+    assert right(ADD, "for n in range(4): open(str(n), 'wb').write(bytes(4 << 20))" + SOLVED)
+
+
+@pytest.mark.usefixtures("walls")
+def test_inside_there_is_nothing_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    source = """import os, sys
+open('mine', 'w').write('1')
+names = [name for name in os.environ if name.startswith(('WANDB', 'PYTHON'))]
+modules = [name for name in sys.modules if name.startswith('bapo')]
+network = [line.split()[0] for line in open('/proc/net/dev').readlines()[2:]]
+result = [names, os.getcwd() == os.environ['HOME'], os.listdir(), os.getpid() < 10, network, modules]
+"""
+    with made(source) as box:
+        folder = Path(box._box.name)
+        result = evaluate(box, source)
+        assert list(folder.iterdir()) == []  # its files are in memory
+    nothing = ["list", []]
+    assert result == ["list", [nothing, True, ["list", ["mine"]], True, ["list", ["lo:"]], nothing]]
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "source", ["while True: pass", "import time; time.sleep(1000)", ATTACKS["fork bomb"]]
+)
+def test_no_process_and_no_file_remains(source: str) -> None:
+    with Sandbox(source, "", 512, 1.0) as box:
+        group, folder = box._child.pid, Path(box._box.name)
+        assert processes_of_group(group)
+        box.run("1 2", 1.0)
+    assert processes_of_group(group) == []
+    assert not folder.exists()
+
+
+HOLDER = """
+import sys
+from bapo_megatron.reward.sandbox.sandbox import Sandbox
+box = Sandbox("while True: pass", "", 512, 1000.0)
+print(box._child.pid, flush=True)
+box.run("", 1000.0)
+"""
+
+
+def test_the_sandbox_ends_with_its_worker(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", HOLDER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPOSITORY, env=environment) as holder:
+        assert holder.stdout is not None
+        group = int(holder.stdout.readline())
+        deadline = time.monotonic() + 20
+        while len(processes_of_group(group)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(processes_of_group(group)) == 3
+        holder.kill()
+    while processes_of_group(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_of_group(group) == []
+
+
+def test_without_namespaces_the_second_line_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A kernel that permits neither namespaces nor a filter, played by the bootstrap."""
+    begin = sandbox_module._BEGIN.replace(
+        "del sys",
+        "from bapo_megatron.reward import sandbox_walls as w\n"
+        "w.separate, w.filter_note = lambda box: ['no namespaces'], lambda: ['no filter']\ndel sys",
+    )
+    monkeypatch.setattr(sandbox_module, "_BEGIN", begin)
+    assert right(
+        ADD, "import asyncio\nasync def main(): print(sum(map(int, input().split())))\nasyncio.run(main())"
+    )
+    outside = tmp_path / "kept"
+    outside.write_text("kept")
+    for attack in (
+        "import socket; socket.socket()",
+        "import os; os.fork()",
+        "import os; os.kill(os.getppid(), 0)",
+        "import subprocess; subprocess.run(['true'])",
+        "import os; os.system('true')",
+        f"open({str(outside)!r}, 'w')",
+        f"import os; os.remove({str(outside)!r})",
+        f"import os; os.rename('own', {str(outside)!r})",
+        f"import os; os.symlink({str(tmp_path)!r}, 'link'); open('link/kept', 'w')",
+    ):
+        with made(attack) as box:
+            assert box.notes == ["no namespaces", "no filter"]
+            ended = box.run("", 10.0)
+            assert ended is not None
+            assert ended.code == 1, attack
+    assert outside.read_text() == "kept"
+    with made("open('own', 'w').write('x'); open('own').read(); import os; os.remove('own')") as box:
+        ended = box.run("", 10.0)
+        assert ended is not None
+        assert ended.code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_what_a_job_is_told_costs_no_program(number: int) -> None:
+    """Slurm may tell every process of a job to stop: the trainer saves then, and goes on where it was."""
+    with Sandbox("import time\ntime.sleep(1)\nprint(input())", "", 512, 20.0) as sandbox:
+        root = psutil.Process(sandbox._child.pid)
+
+        def tell() -> None:
+            while len(found := [root, *root.children(recursive=True)]) < 3:  # walls, server, case
+                time.sleep(0.01)
+            time.sleep(0.2)
+            for process in found:
+                process.send_signal(number)
+
+        teller = threading.Thread(target=tell)
+        teller.start()
+        ended = sandbox.run("7", 20.0)
+        teller.join()
+        assert ended is not None
+        assert (ended.code, ended.output) == (0, "7\n")

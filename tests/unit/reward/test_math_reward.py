@@ -1,0 +1,177 @@
+"""The reward of mathematical answers, on cases that policies and datasets produce."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from bapo_megatron.reward.math import answers_equal, check_ground_truth, is_right, last_boxed
+from bapo_megatron.reward.math_verify_process import Judge
+
+
+def judge(ground_truth: str, response: str) -> float:
+    return 1.0 if is_right(ground_truth, response) else -1.0
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "answer"),
+    [
+        ("0.5", r"\frac{1}{2}"),
+        (r"\frac{1}{2}", "0.5"),
+        (r"\frac{1}{2}", "1/2"),
+        ("34", "34"),
+        ("34", " 34 "),
+        ("34", "34.0"),
+        ("34", "+34"),
+        ("7", "007"),
+        ("34", "x = 34"),
+        ("34", r"34\text{ cm}"),
+        ("1000", "1,000"),
+        ("-3", "-3.0"),
+        (r"\{1, 2\}", r"\{2, 1\}"),
+        ("1,2", "2, 1"),
+        ("[0, 1)", r"\left[0,1\right)"),
+        ("x^2+2x", "x(x+2)"),
+        (r"2\pi", r"\pi \cdot 2"),
+        (r"\sqrt{2}", r"\frac{2}{\sqrt{2}}"),
+        (r"10\%", "0.1"),
+        (r"\boxed{12}", "12"),
+        ("12", r"\boxed{12}"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        ("1" + "0" * 60, "1" + "0" * 60),
+    ],
+)
+def test_equal_answers(ground_truth: str, answer: str) -> None:
+    assert judge(ground_truth, f"So it is \\boxed{{{answer}}}.") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "response"),
+    [
+        ("34", r"\boxed{35}"),
+        ("34", r"\boxed{-34}"),
+        ("34", r"\boxed{3 4 5}"),
+        ("34", "34"),
+        ("34", ""),
+        ("34", r"\boxed{}"),
+        ("34", r"\boxed{   }"),
+        ("34", r"\boxed{34"),
+        ("34", r"\boxed"),
+        ("34", r"\boxed 34"),
+        ("34", r"\boxed{\frac{34}"),
+        ("34", r"\boxed{}}34}"),
+        ("34", r"\boxed{\\\\\frac{{{}}}}"),
+        ("34", r"\boxed{日本 34}"),
+        ("34", "\\boxed{\x00\ud800}"),
+        ("34", r"\boxed{34, 35}"),
+        ("34", "\\boxed{" + "3" * 100000 + "}"),
+        ("34", "\\boxed{" * 3000 + "34"),
+        ("34", "\\boxed{" + "(" * 900 + "}"),
+        ("1/3", r"\boxed{0.33}"),
+        (r"\{1,2\}", r"\boxed{\{1,3\}}"),
+        ("(1,2)", r"\boxed{(2,1)}"),
+        ("1" + "0" * 60, r"\boxed{1" + "0" * 59 + "1}"),
+    ],
+)
+def test_wrong_and_malformed_answers(ground_truth: str, response: str) -> None:
+    assert judge(ground_truth, response) == -1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "boxed"),
+    [
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{1} then \boxed{2", "1"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{\{1}", r"\{1"),
+        (r"\boxed {5}", "5"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{a}b}", "a"),
+        (r"{ \boxed{5}", "5"),
+        (r"}}} \boxed{5}", "5"),
+        (r"\\boxed{5}", "5"),
+        (r"\\\boxed{5}", "5"),
+        (r"\mbox{5}", None),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(response: str, boxed: str | None) -> None:
+    assert last_boxed(response) == boxed
+
+
+def test_finding_the_box_takes_linear_time() -> None:
+    start = time.monotonic()
+    assert last_boxed("\\boxed{" * 100_000) is None
+    assert last_boxed("\\" * 500_000 + " \\boxed{1}") == "1"
+    assert time.monotonic() - start < 2
+
+
+def test_the_last_box_counts() -> None:
+    assert judge("2", r"\boxed{1} no, \boxed{2}") == 1.0
+    assert judge("1", r"\boxed{1} no, \boxed{2}") == -1.0
+
+
+@pytest.mark.parametrize("truth", ["34", r"\frac{1}{2}", r"\{1,2\}", "x=3", r"\text{Monday}", r"\boxed{3}"])
+def test_ground_truths_that_are_fine(truth: str) -> None:
+    assert check_ground_truth(truth) is None
+
+
+@pytest.mark.parametrize("truth", ["???", r"\frac{", "}{", "", "日本", "7" * 2000])
+def test_ground_truths_that_nothing_could_match(truth: str) -> None:
+    problem = check_ground_truth(truth)
+    assert problem
+    assert "answer" in problem or "mend" in problem
+
+
+@pytest.mark.parametrize("bomb", [r"9^{9^{9^{9}}}", "(x+y)^{3000}", r"10000000!^{10000}"])
+def test_an_answer_that_takes_for_ever_is_wrong(bomb: str) -> None:
+    start = time.monotonic()
+    assert judge("5", f"\\boxed{{{bomb}}}") == -1.0
+    assert time.monotonic() - start < 30
+    assert judge("0.25", r"\boxed{\frac14}") == 1.0
+
+
+def test_works_in_any_thread(capfd: pytest.CaptureFixture[str]) -> None:
+    seen: list[float] = []
+    cases = [(f"0.{n}25", rf"\boxed{{\frac{{{n}25}}{{1000}}}}") for n in range(1, 7)]
+    threads = [threading.Thread(target=lambda case=case: seen.append(judge(*case))) for case in cases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert seen == [1.0] * len(cases)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_dead_child_costs_one_question() -> None:
+    lone = Judge()
+    assert lone.equal("1/2", "0.5")
+    assert lone._child is not None
+    lone._child.kill()
+    assert not lone.equal("1/2", "0.5")
+    assert lone.failures == 1
+    assert lone.equal("1/2", "0.5")
+    lone.close()
+
+
+def test_integers_are_judged_as_math_verify_does() -> None:
+    """They take a short cut; it must lead to the same place."""
+    lone = Judge()
+    texts = ["0", "-0", "7", "007", "+7", "-7", "70", "1234567890123456789012"]
+    for truth in texts:
+        for answer in texts:
+            assert answers_equal(truth, answer) == lone.equal(truth, answer), (truth, answer)
+    lone.close()
+
+
+def test_thousands_of_judgements_a_second() -> None:
+    responses = [rf"\boxed{{\frac{{{n % 7 + 1}}}{{8}}}}" for n in range(4000)]
+    for response in responses[:7]:
+        judge("0.25", response)
+    start = time.monotonic()
+    assert sum(judge("0.25", response) == 1.0 for response in responses) > 500
+    assert time.monotonic() - start < 2

@@ -1,0 +1,315 @@
+"""The pool of reward workers, under everything that a response can do to its judge."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.config import RewardConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.functions import ground_truth_check, load_function
+from bapo_megatron.reward.pool import Judgement, RewardPool
+from bapo_megatron.types import Prompt
+
+SCORE = "tests.support.reward_functions:score"
+REPOSITORY = Path(__file__).parents[3]
+
+
+def prompt(ground_truth: str = "12345") -> Prompt:
+    return Prompt(7, np.array([3, 4], np.int32), ground_truth, "test", {"level": {"deep": [1, None]}})
+
+
+def pooled(act: Callable[[RewardPool], Awaitable[Any]], max_response_tokens: int = 100, **config: Any) -> Any:
+    """What ``act`` returns, given a running pool of one worker with these settings."""
+
+    async def main() -> Any:
+        pool = RewardPool(RewardConfig(**{"workers": 1, "function": SCORE, **config}), max_response_tokens)
+        await pool.start()
+        try:
+            return await asyncio.wait_for(act(pool), 120)
+        finally:
+            await pool.close()
+
+    return asyncio.run(main())
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_a_failure_costs_one_response_and_is_named() -> None:
+    kinds = {
+        "raise": "raised",
+        "exit": "raised",
+        "memory": "raised",
+        "die": "died",
+        "crash": "died",
+        "wait 1000": "time",
+        "nan": "not finite",
+        "inf": "not finite",
+        "none": "not finite",
+        "text": "not finite",
+    }
+    details = {
+        "raise": "IndexError('list index out of range')",
+        "die": "exit code 0",
+        "crash": "signal SIGSEGV",
+        "wait 1000": "more than reward.time_limit_s=2.0",
+        "text": "'much'",
+    }
+    responses = [line for word in kinds for line in (word, "0.5")]
+
+    async def act(pool: RewardPool) -> tuple[list[Judgement], dict[str, int]]:
+        judgements = await asyncio.gather(*(pool.judge(prompt(), text, 100) for text in responses))
+        return judgements, dict(pool.failures)
+
+    judgements, failures = pooled(
+        act,
+        workers=2,
+        time_limit_s=2.0,
+        memory_limit_mb=512,
+        failed=-3.0,
+        overlong_tokens=10,
+        overlong_penalty=0.1,
+    )
+    for text, judgement in zip(responses, judgements, strict=True):
+        if text in kinds:
+            assert (judgement.reward, judgement.failure) == (-3.0, kinds[text]), text
+            assert judgement.detail == details.get(text, judgement.detail)
+            assert judgement.detail
+        else:
+            assert judgement == Judgement(0.4), text
+    assert failures == {"raised": 3, "died": 2, "time": 1, "not finite": 4}
+
+
+def test_what_a_reward_prints_is_no_answer() -> None:
+    async def act(pool: RewardPool) -> list[float]:
+        return [(await pool.judge(prompt(), text, 1)).reward for text in ("talk", "0.5", "talk", "true")]
+
+    assert pooled(act) == [0.25, 0.5, 0.25, 1.0]
+
+
+def test_a_users_function_sees_the_whole_prompt() -> None:
+    async def act(pool: RewardPool) -> Judgement:
+        return await pool.judge(prompt(), "prompt", 1)
+
+    assert pooled(act) == Judgement(3 + 4 + 7 + 5.0)
+
+
+def test_a_worker_that_is_killed_costs_no_response() -> None:
+    """While it waits for work, or has some: what a response is worth does not hang on who was killed."""
+
+    async def act(pool: RewardPool) -> list[Judgement]:
+        found = [await pool.judge(prompt(), "0.5", 1)]
+        for text, wait_s in (("0.25", 0.0), ("wait 1", 0.5)):
+            worker = pool._workers[0]._child
+            assert worker is not None
+            asking = asyncio.create_task(pool.judge(prompt(), text, 1))
+            await asyncio.sleep(wait_s)
+            os.kill(worker.pid, signal.SIGKILL)
+            found.append(await asking)
+        assert not pool.failures
+        return found
+
+    assert pooled(act) == [Judgement(0.5), Judgement(0.25), Judgement(1.0)]
+
+
+def test_code_that_holds_the_interpreter_is_ended_with_its_children(tmp_path: Path) -> None:
+    async def act(pool: RewardPool) -> list[Judgement]:
+        texts = ["hold", f"child {tmp_path / 'pids'}", "0.5"]
+        return list(await asyncio.gather(*(pool.judge(prompt(), text, 1) for text in texts)))
+
+    first, second, third = pooled(act, time_limit_s=1.0)
+    assert (first.failure, second.failure, third) == ("time", "time", Judgement(0.5))
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    assert wait_until(lambda: not any(map(alive, pids)))
+
+
+def test_thousands_may_wait_and_each_gets_its_own() -> None:
+    async def act(pool: RewardPool) -> list[float]:
+        answers = await asyncio.gather(*(pool.judge(prompt(), str(n), 1) for n in range(3000)))
+        return [judgement.reward for judgement in answers]
+
+    assert pooled(act, workers=2) == [float(n) for n in range(3000)]
+
+
+def test_first_come_first_served() -> None:
+    done: list[str] = []
+
+    async def one(pool: RewardPool, text: str) -> None:
+        await pool.judge(prompt(), text, 1)
+        done.append(text)
+
+    async def act(pool: RewardPool) -> None:
+        await asyncio.gather(*(one(pool, text) for text in ("wait 0.2", "3", "1", "wait 0.1", "2")))
+
+    pooled(act)
+    assert done == ["wait 0.2", "3", "1", "wait 0.1", "2"]
+
+
+def test_a_cancelled_call_leaves_its_worker_to_the_next() -> None:
+    async def act(pool: RewardPool) -> Judgement:
+        running = asyncio.create_task(pool.judge(prompt(), "wait 0.5", 1))
+        waiting = asyncio.create_task(pool.judge(prompt(), "wait 1000", 1))
+        await asyncio.sleep(0.1)
+        for task in (running, waiting):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        judgement = await pool.judge(prompt(), "0.5", 1)
+        assert not pool.failures
+        return judgement
+
+    assert pooled(act, time_limit_s=20.0) == Judgement(0.5)
+
+
+def test_closing_ends_all_that_runs_or_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    async def main() -> None:
+        pool = RewardPool(RewardConfig(function=SCORE, workers=1), 100)
+        with pytest.raises(RuntimeError, match=r"start\(\) it before judge"):
+            await pool.judge(prompt(), "1", 1)
+        await pool.start()
+        tasks = [
+            asyncio.create_task(pool.judge(prompt(), text, 1))
+            for text in (f"child {tmp_path / 'pids'}", "0.5")
+        ]
+        while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
+            await asyncio.sleep(0.05)
+        started = time.monotonic()
+        await pool.close()
+        assert time.monotonic() - started < 10
+        for task in tasks:
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        with pytest.raises(RuntimeError, match="not after close"):
+            await pool.judge(prompt(), "1", 1)
+
+    asyncio.run(main())
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert wait_until(lambda: not any(map(alive, pids)))
+    assert [path.name for path in tmp_path.iterdir()] == ["pids"]  # no directory of a worker
+
+
+PARENT = """
+import asyncio, sys
+from bapo_megatron.config import RewardConfig
+from bapo_megatron.reward.pool import RewardPool
+from tests.unit.reward.test_reward_pool import SCORE, prompt
+
+async def main():
+    pool = RewardPool(RewardConfig(function=SCORE, workers=2), 100)
+    await pool.start()
+    texts = (f"{kind} {sys.argv[1]}/{kind}" for kind in ("hold", "child"))
+    await asyncio.gather(*(pool.judge(prompt(), text, 1) for text in texts))
+
+asyncio.run(main())
+"""
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", PARENT, str(tmp_path)]
+    parent = subprocess.Popen(command, cwd=REPOSITORY, env=environment)
+    files = [tmp_path / "hold", tmp_path / "child"]
+    try:
+        assert wait_until(lambda: all(file.exists() and file.read_text() for file in files), 120)
+        pids = [int(word) for file in files for word in file.read_text().split()]
+        assert len(pids) == 3
+        assert all(map(alive, pids))
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+    assert wait_until(lambda: not any(map(alive, pids)))
+
+
+def test_mathematics_in_the_pool() -> None:
+    cases = {
+        (r"\frac{1}{2}", r"\boxed{0.5}"): 1.0,
+        (r"\frac{1}{2}", r"\boxed{0.6}"): -1.0,
+        ("34", r"\boxed{1} \boxed{34}"): 1.0,
+        ("34", "34"): -1.0,
+        ("34", "\\boxed{\x00\ud800}"): -1.0,
+    }
+
+    async def act(pool: RewardPool) -> list[Judgement]:
+        return [await pool.judge(prompt(truth), response, 1) for truth, response in cases]
+
+    judgements = pooled(act, function="math", wrong=-1.0)
+    assert judgements == [Judgement(reward) for reward in cases.values()]
+
+
+def test_penalties_come_off_the_reward() -> None:
+    """0.9 - 0.3 for the form; - 0.2 * (95 - 90) / 10 for the length."""
+
+    async def act(pool: RewardPool) -> list[Judgement]:
+        lengths = (("0.9", 90), ("0.9", 95), ("1.5", 95), ("1.5", 10))
+        return [await pool.judge(prompt(), text, tokens) for text, tokens in lengths]
+
+    judgements = pooled(
+        act, format_pattern=r"1.*", format_penalty=0.3, overlong_tokens=10, overlong_penalty=0.2
+    )
+    assert [j.reward for j in judgements] == pytest.approx([0.9 - 0.3, 0.9 - 0.3 - 0.1, 1.5 - 0.1, 1.5])
+
+
+def test_a_pattern_that_takes_for_ever_costs_one_response() -> None:
+    async def act(pool: RewardPool) -> list[Judgement]:
+        return [await pool.judge(prompt(), text, 1) for text in ("1" * 40 + ".5.", "1" * 40)]
+
+    first, second = pooled(
+        act, function="math", format_pattern=r"(1+)+", format_penalty=0.5, time_limit_s=1.0
+    )
+    assert (first.failure, first.reward) == ("time", 0.0)
+    assert second == Judgement(0.0)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_package.rewards:score", "ModuleNotFoundError.*PYTHONPATH"),
+        ("tests.support.reward_functions:nothing", "tests.support.reward_functions has no function nothing"),
+        ("tests.support.reward_functions:NOT_CALLABLE", "has no function NOT_CALLABLE"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_named(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"reward.function={path}.*{message}"):
+        load_function(path)
+    with pytest.raises(ConfigError, match=f"reward.function={path}.*{message}"):
+        pooled(lambda pool: asyncio.sleep(0), function=path)
+
+
+def test_each_function_checks_the_ground_truths_it_reads() -> None:
+    tests, broken = '{"inputs": ["1"], "outputs": ["2"]}', '{"inputs": ["1"]}'
+    for function, fine, wrong in (
+        ("math", [r"\frac12"], [tests]),
+        ("code", [tests], [r"\frac12", broken]),
+        ("math_or_code", [r"\frac12", tests, "assert f(1) == 2"], [r"\frac{", broken, "assert f("]),
+    ):
+        check = ground_truth_check(function)
+        assert check is not None
+        assert [check(truth) for truth in fine] == [None] * len(fine)
+        assert all(check(truth) for truth in wrong), function
+    assert ground_truth_check(SCORE) is None

@@ -1,0 +1,161 @@
+"""Weights cut into buckets, with sizes worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
+from bapo_megatron.types import BucketSpec
+
+CPU = torch.device("cpu")
+
+
+def numbered(name: str, count: int, dtype: torch.dtype = torch.float32) -> tuple[str, Tensor]:
+    return name, torch.arange(count).to(dtype)
+
+
+def cut(weights: list[tuple[str, Tensor]], size: int) -> list[tuple[tuple[str, ...], int, bool]]:
+    """Names, bytes and whether it is borrowed, of each bucket."""
+    found = Buckets(size, CPU).cut(weights)
+    return [(bucket.spec.names, bucket.spec.nbytes, bucket.is_borrowed) for bucket in found]
+
+
+def unpacked(bucket: Bucket) -> dict[str, Tensor]:
+    """What a receiver makes of it: each tensor a view of the bytes, in its type, where it lies."""
+    found, start = {}, 0
+    spec = bucket.spec
+    for name, dtype, shape in zip(spec.names, spec.dtypes, spec.shapes, strict=True):
+        kind = getattr(torch, dtype)
+        end = start + torch.Size(shape).numel() * kind.itemsize
+        found[name] = bucket.payload_B[start:end].view(kind).view(shape).clone()
+        start = end
+    assert start == spec.nbytes == bucket.payload_B.nbytes
+    return found
+
+
+def test_a_bucket_is_filled_to_its_last_byte() -> None:
+    # 12 + 8 = 20 bytes; the next 4 would be 24.
+    assert cut([numbered("a", 3), numbered("b", 2), numbered("c", 1)], 20) == [
+        (("a", "b"), 20, False),
+        (("c",), 4, False),
+    ]
+
+
+def test_no_later_tensor_fills_a_gap() -> None:
+    # 12; 12 + 12 > 20; 12 + 4 = 16. Receivers may rely on the order.
+    assert cut([numbered("a", 3), numbered("b", 3), numbered("c", 1)], 20) == [
+        (("a",), 12, False),
+        (("b", "c"), 16, False),
+    ]
+
+
+def test_a_tensor_larger_than_a_bucket_travels_alone_and_is_not_copied() -> None:
+    large = numbered("large", 6)
+    weights = [numbered("a", 1), large, numbered("b", 1), numbered("exact", 4)]
+    assert cut(weights, 16) == [
+        (("a",), 4, False),
+        (("large",), 24, True),
+        (("b",), 4, False),
+        (("exact",), 16, False),
+    ]
+    borrowed = list(Buckets(16, CPU).cut(weights))[1]
+    assert borrowed.payload_B.data_ptr() == large[1].data_ptr()
+
+
+def test_types_are_mixed_where_they_are_aligned() -> None:
+    half = torch.bfloat16
+    # 2 x 2 = 4 bytes, aligned for float32: 4 + 8 = 12; 3 x 2 more = 18, which is not: a new bucket.
+    weights = [
+        numbered("a", 2, half),
+        numbered("b", 2),
+        numbered("c", 3, half),
+        numbered("d", 1),
+        numbered("e", 1, torch.uint8),
+        numbered("f", 1, half),
+    ]
+    assert cut(weights, 100) == [(("a", "b", "c"), 18, False), (("d", "e"), 5, False), (("f",), 2, False)]
+
+
+def test_what_a_receiver_is_told() -> None:
+    weights = [("a", torch.zeros(2, 3, dtype=torch.bfloat16)), ("b", torch.zeros(())), ("c", torch.zeros(0))]
+    [bucket] = Buckets(100, CPU).cut(weights)
+    types = ("bfloat16", "float32", "float32")
+    assert bucket.spec == BucketSpec(("a", "b", "c"), types, ((2, 3), (), (0,)), 2 * 6 + 4)
+    assert bucket.payload_B.dtype == torch.uint8
+
+
+def test_no_weights_no_bucket() -> None:
+    assert cut([], 8) == []
+
+
+@pytest.mark.parametrize("size", [1, 8, 20, 64, 1000])
+def test_receivers_get_every_tensor_whatever_the_size(size: int) -> None:
+    torch.manual_seed(0)
+    weights = {
+        "a": torch.randn(3, 5),
+        "transposed": torch.randn(4, 2).T,
+        "half": torch.randn(7).bfloat16(),
+        "b": torch.randn(6),
+    }
+    found: dict[str, Tensor] = {}
+    for bucket in Buckets(size, CPU).cut(weights.items()):
+        found |= unpacked(bucket)
+    assert list(found) == list(weights)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+
+
+def test_one_buffer_is_sent_while_the_other_fills() -> None:
+    """The iterator's tensor is overwritten at each step, as a gathered one may be."""
+    shared = torch.empty(2)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for number in range(5):
+            yield str(number), shared.fill_(number)
+
+    one_back: Bucket | None = None
+    seen = []
+    for bucket in Buckets(8, CPU).cut(weights()):
+        if one_back:
+            seen.append(unpacked(one_back))
+        one_back = bucket
+    assert [tensor.tolist() for found in seen for tensor in found.values()] == [[n, n] for n in range(4)]
+
+
+def test_memory_is_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    empty = torch.empty
+
+    def counted(*size: int, **more: object) -> Tensor:
+        made.append(size[0])
+        return empty(*size, **more)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(torch, "empty", counted)
+    one = torch.zeros(4)
+    cutter = Buckets(16, CPU)
+    for _ in range(3):
+        assert len(list(cutter.cut((str(n), one) for n in range(10)))) == 10
+    assert made == [16, 16]
+    cutter.release()
+    assert len(list(cutter.cut([("a", one)]))) == 1
+    assert made == [16, 16, 16]
+
+
+def test_a_cut_that_was_broken_off_leaves_nothing() -> None:
+    cutter = Buckets(100, CPU)
+    whole = cutter.cut([numbered("a", 3), numbered("b", 30)])
+    next(whole)
+    with pytest.raises(KeyError):
+        list(cutter.cut(failing([numbered("c", 1)])))
+    [found] = cutter.cut([numbered("d", 2)])
+    assert found.spec.names == ("d",)
+    assert unpacked(found)["d"].tolist() == [0, 1]
+
+
+def failing(weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    yield from weights
+    raise KeyError

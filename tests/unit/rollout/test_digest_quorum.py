@@ -1,0 +1,82 @@
+"""Which digest of an engine's weights is right, and who has to load again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from bapo_megatron.rollout.engines.digest_quorum import Agreement, Disagreement
+
+Told = tuple[str, str]
+"""An engine and its digest."""
+
+
+def told(*rounds: Sequence[Told]) -> list[list[BaseException | None]]:
+    """What becomes of engines that tell these digests at once, in each round."""
+
+    async def tell(agreement: Agreement, digests: Sequence[Told]) -> list[BaseException | None]:
+        for engine, _ in digests:
+            agreement.expect(engine)
+        calls = (agreement.confirm(engine, digest) for engine, digest in digests)
+        return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    async def all_rounds() -> list[list[BaseException | None]]:
+        agreement = Agreement(10.0)
+        return [await tell(agreement, digests) for digests in rounds]
+
+    return asyncio.run(asyncio.wait_for(all_rounds(), 20))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1)])
+def test_two_of_three_are_right(order: tuple[int, int, int]) -> None:
+    engines = [("a", "x"), ("b", "y"), ("c", "x")]
+    (found,) = told([engines[place] for place in order])
+    assert [engines[place][0] for place, one in zip(order, found, strict=True) if one] == ["b"]
+    (wrong,) = filter(None, found)
+    assert isinstance(wrong, Disagreement)
+    assert "a: x" in str(wrong)
+    assert "b: y" in str(wrong)
+
+
+def test_where_no_two_agree_nobody_is_right_and_all_may_try_again() -> None:
+    first, second = told([("a", "x"), ("b", "y")], [("a", "x"), ("b", "x")])
+    assert all(first)
+    assert second == [None, None]
+
+
+def test_one_alone_is_right_and_those_who_come_later_are_held_to_it() -> None:
+    first, second, third = told([("a", "x")], [("b", "x")], [("c", "y")])
+    assert first == second == [None]
+    assert all(third)
+
+
+def test_a_digest_of_before_does_not_vouch_for_the_same_engine() -> None:
+    assert all(told([("a", "x"), ("b", "y")], [("a", "x")])[1])  # b's y still stands
+
+
+def test_who_has_no_company_waits_for_those_who_load() -> None:
+    async def check() -> None:
+        agreement = Agreement(60.0)
+        agreement.expect("a")
+        agreement.expect("b")
+        first = asyncio.create_task(agreement.confirm("a", "x"))
+        await asyncio.sleep(0.05)
+        assert not first.done()
+        await agreement.release("b")  # it was lost
+        await asyncio.wait_for(first, 10)
+
+    asyncio.run(check())
+
+
+def test_but_not_for_ever() -> None:
+    async def check() -> None:
+        agreement = Agreement(0.05)
+        agreement.expect("a")
+        agreement.expect("hangs")
+        await asyncio.wait_for(agreement.confirm("a", "x"), 10)
+        with pytest.raises(Disagreement):
+            await agreement.confirm("hangs", "y")
+
+    asyncio.run(check())

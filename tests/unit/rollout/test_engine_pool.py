@@ -1,0 +1,470 @@
+"""Engines that fail in every way: the others go on, and the lost one comes back when it is whole again."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.interfaces import Confirm
+from bapo_megatron.rollout.engines.pool import EnginesGone, Fleet
+from bapo_megatron.rollout.engines.timeouts import Patience
+from bapo_megatron.rollout.sampler import dispatcher as dispatch
+from bapo_megatron.types import GenerateRequest
+from tests.support import sampling
+from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids, until
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 90))
+
+
+def refuse(_request: GenerateRequest) -> None:
+    raise ConnectionRefusedError("refused")
+
+
+def test_the_run_goes_on_with_the_others(tmp_path: Path) -> None:
+    async def check() -> None:
+        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+        bad.trouble, bad.ready = refuse, True
+        world = World(tmp_path, [bad, good])
+        async with world.sampling():
+            batch = await world.batch(1)
+            assert prompt_ids(batch) == [0, 1, 2, 3]
+            lost = [event for event in world.events if event["kind"] == "engine_lost"]
+            assert lost[0]["engine"] == "bad"
+            assert "refused" in lost[0]["reason"]
+            assert lost[0]["engines"] == 1
+            bad.trouble = None
+            await until(lambda: world.fleet.up == 2)  # and comes back by itself
+
+    run(check())
+
+
+def test_requests_of_a_lost_engine_go_to_others_at_once(tmp_path: Path) -> None:
+    """It hangs, then one request fails: those that hang there do not wait for their deadline."""
+
+    async def check() -> None:
+        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+        bad.gate.clear()
+
+        def fail_once(request: GenerateRequest) -> None:
+            if len(bad.asked) == 6:
+                bad.ready = False  # or it would come back at once, and hang with what it is given then
+                raise OSError("reset by peer")
+
+        bad.trouble = fail_once
+        world = World(tmp_path, [bad, good])
+        async with world.sampling(most=6):
+            batch = await world.batch(1, wait_s=20.0)
+        assert len(batch.groups) == 4
+        assert len(bad.asked) >= 6
+
+    run(check())
+
+
+def test_an_engine_that_falls_silent_is_lost(tmp_path: Path) -> None:
+    """As with SIGSTOP: connections open, nothing is answered."""
+
+    async def check() -> None:
+        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+        world = World(tmp_path, [bad, good])
+        async with world.sampling(most=6):
+            await world.batch(1)
+            bad.gate.clear()
+            bad.ready = False
+            await world.weights(1)
+            batch = await world.batch(2)
+            assert len(batch.groups) == 4
+            assert "engine_lost" in world.event_kinds()
+            await world.weights(2)
+            assert bad.version < 2
+            bad.ready = True
+            bad.gate.set()
+            await until(lambda: world.fleet.up == 2)
+            assert bad.version == 2, "it came back with old weights"
+
+    run(check())
+
+
+def test_an_update_that_hangs_does_not_hold_the_others(tmp_path: Path) -> None:
+    async def check() -> None:
+        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+        world = World(tmp_path, [bad, good])
+        async with world.sampling():
+            await world.batch(1)
+            load = bad.load
+
+            async def hang(folder: Path, version: int, confirm: Confirm) -> None:
+                bad.ready = False
+                await asyncio.sleep(1000)
+
+            bad.load = hang  # type: ignore[method-assign]
+            await asyncio.wait_for(world.weights(1), 20.0)
+            assert world.fleet.up == 1
+            assert len((await world.batch(2)).groups) == 4
+            bad.load, bad.ready = load, True  # type: ignore[method-assign]
+            await until(lambda: world.fleet.up == 2)
+            assert bad.version == 1
+
+    run(check())
+
+
+@pytest.mark.parametrize("lie", ["after the update", "in its tokens"])
+def test_an_engine_that_lies_about_its_weights_is_lost(tmp_path: Path, lie: str) -> None:
+    async def check() -> None:
+        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+        world = World(tmp_path, [bad, good])
+        async with world.sampling():
+            await world.batch(1)
+            if lie == "after the update":
+                bad.told_version = 7
+                await world.weights(1)
+            else:
+                await world.weights(1)
+                bad.version, bad.told_version = 7, 1
+                bad.ready = False
+            batch = await world.batch(2)
+        versions = {int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R}
+        assert versions == {1}
+        lost = [event["reason"] for event in world.events if event["kind"] == "engine_lost"]
+        assert "weights 7" in lost[0]
+
+    run(check())
+
+
+def test_when_none_is_left_it_waits_and_then_says_so(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+        world = World(tmp_path, [engine])
+        async with world.sampling():
+            await world.batch(1)
+            await world.weights(1)
+            engine.trouble = refuse
+            engine.ready = False
+            assert await world.sampler.next_batch(2, 0.2) is None
+            world.fleet.down_since = (world.fleet.down_since or 0) - 31 * 60
+            with pytest.raises(EnginesGone, match=r"30 minutes: scripted: refused"):
+                await world.sampler.next_batch(2, 0.1)
+            engine.trouble, engine.ready = None, True
+            assert len((await world.batch(2)).groups) == 4
+
+    run(check())
+
+
+def test_an_engine_that_is_not_there_at_first_may_come_later(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+        engine.ready = False
+        world = World(tmp_path, [engine])
+        async with world.sampling():
+            assert await world.sampler.next_batch(1, 0.1) is None
+            engine.ready = True
+            assert len((await world.batch(1)).groups) == 4
+            assert [path.name for path in engine.folders] == ["v0"]
+
+    run(check())
+
+
+def test_a_request_that_is_refused_costs_its_group(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+
+        def malformed(request: GenerateRequest) -> None:
+            if request.input_ids[0] == 2:
+                raise ValueError("request '2-0-0': too long")
+
+        engine.trouble = malformed
+        world = World(tmp_path, [engine])
+        async with world.sampling():
+            batch = await world.batch(1)
+        assert prompt_ids(batch) == [0, 1, 3, 4]
+        assert "too long" in next(e for e in world.events if e["kind"] == "request_refused")["detail"]
+
+    run(check())
+
+
+def test_requests_go_to_the_engine_with_the_fewest_and_no_more_than_it_may_have(tmp_path: Path) -> None:
+    async def check() -> None:
+        engines = [ScriptedEngine(mixed, name) for name in "abc"]
+        for engine in engines:
+            engine.gate.clear()
+        world = World(tmp_path, engines)
+        async with world.sampling(most=3):
+            await asyncio.sleep(0.1)
+            assert [len(engine.asked) for engine in engines] == [3, 3, 3]
+            for engine in engines:
+                engine.gate.set()
+            assert len((await world.batch(1)).groups) == 4
+
+    run(check())
+
+
+def hanging(world: World) -> list[str]:
+    """The engines that are to be ended, and why."""
+    return [f"{e['engine']}: {e['reason']}" for e in world.events if e["kind"] == "engine_hangs"]
+
+
+@pytest.mark.parametrize("how", ["for ever", "to its own deadline"])
+def test_an_engine_that_does_not_take_weights_in_time_is_to_be_ended(tmp_path: Path, how: str) -> None:
+    """It answers all the while, as a server whose ranks hang in a collective does."""
+
+    async def check() -> None:
+        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+        world = World(tmp_path, [bad, good])
+        async with world.sampling():
+            await world.batch(1)
+
+            async def hang(folder: Path, version: int, confirm: Confirm) -> None:
+                if how == "for ever":
+                    await asyncio.sleep(1000)
+                try:
+                    await asyncio.wait_for(asyncio.sleep(1000), 0.1)
+                except TimeoutError as error:
+                    raise RuntimeError("no answer within 60 s") from error
+
+            bad.load = hang  # type: ignore[method-assign]
+            await world.weights(1)
+            why = "not done in 1 s" if how == "for ever" else "no answer within 60 s"
+            assert hanging(world) == [f"bad: {why}"]
+            await asyncio.sleep(0.5)  # it is tried again, and not told again so soon
+            assert len(hanging(world)) == 1
+            assert world.fleet.up == 1
+
+    run(check())
+
+
+def test_an_engine_that_refuses_weights_does_not_hang(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+        world = World(tmp_path, [engine])
+        async with world.sampling():
+            await world.batch(1)
+
+            async def refuse(folder: Path, version: int, confirm: Confirm) -> None:
+                raise RuntimeError("these are of another model")
+
+            engine.load = refuse  # type: ignore[method-assign]
+            await world.weights(1)
+            await asyncio.sleep(0.2)
+            assert world.fleet.up == 0
+            assert hanging(world) == []
+
+    run(check())
+
+
+def test_an_engine_that_stays_silent_is_to_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, hang_s=0.4))
+
+    async def check() -> None:
+        bad, good = ScriptedEngine(mixed, "bad"), ScriptedEngine(mixed, "good")
+        world = World(tmp_path, [bad, good])
+        async with world.sampling():
+            await world.batch(1)
+            bad.ready = False
+            await until(lambda: world.fleet.up == 1)
+            assert hanging(world) == []  # it may come back by itself
+            await until(lambda: len(hanging(world)) == 2)  # ever later: now and 0.4 s later
+            assert hanging(world)[0].startswith("bad: no answer for ")
+            bad.ready = True
+            await until(lambda: world.fleet.up == 2)
+            told = len(hanging(world))
+            await asyncio.sleep(1.0)
+            assert len(hanging(world)) == told
+
+    run(check())
+
+
+def test_an_engine_with_other_weights_than_the_rest_samples_nothing(tmp_path: Path) -> None:
+    async def check() -> None:
+        bad, *good = [ScriptedEngine(mixed, name) for name in ("bad", "one", "other")]
+        world = World(tmp_path, [bad, *good])
+        async with world.sampling():
+            await world.batch(1)
+            bad.digest = "of a broken file"
+            asked = len(bad.asked)
+            await world.weights(1)
+            assert world.fleet.up == 2
+            assert len((await world.batch(2)).groups) == 4
+            assert len(bad.asked) == asked
+            lost = [event["reason"] for event in world.events if event["kind"] == "engine_lost"]
+            assert len(lost) == 1
+            assert "different weights" in lost[0]
+            assert "bad: of a broken" in lost[0]
+            bad.digest = None
+            await until(lambda: world.fleet.up == 3)
+
+    run(check())
+
+
+def test_where_engines_differ_and_nobody_knows_who_is_right_all_load_again(tmp_path: Path) -> None:
+    async def check() -> None:
+        engines = [ScriptedEngine(mixed, name) for name in ("one", "other")]
+        world = World(tmp_path, engines)
+        async with world.sampling():
+            await world.batch(1)
+            engines[0].digest = "of a broken file"
+            await world.weights(1)
+            assert world.fleet.up == 0
+            engines[0].digest = None
+            await until(lambda: world.fleet.up == 2)
+            assert len((await world.batch(2)).groups) == 4
+
+    run(check())
+
+
+def test_a_late_sampler_loses_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped, or ten thousand answers came at once: that it heard nothing is not their fault."""
+    monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, silent_s=1.5))
+
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+        world = World(tmp_path, [engine])
+        async with world.sampling():
+            await world.batch(1)
+            for _ in range(2):
+                engine.ready = False  # its answers come too late for their limit
+                time.sleep(4.0)
+                await asyncio.sleep(0.3)
+                engine.ready = True
+                await asyncio.sleep(0.1)
+            assert "engine_lost" not in world.event_kinds()
+
+    run(check())
+
+
+def test_an_engine_that_answers_requests_is_not_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be too busy to say that it is alive."""
+    monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, silent_s=0.8))
+
+    async def check() -> None:
+        busy = ScriptedEngine(mixed, "busy")
+        world = World(tmp_path, [busy], max_staleness=8)
+        async with world.sampling():
+            await world.batch(1)
+            busy.ready = False
+            member = world.fleet.reserve()
+            assert member is not None
+            for _ in range(12):
+                await asyncio.sleep(sampling.PATIENCE.silent_s / 8)
+                await world.fleet.generate(member, busy.asked[0])
+            assert world.fleet.up == 1
+            await until(lambda: world.fleet.up == 0)  # nobody asks any more
+
+    run(check())
+
+
+def test_requests_go_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the answers to the first are not read only when the last is sent."""
+    monkeypatch.setattr(dispatch, "_FEW", 5)
+    at_once: list[int] = []
+
+    async def check(rounds: bool) -> None:
+        engine = ScriptedEngine(mixed)
+        engine.gate.clear()
+        world = World(tmp_path / str(rounds), [engine])
+        async with world.sampling(rounds=rounds):
+            before = 0
+            while len(engine.asked) < 12:  # 4 prompts x 3 responses
+                await asyncio.sleep(0)
+                at_once.append(len(engine.asked) - before)
+                before = len(engine.asked)
+            engine.gate.set()
+            assert len((await world.batch(1)).groups) == 4
+
+    run(check(rounds=False))
+    assert 0 < max(at_once) <= 5
+    at_once.clear()
+    run(check(rounds=True))
+    assert max(at_once) == 12
+
+
+@pytest.mark.parametrize(
+    ("before_s", "late_s", "after_s", "excused"),
+    [(0, 3.0, 0, True), (0, 0, 0, False), (1.0, 3.0, 0, True), (0, 3.0, 1.0, False)],
+)
+def test_a_limit_that_passed_while_the_sampler_was_late_ends_no_engine(
+    tmp_path: Path,
+    before_s: float,
+    late_s: float,
+    after_s: float,
+    excused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is lost, as nobody knows what weights it has; but that it hangs is said only if it had its time.
+
+    Of a load of several calls one has timed out, so what counts is when the sampler was late: a busy one is
+    now and then, and that excuses nothing that comes later.
+    """
+    monkeypatch.setattr(sampling, "PATIENCE", dataclasses.replace(sampling.PATIENCE, update_s=30.0))
+
+    async def check() -> None:
+        slow, good = ScriptedEngine(mixed, "slow"), ScriptedEngine(mixed, "good")
+        world = World(tmp_path, [slow, good])
+        async with world.sampling():
+            await world.batch(1)
+
+            async def load(folder: Path, version: int, confirm: Confirm) -> None:
+                await asyncio.sleep(before_s)
+                time.sleep(late_s)
+                await asyncio.sleep(after_s)
+                raise TimeoutError("no answer within 60 s")
+
+            slow.load = load  # type: ignore[method-assign]
+            await world.weights(1)
+            assert any(e["kind"] == "engine_lost" and e["engine"] == "slow" for e in world.events)
+            assert bool(hanging(world)) is not excused
+
+    run(check())
+
+
+class LateOnce:
+    """A clock of a process that is late by three seconds once; it counts the looks at that."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.late = 0.0
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    @property
+    def late_s(self) -> float:
+        self.looks += 1
+        return self.late
+
+
+@pytest.mark.parametrize(("heartbeats", "excused"), [(0, True), (1, True), (2, False)])
+def test_a_limit_may_be_told_one_look_after_the_sampler_was_late(heartbeats: int, excused: bool) -> None:
+    """A heartbeat brings two looks at the clock: as it listens to the engine, and before it waits again."""
+    told: list[str] = []
+
+    async def check() -> None:
+        patience = Patience(heartbeat_s=0.01, silent_s=1000.0)
+        fleet = Fleet([ScriptedEngine(mixed)], 1, lambda kind, **_fields: told.append(kind), patience)
+        for monitor in fleet._monitors:
+            monitor.cancel()
+        fleet._clock.close()
+        clock = LateOnce()
+        fleet._clock = clock  # type: ignore[assignment]
+
+        async def call() -> None:
+            await asyncio.sleep(0.05)
+            clock.late, seen = 3.0, clock.looks
+            while clock.looks < seen + 2 * heartbeats:
+                await asyncio.sleep(0)
+            raise TimeoutError("no answer within 60 s")
+
+        [member] = fleet._members
+        assert not await fleet._or_lose(member, call(), 1000.0)
+        assert member.reason == "no answer within 60 s"
+
+    run(check())
+    assert ("engine_hangs" in told) is not excused

@@ -1,0 +1,233 @@
+"""Evaluation during training: what is asked, when, what the file holds, and what the numbers are."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.config import EvaluationConfig
+from bapo_megatron.data.suites import Suite
+from bapo_megatron.errors import RunStopped
+from bapo_megatron.rollout.engines import whole_response
+from bapo_megatron.rollout.sampler.held_out import HeldOut
+from bapo_megatron.trainer.evaluation import evaluation_metrics
+from bapo_megatron.types import Prompt
+from tests.support.sampling import ScriptedEngine, World, mixed
+
+
+def suite(name: str, *numbers: int) -> Suite:
+    return Suite(name, "", tuple(Prompt(n, np.array([n], np.int32), "", name) for n in numbers))
+
+
+SUITES = (suite("easy", 1, 2), suite("hard", 5))
+
+
+def world(folder: Path, **evaluation: Any) -> World:
+    """Prompts below 5 have a right first response; the others have none."""
+    engine = ScriptedEngine(lambda prompt, sample: mixed(prompt, sample) if prompt < 5 else "never")
+    made = World(folder, [engine], segment_tokens=2)
+    settings = EvaluationConfig(**{"every": 2, "suites": ("easy",), "samples": 2, **evaluation})
+    made.config = dataclasses.replace(made.config, evaluation=settings)
+    return made
+
+
+def held_out(made: World) -> HeldOut:
+    return HeldOut(made.config, SUITES, made.dataset, made.fleet, made.judge)
+
+
+async def evaluated(asked: HeldOut, step: int) -> Path | None:
+    asked.expect(step)
+    asked.begin()
+    return await asked.responses(step, 5.0)
+
+
+def test_every_problem_is_asked_as_often_as_wanted_segment_by_segment(tmp_path: Path) -> None:
+    made = world(tmp_path, temperature=0.25, max_response_tokens=3)
+
+    async def main() -> Path:
+        async with made.sampling():
+            path = await evaluated(held_out(made), 2)
+            assert path is not None
+            return path
+
+    path = asyncio.run(main())
+    assert path == tmp_path / "evaluation/step_000002.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["suite"], row["problem"], row["sample"]) for row in rows] == [
+        *(("easy", problem, sample) for problem in (0, 1) for sample in (0, 1)),
+        *(("hard", 0, sample) for sample in (0, 1)),
+    ]
+    told = [(row["response"], row["correct"], row["tokens"], row["finish_reason"]) for row in rows]
+    assert told == [
+        *[("y", True, 2, "stop"), ("no", False, 3, "stop")] * 2,
+        *[("nev", False, 3, "length")] * 2,
+    ]
+    asked = [one for one in made.engines[0].asked if one.request_id.startswith("evaluation.")]
+    assert {one.params.temperature for one in asked} == {0.25}
+    assert max(one.params.max_new_tokens for one in asked) == 2
+    assert len({one.request_id for one in asked}) == len(asked)
+    assert len({one.params.seed for one in asked}) == 2 * 2 + 2 - 2  # problem 0 of both suites has the same
+
+
+def test_the_numbers_of_an_evaluation(tmp_path: Path) -> None:
+    """By hand: easy has avg@2 of 1/2 on both problems, hard 0, so the mean of the suites is 1/4."""
+    made = world(tmp_path)
+
+    async def main() -> Path | None:
+        async with made.sampling():
+            return await evaluated(held_out(made), 2)
+
+    path = asyncio.run(main())
+    assert path is not None
+    metrics = evaluation_metrics(path)
+    assert metrics["eval/mean"] == 0.25
+    assert metrics["eval/easy/avg@2"] == 0.5
+    assert metrics["eval/hard/avg@2"] == 0.0
+    assert metrics["eval/easy/problems"] == 2
+    assert metrics["eval/hard/truncated"] == 0.0
+    assert metrics["eval/easy/response_tokens/mean"] == 2.5
+    assert metrics["eval/hard/response_tokens/mean"] == 6.0
+
+
+def test_only_what_is_due_and_not_there_is_asked(tmp_path: Path) -> None:
+    made = world(tmp_path)
+
+    async def main() -> int:
+        async with made.sampling():
+            asked = held_out(made)
+            assert await evaluated(asked, 1) is None
+            assert not asked.is_busy
+            assert await evaluated(asked, 2) is not None
+            before = len(made.engines[0].asked)
+            assert await evaluated(asked, 2) is not None
+            return len(made.engines[0].asked) - before
+
+    assert asyncio.run(main()) == 0
+
+
+def test_what_a_life_that_went_back_found_out_is_void(tmp_path: Path) -> None:
+    """The run goes on before step 3: step 2 made the weights it starts from, step 4 is yet to come."""
+    made = world(tmp_path)
+    (tmp_path / "evaluation").mkdir()
+    for step in (2, 4):
+        (tmp_path / f"evaluation/step_{step:06d}.jsonl").write_text("")
+
+    async def main() -> None:
+        async with made.sampling():
+            held_out(made).start(3)
+
+    asyncio.run(main())
+    assert [path.name for path in (tmp_path / "evaluation").iterdir()] == ["step_000002.jsonl"]
+
+
+def test_the_sampler_is_held_until_all_is_answered(tmp_path: Path) -> None:
+    """Nothing of the training is sent to an engine beside the held-out problems."""
+    made = world(tmp_path, every=1)
+    engine = made.engines[0]
+    engine.holds = lambda request: request.request_id.startswith("evaluation.")
+    engine.gate.clear()
+
+    async def main() -> None:
+        async with made.sampling() as sampler:
+            await made.batch(1)
+            asked = held_out(made)
+            sampler.is_held = lambda: asked.is_busy
+            asked.expect(1)
+            await made.weights(1)
+            asked.begin()
+            sent = training_requests(engine)
+            assert await sampler.next_batch(2, 0.2) is None
+            assert training_requests(engine) == sent
+            assert await asked.responses(1, 0.1) is None
+            engine.gate.set()
+            assert await asked.responses(1, 5.0) is not None
+            assert not asked.is_busy
+            assert len((await made.batch(2)).groups) == 4
+
+    asyncio.run(main())
+
+
+def training_requests(engine: ScriptedEngine) -> int:
+    return sum(not one.request_id.startswith("evaluation.") for one in engine.asked)
+
+
+def test_newer_weights_end_an_evaluation_that_nobody_waits_for(tmp_path: Path) -> None:
+    made = world(tmp_path)
+    engine = made.engines[0]
+    engine.holds = lambda request: request.request_id.startswith("evaluation.")
+    engine.gate.clear()
+
+    async def main() -> None:
+        async with made.sampling():
+            asked = held_out(made)
+            asked.expect(2)
+            asked.begin()
+            await asyncio.sleep(0.05)
+            asked.expect(3)
+            asked.begin()
+            assert not asked.is_busy
+            engine.gate.set()
+            await asyncio.sleep(0.05)
+            assert not (tmp_path / "evaluation").exists()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_problem_that_ends_its_engines(
+    tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines come back; after so many losses with one response the evaluation fails."""
+    monkeypatch.setattr(whole_response, "MOST_LOSSES", 3)
+    made = world(tmp_path)
+    left = failures
+
+    def trouble(request: Any) -> None:
+        nonlocal left
+        if request.request_id.startswith("evaluation.2.hard.0-1") and left:
+            left -= 1
+            raise RuntimeError("gone")
+
+    made.engines[0].trouble = trouble
+
+    async def main() -> Path | None:
+        async with made.sampling():
+            asked = held_out(made)
+            asked.expect(2)
+            asked.begin()
+            for _ in range(60):
+                if path := await asked.responses(2, 1.0):
+                    return path
+            return None
+
+    if failures < 3:
+        assert asyncio.run(main()) is not None
+    else:
+        with pytest.raises(RunStopped, match="3 engines were lost with request 'evaluation.2.hard.0-1"):
+            asyncio.run(main())
+
+
+def test_half_of_the_places_are_left_to_the_training(tmp_path: Path) -> None:
+    made = world(tmp_path)
+    [engine] = made.engines
+
+    async def main() -> int:
+        async with made.sampling(most=4):
+            await made.batch(1)
+            engine.gate.clear()
+            asked = held_out(made)
+            asked.expect(2)
+            asked.begin()
+            await asyncio.sleep(0.3)
+            at_once = sum(one.request_id.startswith("evaluation.") for one in engine.asked)
+            engine.gate.set()
+            assert await asked.responses(2, 5.0) is not None
+            return at_once
+
+    assert asyncio.run(main()) == 2

@@ -1,0 +1,474 @@
+"""The sampler, on engines that write what the test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import random
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.pool import Judgement
+from bapo_megatron.rollout.engines.requests import request_seed, stop_token_ids
+from bapo_megatron.types import Prompt
+from tests.support.accounts import check_accounts
+from tests.support.sampling import (
+    EOS,
+    Letters,
+    ScriptedEngine,
+    StartsWithY,
+    World,
+    mixed,
+    prompt_ids,
+    uniform_on,
+    until,
+)
+
+T = TypeVar("T")
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(coroutine, 90))
+
+
+def test_groups_hold_what_the_engine_said(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+        engine.version = 4
+        world = World(tmp_path, [engine])
+        async with world.sampling():
+            batch = await world.batch(1)
+        assert prompt_ids(batch) == [0, 1, 2, 3]
+        for group in batch.groups:
+            assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0, 0.0]
+            first = group.rollouts[0]
+            assert first.token_ids_R.tolist() == [ord("y"), EOS]
+            assert first.log_probs_R.tolist() == pytest.approx([-0.01, -0.02])
+            assert first.versions_R.tolist() == [0, 0]
+            assert first.finish_reason == "stop"
+        assert len(engine.asked) == 12
+        assert {request.params.stop_token_ids for request in engine.asked} == {(EOS,)}
+        assert {request.params.max_new_tokens for request in engine.asked} == {6}
+
+    run(check())
+
+
+def test_steps_go_on_through_the_data(tmp_path: Path) -> None:
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(mixed)], prompts=6)
+        async with world.sampling():
+            found = [prompt_ids(await world.train(step)) for step in (1, 2, 3)]
+        assert found == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]
+
+    run(check())
+
+
+def test_uniform_groups_are_replaced(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(uniform_on(1, 2, 4))
+        world = World(tmp_path, [engine])
+        async with world.sampling():
+            batch = await world.batch(1)
+        assert prompt_ids(batch) == [0, 3, 5, 6]
+        assert len(engine.asked) == 7 * 3
+        assert batch.metrics["rollout/groups_sampled"] == 7
+        assert batch.metrics["rollout/groups_dropped"] == 3
+        assert batch.metrics["rollout/groups"] == 4
+
+    run(check())
+
+
+def test_oversampling_is_bounded_and_fewer_groups_are_legal(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(uniform_on(*range(11)))
+        world = World(tmp_path, [engine], max_oversampling=2.0)
+        async with world.sampling():
+            batch = await world.train(1)
+            assert batch.groups == ()
+            assert batch.metrics["rollout/groups_sampled"] == 8
+            assert batch.metrics["reward/solved_none"] == 1.0
+            assert batch.metrics["rollout/length_positive_mean"] is None
+            # Prompts 8 to 10 are uniform and replaced, in a new step's limit.
+            assert prompt_ids(await world.batch(2)) == [11]
+
+    run(check())
+
+
+def test_uniform_groups_stay_if_told_so(tmp_path: Path) -> None:
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(uniform_on(1, 2))], drop_uniform_groups=False)
+        async with world.sampling():
+            batch = await world.batch(1)
+        assert prompt_ids(batch) == [0, 1, 2, 3]
+        assert batch.metrics["rollout/groups_dropped"] == 0
+
+    run(check())
+
+
+def test_metrics_are_over_all_that_was_sampled(tmp_path: Path) -> None:
+    def answer(prompt: int, sample: int) -> str:
+        return {0: "yy", 1: "nothing at all"}.get(prompt) or mixed(prompt, sample)
+
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(answer)])
+        async with world.sampling():
+            metrics = (await world.batch(1)).metrics
+        # Of 6 groups one is all right (3 tokens each), one all wrong (cut at 6), four have a right (2) and
+        # two wrong ones (3).
+        assert metrics["reward/mean"] == pytest.approx(7 / 18)
+        assert metrics["reward/solved_all"] == pytest.approx(1 / 6)
+        assert metrics["reward/solved_none"] == pytest.approx(1 / 6)
+        assert metrics["rollout/tokens"] == 9 + 18 + 4 * (2 + 3 + 3)
+        assert metrics["rollout/length_mean"] == pytest.approx(59 / 18)
+        assert metrics["rollout/length_max"] == 6
+        assert metrics["rollout/length_positive_mean"] == pytest.approx((9 + 8) / 7)
+        assert metrics["rollout/length_negative_mean"] == pytest.approx((18 + 24) / 11)
+        assert metrics["rollout/truncated_fraction"] == pytest.approx(3 / 18)
+        assert metrics["sampler/tokens_sampled"] == 59
+        assert metrics["sampler/tokens_trained"] == 4 * 8
+        assert metrics["sampler/tokens_dropped"] == 9 + 18
+        assert metrics["sampler/tokens_kept"] == 0
+        assert json.loads(json.dumps(metrics)) == metrics
+
+    run(check())
+
+
+def test_each_request_has_a_seed_of_its_own_that_comes_again(tmp_path: Path) -> None:
+    async def seeds(folder: Path) -> list[int | None]:
+        engine = ScriptedEngine(mixed)
+        world = World(folder, [engine], prompts=4)
+        async with world.sampling():
+            await world.train(1)
+            await world.train(2)  # the second epoch
+        return [request.params.seed for request in engine.asked]
+
+    first, second = (asyncio.run(seeds(tmp_path / name)) for name in "ab")
+    assert len(set(first)) == 24
+    assert first == second
+    assert request_seed(0, 1, 2, 3) == 6463705122041852897
+    assert all(0 <= request_seed(-5, 0, n, 0) < 2**63 for n in range(100))
+
+
+def test_segments_make_the_uncut_response(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(lambda prompt, sample: "yes" if sample else "never mind")
+        world = World(tmp_path, [engine], segment_tokens=2, max_response_tokens=9)
+        async with world.sampling():
+            batch = await world.batch(1)
+        long, short, _ = batch.groups[0].rollouts
+        assert long.token_ids_R.tolist() == [*map(ord, "never min")]
+        assert long.finish_reason == "length"
+        assert short.token_ids_R.tolist() == [*map(ord, "yes"), EOS]
+        assert short.finish_reason == "stop"
+        assert long.log_probs_R.tolist() == pytest.approx([-(n + 1) / 100 for n in range(9)])
+        sizes = [r.params.max_new_tokens for r in engine.asked if r.request_id.startswith("0-0-")]
+        assert sizes == [2, 2, 2, 2, 1]
+        assert len({r.params.seed for r in engine.asked if r.request_id.startswith("0-0-")}) == 1
+
+    run(check())
+
+
+def test_partial_rollout_goes_on_under_newer_weights(tmp_path: Path) -> None:
+    """Two tokens for each response under each version: a response of five takes three steps."""
+
+    def answer(prompt: int, sample: int) -> str:
+        return "y" if sample == 0 else ("long" if prompt % 2 else "n")
+
+    async def check() -> None:
+        engine = ScriptedEngine(answer)
+        world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
+        async with world.sampling(rounds=False):
+            batches = [await world.train(step) for step in range(1, 7)]
+        odd = [group for batch in batches for group in batch.groups if group.prompt.prompt_id % 2]
+        assert len(odd) >= 4
+        for group in odd:
+            versions = group.rollouts[1].versions_R.tolist()
+            first = versions[0]
+            assert versions == [first, first, first + 1, first + 1, first + 2]
+            assert group.rollouts[1].token_ids_R.tolist() == [*map(ord, "long"), EOS]
+        for step, batch in enumerate(batches, 1):
+            metrics = batch.metrics
+            assert metrics["sampler/tokens_sampled"] == (
+                metrics["sampler/tokens_trained"]
+                + metrics["sampler/tokens_dropped"]
+                + metrics["sampler/tokens_kept"]
+            )
+            oldest = [int(r.versions_R.min()) for group in batch.groups for r in group.rollouts]
+            assert all(step - 1 - version <= 2 for version in oldest)
+
+    run(check())
+
+
+def test_a_step_whose_responses_all_wait_for_weights_is_empty(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(lambda prompt, sample: "y" if sample else "n")
+        world = World(
+            tmp_path, [engine], budget_tokens=1, max_staleness=1, prompts=100, max_response_tokens=2
+        )
+        async with world.sampling(rounds=False):
+            assert (await world.train(1)).groups == ()
+            assert prompt_ids(await world.train(2)) == [0, 1, 2, 3]
+
+    run(check())
+
+
+def test_steps_without_groups_bring_no_new_weights_but_new_budgets(tmp_path: Path) -> None:
+    """A step that trains on nothing makes no version: what waits for a budget must not wait for one."""
+
+    async def check() -> None:
+        engine = ScriptedEngine(lambda _prompt, sample: "y" if sample else "long")
+        world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
+        world.version_of = lambda step: max(0, step - 1)
+        async with world.sampling(rounds=False):
+            assert (await world.train(1)).groups == ()
+            assert (await world.batch(2)).groups == ()
+            world.kill()
+        async with world.sampling(first_step=3, rounds=False):
+            batch = await world.batch(3)
+        assert prompt_ids(batch) == [0, 1, 2, 3]
+        assert batch.groups[0].rollouts[0].versions_R.tolist() == [0, 0, 0, 0, 1]
+
+    run(check())
+
+
+def test_the_same_weights_for_many_steps_end_no_run(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(lambda _prompt, sample: "y" if sample else "long")
+        world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100)
+        world.version_of = lambda _step: 0
+        async with world.sampling():
+            for step in (1, 2):
+                assert (await world.train(step)).groups == ()
+            first = await world.batch(3)
+        assert first.groups[0].rollouts[0].versions_R.tolist() == [0] * 5
+
+    run(check())
+
+
+def test_budgets_are_of_the_steps_that_a_group_has_seen(tmp_path: Path) -> None:
+    """Groups 0 to 3 wait through step 1, which trains on nothing; 12 to 15 begin in step 2 with one budget.
+
+    New weights come while their first request is at the engine: they get no more tokens of these, either.
+    """
+
+    def answer(prompt: int, sample: int) -> str:
+        if prompt < 4:
+            return "y" if sample else "lon"
+        return "n" if prompt < 12 else ("yonge" if sample else "longe")
+
+    async def check() -> None:
+        engine = ScriptedEngine(answer)
+        engine.holds = lambda request: request.request_id.startswith("12-")
+        engine.gate.clear()
+        world = World(tmp_path, [engine], budget_tokens=2, max_staleness=2, prompts=100, max_oversampling=1)
+        world.version_of = lambda step: (0, 0, 8)[step]
+        async with world.sampling(rounds=False):
+            assert (await world.train(1)).groups == ()
+            assert prompt_ids(await world.batch(2)) == [0, 1, 2, 3]
+            await until(lambda: any(request.request_id == "12-2-0" for request in engine.asked))
+            await world.weights(2)
+            engine.gate.set()
+            await until(lambda: len(world.sampler._book.open[12].responses[2].segments) > 0)
+            await asyncio.sleep(0.05)
+            world.kill()
+        asked = {r.request_id: r.params.max_new_tokens for r in engine.asked}
+        assert asked["0-0-2"] == 2  # the second budget of the first weights
+        assert {asked[f"12-{sample}-0"] for sample in range(3)} == {2}
+        assert "12-2-2" not in asked
+        check_accounts(world.journal, world.journal, world.config.rollout, world.dataset.prompts)
+
+    run(check())
+
+
+def test_rounds_give_the_same_groups_however_long_a_judge_takes(tmp_path: Path) -> None:
+    """A step that took what happened to be judged would hang on the machine's load."""
+
+    class Slow(StartsWithY):
+        def __init__(self, seed: int) -> None:
+            self._chance = random.Random(seed)
+
+        async def judge(self, prompt: Prompt, response: str, tokens: int) -> Judgement:
+            await asyncio.sleep(self._chance.random() / 20)
+            return await super().judge(prompt, response, tokens)
+
+    async def check(seed: int) -> list[list[int]]:
+        world = World(
+            tmp_path / str(seed), [ScriptedEngine(mixed)], judge=Slow(seed), max_staleness=2, prompts=100
+        )
+        async with world.sampling():
+            return [prompt_ids(await world.train(step)) for step in range(1, 6)]
+
+    found = [run(check(seed)) for seed in range(4)]
+    assert found == [[list(range(4 * step, 4 * step + 4)) for step in range(5)]] * 4
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_no_group_is_begun_that_would_wait_too_long(tmp_path: Path, staleness: int) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+        world = World(tmp_path, [engine], max_staleness=staleness, prompts=100)
+        async with world.sampling(rounds=False):
+            for step in range(1, 6):
+                batch = await world.batch(step)
+                expected = (step + staleness) * 4 * 3
+                await until(lambda expected=expected: len(engine.asked) >= expected)
+                await asyncio.sleep(0.02)
+                assert len(engine.asked) == expected
+                lags = {step - 1 - int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R}
+                assert max(lags) <= staleness
+                await world.weights(step)
+                await asyncio.sleep(0.02)
+            assert staleness == 0 or max(lags) > 0
+
+    run(check())
+
+
+def test_no_round_begins_while_the_policy_trains(tmp_path: Path) -> None:
+    """New weights would come at no certain token of it. There is room: uniform groups were dropped."""
+
+    async def check() -> None:
+        engine = ScriptedEngine(uniform_on(*range(0, 100, 3)))
+        world = World(tmp_path, [engine], max_staleness=1, prompts=100, max_oversampling=1)
+        async with world.sampling(rounds=True):
+            await world.batch(1)
+            before = len(engine.asked)
+            await asyncio.sleep(0.1)
+            assert len(engine.asked) == before
+            await world.weights(1)
+            await world.batch(2)
+            assert len(engine.asked) > before
+
+    run(check())
+
+
+def test_without_overlap_nothing_is_sampled_during_training(tmp_path: Path) -> None:
+    async def check() -> None:
+        slow, quick = ScriptedEngine(mixed), ScriptedEngine(mixed)
+        world = World(tmp_path, [slow, quick], max_staleness=2, overlap=False, prompts=100)
+        async with world.sampling(rounds=False, most=20):
+            await asyncio.sleep(0.1)
+            slow.gate.clear()
+            await world.batch(1)
+            before = len(quick.asked) + len(slow.asked)
+            await asyncio.sleep(0.1)
+            assert len(quick.asked) + len(slow.asked) == before
+            slow.gate.set()
+            await world.weights(1)
+            batch = await world.batch(2)
+        assert len(batch.groups) == 4
+
+    run(check())
+
+
+@pytest.mark.parametrize("policy", ["drop", "resample", "train"])
+def test_groups_that_are_too_old(tmp_path: Path, policy: str) -> None:
+    """The first group hangs after its first tokens until step 3; one step late is allowed."""
+
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+        engine.holds = lambda request: request.input_ids[0] == 0 and request.prefix_tokens > 0
+        engine.gate.clear()
+        world = World(tmp_path, [engine], max_staleness=1, on_stale=policy, prompts=100, segment_tokens=1)
+        async with world.sampling(rounds=False):
+            assert prompt_ids(await world.train(1)) == [1, 2, 3, 4]
+            assert prompt_ids(await world.train(2)) == [5, 6, 7, 8]  # now it is too old for step 3
+            await asyncio.sleep(0.05)
+            engine.gate.set()
+            await asyncio.sleep(0.1)
+            batches = [await world.train(step) for step in (3, 4, 5)]
+            tokens = world.sampler.state()["tokens"]
+        zero = [group for batch in batches for group in batch.groups if group.prompt.prompt_id == 0]
+        assert sum(batch.metrics["rollout/groups_stale"] or 0 for batch in batches) == 1
+        if policy == "train":
+            assert zero[0].rollouts[0].versions_R.tolist() == [0, 2]
+            assert prompt_ids(batches[0])[0] == 0
+            return
+        assert tokens["dropped_stale"] == 3  # the first token of each response
+        assert len(zero) == (policy == "resample")
+        assert all(version >= 1 for group in zero for r in group.rollouts for version in r.versions_R)
+
+    run(check())
+
+
+def test_the_same_step_gets_the_same_groups_again(tmp_path: Path) -> None:
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(mixed)])
+        async with world.sampling():
+            first = await world.train(1)
+            assert prompt_ids(await world.batch(1)) == prompt_ids(first)
+            second = await world.train(2)
+        async with world.sampling(first_step=2):  # continued from a checkpoint after step 1
+            assert prompt_ids(await world.train(2)) == prompt_ids(second)
+            assert prompt_ids(await world.train(3)) == [8, 9, 10, 11]
+
+    run(check())
+
+
+def test_a_lost_journal_costs_what_was_in_the_making(tmp_path: Path) -> None:
+    async def check() -> None:
+        world = World(tmp_path / "a", [ScriptedEngine(mixed)])
+        async with world.sampling():
+            await world.train(1)
+            state = json.loads(json.dumps(world.sampler.state()))
+        other = World(tmp_path / "b", [ScriptedEngine(mixed)])
+        async with other.sampling(first_step=2, state=state):
+            assert prompt_ids(await other.batch(2)) == [4, 5, 6, 7]
+        assert "journal_missing" in other.event_kinds()
+
+    run(check())
+
+
+def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(mixed)])
+        async with world.sampling():
+            await world.train(1)
+        with pytest.raises(ConfigError, match=r"rollout.temperature=1.0, now it is 0.5"):
+            async with World(tmp_path, [ScriptedEngine(mixed)], temperature=0.5).sampling():
+                pass
+        with pytest.raises(ConfigError, match="prompts=12, now it is 5"):
+            async with World(tmp_path, [ScriptedEngine(mixed)], prompts=5).sampling():
+                pass
+
+    run(check())
+
+
+def test_only_one_process_writes_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bapo_megatron.rollout.sampler.journal._LOCK_WAIT_S", 0.2)
+
+    async def check() -> None:
+        async with World(tmp_path, [ScriptedEngine(mixed)]).sampling():
+            with pytest.raises(ConfigError, match="another process writes to the journal"):
+                async with World(tmp_path, [ScriptedEngine(mixed)]).sampling():
+                    pass
+
+    run(check())
+
+
+def test_a_damaged_step_is_sampled_anew(tmp_path: Path) -> None:
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(mixed)])
+        async with world.sampling():
+            await world.train(1)
+            await world.train(2)
+        (world.journal / "step_000002.npz").write_bytes(b"PK")
+        async with world.sampling(first_step=2):
+            assert prompt_ids(await world.train(2)) == [8, 9, 10, 11]
+        assert "step_lost" in world.event_kinds()
+
+    run(check())
+
+
+def test_stop_tokens_come_from_both_files(tmp_path: Path) -> None:
+    assert stop_token_ids(tmp_path, Letters()) == (EOS,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
+    assert stop_token_ids(tmp_path, Letters()) == (3, 5)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert stop_token_ids(tmp_path, Letters()) == (3, 7)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert stop_token_ids(tmp_path, dataclasses.make_dataclass("T", [("eos_token_id", Any)])(None)) == ()

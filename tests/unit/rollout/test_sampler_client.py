@@ -1,0 +1,110 @@
+"""The sampler's process as the trainer meets it: alive, stopped, gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.errors import RunStopped
+from bapo_megatron.rollout.sampler import client
+from bapo_megatron.rollout.sampler import heartbeat as signs_of_life
+from bapo_megatron.rollout.sampler import process as service
+from bapo_megatron.rollout.sampler.client import SamplerClient
+from bapo_megatron.rollout.sampler.heartbeat import ALIVE, answering
+
+SILENT_S = 5.0
+"""Longer than a busy machine takes to start an interpreter."""
+
+
+@pytest.fixture
+def events() -> list[dict[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def sampler(
+    tmp_path: Path, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SamplerClient]:
+    monkeypatch.setattr(client, "_SERVICE", "tests.support.mute_service")
+    monkeypatch.setattr(client, "_CLOSE_S", 1.0)
+    made = SamplerClient(tmp_path / "stopped", events.append, silent_s=SILENT_S)  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+def test_a_process_that_is_stopped_is_ended_and_started_again(
+    sampler: SamplerClient, events: list[dict[str, Any]]
+) -> None:
+    sampler.start(1, None)
+    first = sampler.state()["pid"]
+    sampler.checkpointed(1)  # asks a process that stops; the next one answers
+    assert sampler.state()["pid"] != first
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    (event,) = events
+    assert event == {"kind": "sampler_died", "reason": "no sign of life for 5 s", "deaths": 1}
+
+
+def test_a_long_answer_with_signs_of_life_is_waited_for(
+    sampler: SamplerClient, events: list[dict[str, Any]]
+) -> None:
+    """7 s, where 5 s without a sign would be too long."""
+    assert sampler.next_batch(1, 0.0) is None
+    assert events == []
+
+
+def test_a_process_that_does_not_end_is_ended(sampler: SamplerClient) -> None:
+    """The stand-in stops itself when it is asked to end."""
+    pid, started = sampler.state()["pid"], time.monotonic()
+    sampler.close()
+    assert time.monotonic() - started < 20
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_question_that_nobody_reads_is_given_up(
+    sampler: SamplerClient, events: list[dict[str, Any]]
+) -> None:
+    """More than fits into the pipe: it is the writing that would wait for ever."""
+    os.kill(sampler.state()["pid"], signal.SIGSTOP)
+    sampler.start(1, {"much": "x" * 10_000_000})
+    assert [event["kind"] for event in events] == ["sampler_died"]
+
+
+def test_an_answer_in_the_making_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signs_of_life, "BEAT_S", 0.02)
+    ours, theirs = Pipe()
+
+    async def slow() -> str:
+        await asyncio.sleep(0.3)
+        return "done"
+
+    async def failing() -> None:
+        raise ValueError("wrong")
+
+    assert asyncio.run(answering(theirs, slow())) == "done"
+    assert ours.poll(1.0)
+    assert ours.recv() == ALIVE
+    with pytest.raises(ValueError, match="wrong"):
+        asyncio.run(answering(theirs, failing()))
+
+
+def test_what_goes_wrong_at_the_beginning_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ended with a traceback would be started five times more."""
+    ours, theirs = Pipe()
+
+    async def fail(*_: Any) -> None:
+        raise RunStopped("the journal could not be written")
+
+    monkeypatch.setattr(service, "_open", fail)
+    ours.send(("start", (1, None)))
+    asyncio.run(service._serve(theirs, None))  # type: ignore[arg-type]
+    assert ours.recv() == ("error", "RunStopped", "the journal could not be written", [])

@@ -1,0 +1,267 @@
+"""Kills at any moment, torn and damaged journals: nothing is trained twice, nothing vanishes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bapo_megatron.errors import RunStopped
+from bapo_megatron.rollout.sampler.state import Book
+from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups, steps_in
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
+from tests.support import accounts
+from tests.support.raw_journal import keep_logs
+from tests.support.sampling import ScriptedEngine, World, prompt_ids, until
+
+SETTINGS = {"prompts_per_step": 3, "group_size": 2, "max_response_tokens": 12, "segment_tokens": 2}
+
+
+def answer(prompt: int, sample: int) -> str:
+    """Lengths from 1 to 12; one group in four is uniform."""
+    return ("y" if sample == 0 and prompt % 4 else "n") + "abcdefghijk"[: (prompt * 7 + sample * 3) % 11]
+
+
+def book_of(world: World) -> Book:
+    """What the journal says."""
+    return accounts.book_of(world.journal, world.dataset.prompts, world.config.rollout.group_size)
+
+
+def check_accounts(world: World, logs: Path | None = None) -> Counter[str]:
+    """Nothing lost, nothing twice. ``logs``: a folder with those that were deleted, if any were."""
+    config, prompts = world.config.rollout, world.dataset.prompts
+    return accounts.check_accounts(logs or world.journal, world.journal, config, prompts).totals()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_kills_at_any_moment(tmp_path: Path, seed: int) -> None:
+    """Samplers are killed at random, some with their last record torn; the run goes on from its files."""
+    random = np.random.default_rng(seed)
+    engines: list[ScriptedEngine] = []
+    given: dict[int, list[int]] = {}
+
+    async def live(world: World, first_step: int, steps: int, kill_after: float | None) -> int:
+        """Steps until the end or the kill; the step that was reached."""
+        step = first_step
+        async with world.sampling(first_step, rounds=False, most=int(random.integers(1, 9))):
+            killer = asyncio.get_running_loop().time() + (kill_after if kill_after is not None else 1e9)
+            while step <= steps:
+                left = killer - asyncio.get_running_loop().time()
+                path = await world.sampler.next_batch(step, max(0.001, min(5.0, left))) if left > 0 else None
+                if path is None:
+                    world.kill()
+                    return step
+                batch = read_step(path.parent, step)
+                numbers = step_groups(world.journal, step)
+                assert given.setdefault(step, numbers) == numbers, "a step got other groups than before"
+                assert len(batch.groups) == 3
+                await world.weights(step)
+                step += 1
+        return step
+
+    async def check() -> None:
+        engines[:] = [ScriptedEngine(answer, "one"), ScriptedEngine(answer, "two")]
+        world = World(tmp_path, engines, prompts=40, max_staleness=int(random.integers(0, 4)), **SETTINGS)
+        step = 1
+        for _ in range(8):
+            reached = await live(world, step, 9, float(random.uniform(0, 0.15)))
+            if random.random() < 0.5:
+                tear(sorted(world.journal.glob("segments-*.log"))[-1], random)
+            check_accounts(world)
+            step = max(1, reached - int(random.integers(0, 3)))  # the checkpoint may lie behind
+            for engine in engines:
+                engine.version = step - 1
+        await live(world, step, 9, None)
+        tokens = check_accounts(world)
+        assert sorted(given) == list(range(1, 10))
+        assert tokens["trained"] > 0
+
+    asyncio.run(asyncio.wait_for(check(), 120))
+
+
+def tear(path: Path, random: np.random.Generator) -> None:
+    """As if the machine had died in the middle of a write."""
+    with path.open("ab") as file:
+        file.write(b"BPR1segments" + random.bytes(int(random.integers(0, 40))))
+
+
+def test_finished_segments_survive_and_responses_go_on_from_them(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
+        engine.holds = lambda request: request.prefix_tokens >= 4
+        engine.gate.clear()
+        world = World(tmp_path, [engine], **SETTINGS)
+        async with world.sampling():
+            await until(lambda: world.sampler.state()["tokens"].get("sampled") == 3 * 2 * 4)
+            world.kill()
+        assert book_of(world).tokens["sampled"] == 3 * 2 * 4
+        engine.gate.set()
+        engine.asked.clear()
+        async with world.sampling():
+            batch = await world.batch(1)
+        assert {request.prefix_tokens for request in engine.asked} == {4, 6}
+        assert prompt_ids(batch) == [0, 1, 2]
+        assert batch.groups[0].rollouts[0].log_probs_R.tolist() == pytest.approx(
+            [-(n + 1) / 100 for n in range(7)]
+        )
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+def test_damage_is_told_with_its_offset_and_costs_only_what_it_hit(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
+        engine.holds = lambda request: request.prefix_tokens >= 6
+        engine.gate.clear()
+        world = World(tmp_path, [engine], **SETTINGS)
+        async with world.sampling():
+            await until(lambda: world.sampler.state()["tokens"].get("sampled") == 3 * 2 * 6)
+            world.kill()
+        (path,) = world.journal.glob("segments-*.log")
+        found = [r for r in read_records(path) if isinstance(r, Record) and r.kind == "segments"]
+        second = next(r for r in found if any(part[4] == 2 for part in r.fields["parts"]))
+        content = bytearray(path.read_bytes())
+        content[second.offset + 200] ^= 1
+        path.write_bytes(content)
+        engine.gate.set()
+        engine.asked.clear()
+        async with world.sampling():
+            batch = await world.batch(1)
+        (told,) = [event for event in world.events if event["kind"] == "journal_damaged"]
+        assert f"at offset {second.offset} are damaged" in told["detail"]
+        assert 2 in {request.prefix_tokens for request in engine.asked}  # from before the hole
+        assert [len(r.token_ids_R) for group in batch.groups for r in group.rollouts] == [7] * 6
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+@pytest.mark.parametrize("record", ["in the journal", "lost with a kill"])
+def test_the_tokens_of_a_damaged_step_are_not_counted_as_trained(tmp_path: Path, record: str) -> None:
+    """Its header can be read, so that the step is taken for given until somebody asks for it."""
+
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, **SETTINGS)
+        async with world.sampling():
+            for step in (1, 2, 3):
+                await world.train(step)
+            world.kill()
+        if record == "lost with a kill":
+            (log,) = world.journal.glob("segments-*.log")
+            found = [r for r in read_records(log) if isinstance(r, Record) and r.kind == "batch"]
+            os.truncate(log, next(r.offset for r in found if r.fields["step"] == 2))
+        path = world.journal / "step_000002.npz"
+        content = bytearray(path.read_bytes())
+        content[content.index(b"token_ids.npy") + 150] ^= 1
+        path.write_bytes(content)
+        async with world.sampling(first_step=2):
+            for step in (2, 3):
+                metrics = (await world.train(step)).metrics
+        assert sorted(path.name for path in world.journal.glob("*.lost"))[0] == "step_000002.lost"
+        book = accounts.book_of(world.journal, world.dataset.prompts, world.config.rollout.group_size)
+        dropped = sum(count for kind, count in book.tokens.items() if kind.startswith("dropped_"))
+        assert book.tokens["sampled"] == book.tokens["trained"] + dropped + book.live_tokens
+        assert book.tokens["dropped_lost"] > 0
+        assert metrics["sampler/tokens_trained"] == book.tokens["trained"]
+        assert metrics["sampler/tokens_dropped"] == dropped
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+def test_old_files_go_when_nothing_in_them_is_needed(tmp_path: Path) -> None:
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, max_staleness=1, **SETTINGS)
+        async with world.sampling(rounds=False):
+            for step in range(1, 13):
+                await world.train(step)
+                keep_logs(world.journal, tmp_path / "kept")
+                await world.sampler.checkpointed(step)
+                assert len(list(world.journal.glob("segments-*.log"))) <= 4
+        keep_logs(world.journal, tmp_path / "kept")
+        check_accounts(world, tmp_path / "kept")
+        assert len(steps_in(world.journal)) == 12
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+def test_old_steps_go_but_not_those_that_a_continuation_needs(tmp_path: Path) -> None:
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, keep_steps=3, **SETTINGS)
+        async with world.sampling():
+            for step in range(1, 9):
+                await world.train(step)
+                if step == 2:
+                    (world.journal / "step_000001.npz").rename(world.journal / "step_000001.lost")
+                if step == 6:
+                    await world.sampler.checkpointed(2)
+                    assert steps_in(world.journal) == [3, 4, 5, 6]
+                    assert not list(world.journal.glob("*.lost"))
+            await world.sampler.checkpointed(8)
+            assert steps_in(world.journal) == [6, 7, 8]
+        engine = world.engines[0]
+        engine.asked.clear()
+        async with world.sampling(first_step=7):
+            for step in (7, 8):
+                await world.train(step)
+        assert engine.asked == []  # they were given what they had
+        assert "step_lost" not in world.event_kinds()
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+def test_a_full_disk_is_told_and_the_journal_stays_whole(tmp_path: Path) -> None:
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, **SETTINGS)
+        async with world.sampling():
+            await world.train(1)
+            log = world.sampler._journal._log
+            assert log is not None
+
+            class Full:
+                """A file on a full disk: it takes a few bytes more."""
+
+                def __init__(self, file: object) -> None:
+                    self.file = file
+
+                def write(self, content: memoryview) -> int:
+                    if len(content) > 10:
+                        return int(self.file.write(content[:10]))  # type: ignore[attr-defined]
+                    raise OSError(28, "No space left on device")
+
+                def __getattr__(self, name: str) -> object:
+                    return getattr(self.file, name)
+
+            whole, log._file = log._file, Full(log._file)  # type: ignore[assignment]
+            with pytest.raises(RunStopped, match=r"journal/segments-.*: No space left"):
+                await world.batch(2)
+            log._file = whole
+        async with world.sampling(first_step=2):
+            assert len((await world.batch(2)).groups) == 3
+        assert "journal_damaged" not in world.event_kinds()
+        check_accounts(world)
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_told_to_end_it_keeps_what_servers_have_in_hand(tmp_path: Path, rounds: bool) -> None:
+    """An engine that answers in rounds begins its round again: from half of it other bits would follow."""
+
+    async def check() -> None:
+        engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
+        engine.gate.clear()
+        world = World(tmp_path, [engine], **{**SETTINGS, "segment_tokens": None})
+        async with world.sampling(rounds=rounds):
+            await until(lambda: len(engine.asked) == 3 * 2)
+        assert book_of(world).tokens["sampled"] == (0 if rounds else 3 * 2)  # one token each
+        engine.gate.set()
+        engine.asked.clear()
+        async with world.sampling(rounds=rounds):
+            batch = await world.batch(1)
+        assert {request.prefix_tokens for request in engine.asked} == {0 if rounds else 1}
+        assert [len(r.token_ids_R) for group in batch.groups for r in group.rollouts] == [7] * 6
+
+    asyncio.run(asyncio.wait_for(check(), 90))

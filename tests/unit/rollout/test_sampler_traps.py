@@ -1,0 +1,219 @@
+"""Moments at which a sampler may go wrong without a word."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.config import RolloutConfig, RunConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.pool import Judgement
+from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
+from bapo_megatron.types import GenerateRequest, Generation, Prompt
+from tests.support.sampling import EOS, ScriptedEngine, World, mixed, prompt_ids
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+def test_a_dropped_group_does_not_come_back(tmp_path: Path) -> None:
+    """Weights come while the journal is written: nothing may be sent for a group that is to be dropped."""
+
+    async def check() -> None:
+        chance = np.random.default_rng(0)
+        engine = ScriptedEngine(lambda p, s: ("y" if s == 0 else "n") + "a" * (13 if p % 4 == 0 else 2))
+        answer = engine.generate
+
+        async def slowly(request: GenerateRequest) -> Generation:
+            await asyncio.sleep(chance.random() * 0.03)
+            return await answer(request)
+
+        engine.generate = slowly  # type: ignore[method-assign]
+        settings = {"segment_tokens": 1, "max_response_tokens": 16, "on_stale": "drop"}
+        world = World(tmp_path, [engine], max_staleness=1, prompts=1000, **settings)
+        async with world.sampling(rounds=False, most=1000) as sampler:
+            commit = sampler._journal.commit
+
+            def slow_commit(records: Sequence[Record]) -> None:
+                time.sleep(0.004)
+                commit(records)
+
+            sampler._journal.commit = slow_commit  # type: ignore[method-assign]
+            for step in range(1, 21):
+                await world.batch(step)
+                await asyncio.sleep(0.02)
+                await world.weights(step)
+            assert world.sampler.state()["tokens"]["dropped_stale"] > 0
+            async with asyncio.timeout(30):  # nothing is left behind that nobody samples
+                while sampler._book.open:
+                    await asyncio.sleep(0.05)
+
+    run(check())
+
+
+def test_a_prompt_that_is_always_too_old_is_given_up(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+        engine.holds = lambda request: request.input_ids[0] == 0 and request.prefix_tokens > 0
+        engine.gate.clear()
+        world = World(tmp_path, [engine], max_staleness=1, prompts=1000, segment_tokens=1)
+        async with world.sampling(rounds=False):
+            for step in range(1, 16):
+                assert len((await world.train(step)).groups) == 4
+            begun = {
+                request.request_id.split("-")[0] for request in engine.asked if request.input_ids[0] == 0
+            }
+            assert len(begun) == 1 + 3
+
+    run(check())
+
+
+def test_a_budget_that_no_long_response_can_keep_is_refused() -> None:
+    rollout = RolloutConfig(budget_tokens=100, max_staleness=2, max_response_tokens=301)
+    config = RunConfig("x", None, None, rollout=rollout)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"rollout.max_staleness=3$"):
+        from bapo_megatron.config.validation import _staleness_problems, raise_problems
+
+        raise_problems(list(_staleness_problems(config)))
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(OSError(24, "too many open files"), "failed"), (RuntimeError("a bug"), "raised")]
+)
+def test_a_judge_that_raises_is_heard_of(tmp_path: Path, error: Exception, outcome: str) -> None:
+    class Broken:
+        async def judge(self, prompt: Prompt, response: str, tokens: int) -> Judgement:
+            if prompt.prompt_id == 1:
+                raise error
+            return Judgement(float(response.startswith("y")))
+
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(mixed)], judge=Broken())
+        async with world.sampling():
+            if outcome == "raised":
+                with pytest.raises(RuntimeError, match="a bug"):
+                    await world.batch(1)
+                return
+            assert prompt_ids(await world.batch(1)) == [0, 2, 3, 4]  # all rewards of prompt 1 are equal
+            assert world.event_kinds().count("reward_failed") == 3
+
+    run(check())
+
+
+def test_a_request_that_ends_its_engines_is_given_up(tmp_path: Path) -> None:
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+
+        def poison(request: GenerateRequest) -> None:
+            if request.input_ids[0] == 1:
+                raise RuntimeError("the server has died")
+
+        engine.trouble = poison
+        world = World(tmp_path, [engine])
+        async with world.sampling():
+            batch = await world.batch(1, wait_s=60)
+        assert prompt_ids(batch) == [0, 2, 3, 4]
+        refused = next(event for event in world.events if event["kind"] == "request_refused")
+        assert "20 engines were lost with request" in refused["detail"]
+
+    run(check())
+
+
+@pytest.mark.parametrize("text", ["y", "yaaaa"])
+def test_an_abort_may_meet_the_last_token(tmp_path: Path, text: str) -> None:
+    """The end of sequence, or the limit of six, with finish reason abort: the response is whole."""
+
+    async def check() -> None:
+        engine = ScriptedEngine(lambda prompt, sample: text if sample == 0 else "naaaaaaaa")
+        answer = engine._answer
+
+        def aborted(request: GenerateRequest, _aborted: bool) -> Generation:
+            found = answer(request, aborted=False)
+            return Generation(
+                found.request_id, found.token_ids_R, found.log_probs_R, found.versions_R, "abort"
+            )
+
+        engine._answer = aborted  # type: ignore[method-assign]
+        world = World(tmp_path, [engine])
+        async with world.sampling():
+            batch = await world.batch(1)
+        first, second, _ = batch.groups[0].rollouts
+        assert first.token_ids_R.tolist() == [*map(ord, text), EOS]
+        assert (first.finish_reason, second.finish_reason) == ("stop", "length")
+        assert len(second.token_ids_R) == 6
+
+    run(check())
+
+
+def test_a_lost_record_of_a_step_does_not_train_its_groups_twice(tmp_path: Path) -> None:
+    async def check() -> None:
+        world = World(tmp_path, [ScriptedEngine(mixed)], max_staleness=3, prompts=1000)
+        async with world.sampling(rounds=False):
+            for step in (1, 2, 3):
+                await world.train(step)
+            world.kill()
+        (path,) = world.journal.glob("segments-*.log")
+        found = [record for record in read_records(path) if isinstance(record, Record)]
+        second = next(r for r in found if r.kind == "batch" and r.fields["step"] == 2)
+        content = bytearray(path.read_bytes())
+        content[second.offset + 40] ^= 1
+        path.write_bytes(content)
+        async with world.sampling(first_step=4, rounds=False):
+            await world.train(4)
+            await world.train(5)
+        numbers = [number for step in steps_in(world.journal) for number in step_groups(world.journal, step)]
+        assert sorted(numbers) == list(range(20))
+
+    run(check())
+
+
+def test_an_engine_that_misses_a_broadcast_is_lost(tmp_path: Path) -> None:
+    async def check() -> None:
+        here, away = ScriptedEngine(mixed, "here"), ScriptedEngine(mixed, "away")
+        world = World(tmp_path, [here, away])
+        async with world.sampling() as sampler:
+            await world.batch(1)
+            away.ready = False
+            assert await world.fleet.gather() == [here]
+            sampler.weights_are_coming(1)
+            here.version = 1
+            world.fleet.adopt(1)
+            sampler.weights_came(1, 1)
+            away.ready = True
+            assert world.fleet.up == 1
+            batch = await world.batch(2)
+            versions = {int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R}
+            assert versions == {1}
+            assert len(batch.groups) == 4
+
+    run(check())
+
+
+def test_an_engine_that_hangs_in_updates_holds_up_one_push_and_no_other(tmp_path: Path) -> None:
+    """It answers, so it is not silent; only the deadline of the first update tells."""
+
+    async def check() -> None:
+        hanging, well = ScriptedEngine(mixed, "hanging"), ScriptedEngine(mixed, "well")
+        world = World(tmp_path, [hanging, well])
+        async with world.sampling():
+            await world.batch(1)
+
+            async def hang(folder: Path, version: int) -> None:
+                await asyncio.sleep(1000)
+
+            hanging.load = hang  # type: ignore[method-assign]
+            await world.weights(1)
+            for step in (2, 3, 4):
+                assert len((await world.batch(step)).groups) == 4
+                await asyncio.sleep(0.1)  # the watcher tries to bring it back meanwhile
+                await asyncio.wait_for(world.weights(step), 0.9)  # an update may take 1 s
+
+    run(check())

@@ -1,0 +1,169 @@
+"""Servers that a run has started: started again when they end, hang, or cannot be started for a while."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
+from bapo_megatron.errors import RunStopped
+from bapo_megatron.rollout.engines.sglang import server_process as process
+from bapo_megatron.rollout.engines.sglang import supervisor as servers
+from bapo_megatron.rollout.engines.sglang.supervisor import Keeper, RunServers, servers_of
+
+READY = """
+import http.server, sys
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ready).serve_forever()
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.setattr(servers, "_LOOK_S", 0.1)
+
+    def command(python: Path, hf_path: Path, host: str, port: int, *_: Any) -> list[str]:
+        return [sys.executable, "-c", READY, str(port)]
+
+    monkeypatch.setattr(servers, "server_command", command)
+    sglang = SglangConfig(python=Path(sys.executable))
+    rollout = RolloutConfig(engine="sglang", sglang=sglang)
+    return RunConfig("x", ModelConfig(Path("m")), DataConfig(Path("d")), rollout=rollout, run_dir=tmp_path)
+
+
+@pytest.fixture
+def events() -> list[dict[str, Any]]:
+    return []
+
+
+@pytest.fixture
+def keeper(config: RunConfig, events: list[dict[str, Any]]) -> Iterator[Keeper]:
+    made = Keeper(config, 0, False, events.append)
+    made.wait_ready(60)
+    yield made
+    made.stop()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def pid_of(keeper: Keeper) -> int:
+    assert keeper._server is not None
+    return keeper._server.process.pid
+
+
+def test_a_server_that_hangs_is_ended_and_started_again(keeper: Keeper, events: list[dict[str, Any]]) -> None:
+    """It is stopped, so that it does not end when it is asked to."""
+    run_servers = RunServers([keeper.url], [keeper], events.append)
+    first = pid_of(keeper)
+    until(lambda: keeper._may_hang)
+    os.killpg(first, signal.SIGSTOP)
+    run_servers.heed({"kind": "engine_hangs", "engine": keeper.url, "reason": "not done in 600 s"})
+    until(lambda: pid_of(keeper) != first)
+    keeper.wait_ready(60)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(first, 0)
+    (event,) = events
+    assert event["server"] == keeper.url
+    assert "not done in 600 s" in event["reason"]
+
+
+def test_one_that_has_come_back_meanwhile_is_left_alone(keeper: Keeper, events: list[dict[str, Any]]) -> None:
+    run_servers = RunServers([keeper.url], [keeper], events.append)
+    until(lambda: keeper._may_hang)
+    for kind in ("engine_hangs", "engine_ready"):
+        run_servers.heed({"kind": kind, "engine": keeper.url, "reason": "slow"})
+    first = pid_of(keeper)
+    time.sleep(0.5)
+    assert pid_of(keeper) == first
+    assert events == []
+
+
+def test_a_server_that_still_starts_does_not_hang(
+    config: RunConfig, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading a model takes minutes without an answer; those who wait for it may call that a hang."""
+    monkeypatch.setattr(
+        servers, "server_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"]
+    )
+    keeper = Keeper(config, 0, False, events.append)
+    first = pid_of(keeper)
+    time.sleep(0.5)
+    keeper.restart("no answer for 120 s")
+    time.sleep(0.5)
+    assert pid_of(keeper) == first
+    keeper._start_s = 0.0  # now it has had its time
+    until(lambda: keeper._may_hang)
+    keeper.restart("no answer for 900 s")
+    until(lambda: pid_of(keeper) != first)
+    keeper.stop()
+
+
+def test_a_server_that_cannot_be_started_is_tried_again(
+    keeper: Keeper, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory for a process, twice; the log of events is full as well, once."""
+    first, refusals = pid_of(keeper), 2
+
+    class Refused(process.ServerProcess):
+        def __init__(self, *arguments: Any) -> None:
+            nonlocal refusals
+            if refusals:
+                refusals -= 1
+                raise OSError(12, "Cannot allocate memory")
+            super().__init__(*arguments)
+
+    def take_note(event: dict[str, Any]) -> None:
+        if not events:
+            events.append({})
+            raise RunStopped("a line could not be written")
+        events.append(event)
+
+    monkeypatch.setattr(servers, "ServerProcess", Refused)
+    monkeypatch.setattr(keeper, "_on_event", take_note)
+    os.killpg(first, signal.SIGKILL)
+    until(lambda: refusals == 0 and keeper._server is not None and pid_of(keeper) != first)
+    keeper.wait_ready(60)
+    assert [event.get("kind") for event in events] == [None, "server_refused", "server_refused"]
+    assert "Cannot allocate memory" in events[1]["reason"]
+
+
+def test_a_server_that_cannot_be_started_at_all_is_told_at_once(
+    config: RunConfig, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "server_command", lambda *_: ["/nowhere/python"])
+    monkeypatch.setattr(process.shutil, "which", lambda _: None)  # setpriv would say it in its own way
+    keeper = Keeper(config, 0, False, events.append)
+    with pytest.raises(RuntimeError, match=r"/nowhere/python could not be started: .*No such file"):
+        keeper.wait_ready(1)
+    keeper.stop()
+
+
+def test_who_is_to_end_a_server_of_somebody_else(
+    config: RunConfig, events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sglang = dataclasses.replace(config.rollout.sglang, urls=("http://node7:30000/",))
+    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, sglang=sglang))
+    with servers_of(config, False, events.append) as found:
+        assert found.urls == ["http://node7:30000"]
+        found.heed({"kind": "engine_hangs", "engine": "http://node7:30000", "reason": "not done in 600 s"})
+        found.heed({"kind": "engine_ready", "engine": "http://node7:30000"})
+    (event,) = events
+    assert event["kind"] == "server_hangs"
+    assert "end it, and start it again" in event["advice"]
+    assert "http://node7:30000 hangs (not done in 600 s)" in capsys.readouterr().out

@@ -1,0 +1,277 @@
+"""Servers that refuse, vanish or lie, played by a small HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from safetensors.torch import load_file
+
+from bapo_megatron.interfaces import Engine
+from bapo_megatron.rollout.engines.requests import limits_of
+from bapo_megatron.rollout.engines.sglang import http_client as http_server
+from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
+from bapo_megatron.rollout.engines.sglang.http_client import ServerError, SglangServer, open_session
+from bapo_megatron.types import GenerateRequest, SamplingParams
+from tests.contract.blocking import BlockingEngine
+from tests.support.models import save_tiny_model
+
+REQUEST = GenerateRequest("r", np.array([1, 2]), SamplingParams(1.0, 2, ()))
+
+
+class FakeServer:
+    """Answers like SGLang, or as it is told."""
+
+    def __init__(self) -> None:
+        self.version = "0"
+        self.answers: dict[str, tuple[int, Any]] = {}
+        """Path to the status and body that replace its own."""
+        self.hangs: set[str] = set()
+        self.on_abort: list[int] = []
+        """Requests wait for an abort, and have so many tokens then: one entry for each."""
+        self.connections: list[Any] = []
+        """The other end of each request's."""
+        self.cuts = 0
+        """So many requests are cut off without an answer."""
+        self.paused = False
+        self._aborted: dict[str, asyncio.Event] = {}
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._runner, self.url = self._wait(self._start())
+
+    def stop(self) -> None:
+        """Close its port."""
+        self._wait(self._runner.cleanup())
+
+    async def _start(self) -> tuple[web.AppRunner, str]:
+        app = web.Application()
+        app.router.add_route("*", "/{path}", self._handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        return runner, f"http://127.0.0.1:{port}"
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        path = request.path.lstrip("/")
+        self.connections.append(request.transport.get_extra_info("peername"))
+        if path == "generate" and self.cuts:
+            self.cuts -= 1
+            request.transport.close()
+            return web.Response()
+        if path in self.hangs:
+            await asyncio.sleep(3)
+        if path in self.answers:
+            status, body = self.answers[path]
+            return web.json_response(body, status=status)
+        body = await request.json() if request.can_read_body else {}
+        if path == "update_weights_from_disk":
+            self.version = body["weight_version"]
+        if path in ("pause_generation", "continue_generation"):
+            self.paused = path == "pause_generation"
+        if path == "abort_request" and not self.paused and (event := self._aborted.get(body.get("rid"))):
+            event.set()
+        if path == "generate" and self.on_abort:
+            tokens = self.on_abort.pop(0)
+            await self._aborted.setdefault(body["rid"], asyncio.Event()).wait()
+            return web.json_response(self._answer(path, tokens, "abort"))
+        return web.json_response(self._answer(path))
+
+    def _answer(self, path: str, tokens: int = 2, reason: str = "length") -> Any:
+        if path == "generate":
+            meta = {"finish_reason": {"type": reason}, "weight_version": self.version}
+            pairs = [[-1.0, 3, None], [-2.0, 4, None]][:tokens]
+            return {"output_ids": [3, 4][:tokens], "meta_info": {**meta, "output_token_logprobs": pairs}}
+        if path == "weights_checker":
+            return {"per_engine_checksum": f"of {self.version}"}
+        return {"success": True, "weight_version": self.version}
+
+    def _wait(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=20)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_tiny_model("qwen2", tmp_path / "model")
+
+
+@pytest.fixture
+def engine(server: FakeServer, model: Path, tmp_path: Path) -> Iterator[BlockingEngine]:
+    found = engine_on(server, model, tmp_path)
+    yield found
+    found.close()
+
+
+def engine_on(server: FakeServer, model: Path, folder: Path) -> BlockingEngine:
+    async def make() -> Engine:
+        deadlines = Deadlines(request_s=2.0, update_s=2.0, abort_s=0.5)
+        return SglangEngine(
+            SglangServer(server.url, open_session(), control_timeout=2.0),
+            limits_of(model),
+            deadlines=deadlines,
+        )
+
+    return BlockingEngine(make, model, folder / "weights")
+
+
+def weights(model: Path) -> Any:
+    return load_file(model / "model.safetensors").items()
+
+
+def test_no_request_meets_the_end_of_an_idle_connection(
+    server: FakeServer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client gives it up before the server does, which does so after 5 s."""
+    assert http_server._KEEP_IDLE_S < 4
+    monkeypatch.setattr(http_server, "_KEEP_IDLE_S", 0.5)
+    engine = engine_on(server, model, tmp_path)
+    try:
+        server.connections.clear()
+        for pause_s in (0.0, 0.0, 1.5):
+            time.sleep(pause_s)
+            engine.generate([REQUEST])
+        first, second, third = server.connections
+        assert first == second != third
+    finally:
+        engine.close()
+
+
+def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(
+    server: FakeServer, engine: BlockingEngine
+) -> None:
+    server.cuts = 1
+    (answer,) = engine.generate([REQUEST])
+    assert answer.token_ids_R.tolist() == [3, 4]
+    server.cuts = 2
+    with pytest.raises(ServerError, match="isconnected"):
+        engine.generate([REQUEST])
+
+
+def test_a_sound_server(server: FakeServer, engine: BlockingEngine, model: Path) -> None:
+    (answer,) = engine.generate([REQUEST])
+    assert answer.token_ids_R.tolist() == [3, 4]
+    engine.update_weights(weights(model), 5)
+    assert engine.weight_version == 5
+    assert engine.generate([REQUEST])[0].versions_R.tolist() == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ((503, {"error": "overloaded"}), "status 503.*overloaded"),
+        ((200, {"text": "hello"}), "no generation"),
+        ((200, ["hello"]), "no generation"),
+    ],
+)
+def test_a_bad_answer_names_the_server(
+    answer: tuple[int, Any], says: str, server: FakeServer, engine: BlockingEngine
+) -> None:
+    server.answers["generate"] = answer
+    with pytest.raises(ServerError, match=f"{server.url}.*{says}"):
+        engine.generate([REQUEST])
+    server.answers.clear()
+    assert len(engine.generate([REQUEST])) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "says"),
+    [
+        ("update_weights_from_disk", (400, {"message": "no space"}), "no space"),
+        (
+            "update_weights_from_disk",
+            (200, {"success": False, "message": "a shape"}),
+            "were not loaded.*a shape",
+        ),
+        ("weights_checker", (500, {"message": "no memory"}), "status 500.*no memory"),
+        ("weights_checker", (200, {"success": False}), "no checksum of its weights"),
+        ("model_info", (200, {"weight_version": "4"}), "has weights 4 after it was sent 5"),
+        ("model_info", (200, {"weight_version": "default"}), "start it with --weight-version 0"),
+    ],
+)
+def test_an_update_that_fails_says_so(
+    path: str, answer: tuple[int, Any], says: str, server: FakeServer, engine: BlockingEngine, model: Path
+) -> None:
+    server.answers[path] = answer
+    with pytest.raises(ServerError, match=says):
+        engine.update_weights(weights(model), 5)
+    server.answers.clear()
+    engine.update_weights(weights(model), 6)
+    assert engine.generate([REQUEST])[0].versions_R.tolist() == [6, 6]
+
+
+def test_a_server_that_hangs_has_a_deadline(server: FakeServer, engine: BlockingEngine, model: Path) -> None:
+    for path, call in [
+        ("update_weights_from_disk", lambda: engine.update_weights(weights(model), 5)),
+        ("pause_generation", engine.pause),
+    ]:
+        server.hangs = {path}
+        with pytest.raises(ServerError, match=f"{server.url}/{path}: no answer within 2 s"):
+            call()
+    server.hangs = set()
+
+
+def test_a_request_that_is_overdue_gives_what_it_has(server: FakeServer, engine: BlockingEngine) -> None:
+    server.on_abort = [1]
+    (answer,) = engine.generate([REQUEST])
+    assert answer.token_ids_R.tolist() == [3]
+    assert answer.finish_reason == "abort"
+
+
+def test_a_server_that_answers_no_abort_fails(server: FakeServer, engine: BlockingEngine) -> None:
+    server.hangs = {"generate"}
+    with pytest.raises(ServerError, match=r"no answer within 2 s, nor to an abort within 0.5 s"):
+        engine.generate([REQUEST])
+
+
+def test_a_request_may_wait_in_the_queue_for_all_its_time(server: FakeServer, engine: BlockingEngine) -> None:
+    """Two wait, a third had its turn before them: the server works."""
+    server.on_abort = [0, 1, 0]
+    answers = engine.generate([REQUEST] * 3)
+    assert sorted(len(answer.token_ids_R) for answer in answers) == [0, 0, 1]
+    server.on_abort = [1]
+    assert len(engine.generate([REQUEST])[0].token_ids_R) == 1
+    server.on_abort = [0]
+    assert len(engine.generate([REQUEST])[0].token_ids_R) == 0
+
+
+def test_a_server_that_gives_no_request_a_token_fails(server: FakeServer, engine: BlockingEngine) -> None:
+    server.on_abort = [0, 0]
+    assert len(engine.generate([REQUEST])[0].token_ids_R) == 0
+    with pytest.raises(ServerError, match="no token for any request within 2 s"):
+        engine.generate([REQUEST])
+
+
+def test_a_pause_is_no_time_of_a_request(server: FakeServer, engine: BlockingEngine) -> None:
+    """A paused server answers no abort: it would be lost for a long load of weights."""
+    server.on_abort = [1]
+    running = ThreadPoolExecutor(1).submit(engine.generate, [REQUEST])
+    time.sleep(0.5)
+    engine.pause()
+    time.sleep(3.0)  # past the deadline and the time for an abort
+    assert not running.done()
+    engine.resume()
+    assert [answer.token_ids_R.tolist() for answer in running.result(20)] == [[3]]
+
+
+def test_a_server_that_is_gone(model: Path, tmp_path: Path) -> None:
+    fake = FakeServer()
+    engine = engine_on(fake, model, tmp_path)
+    fake.stop()
+    with pytest.raises(ServerError, match=f"{fake.url}/generate"):
+        engine.generate([REQUEST])

@@ -1,0 +1,217 @@
+"""What is sent to an SGLang server, and that no nonsense is taken for an answer."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.stream_writer import write_shards
+from bapo_megatron.rollout.engines.sglang.server_process import server_command, sglang_python
+from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
+from bapo_megatron.rollout.weight_sync.staging import WeightStaging
+from bapo_megatron.types import GenerateRequest, SamplingParams
+from tests.support.models import save_tiny_model
+
+REQUEST = GenerateRequest("r", np.array([1, 2], np.int32), SamplingParams(0.7, 3, (9,), seed=4))
+
+# As SGLang 0.5.23 sends it, without the fields that nobody reads.
+REPLY: dict[str, Any] = {
+    "output_ids": [5, 6, 9],
+    "meta_info": {
+        "finish_reason": {"type": "stop", "matched": 9},
+        "weight_version": "8",
+        "output_token_logprobs": [[-0.5, 5, None], [-1.5, 6, None], [-0.25, 9, None]],
+        "weight_versions": [{"version": "7", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": 3}],
+    },
+}
+
+
+def test_the_request() -> None:
+    sent = json.loads(generate_payload(REQUEST, "x1"))
+    assert sent["rid"] == "x1"
+    assert sent["input_ids"] == [1, 2]
+    assert sent["return_logprob"] is True
+    assert sent["sampling_params"] == {
+        "temperature": 0.7,
+        "max_new_tokens": 3,
+        "stop_token_ids": [9],
+        "ignore_eos": False,
+        "skip_special_tokens": False,
+    }
+
+
+def test_without_stop_tokens_nothing_stops_it() -> None:
+    request = GenerateRequest("r", np.array([1]), SamplingParams(1.0, 3, ()))
+    assert json.loads(generate_payload(request, "x"))["sampling_params"]["ignore_eos"] is True
+
+
+def wire(reply: Any) -> bytes:
+    """As a server sends it."""
+    return json.dumps(reply).encode()
+
+
+def test_the_answer() -> None:
+    found = generation_of(REQUEST, wire(REPLY))
+    assert found.request_id == "r"
+    assert found.token_ids_R.tolist() == [5, 6, 9]
+    assert found.log_probs_R.tolist() == [-0.5, -1.5, -0.25]
+    assert found.versions_R.tolist() == [7, 7, 8]
+    assert found.finish_reason == "stop"
+    assert {found.token_ids_R.dtype, found.versions_R.dtype} == {np.dtype(np.int32)}
+    assert found.log_probs_R.dtype == np.float32
+
+
+def test_an_abort_before_the_first_token() -> None:
+    meta = {"finish_reason": {"type": "abort", "message": "in the queue"}, "weight_version": "3"}
+    found = generation_of(REQUEST, wire({"output_ids": [], "meta_info": meta}))
+    assert (len(found.token_ids_R), found.finish_reason) == (0, "abort")
+
+
+def changed(path: tuple[Any, ...], value: Any) -> Any:
+    reply = copy.deepcopy(REPLY)
+    place = reply
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return reply
+
+
+META = "meta_info"
+BAD: dict[str, tuple[Any, str]] = {
+    "text": ("busy", "no generation"),
+    "a list": ([REPLY], "no generation"),
+    "no meta_info": ({"output_ids": [5]}, "no generation"),
+    "an unknown finish reason": (changed((META, "finish_reason", "type"), "tired"), "no generation"),
+    "no finish reason": (changed((META, "finish_reason"), None), "no generation"),
+    "an unnumbered version": (changed((META, "weight_version"), "default"), "no generation"),
+    "other tokens": (changed(("output_ids",), [5, 6, 8]), "other tokens"),
+    "a token more": (changed(("output_ids",), [5, 6, 9, 9]), "other tokens"),
+    "a nan": (changed((META, "output_token_logprobs", 0, 0), float("nan")), "no generation"),
+    "a positive log-prob": (changed((META, "output_token_logprobs", 0, 0), 0.5), "above 0"),
+    "a log-prob that is none": (changed((META, "output_token_logprobs", 0, 0), None), "no"),
+    "another stop": (changed((META, "output_token_logprobs", 2, 1), 8), "other tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_nonsense_is_refused(name: str) -> None:
+    reply, says = BAD[name]
+    with pytest.raises(BadReply, match=says):
+        generation_of(REQUEST, wire(reply))
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[[", wire(REPLY)[:-20], wire(REPLY).replace(b"-1.5", b"-1.5.5")]
+)
+def test_what_is_no_json_is_refused(body: bytes) -> None:
+    with pytest.raises(BadReply, match="no generation"):
+        generation_of(REQUEST, body)
+
+
+def test_a_reply_of_64k_tokens() -> None:
+    generator = np.random.default_rng(0)
+    token_ids = generator.integers(0, 150_000, 65_536).tolist()
+    log_probs = (-generator.random(65_536)).tolist()
+    rows = [[value, token, None] for value, token in zip(log_probs, token_ids, strict=True)]
+    meta = {"finish_reason": {"type": "length"}, "weight_version": "3", "output_token_logprobs": rows}
+    request = GenerateRequest("r", np.array([1]), SamplingParams(1.0, 65_536, ()))
+    found = generation_of(request, wire({"output_ids": token_ids, "meta_info": meta}))
+    assert found.token_ids_R.tolist() == token_ids
+    assert found.log_probs_R.tolist() == [float(np.float32(value)) for value in log_probs]
+    assert (found.token_ids_R.dtype, found.log_probs_R.dtype) == (np.int32, np.float32)
+
+
+def test_a_length_that_is_none() -> None:
+    reply = changed((META, "finish_reason", "type"), "length")
+    reply["output_ids"] = reply["output_ids"][:2]
+    reply[META]["output_token_logprobs"] = reply[META]["output_token_logprobs"][:2]
+    with pytest.raises(BadReply, match="finished by length after 2 of 3 tokens"):
+        generation_of(REQUEST, wire(reply))
+
+
+def test_a_stop_that_nobody_asked_for() -> None:
+    reply = changed(("output_ids",), [5, 6, 8])
+    reply[META]["output_token_logprobs"][2][1] = 8
+    with pytest.raises(BadReply, match="stop token that was not asked for"):
+        generation_of(REQUEST, wire(reply))
+
+
+def test_more_tokens_than_were_asked_for() -> None:
+    reply = changed(("output_ids",), [5, 6, 7, 9])
+    reply[META]["output_token_logprobs"].insert(2, [-1.0, 7, None])
+    with pytest.raises(BadReply, match="4 tokens where 3 were asked for"):
+        generation_of(REQUEST, wire(reply))
+
+
+def test_staged_weights_come_whole_or_not_at_all(tmp_path: Path) -> None:
+    model = save_tiny_model("qwen2", tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    staging = WeightStaging(tmp_path / "staging", model)
+    first = staging.write(weights.items(), 1)
+    found = load_file(first / "model-00000.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    with pytest.raises(ValueError, match="weights are missing"):
+        staging.write(list(weights.items())[:-1], 2)
+    assert [path.name for path in (tmp_path / "staging").iterdir()] == ["v1"]
+    second = staging.write(weights.items(), 3)
+    staging.keep_only(second)
+    assert [path.name for path in (tmp_path / "staging").iterdir()] == ["v3"]
+
+
+def test_shards_are_cut_by_size_and_where_a_tensor_would_not_be_aligned(tmp_path: Path) -> None:
+    weights = {
+        "a": torch.arange(5.0),  # 20 bytes
+        "b": torch.arange(6.0).view(2, 3).T,  # 24: the file has 44 of at least 40
+        "c": torch.arange(3.0).bfloat16(),  # 6
+        "d": torch.tensor(7.0),  # not at byte 6
+        "e": torch.arange(4.0).half(),
+    }
+    write_shards(weights.items(), tmp_path, shard_bytes=40)
+    found = [load_file(path) for path in sorted(tmp_path.iterdir())]
+    assert [list(tensors) for tensors in found] == [["a", "b"], ["c"], ["d", "e"]]
+    for tensors in found:
+        for name, tensor in tensors.items():
+            assert tensor.dtype == weights[name].dtype
+            assert torch.equal(tensor, weights[name])
+    assert [path.stat().st_size for path in sorted(tmp_path.iterdir())] == [
+        8 + 2**18 + size for size in (44, 6, 12)
+    ]
+
+
+def test_shards_of_many_tensors(tmp_path: Path) -> None:
+    """A header has room for a thousand tensors of long names."""
+    names = [f"{n:0128d}" for n in range(1001)]
+    write_shards(((name, torch.zeros(1, 1, 1, 1)) for name in names), tmp_path)
+    first, second = (load_file(path) for path in sorted(tmp_path.iterdir()))
+    assert len(first) == 1000
+    assert list(second) == names[1000:]
+
+
+def test_a_shard_of_types_that_no_model_has(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"weight a is of torch\.int64; model weights are F32, BF16, F16"):
+        write_shards([("a", torch.zeros(1, dtype=torch.int64))], tmp_path)
+
+
+def test_a_missing_environment_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BAPO_SGLANG_PYTHON", raising=False)
+    with pytest.raises(ConfigError, match=r"no interpreter at .venv-sglang/bin/python: `make sglang`"):
+        sglang_python()
+    monkeypatch.setenv("BAPO_SGLANG_PYTHON", str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match="absent"):
+        sglang_python()
+
+
+def test_the_command_alone_outlives_the_shell_that_started_it() -> None:
+    """Only servers that a run starts end with it; `bapo rollout-server &` must not end with a login."""
+    line = server_command(Path("python"), Path("model"), "127.0.0.1", 30000, cuda=True)
+    assert line[:3] == ["python", "-m", "sglang.launch_server"]

@@ -1,0 +1,142 @@
+"""The journal gives back every bit, or says which file is damaged."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.sampler.step_batches import (
+    ReplaySampler,
+    read_step,
+    step_groups,
+    step_path,
+    steps_in,
+    write_step,
+)
+from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
+
+# Floats whose bits a careless format loses: subnormal, negative zero, neighbours of one, a NaN with payload.
+ODD_FLOATS = np.array([0x00000001, 0x80000000, 0x3F7FFFFF, 0x3F800001, 0xFF800000, 0x7FC12345], np.uint32)
+
+
+def rollout(length: int, reward: float, seed: int = 0) -> Rollout:
+    rng = np.random.default_rng(seed)
+    log_probs = rng.standard_normal(length).astype(np.float32)
+    log_probs[: len(ODD_FLOATS)] = ODD_FLOATS.view(np.float32)[:length]
+    return Rollout(
+        token_ids_R=rng.integers(0, 2**31 - 1, length).astype(np.int32),
+        log_probs_R=log_probs,
+        versions_R=rng.integers(0, 9, length).astype(np.int32),
+        finish_reason="length" if length else "stop",
+        reward=reward,
+    )
+
+
+def batch() -> StepBatch:
+    first = Prompt(
+        7, np.array([1, 2, 3], np.int32), r"\frac{é}{2}", "src", {"index": 1, "deep": {"a": [1.5]}}
+    )
+    second = Prompt(8, np.array([5], np.int32), "2", "src")
+    return StepBatch(
+        (
+            Group(first, (rollout(10, 0.1), rollout(0, -1.0))),
+            Group(second, (rollout(3, 1 / 3, 2), rollout(8, 0.0, 3))),
+        ),
+        {"reward/mean": 0.1 + 0.2, "rollout/length_max": None},
+    )
+
+
+def assert_same(left: StepBatch, right: StepBatch) -> None:
+    assert left.metrics == right.metrics
+    assert len(left.groups) == len(right.groups)
+    for a, b in zip(left.groups, right.groups, strict=True):
+        assert vars(a.prompt) | {"token_ids_P": 0} == vars(b.prompt) | {"token_ids_P": 0}
+        assert a.prompt.token_ids_P.tobytes() == b.prompt.token_ids_P.tobytes()
+        assert len(a.rollouts) == len(b.rollouts)
+        for x, y in zip(a.rollouts, b.rollouts, strict=True):
+            assert (x.finish_reason, x.reward) == (y.finish_reason, y.reward)
+            for name in ("token_ids_R", "log_probs_R", "versions_R"):
+                one, other = getattr(x, name), getattr(y, name)
+                assert one.dtype == other.dtype
+                assert one.tobytes() == other.tobytes()
+
+
+def test_every_bit_comes_back(tmp_path: Path) -> None:
+    write_step(tmp_path / "journal", 12, batch())
+    assert_same(read_step(tmp_path / "journal", 12), batch())
+
+
+def test_an_empty_step_comes_back(tmp_path: Path) -> None:
+    write_step(tmp_path, 0, StepBatch((), {"reward/mean": 1.0}))
+    assert_same(read_step(tmp_path, 0), StepBatch((), {"reward/mean": 1.0}))
+
+
+def test_same_batch_same_bytes(tmp_path: Path) -> None:
+    assert (
+        write_step(tmp_path / "a", 1, batch()).read_bytes()
+        == write_step(tmp_path / "b", 1, batch()).read_bytes()
+    )
+
+
+def test_a_step_names_its_groups(tmp_path: Path) -> None:
+    write_step(tmp_path, 7, batch(), [4, 9])
+    write_step(tmp_path, 12, batch())
+    assert steps_in(tmp_path) == [7, 12]
+    assert step_groups(tmp_path, 7) == [4, 9]
+    assert step_groups(tmp_path, 12) == []
+    with pytest.raises(ConfigError, match="no such file"):
+        step_groups(tmp_path, 8)
+
+
+def test_a_step_made_again_replaces_its_record(tmp_path: Path) -> None:
+    write_step(tmp_path, 3, StepBatch((), {}))
+    write_step(tmp_path, 3, batch())
+    assert_same(read_step(tmp_path, 3), batch())
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000003.npz"]
+
+
+def test_replay(tmp_path: Path) -> None:
+    write_step(tmp_path / "journal", 0, batch())
+    sampler = ReplaySampler(tmp_path)
+    sampler.start(0, sampler.state())
+    assert_same(sampler.next_batch(0, 1.0), batch())
+    with pytest.raises(ConfigError, match=r"step_000001\.npz: no such file"):
+        sampler.next_batch(1, 1.0)
+    with pytest.raises(ConfigError, match=r"rollout\.replay=.*no journal"):
+        ReplaySampler(tmp_path / "elsewhere")
+
+
+def test_damage_anywhere_is_noticed(tmp_path: Path) -> None:
+    whole = write_step(tmp_path, 1, batch()).read_bytes()
+    path = step_path(tmp_path, 1)
+    for length in range(0, len(whole), 97):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ConfigError, match=r"step_000001\.npz.*damaged"):
+            read_step(tmp_path, 1)
+    noticed = 0
+    for at in range(0, len(whole), 13):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        try:
+            assert_same(read_step(tmp_path, 1), batch())  # a byte that carries nothing, such as a date
+        except ConfigError:
+            noticed += 1
+    assert noticed > len(whole) / 13 / 2
+    path.write_bytes(b"something else")
+    with pytest.raises(ConfigError, match="damaged"):
+        read_step(tmp_path, 1)
+
+
+def test_a_crash_while_writing_leaves_the_old_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_step(tmp_path, 1, batch())
+
+    def crash(_: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(OSError, match="no space"):
+        write_step(tmp_path, 1, StepBatch((), {}))
+    assert_same(read_step(tmp_path, 1), batch())

@@ -1,0 +1,137 @@
+"""Records come back to the bit, whatever is cut off or overwritten around them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_megatron.rollout.sampler.write_ahead_log import Damage, Record, RecordLog, encode, read_records
+
+
+def record(number: int) -> Record:
+    generator = np.random.default_rng(number)
+    tokens = generator.integers(0, 99, number * 3).astype(np.int32)
+    return Record(
+        "segment",
+        {"id": f"0-{number}-1", "number": number},
+        {"tokens": tokens, "log_probs": -generator.random(number * 3).astype(np.float32)},
+    )
+
+
+RECORDS = [record(number) for number in range(5)]  # the first has empty arrays
+ENDS = np.cumsum([len(encode(one)) for one in RECORDS]).tolist()
+
+
+def write(path: Path, together: bool = False) -> bytes:
+    log = RecordLog(path)
+    for commit in [RECORDS] if together else [[one] for one in RECORDS]:
+        log.write(commit)
+    log.close()
+    return path.read_bytes()
+
+
+def same(found: Record, expected: Record) -> bool:
+    return (
+        (found.kind, found.fields) == (expected.kind, expected.fields)
+        and found.arrays.keys() == expected.arrays.keys()
+        and all(
+            found.arrays[name].dtype == array.dtype and np.array_equal(found.arrays[name], array)
+            for name, array in expected.arrays.items()
+        )
+    )
+
+
+def check_survivors(path: Path, expected: list[Record]) -> list[Damage]:
+    found = list(read_records(path))
+    whole = [one for one in found if isinstance(one, Record)]
+    assert len(whole) == len(expected)
+    assert all(same(a, b) for a, b in zip(whole, expected, strict=True))
+    return [one for one in found if isinstance(one, Damage)]
+
+
+def test_what_goes_in_comes_out(tmp_path: Path) -> None:
+    write(tmp_path / "log")
+    assert check_survivors(tmp_path / "log", RECORDS) == []
+
+
+@given(size=st.integers(0, ENDS[-1]))
+@settings(max_examples=150)
+def test_a_torn_tail_is_cut_and_writing_goes_on(tmp_path_factory: pytest.TempPathFactory, size: int) -> None:
+    path = tmp_path_factory.mktemp("log") / "log"
+    path.write_bytes(write(path)[:size])
+    kept = [one for one, end in zip(RECORDS, ENDS, strict=True) if end <= size]
+    log = RecordLog(path)
+    log.write([RECORDS[3]])
+    log.close()
+    assert check_survivors(path, [*kept, RECORDS[3]]) == []
+
+
+@pytest.mark.parametrize("size", [0, 1, *(end + more for end in ENDS[:-1] for more in (0, 1)), ENDS[-1] - 1])
+def test_of_records_written_together_all_are_there_or_none(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(encode(RECORDS[4]) + write(path, together=True)[:size])
+    damage = check_survivors(path, [RECORDS[4]])
+    start = len(encode(RECORDS[4]))
+    assert [(one.offset, one.size, one.reason) for one in damage] == [(start, size, "torn at the end")][:size]
+    log = RecordLog(path)
+    log.write(RECORDS[:2])
+    log.close()
+    assert check_survivors(path, [RECORDS[4], *RECORDS[:2]]) == []
+
+
+def test_damage_among_records_written_together_costs_only_what_it_hit(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    content = bytearray(write(path, together=True))
+    content[ENDS[1] + 40] ^= 1
+    path.write_bytes(content)
+    [damage] = check_survivors(path, [*RECORDS[:2], *RECORDS[3:]])
+    assert (damage.offset, damage.size, damage.reason) == (ENDS[1], ENDS[2] - ENDS[1], "damaged")
+
+
+@given(place=st.integers(0, ENDS[-1] - 1), flip=st.integers(1, 255))
+@settings(max_examples=300)
+def test_a_damaged_byte_costs_one_record(
+    tmp_path_factory: pytest.TempPathFactory, place: int, flip: int
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "log"
+    content = bytearray(write(path))
+    content[place] ^= flip
+    path.write_bytes(content)
+    hit = next(number for number, end in enumerate(ENDS) if place < end)
+    [damage] = check_survivors(path, [one for number, one in enumerate(RECORDS) if number != hit])
+    start = ENDS[hit - 1] if hit else 0
+    assert (damage.offset, damage.size) == (start, ENDS[hit] - start)
+    assert damage.reason == ("torn at the end" if hit == len(RECORDS) - 1 else "damaged")
+
+
+def test_damage_in_the_middle_is_not_cut(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    content = bytearray(write(path))
+    content[ENDS[1] + 40] ^= 1
+    path.write_bytes(content)
+    log = RecordLog(path)
+    log.write([RECORDS[0]])
+    log.close()
+    [damage] = check_survivors(path, [*RECORDS[:2], *RECORDS[3:], RECORDS[0]])
+    assert damage.offset == ENDS[1]
+
+
+def test_an_array_that_looks_like_a_record_is_none(tmp_path: Path) -> None:
+    inside = np.frombuffer(encode(RECORDS[2]), np.uint8)
+    path = tmp_path / "log"
+    log = RecordLog(path)
+    log.write([Record("outer", {}, {"bytes": inside})])
+    log.close()
+    [found] = read_records(path)
+    assert isinstance(found, Record)
+    assert found.kind == "outer"
+
+
+@pytest.mark.parametrize("kind", ["", "a kind that is far too long"])
+def test_a_kind_must_fit(kind: str) -> None:
+    with pytest.raises(ValueError, match="1 to 16 characters"):
+        encode(Record(kind, {}, {}))

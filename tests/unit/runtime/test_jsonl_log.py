@@ -1,0 +1,162 @@
+"""Logs survive a kill at any byte, are strict JSON, and can be taken back to a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.jsonl_log import EventLog, JsonlLog, finite_json, read_jsonl
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+rows = st.lists(st.dictionaries(st.text(), json_values, max_size=4), max_size=5)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "log.jsonl"
+
+
+def write_steps(path: Path, *steps: int) -> None:
+    with closing(JsonlLog(path)) as log:
+        for step in steps:
+            log.append({"step": step})
+
+
+def steps_in(path: Path) -> list[int]:
+    return [row["step"] for row in read_jsonl(path)]
+
+
+@given(written=rows)
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, written: list[dict]) -> None:
+    path = tmp_path_factory.mktemp("logs") / "log.jsonl"
+    with closing(JsonlLog(path)) as log:
+        for row in written:
+            log.append(row)
+    assert read_jsonl(path) == [finite_json(row) for row in written]
+    assert path.read_bytes().count(b"\n") == len(written)
+
+
+@given(cut=st.integers(min_value=0, max_value=45))
+def test_a_kill_at_any_byte_costs_the_last_line_at_most(
+    tmp_path_factory: pytest.TempPathFactory, cut: int
+) -> None:
+    path = tmp_path_factory.mktemp("logs") / "log.jsonl"
+    write_steps(path, 1, 2, 3)
+    content = path.read_bytes()
+    path.write_bytes(content[:cut])
+    whole = content[:cut].count(b"\n")
+    assert steps_in(path) == [1, 2, 3][:whole]
+    write_steps(path, 9)
+    assert steps_in(path) == [*[1, 2, 3][:whole], 9]
+
+
+def test_lines_reach_the_file_before_the_process_is_killed(path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from bapo_megatron.runtime.jsonl_log import JsonlLog\n"
+        "log = JsonlLog(Path(sys.argv[1])); log.append({'step': 1}); log.append({'step': 2}); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(path)])
+    try:
+        deadline = time.monotonic() + 30
+        while not (path.exists() and path.read_bytes().count(b"\n") == 2):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert steps_in(path) == [1, 2]
+
+
+def test_infinities_and_nan_are_null(path: Path) -> None:
+    with closing(JsonlLog(path)) as log:
+        log.append({"step": 1, "a": math.inf, "b": [math.nan, {"c": -math.inf}], "d": 0.5})
+    assert path.read_text() == '{"step": 1, "a": null, "b": [null, {"c": null}], "d": 0.5}\n'
+
+
+def test_rewind_keeps_the_steps_up_to_the_given_one(path: Path) -> None:
+    write_steps(path, 1, 2, 2, 3, 4)
+    kept = path.read_bytes().split(b"\n")[:3]
+    with closing(JsonlLog(path)) as log:
+        log.rewind(2)
+        assert path.read_bytes().split(b"\n")[:-1] == kept
+        log.append({"step": 3})
+    assert steps_in(path) == [1, 2, 2, 3]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_rewind_of_a_new_log_and_to_its_end_changes_nothing(path: Path) -> None:
+    with closing(JsonlLog(path)) as log:
+        log.rewind(0)
+        log.append({"step": 1})
+        log.rewind(1)
+        log.append({"step": 2})
+    assert steps_in(path) == [1, 2]
+
+
+def test_rewind_refuses_lines_without_a_step(path: Path) -> None:
+    path.write_text('{"step": 1}\n{"epoch": 1}\n')
+    with (
+        closing(JsonlLog(path)) as log,
+        pytest.raises(ConfigError, match="line 2 has no whole number as its step"),
+    ):
+        log.rewind(1)
+
+
+@pytest.mark.parametrize("bad", ["{torn", "[1]", '{"a": NaN}', ""])
+def test_a_bad_line_in_the_middle_is_told_with_its_number(path: Path, bad: str) -> None:
+    path.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n')
+    with pytest.raises(ConfigError, match=r"log\.jsonl, line 2 is not"):
+        read_jsonl(path)
+
+
+def test_events_carry_their_kind_and_time(path: Path) -> None:
+    before = datetime.now(UTC)
+    with closing(EventLog(path)) as log:
+        log.event("resume", step=40, layout="tp2")
+    (event,) = read_jsonl(path)
+    assert list(event) == ["time", "kind", "step", "layout"]
+    assert (event["kind"], event["step"], event["layout"]) == ("resume", 40, "tp2")
+    written = datetime.fromisoformat(event["time"])
+    assert written.utcoffset().total_seconds() == 0
+    assert abs((written - before).total_seconds()) < 10
+
+
+@pytest.mark.parametrize(("content", "stored"), [("käse\n", "käse\n".encode()), (b"\x00\xff", b"\x00\xff")])
+def test_atomic_write_replaces_the_file(tmp_path: Path, content: str | bytes, stored: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    write_atomically(path, content)
+    assert path.read_bytes() == stored
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_failed_atomic_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_text(json.dumps("old"))
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, "new")
+    assert path.read_text() == '"old"'
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,99 @@
+"""When a run stops by itself, and that every rank hears of a signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bapo_megatron.runtime import preemption as interrupt
+from bapo_megatron.runtime.preemption import Interrupt
+
+START = 1_000_000.0
+
+
+class Clock:
+    """The time of a test."""
+
+    def __init__(self) -> None:
+        self.now = START
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """One rank alone, at a time that only the test moves."""
+    clock = Clock()
+    monkeypatch.setattr(interrupt, "time", clock)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
+    for name in ("BAPO_END_TIME", "SLURM_JOB_END_TIME"):
+        monkeypatch.delenv(name, raising=False)
+    return clock
+
+
+def ends_in(monkeypatch: pytest.MonkeyPatch, seconds: int) -> Interrupt:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(START) + seconds))
+    return Interrupt()
+
+
+def test_without_an_end_it_goes_on(clock: Clock) -> None:
+    watched = Interrupt()
+    for _ in range(3):
+        clock.now += 1e6
+        assert watched.reason() is None
+
+
+def test_it_stops_while_the_longest_stretch_a_save_and_a_minute_fit(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stretches of 100 s and 10 s, a save of 30 s: 190 s before the end it goes on, after that no more."""
+    watched = ends_in(monkeypatch, 1000)
+    clock.now += 500  # starting up is no stretch
+    for now in (500, 600, 700, 800, 810):
+        clock.now = START + now
+        assert watched.reason() is None
+        watched.saved(30)
+        watched.saved(20)
+    clock.now = START + 811
+    assert watched.reason() == "the job's time would end before the next update is saved"
+
+
+def test_the_end_that_the_script_knows_comes_before_slurms(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm moves the end of a job that it preempts."""
+    monkeypatch.setenv("BAPO_END_TIME", str(int(START) + 10_000))
+    assert ends_in(monkeypatch, 10).reason() is None
+
+
+@pytest.mark.parametrize("told", ["", "0", "UNLIMITED"])
+def test_an_end_that_is_none(clock: Clock, monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", told)
+    assert Interrupt().reason() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_is_noted_within_the_block_alone(clock: Clock, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    watched = Interrupt()
+    with watched.heeding():
+        assert watched.reason() is None
+        os.kill(os.getpid(), number)
+        assert watched.reason() == f"told to stop by {number.name}"
+    assert signal.getsignal(number) is before
+
+
+def test_a_rank_that_heard_nothing_stops_with_the_others(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def another_says_so(told: torch.Tensor, operation: object) -> None:
+        assert operation is dist.ReduceOp.MAX
+        told.fill_(1)
+
+    monkeypatch.setattr(dist, "all_reduce", another_says_so)
+    assert Interrupt().reason() == "another rank was told to stop"

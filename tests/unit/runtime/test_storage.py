@@ -1,0 +1,219 @@
+"""A full disk ends the run with one message, and nothing half-written is taken for whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+
+from bapo_megatron.checkpoint.store import CheckpointStore
+from bapo_megatron.config import CheckpointConfig
+from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
+from bapo_megatron.hf.export import export_hf
+from bapo_megatron.rollout.sampler.journal import SegmentJournal
+from bapo_megatron.rollout.sampler.step_batches import read_step, write_step
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
+from bapo_megatron.rollout.weight_sync.staging import WeightStaging
+from bapo_megatron.runtime.exit_codes import end_with
+from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
+from bapo_megatron.runtime.storage import DiskError, writing
+from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
+from tests.support.models import save_tiny_model
+from tests.support.saves import save, write_policy
+from tests.support.small_disk import fill, small_disk
+
+FULL = r"No space left on device \(\d+ MB and [\d,]+ files are free there now\)"
+
+
+pytestmark = pytest.mark.usefixtures("one_process_group")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", 4096) as folder:
+        yield folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_tiny_model("qwen2", tmp_path / "model")
+
+
+def batch(tokens: int) -> StepBatch:
+    ids = np.arange(tokens, dtype=np.int32)
+    rollout = Rollout(ids, ids.astype(np.float32), ids, "stop", 1.0)
+    return StepBatch((Group(Prompt(0, np.array([1], np.int32), "", ""), (rollout,)),), {})
+
+
+def full_then_not(disk: Path, write: Callable[[], object], named: Path) -> None:
+    """``write`` is refused with a message that names the file, and done when there is room."""
+    ballast = fill(disk, 8)
+    with pytest.raises(RunStopped, match=f"could not be written to {named}: {FULL}"):
+        write()
+    ballast.unlink()
+    write()
+
+
+def test_weights(disk: Path, model: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    staging = WeightStaging(disk / "weights", model)
+    full_then_not(disk, lambda: staging.write(weights.items(), 3), disk / "weights/v3")
+    assert [path.name for path in (disk / "weights").iterdir()] == ["v3"]
+
+
+def test_a_checkpoint(disk: Path) -> None:
+    store = CheckpointStore(disk, CheckpointConfig())
+    save(store, 10, write_policy(bytes(100_000)), {})
+
+    def again() -> None:
+        latest = store.latest()
+        assert latest is not None
+        assert latest.step == 10
+        save(store, 20, write_policy(bytes(100_000)), {})
+
+    full_then_not(disk, again, disk / "checkpoints/step_000020")
+    ballast = fill(disk, 8)
+    with pytest.raises(RunStopped):
+        save(store, 30, write_policy(bytes(100_000)), {})
+    store.clear_leftovers()  # as a continuation does, which needs the room
+    ballast.unlink()
+    assert sum(path.stat().st_size for path in disk.rglob("*.bin")) == 200_000
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 20
+
+
+@pytest.mark.parametrize("writer", ["torch", "a little of torch", "safetensors"])
+def test_writers_that_hide_what_the_disk_said(disk: Path, writer: str) -> None:
+    """As megatron's checkpoints, which torch writes, and the exported folder do."""
+    tensors = {"x": torch.zeros(1 if "little" in writer else 50_000)}
+    path = disk / "file"
+    path.touch()
+    fill(disk, 0)
+    told = "the file could not be written to .*file: (No space|a file was cut)"
+    with pytest.raises(DiskError, match=told), writing("the file", path):
+        save_file(tensors, path) if writer == "safetensors" else torch.save(tensors, path)
+
+
+def test_a_checkpoint_that_several_ranks_write() -> None:
+    """What torch raises on every rank then says of the failure only in its text."""
+    try:
+        raise RuntimeError("Worker failure: [Errno 28] No space left on device")
+    except RuntimeError as error:
+        failure = _wrap_exception(error)
+    with pytest.raises(DiskError, match="No space left"), writing("the checkpoint", Path("x")):
+        raise CheckpointException("write", {1: failure})
+
+
+def test_an_export(disk: Path, model: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    full_then_not(disk, lambda: export_hf(iter(weights.items()), model, disk / "export"), disk / "export")
+    assert load_file(disk / "export/model.safetensors").keys() == weights.keys()
+
+
+def test_a_line_of_a_log(disk: Path) -> None:
+    log = EventLog(disk / "events.jsonl")
+    log.append({"n": 0})
+    full_then_not(disk, lambda: log.append({"n": 1, "text": "x" * 20_000}), log.path)
+    log.append({"n": 2})
+    log.close()
+    assert [row["n"] for row in read_jsonl(log.path)] == [0, 1, 2]
+
+
+def test_the_rollouts_of_a_step(disk: Path) -> None:
+    full_then_not(disk, lambda: write_step(disk, 1, batch(10_000)), disk / "step_000001.npz")
+    assert len(read_step(disk, 1).groups[0].rollouts[0].token_ids_R) == 10_000
+    assert [path.name for path in disk.iterdir()] == ["step_000001.npz"]
+
+
+def test_the_journal(disk: Path) -> None:
+    journal = SegmentJournal(disk)
+    journal.begin(Record("state", {"n": 0}, {}))
+    large = Record("segments", {"parts": []}, {"ids": np.zeros(10_000, np.int32)})
+    full_then_not(disk, lambda: journal.commit([large]), disk / "segments-000001.log")
+    journal.close()
+    assert [r.kind for r in read_records(disk / "segments-000001.log") if isinstance(r, Record)] == [
+        "state",
+        "segments",
+    ]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EROFS, errno.ESHUTDOWN])
+def test_a_file_system_that_fails_is_another_ending(number: int) -> None:
+    """As itself, and as another process or a library in another language tells of it."""
+    told = os.strerror(number)
+    for error in (OSError(number, told), RuntimeError(f"Worker failure: [Errno {number}] {told}")):
+        named = f"x could not be written to y: {told}"
+        with pytest.raises(StorageFailed, match=named) as caught, writing("x", Path("y")):
+            raise error
+        assert end_with(caught.value) == 4
+    with pytest.raises(DiskError) as full, writing("x", Path("y")):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert not isinstance(full.value, StorageFailed)
+    assert end_with(full.value) == 3
+
+
+@pytest.mark.parametrize(("free_bytes", "code"), [(2**31, 4), (2**20, 3), (None, 4)])
+def test_a_file_cut_short_is_judged_by_the_room(
+    free_bytes: int | None, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def statistics(_path: Path) -> os.statvfs_result:
+        if free_bytes is None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.statvfs_result((1, 1, free_bytes, free_bytes, free_bytes, 9, 9, 9, 0, 255))
+
+    monkeypatch.setattr("bapo_megatron.runtime.storage._statistics", statistics)
+    with pytest.raises(DiskError, match="a file was cut short") as caught, writing("x", Path("y")):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+    assert end_with(caught.value) == code
+
+
+def test_other_errors_pass() -> None:
+    for error in (ValueError("wrong"), ConnectionRefusedError(111, "refused"), ConfigError("a field")):
+        with pytest.raises(type(error)), writing("a file", Path("x")):
+            raise error
+
+
+def test_the_first_message_is_told_though_closing_fails_too() -> None:
+    with pytest.raises(RunStopped, match="the journal"), writing("a file of the run", Path("x")):
+        try:
+            with writing("the journal", Path("y")):
+                raise OSError(28, "No space left on device")
+        finally:
+            raise OSError(28, "No space left on device")
+
+
+def test_writers_that_nobody_listens_to_do_not_hold_up_the_end() -> None:
+    """One failed, the others have more to tell than fits into a pipe: so megatron leaves them."""
+    code = (
+        "import multiprocessing as mp, sys\n"
+        "from bapo_megatron import cli\n"
+        "queue = mp.get_context('fork').Queue()\n"
+        "mp.get_context('fork').Process(target=queue.put, args=('x' * 1_000_000,)).start()\n"
+        "sys.exit(cli.run(['trian']))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+    try:
+        assert process.wait(120) == 2
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_the_exit_code_is_told_though_the_log_is_on_a_full_disk() -> None:
+    command = [sys.executable, "-m", "bapo_megatron.cli", "trian"]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, stdout=full, stderr=full).returncode == 2

@@ -1,0 +1,312 @@
+"""The shell library of slurm/lib: each test sources it and calls a function."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.commands.cluster.slurm_client import read_job_state
+from bapo_megatron.runtime.jsonl_log import read_jsonl
+
+SLURM = Path(__file__).parents[3] / "slurm"
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    """Runs lines of bash after the library, in job 7 whose run is ``tmp_path``."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (("squeue", "echo RUNNING"), ("sinfo", "true"), ("scontrol", "exit 1")):
+        command = tmp_path / "bin" / name
+        command.write_text(f"#!/bin/sh\n{text}\n")
+        command.chmod(0o755)
+
+    def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {
+            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n1",
+            "BAPO_ROOT": str(tmp_path),
+            **variables,
+        }
+        begin = f". {SLURM}/lib/job.sh\nBAPO_RUN={tmp_path} BAPO_LOGS={tmp_path} BAPO_END=0 BAPO_EXPECTED=0\n"
+        return subprocess.run(
+            ["bash", "-u", "-c", begin + script], env=environment, capture_output=True, text=True, timeout=30
+        )
+
+    return run
+
+
+def checkpoint(run: Path, step: int, whole: bool = True, update: int | None = None) -> None:
+    within = "" if update is None else f"_update_{update:03d}"
+    folder = run / f"checkpoints/step_{step:06d}{within}"
+    folder.mkdir(parents=True)
+    if whole:
+        (folder / "manifest.json").write_text("{}")
+
+
+def may_requeue(shell: Shell, kind: str, **variables: str) -> str:
+    """`yes`, or why not."""
+    found = shell(f'bapo_read_state; why=$(bapo_may_requeue {kind}) && echo yes || echo "$why"', **variables)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.strip()
+
+
+def test_every_script_is_clean() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed: apt-get install shellcheck")
+    files = [*SLURM.glob("lib/*.sh"), SLURM / "task.sh", *SLURM.glob("*.sbatch")]
+    assert len(files) >= 15
+    subprocess.run(["shellcheck", "-x", *map(str, files)], check=True, cwd=SLURM)
+
+
+def test_scripts_stay_small() -> None:
+    for path in [*SLURM.glob("lib/*.sh"), SLURM / "task.sh", *SLURM.glob("*.sbatch"), *SLURM.glob("*.py")]:
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 350, path
+        assert max(map(len, lines)) <= 110, path
+
+
+def test_a_requeue_needs_a_newer_checkpoint(shell: Shell, tmp_path: Path) -> None:
+    """The first comes without one; the next not."""
+    assert may_requeue(shell, "crash") == "yes"
+    assert may_requeue(shell, "crash") == "crash, and no newer checkpoint than step 0 since the last requeue"
+    checkpoint(tmp_path, 10)
+    assert may_requeue(shell, "crash") == "yes"
+    checkpoint(tmp_path, 20, whole=False)
+    assert may_requeue(shell, "time_limit").startswith("time_limit, and no newer checkpoint than step 10")
+
+
+def test_a_checkpoint_within_a_step_is_a_newer_one(shell: Shell, tmp_path: Path) -> None:
+    """A job whose step takes longer than its time gets through it, a few updates at a time."""
+    checkpoint(tmp_path, 10)
+    assert may_requeue(shell, "time_limit") == "yes"
+    for update in (2, 9, 10):
+        checkpoint(tmp_path, 10, update=update)
+        assert may_requeue(shell, "time_limit") == "yes"
+        assert may_requeue(shell, "time_limit").endswith(
+            "no newer checkpoint than step 10 since the last requeue"
+        )
+    checkpoint(tmp_path, 11)
+    assert may_requeue(shell, "time_limit") == "yes"
+    assert shell("bapo_checkpoint_step").stdout == "11\n"
+
+
+def test_budgets_are_apart(shell: Shell, tmp_path: Path) -> None:
+    limits = {"BAPO_MAX_CRASHES": "2", "BAPO_MAX_TIME_LIMITS": "1"}
+    for step, kind, answer in (
+        (1, "crash", "yes"),
+        (2, "time_limit", "yes"),
+        (3, "time_limit", "time_limit number 2, and the budget is 1"),
+        (4, "crash", "yes"),
+        (5, "crash", "crash number 3, and the budget is 2"),
+        (6, "preemption", "yes"),
+    ):
+        checkpoint(tmp_path, step)
+        assert may_requeue(shell, kind, **limits) == answer
+    state = read_job_state(tmp_path)
+    assert state is not None
+    assert state.requeues == {
+        "crash": 2,
+        "preemption": 1,
+        "time_limit": 1,
+        "node": 0,
+        "storage": 0,
+        "engines": 0,
+    }
+
+
+def test_a_few_preemptions_may_come_before_a_checkpoint(shell: Shell, tmp_path: Path) -> None:
+    """One with a first chance, then as many as BAPO_MAX_IDLE; a checkpoint forgives them."""
+    assert [may_requeue(shell, "preemption", BAPO_MAX_IDLE="2") for _ in range(4)] == [
+        *["yes"] * 3,
+        "preemption, and no newer checkpoint than step 0 since the last requeue",
+    ]
+    checkpoint(tmp_path, 1)
+    assert may_requeue(shell, "node", BAPO_MAX_IDLE="2") == "yes"
+    assert may_requeue(shell, "preemption", BAPO_MAX_IDLE="2") == "yes"
+
+
+def test_a_time_limit_without_a_newer_checkpoint(shell: Shell) -> None:
+    """Ranks that ended well had nothing newer to save: sampling goes on from the journal. Others would fail
+    in the same way again."""
+
+    def again(code: int) -> str:
+        script = f'bapo_read_state; why=$(bapo_may_requeue time_limit {code}) && echo yes || echo "$why"'
+        return shell(script, BAPO_MAX_IDLE="2").stdout.strip()
+
+    assert [again(85) for _ in range(3)] == ["yes"] * 3
+    assert again(85).startswith("time_limit, and no newer checkpoint than step 0")
+    assert again(137).startswith("time_limit, and no newer checkpoint than step 0")
+
+
+def test_a_save_that_was_given_up_is_not_tried_again_and_again(shell: Shell) -> None:
+    script = "bapo_read_state; bapo_may_requeue time_limit 137 >/dev/null && echo yes || echo no"
+    assert [shell(script).stdout.strip() for _ in range(2)] == ["yes", "no"]
+
+
+def test_another_job_begins_with_full_budgets(shell: Shell) -> None:
+    assert may_requeue(shell, "crash") == "yes"
+    assert may_requeue(shell, "crash") != "yes"
+    assert may_requeue(shell, "crash", SLURM_JOB_ID="8") == "yes"
+
+
+@pytest.mark.parametrize(
+    ("code", "before", "kind"),
+    [
+        (0, "", "finished"),
+        (1, "", "crash"),
+        (2, "", "config"),
+        (3, "", "stopped"),
+        (3, "BAPO_EXPECTED=2", "engines"),
+        (4, "", "storage"),
+        (137, "", "crash"),
+        (85, "", "preemption"),
+        (138, "BAPO_SIGNAL=USR1", "preemption"),
+        (85, "BAPO_END=$(($(date +%s) + 500))", "time_limit"),
+        (85, "BAPO_END=$(($(date +%s) + 5000))", "preemption"),
+        (1, 'touch "$BAPO_RUN/stop"', "cancelled"),
+        (85, "squeue() { echo CANCELLED; }", "slurm"),
+        (1, "sinfo() { echo n1; }", "node"),
+        (143, "BAPO_NO_ENGINES=yes", "engines"),
+    ],
+)
+def test_what_ended_a_job(shell: Shell, code: int, before: str, kind: str) -> None:
+    found = shell(f"{before}\nbapo_kind_of_end {code}")
+    assert found.stdout.strip() == kind, found.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("srun: error: Node failure on n2", "node"),
+        ("srun: error: Node failure on n3,n2.", "node"),
+        ("srun: error: Node failure on n3", "crash"),  # it samples
+        ("Node failure on n2, says a rank", "crash"),
+    ],
+)
+def test_a_node_that_has_come_back_was_lost(shell: Shell, tmp_path: Path, said: str, kind: str) -> None:
+    (tmp_path / "job.log").write_text(f"[10:00:00] start\n{said}\nsrun: error: n1: task 0: Killed\n")
+    names = "scontrol() { tr , '\\n' <<<\"$3\"; }\nsleep() { :; }\n"
+    found = shell(f"{names}bapo_kind_of_end 137", SLURM_JOB_NODELIST="n1,n2")
+    assert found.stdout.strip() == kind, found.stderr
+
+
+def test_events_are_those_of_the_trainer(shell: Shell, tmp_path: Path) -> None:
+    odd = 'say "x\\y"\n\ttab\x01 end'
+    (tmp_path / "events.jsonl").write_text('{"kind": "start"}\n{"kind": "torn')
+    shell('bapo_event kind "text=$ODD" count=3 "share=0.5" "name=007" "none="', ODD=odd)
+    first, second = read_jsonl(tmp_path / "events.jsonl")
+    assert first == {"kind": "start"}  # what a killed trainer left half is cut off
+    assert second.pop("time")[-6:] == "+00:00"
+    expected = {"text": 'say "x\\y"\n\ttab end', "count": 3, "share": 0.5, "name": "007", "none": ""}
+    assert second == {"kind": "kind", **expected, "job": 7, "restart": 0}
+
+
+def test_a_running_trainer_is_not_cut_off(shell: Shell, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"half')
+    shell("BAPO_TRAINER=1 bapo_event kind")
+    assert path.read_text().startswith('{"half')
+
+
+def test_the_cause_is_that_of_the_rank_that_went_first(shell: Shell, tmp_path: Path) -> None:
+    texts = {
+        "trainer-n1-0": "Traceback (most recent call last):\nConnectionError: peer closed\n",
+        "trainer-n2-1": "step 3\nTraceback (most recent call last):\ntorch.OutOfMemoryError: 80 GB\n  note\n",
+        "trainer-n3-2": "step 3\n",
+    }
+    for age, (name, text) in zip((10, 20, 30), texts.items(), strict=True):
+        path = tmp_path / f"{name}.log"
+        path.write_text(text)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    assert shell("bapo_cause").stdout.strip() == "torch.OutOfMemoryError: 80 GB (trainer-n2-1.log)"
+    for path in tmp_path.glob("trainer-*"):
+        path.unlink()
+    (tmp_path / "job.log").write_text("srun: error: n2: task 1: Killed\nsrun: bye\n")
+    assert shell("bapo_cause").stdout.strip() == "srun: error: n2: task 1: Killed"
+
+
+def test_the_first_rank_that_ended_badly_is_believed(shell: Shell, tmp_path: Path) -> None:
+    """Whose log was written last says nothing: a rank that was killed wrote none of its own."""
+    (tmp_path / "ended").mkdir()
+    assert shell("bapo_first_failure").stdout == ""
+    for rank, code, age in ((0, 1, 10), (1, 137, 20), (2, 85, 30), (3, 0, 40)):
+        path = tmp_path / f"ended/{rank}"
+        path.write_text(f"{code}\n")
+        os.utime(path, (1e9 - age, 1e9 - age))
+    assert shell("bapo_first_failure").stdout == "1 137\n"
+    (tmp_path / "trainer-n1-0.log").write_text("ConnectionError: peer closed\n")
+    (tmp_path / "trainer-n2-1.log").write_text("step 3\nerror: rank 1 on n2 was killed by SIGKILL\n")
+    os.utime(tmp_path / "trainer-n1-0.log", (1e9, 1e9))
+    expected = "error: rank 1 on n2 was killed by SIGKILL (trainer-n2-1.log)"
+    assert shell("bapo_cause").stdout.strip() == expected
+
+
+def test_a_file_system_that_fails_at_the_start_is_waited_for(shell: Shell, tmp_path: Path) -> None:
+    """mkdir fails as on NFS, twice; then it is well."""
+    fails = """
+        sleep() { :; }
+        mkdir() { echo x >>"$BAPO_RUN/tries"; (($(wc -l <"$BAPO_RUN/tries") > 2)) && return 0
+                  echo "mkdir: cannot create directory: $WORDS" >&2; return 1; }
+        bapo_await_disk && echo well
+    """
+    assert shell(fails, WORDS="Stale file handle").stdout.strip() == "well"
+    (tmp_path / "tries").unlink()
+    refused = shell(fails, WORDS="Permission denied")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "cannot be written to: mkdir: cannot create directory: Permission denied" in refused.stderr
+    (tmp_path / "tries").unlink()
+    assert shell(fails, WORDS="Input/output error", BAPO_DISK_WAIT_S="0").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "directory"),
+    [
+        ("recipes/a.py", "{root}/runs/a"),
+        ("recipes/a.py --run-dir x/y --steps 3", "{root}/x/y"),
+        ("a.py --run_dir=/z", "/z"),
+    ],
+)
+def test_the_run_directory(shell: Shell, tmp_path: Path, flags: str, directory: str) -> None:
+    assert shell(f"bapo_run_directory {flags}").stdout.strip() == directory.format(root=tmp_path)
+
+
+def test_ports_of_jobs_and_restarts_differ(shell: Shell) -> None:
+    script = 'scontrol() { echo n1; }; bapo_rendezvous; echo "$MASTER_ADDR $MASTER_PORT $BAPO_FIRST_PORT"'
+    assert shell(script).stdout.split() == ["n1", "20007", "10056"]
+    assert shell(script, SLURM_RESTART_COUNT="1").stdout.split() == ["n1", "25007", "10056"]
+    assert shell(script, SLURM_RESTART_COUNT="2").stdout.split() == ["n1", "20007", "10056"]
+    assert shell(script, SLURM_JOB_ID="8").stdout.split() == ["n1", "20008", "10064"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("BAPO_LEAD_S", "ten"), ("BAPO_MAX_CRASHES", "-1")])
+def test_settings_are_checked(shell: Shell, name: str, value: str) -> None:
+    found = shell("bapo_check_numbers", **{name: value})
+    assert (found.returncode, found.stderr.strip()) == (2, f"error: {name}={value} must be a whole number")
+
+
+def test_servers_are_alive_while_they_renew_their_entries(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "engines").mkdir()
+    for name, state, age in (("a", "ready", 0), ("b", "ready", 100), ("c", "starting", 0)):
+        path = tmp_path / f"engines/{name}.json"
+        path.write_text(json.dumps({"url": f"http://{name}:1", "job": 7, "state": state}))
+        os.utime(path, (path.stat().st_mtime - age,) * 2)
+    assert shell("bapo_engines_alive").stdout.split() == ["http://a:1"]
+    shell("bapo_forget_engines")
+    assert not list((tmp_path / "engines").iterdir())
+
+
+def test_an_element_of_an_evaluation_has_its_step_and_suite(shell: Shell) -> None:
+    lines = "\n".join(f"bapo_pick_evaluation 100,200 aime24,aime25,math500 {n} || true" for n in range(7))
+    assert shell(lines).stdout.splitlines() == [
+        *(f"{step} {suite}" for step in (100, 200) for suite in ("aime24", "aime25", "math500")),
+        "element 6: 2 steps and 3 suites make --array=0-5",
+    ]
+    assert shell("bapo_pick_evaluation latest aime24 1").returncode == 1

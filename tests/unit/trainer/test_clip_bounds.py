@@ -1,0 +1,120 @@
+"""Where an update's bounds come from: which passes are made, and which sums decide."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo
+from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.types import MicroBatch, SearchedLoss, TokenFn, TokenStats
+from tests.unit.algo.test_objective import pack
+
+LN2 = 0.6931471805599453
+
+
+class FakePolicy:
+    """Thinks twice as much of every token as the sampling policy did; counts its passes."""
+
+    version = 7
+
+    def __init__(self) -> None:
+        self.passes: list[str] = []
+
+    def _sums(self, batches: Sequence[MicroBatch], fn: TokenFn, log_ratio: float) -> torch.Tensor:
+        stats = [TokenStats(b.old_log_prob_T + log_ratio, torch.zeros_like(b.mask_T)) for b in batches]
+        return sum(fn(*pair) for pair in zip(stats, batches, strict=True))
+
+    def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> torch.Tensor:
+        self.passes.append("model")
+        return self._sums(batches, fn, LN2)
+
+    def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> torch.Tensor:
+        self.passes.append("rollouts")
+        return self._sums(batches, fn, 0.0)
+
+    def losses(self, batches: Sequence[MicroBatch], loss: TokenFn) -> torch.Tensor:
+        return self._sums(batches, loss, LN2)
+
+
+# One positive and one negative token: at ratio 1 both are alive and the share is 1/2 from the start. At
+# ratio 2 the positive one is dead until c_high passes 2.0.
+PACKS = [pack([1.0, -1.0], [-1.0, -1.0], [1.0, 1.0], [7, 7])]
+
+
+def chosen(bounds: BoundsConfig, on_policy: bool = False, **rest: Any) -> tuple[Any, Any, list[str]]:
+    policy = FakePolicy()
+    hold = rest.pop("hold", False)
+    clipping = Clipping(AlgorithmConfig(bounds=bounds, **rest), hold)
+    loss, found = clipping.loss(policy, PACKS, on_policy)  # type: ignore[arg-type]
+    return loss, found, policy.passes
+
+
+def test_fixed_bounds_need_no_pass() -> None:
+    _, found, passes = chosen(grpo())
+    assert passes == []
+    assert (found.bounds.low, found.bounds.high) == (0.8, 1.2)
+
+
+def test_the_exact_search_makes_one_pass() -> None:
+    _, found, passes = chosen(balanced())
+    assert passes == ["model"]
+    assert (found.bounds.low, found.bounds.high) == (0.6, 2.05)
+
+
+def test_a_known_ratio_makes_no_pass() -> None:
+    """The share is 1/2 at once: nothing moves."""
+    _, found, passes = chosen(balanced(), on_policy=True)
+    assert passes == ["rollouts"]
+    assert (found.bounds.low, found.bounds.high) == (0.6, 1.2)
+
+
+def test_a_known_ratio_may_be_ignored() -> None:
+    _, found, passes = chosen(balanced(), on_policy=True, known_ratio=False)
+    assert passes == ["model"]
+    assert found.bounds.high == 2.05
+
+
+@pytest.mark.parametrize(("scope", "hold"), [("update", True), ("micro_batch", False)])
+def test_the_update_may_search_by_itself(scope: Any, hold: bool) -> None:
+    config = dataclasses.replace(balanced(), scope=scope)
+    loss, found, passes = chosen(config, hold=hold)
+    assert isinstance(loss, SearchedLoss)
+    assert loss.over == scope
+    assert found is None
+    assert passes == []
+    policy = FakePolicy()
+    sums = policy.losses(PACKS, loss.loss_of(policy.token_sums(PACKS, loss.measure)))
+    # Bounds (0.6, 2.05): minus (2 - 2).
+    assert float(sums[0]) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_lagged_bounds_are_those_of_the_update_before() -> None:
+    """The first update searches exactly; the second takes the sums that the first one's loss measured."""
+    config = AlgorithmConfig(bounds=dataclasses.replace(balanced(), scope="lagged"))
+    policy, clipping = FakePolicy(), Clipping(config)
+    loss, first = clipping.loss(policy, PACKS, False)  # type: ignore[arg-type]
+    assert policy.passes == ["model"]
+    assert clipping.state() is None
+    clipping.observe(policy.losses(PACKS, loss))  # type: ignore[arg-type]
+    other = [pack([1.0, -9.0], [-1.0, -1.0], [1.0, 1.0], [7, 7])]
+    _, second = clipping.loss(policy, other, True)  # type: ignore[arg-type]
+    assert policy.passes == ["model"]
+    assert second.bounds == first.bounds
+
+    resumed = Clipping(config)
+    resumed.load_state(clipping.state())
+    _, third = resumed.loss(policy, other, False)  # type: ignore[arg-type]
+    assert policy.passes == ["model"]
+    assert third.bounds == first.bounds
+
+
+def test_only_lagged_bounds_keep_anything() -> None:
+    clipping = Clipping(AlgorithmConfig(bounds=balanced()))
+    clipping.observe(torch.zeros(500))
+    assert clipping.state() is None

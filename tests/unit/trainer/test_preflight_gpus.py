@@ -1,0 +1,65 @@
+"""Servers that a run starts beside itself: on which GPUs. The number of GPUs is made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.config import (
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    SglangConfig,
+)
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.sglang.server_process import server_flags
+from bapo_megatron.trainer.preflight import _check_gpus
+
+
+def run(
+    parallel: ParallelConfig | None = None, evaluation: EvaluationConfig | None = None, **sglang: object
+) -> RunConfig:
+    return RunConfig(
+        name="gpus",
+        model=ModelConfig(Path("model")),
+        data=DataConfig(Path("data"), max_prompt_tokens=100),
+        parallel=parallel or ParallelConfig(tensor=4, sequence=True),
+        rollout=RolloutConfig(engine="sglang", max_response_tokens=1000, sglang=SglangConfig(**sglang)),  # type: ignore[arg-type]
+        evaluation=evaluation or EvaluationConfig(),
+    )
+
+
+def test_servers_on_other_gpus_than_the_training() -> None:
+    _check_gpus(run(first_gpu=4, servers=4), 8)
+    _check_gpus(run(first_gpu=4, servers=2, tensor=2), 8)
+
+
+def test_servers_that_share_gpus_must_leave_memory() -> None:
+    _check_gpus(run(memory_fraction=0.5), 8)
+    with pytest.raises(ConfigError, match="trains on GPUs 0 to 3: set rollout.sglang.first_gpu to 4"):
+        _check_gpus(run(), 8)
+    with pytest.raises(ConfigError, match="take GPUs 7 to 7, and this run trains on GPUs 0 to 7"):
+        _check_gpus(run(ParallelConfig(tensor=4, data=2, sequence=True), first_gpu=7), 8)
+
+
+def test_servers_without_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="take GPUs 4 to 8, but this machine has 8: start fewer servers"):
+        _check_gpus(run(first_gpu=4, servers=5), 8)
+
+
+def test_a_server_has_room_for_the_longest_response_of_an_evaluation() -> None:
+    def context(config: RunConfig) -> str:
+        flags = server_flags(config)
+        return flags[flags.index("--context-length") + 1]
+
+    longer = {"suites": ("a",), "max_response_tokens": 3000}
+    assert context(run()) == "1100"
+    assert context(run(evaluation=EvaluationConfig(every=2, **longer))) == "3100"  # type: ignore[arg-type]
+    assert context(run(evaluation=EvaluationConfig(every=0, **longer))) == "1100"  # type: ignore[arg-type]
+    problems = run(evaluation=EvaluationConfig(every=2, **longer), context=2000)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="rollout.sglang.context=2000 is less than .*3100"):
+        problems.check()

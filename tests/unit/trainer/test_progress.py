@@ -1,0 +1,92 @@
+"""What a run says in a log and in a terminal."""
+
+from __future__ import annotations
+
+import re
+from io import StringIO
+
+import pytest
+
+from bapo_megatron.trainer.progress import Progress, plain_line, sparkline
+from bapo_megatron.types import Metrics
+
+METRICS: Metrics = {
+    "reward/mean": 0.531,
+    "policy/entropy": 1.204,
+    "bapo/clip_low": 0.66,
+    "bapo/clip_high": 1.45,
+    "bapo/contribution": 0.412,
+    "time/tokens_per_s": 12345.6,
+    "time/step_s": 18.0,
+}
+
+
+class Terminal(StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_log_has_one_plain_line_a_step() -> None:
+    stream = StringIO()
+    with Progress(60, 1, stream) as progress:
+        progress.update(1, METRICS)
+        progress.update(12, METRICS)
+    first, second = stream.getvalue().splitlines()
+    assert second == (
+        "step 12/60  reward  0.531  entropy  1.204  clip 0.66..1.45  contribution  0.412  "
+        "tokens/s  12346  step_s   18.0  eta 0:14:24"
+    )
+    assert first.startswith("step  1/60  reward")
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_columns_stay_where_they_are_when_values_are_missing() -> None:
+    full = plain_line(1, 60, METRICS, 60.0)
+    empty = plain_line(1, 60, dict.fromkeys(METRICS), None)
+    for column in ("reward", "entropy", "clip", "contribution", "tokens/s", "step_s", "eta"):
+        assert full.index(column) == empty.index(column)
+    assert plain_line(1, 60, {}, None) == empty
+    assert re.search(r"reward +- ", empty)
+    assert empty.endswith("eta -")
+
+
+def test_remaining_time_follows_the_last_ten_steps() -> None:
+    progress = Progress(100, 1, StringIO())
+    assert progress.remaining_s(0) is None
+    progress.update(1, {"time/step_s": 1000.0})
+    assert progress.remaining_s(1) == 99_000
+    for step in range(2, 12):
+        progress.update(step, {"time/step_s": 2.0})
+    assert progress.remaining_s(11) == pytest.approx(89 * 2.0)
+    progress.update(12, {"time/step_s": None})
+    assert progress.remaining_s(12) == pytest.approx(88 * 2.0)
+
+
+def test_terminal_shows_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    with Progress(60, 11, stream) as progress:
+        assert "step 11/60 is under way" in stream.getvalue()
+        progress.update(12, METRICS)
+        progress.update(13, dict.fromkeys(METRICS))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert "step 12/60" in text
+    assert "12,346 tokens/s · 18.0 s/step · 0:14:24 left" in text
+    assert "clip 0.66..1.45" in text
+
+
+def test_colour_asked_for_in_a_log_is_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    stream = StringIO()
+    with Progress(2, 1, stream) as progress:
+        progress.update(1, METRICS)
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_sparkline() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([0.5, 0.5]) == "▁▁"
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"

@@ -1,0 +1,303 @@
+"""What the loop hands to the policy: the configured advantages, weights, bounds and versions reach it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bapo_megatron.algo.bapo import balanced, published_code
+from bapo_megatron.checkpoint.store import Saved
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RunConfig,
+)
+from bapo_megatron.errors import Interrupted, RunStopped
+from bapo_megatron.train import next_batch, train_on
+from bapo_megatron.trainer.build import Run
+from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.evaluation import evaluate
+from bapo_megatron.types import (
+    Group,
+    MicroBatch,
+    PackLayout,
+    Prompt,
+    Rollout,
+    SearchedLoss,
+    StepBatch,
+    TokenFn,
+    TokenStats,
+    UpdateResult,
+)
+from tests.support.runs import Told, run_of
+
+CONFIG = RunConfig("test", ModelConfig(Path("m")), DataConfig(Path("d")), batch=BatchConfig(pack_tokens=8))
+
+
+class RecordingPolicy:
+    """Thinks twice as much of every token as the sampling policy did; remembers what it was given."""
+
+    pack_layout = PackLayout()
+
+    def __init__(self) -> None:
+        self.version = 10
+        self.packs: list[Sequence[MicroBatch]] = []
+        self.losses: list[torch.Tensor] = []
+        self.searched: list[str] = []
+        self.calls: list[str] = []
+
+    def save(self, path: Path) -> None:
+        raise AssertionError("the store of these tests writes nothing")
+
+    def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> torch.Tensor:
+        self.calls.append("old_sums")
+        stats = [TokenStats(b.old_log_prob_T, torch.ones_like(b.mask_T)) for b in batches]
+        return sum(fn(s, b) for s, b in zip(stats, batches, strict=True))
+
+    def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> torch.Tensor:
+        self.calls.append("token_sums")
+        stats = [TokenStats(b.rollout_log_prob_T + np.log(2), torch.ones_like(b.mask_T)) for b in batches]
+        return sum(fn(s, b) for s, b in zip(stats, batches, strict=True))
+
+    def update(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> UpdateResult:
+        self.packs.append(batches)
+        if isinstance(loss, SearchedLoss):
+            self.searched.append(loss.over)
+            loss = loss.loss_of(self.token_sums(batches, loss.measure))
+        sums = self.token_sums(batches, loss)
+        self.calls.clear()
+        self.losses.append(sums)
+        self.version += 1
+        return UpdateResult(sums, 0.5, 1e-6)
+
+
+def group(rewards: list[float], lengths: list[int]) -> Group:
+    rollouts = tuple(
+        Rollout(
+            np.full(length, 3, np.int32),
+            np.full(length, -1.0, np.float32),
+            np.full(length, 8, np.int32),
+            "stop",
+            reward,
+        )
+        for reward, length in zip(rewards, lengths, strict=True)
+    )
+    return Group(Prompt(0, np.array([1, 2], np.int32), "", ""), rollouts)
+
+
+class Store:
+    """A ``CheckpointStore`` that writes nothing."""
+
+    def __init__(self) -> None:
+        self.newest = (0, 0)
+        self.begun: list[tuple[tuple[int, int], dict[str, Any]]] = []
+        self._is_pending = False
+
+    def begin(self, moment: tuple[int, int], save: object, trainer: dict[str, Any]) -> None:
+        self.newest, self._is_pending = moment, True
+        self.begun.append((moment, trainer))
+
+    def oldest_step(self) -> int:
+        return 0
+
+    def settle(self, wait: bool) -> Saved | None:
+        is_pending, self._is_pending = self._is_pending, False
+        return Saved(*self.newest, 1.0) if is_pending else None
+
+
+def run_with(**algorithm: object) -> tuple[Run, RecordingPolicy]:
+    policy = RecordingPolicy()
+    config = dataclasses.replace(CONFIG, algorithm=AlgorithmConfig(**algorithm))
+    clipping = Clipping(config.algorithm)
+    return run_of(config, policy, clipping, Store()), policy
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"), [("dr_grpo", [-0.5, 0.5]), ("grpo", [-(0.5**0.5), 0.5**0.5])]
+)
+def test_advantages_are_the_configured_ones(advantage: str, expected: list[float]) -> None:
+    """Rewards 0 and 1: mean 1/2; sample standard deviation 1 / sqrt(2)."""
+    run, policy = run_with(advantage=advantage)
+    train_on(run, 1, StepBatch((group([0.0, 1.0], [1, 1]),), {}))
+    values = {float(v) for pack in policy.packs[0] for v in pack.advantage_T[pack.mask_T != 0]}
+    assert sorted(values) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(("loss_mean", "expected"), [("token", [1.0, 1.0]), ("sequence", [2 / 3, 2.0])])
+def test_weights_are_the_configured_ones(loss_mean: str, expected: list[float]) -> None:
+    """Responses of 1 and 3 tokens, mean 2."""
+    run, policy = run_with(loss_mean=loss_mean)
+    train_on(run, 1, StepBatch((group([0.0, 1.0], [1, 3]),), {}))
+    values = {float(v) for pack in policy.packs[0] for v in pack.weight_T[pack.mask_T != 0]}
+    assert sorted(values) == pytest.approx(sorted(set(expected)))
+
+
+def test_bounds_are_searched_over_the_whole_update() -> None:
+    """Ratio 2 everywhere. Positive tokens are dead until c_high passes 2.0: 17 moves from 1.2 to 2.05."""
+    run, policy = run_with(bounds=balanced(), advantage="dr_grpo")
+    groups = (group([0.0, 1.0], [3, 3]), group([0.0, 1.0], [4, 4]))
+    [metrics] = train_on(run, 1, StepBatch(groups, {}))
+    assert len(policy.packs[0]) > 1
+    assert metrics["bapo/clip_high"] == pytest.approx(2.05)
+    assert metrics["bapo/clip_low"] == 0.6
+    assert metrics["bapo/rounds"] == 17
+    assert metrics["bapo/reached"] == 1.0
+    # The loss was made with them: half of the 14 tokens at -0.5 * 2, half at +0.5 * 2.
+    assert float(policy.losses[0][0]) == pytest.approx(0.0, abs=1e-6)
+    assert metrics["policy/kl"] == pytest.approx(2 - 1 - np.log(2), rel=1e-5)
+
+
+def test_micro_batch_scope_needs_no_pass_before_the_update() -> None:
+    """The published code's target on P / N is 1: ratio 2 is clipped at 1.2 while negatives count fully."""
+    run, policy = run_with(bounds=published_code())
+    [metrics] = train_on(run, 1, StepBatch((group([0.0, 1.0], [3, 3]),), {}))
+    assert policy.searched == ["micro_batch"]
+    assert metrics["bapo/rounds"] > 0
+    assert metrics["contribution/surrogate_ratio_uniform"] == pytest.approx(metrics["bapo/contribution"])
+
+
+class EndlessSampler:
+    """Has nothing twice, then a batch; or nothing ever more."""
+
+    def __init__(self, stops: bool) -> None:
+        self.asked: list[int] = []
+        self._stops = stops
+
+    def next_batch(self, step: int, wait_s: float) -> StepBatch | None:
+        self.asked.append(step)
+        if len(self.asked) < 3:
+            return None
+        if self._stops:
+            raise RunStopped("no engine is left")
+        return StepBatch((), {})
+
+    def state(self) -> dict[str, Any]:
+        return {"place": 7}
+
+    def checkpointed(self, oldest: int) -> None: ...
+
+
+def test_the_ranks_meet_while_groups_are_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
+    met = []
+    monkeypatch.setattr("bapo_megatron.trainer.waiting.share", lambda value: met.append(value) or value)
+    run, _ = run_with()
+    run.sampler = EndlessSampler(stops=False)  # type: ignore[assignment]
+    assert next_batch(run, 4) == StepBatch((), {})
+    assert met == [None, None, StepBatch((), {})]
+
+
+@pytest.mark.parametrize(("step", "newest", "saved"), [(1, 0, []), (11, 10, []), (13, 10, [(12, 0)])])
+def test_a_run_without_engines_saves_what_it_has(
+    step: int, newest: int, saved: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless there is a checkpoint of that moment, and before step 1 there is nothing to save."""
+    alone(monkeypatch)
+    run, _ = run_with()
+    run.checkpoints.newest = (newest, 0)
+    run.sampler = EndlessSampler(stops=True)  # type: ignore[assignment]
+    with pytest.raises(RunStopped, match="no engine is left"):
+        next_batch(run, step)
+    assert [moment for moment, _ in run.checkpoints.begun] == saved  # type: ignore[attr-defined]
+
+
+def test_an_evaluation_is_waited_for_recorded_and_scored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Engines that were lost meanwhile get the present weights once more. By hand: 2 of 4 are right."""
+    alone(monkeypatch)
+    run, policy = run_with()
+    run.config = dataclasses.replace(run.config, evaluation=EvaluationConfig(every=5, suites=("s",)))
+    path, answers, told = tmp_path / "step_000010.jsonl", [None, "weights", None], []
+    row = {"suite": "s", "tokens": 3, "finish_reason": "stop", "failure": None, "response": ""}
+    rows = [{**row, "problem": n // 2, "sample": n % 2, "correct": n < 2} for n in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    class Parts:
+        """A sampler, a way to the engines, and a recorder."""
+
+        def evaluated(self, step: int, wait_s: float) -> Any:
+            assert step == 10
+            return answers.pop(0) if answers else path
+
+        def push(self, pushed: Any, step: int) -> None:
+            assert (pushed, step, answers) == (policy, 10, [None])
+
+        def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+            told.append((step, metrics["eval/mean"], metrics["eval/s/problems"]))
+
+    run.sampler = run.sync = run.recorder = Parts()  # type: ignore[assignment]
+    run.checkpoints.scores = {}
+    evaluate(run, 9)
+    evaluate(run, 10)
+    assert told == [(10, 0.5, 2)]
+    assert run.checkpoints.scores == {10: 0.5}
+
+
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other ranks to tell."""
+    for module in ("waiting", "saving"):
+        monkeypatch.setattr(f"bapo_megatron.{module}.share", lambda value: value)
+    monkeypatch.setattr("bapo_megatron.trainer.checkpointing.certificate", lambda *_: {})
+
+
+def test_a_run_that_is_told_to_stop_while_it_waits_saves_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(monkeypatch)
+    run, _ = run_with()
+    run.sampler = EndlessSampler(stops=False)  # type: ignore[assignment]
+    run.interrupt = Told(at=2)  # type: ignore[assignment]
+    with pytest.raises(Interrupted, match="told to stop; saved after step 3$"):
+        next_batch(run, 4)
+    assert [moment for moment, _ in run.checkpoints.begun] == [(3, 0)]  # type: ignore[attr-defined]
+
+
+def test_a_step_that_is_cut_goes_on_behind_its_last_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What two processes make of a step, one after the other, is what one makes of it."""
+    alone(monkeypatch)
+    several: dict[str, Any] = {"reuse_epochs": 2, "updates_per_epoch": 2}
+    batch = StepBatch(tuple(group([0.0, 1.0], [1, 1]) for _ in range(3)), {})
+    whole, _ = run_with(**several)
+    expected = train_on(whole, 5, batch)
+    first, policy = run_with(**several)
+    first.interrupt = Told(at=3)  # type: ignore[assignment]
+    with pytest.raises(Interrupted, match="saved after step 4 and 3 updates of the next"):
+        train_on(first, 5, batch)
+    [(moment, trainer)] = first.checkpoints.begun  # type: ignore[attr-defined]
+    assert moment == (4, 3)
+    second, fresh = run_with(**several)
+    fresh.version = trainer["version"]
+    second.within = tuple(json.loads(json.dumps(trainer["within"])))  # type: ignore[assignment]
+    assert train_on(second, 5, batch) == expected
+    assert len(fresh.losses) == 1
+    assert len(policy.losses) == 3
+    assert train_on(second, 6, batch)[0]["version"] == 15
+
+
+def test_log_probs_of_the_trainer_belong_to_the_start_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a step that uses them is not cut."""
+    monkeypatch.setattr("bapo_megatron.train.with_old_log_probs", lambda policy, groups, *_: groups)
+    run, _ = run_with(updates_per_epoch=2, old_log_probs="trainer")
+    run.interrupt = Told(at=1)  # type: ignore[assignment]
+    assert len(train_on(run, 5, StepBatch(tuple(group([0.0, 1.0], [1, 1]) for _ in range(3)), {}))) == 2
+
+
+def test_a_step_makes_its_updates_and_counts_staleness() -> None:
+    run, _ = run_with(reuse_epochs=2, updates_per_epoch=2)
+    groups = tuple(group([0.0, 1.0], [1, 1]) for _ in range(3))
+    updates = train_on(run, 1, StepBatch(groups, {}))
+    assert [row["version"] for row in updates] == [11, 12, 13, 14]
+    assert [row["epoch"] for row in updates] == [0, 0, 1, 1]
+    assert [row["staleness/mean"] for row in updates] == [2, 3, 4, 5]  # sampled at version 8
+    assert [row["staleness/reuse_mean"] for row in updates] == [0, 1, 2, 3]
+    assert [row["staleness/queue_mean"] for row in updates] == [2, 2, 2, 2]
+    assert [row["staleness/2-3/tokens"] for row in updates] == [1, 1, 0, 0]
+    assert train_on(run, 1, StepBatch((), {})) == []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from bapo_megatron.errors import ConfigError, Interrupted, RunStopped
+from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.exit_codes import end_with
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def run(arguments: Sequence[str]) -> int:
             os.environ.setdefault("HF_HUB_OFFLINE", "0")  # its sources may be on the hub
         _quiet()
         return commands[arguments[0]](arguments[1:]) or 0
-    except (ConfigError, Interrupted, RunStopped) as error:
+    except (ConfigError, Preempted, RunStopped) as error:
         return end_with(error)
     except KeyboardInterrupt:
         print(
@@ -126,20 +126,20 @@ def train_process(config: RunConfig) -> None:
     from bapo_megatron.policy.layout import parallel_processes
     from bapo_megatron.runtime.distributed import is_main
     from bapo_megatron.runtime.out_of_memory import naming_memory
-    from bapo_megatron.runtime.preemption import Interrupt
+    from bapo_megatron.runtime.preemption import PreemptionSignal
     from bapo_megatron.runtime.storage import writing
     from bapo_megatron.train import train
     from bapo_megatron.trainer.build import open_run
 
     _quiet()
-    interrupt = Interrupt()
+    preemption = PreemptionSignal()
     with (
-        interrupt.heeding(),
+        preemption.heeding(),
         naming_memory(),
         writing("a file of the run, or its output,", config.directory),
         parallel_processes(config.parallel),
         only_writer(config.directory) if is_main() else nullcontext(),
-        open_run(config, interrupt) as run,
+        open_run(config, preemption) as run,
     ):
         train(run)
         finish(run)

@@ -31,7 +31,7 @@ class ResumeError(ConfigError):
     """What was loaded is not what the checkpoint says was saved. No step was made."""
 
 
-class Interrupted(Exception):
+class Preempted(Exception):
     """The run was told to stop and is saved. The command line says so and exits with code 85."""
 
 

@@ -12,12 +12,12 @@ from bapo_megatron.algo.objective import update_metrics
 from bapo_megatron.algo.staleness import age_metrics
 from bapo_megatron.data.packing import Sample, pack_samples, samples_of, split_into_updates
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.checkpointing import checkpoint, settle, stop_if_told
+from bapo_megatron.trainer.checkpointing import checkpoint, finalize, stop_if_told
 from bapo_megatron.trainer.evaluation import evaluate
 from bapo_megatron.trainer.mismatch_check import check_gap
 from bapo_megatron.trainer.old_log_probs import with_old_log_probs
 from bapo_megatron.trainer.recorder import StepClock, step_metrics
-from bapo_megatron.trainer.waiting import WAIT_S, awaited
+from bapo_megatron.trainer.waiting import WAIT_S, wait_for_sampler
 from bapo_megatron.types import Metrics, MicroBatch, StepBatch
 
 
@@ -37,14 +37,14 @@ def train(run: Run) -> None:
         check_gap(run.config.algorithm, step, updates, run.recorder)
         if _is_due(run, step):
             checkpoint(run, step)
-        settle(run, wait=step == run.config.steps)
-    if run.goes_on:
+        finalize(run, wait=step == run.config.steps)
+    if run.has_work:
         evaluate(run, run.config.steps)
 
 
 def next_batch(run: Run, step: int) -> StepBatch:
     """The groups of ``step``, on every rank. RunStopped, after a checkpoint, if there will be none."""
-    batch: StepBatch = awaited(run, step - 1, lambda sampler: sampler.next_batch(step, WAIT_S))
+    batch: StepBatch = wait_for_sampler(run, step - 1, lambda sampler: sampler.next_batch(step, WAIT_S))
     return batch
 
 
@@ -92,9 +92,9 @@ def update(run: Run, groups: Sequence[Sequence[Sample]], step_version: int) -> M
 
 def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool) -> Metrics:
     """One update on packs, with the clipping bounds that belong to it."""
-    loss, found = run.clipping.loss(run.policy, packs, on_policy)
+    loss, found = run.clip_bounds.loss(run.policy, packs, on_policy)
     result = run.policy.update(packs, loss)
-    weights = run.clipping.observe(result.sums)
+    weights = run.clip_bounds.observe(result.sums)
     return {
         **update_metrics(result.sums, found, run.config.algorithm.bounds),
         **weights,

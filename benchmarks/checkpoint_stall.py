@@ -94,7 +94,7 @@ class Training:
         """The training waits until the checkpoint counts."""
         start = perf_counter()
         self._begin()
-        self.store.settle(wait=True)
+        self.store.finalize(wait=True)
         seconds = perf_counter() - start
         return Save(seconds, seconds, None)
 
@@ -106,7 +106,7 @@ class Training:
         while saved is None:
             updates.append(self.update())
             look = perf_counter()
-            saved = self.store.settle(wait=False)
+            saved = self.store.finalize(wait=False)
             stall_s += perf_counter() - look
         return Save(stall_s, perf_counter() - start, statistics.median(updates))
 

@@ -30,8 +30,8 @@ import psutil
 import uvloop
 
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
-from bapo_megatron.reward.pool import Judgement
-from bapo_megatron.rollout.engines.pool import Fleet
+from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset, ModelLimits
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, open_session
@@ -97,9 +97,9 @@ class Tokenizer:
 class Coin:
     """Rewards at random, so that groups are kept."""
 
-    async def judge(self, prompt: Prompt, response: str, tokens: int) -> Judgement:
+    async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
         """Heads or tails."""
-        return Judgement(float(random.random() < 0.5))
+        return RewardResult(float(random.random() < 0.5))
 
 
 def main() -> None:
@@ -256,8 +256,8 @@ async def _sampler(
     def report(kind: str, **_: Any) -> None:
         events[kind] += 1
 
-    fleet = Fleet(engines, load.places, report)
-    sampler = GroupSampler(config, Dataset(prompts, Tokenizer(), (EOS,)), fleet, Coin(), report)
+    pool = EnginePool(engines, load.places, report)
+    sampler = GroupSampler(config, Dataset(prompts, Tokenizer(), (EOS,)), pool, Coin(), report)
     await sampler.start(1, None)
     await sampler.load_weights(Path("v0"), 0, 0)
     yield sampler, session

@@ -7,7 +7,7 @@ explains. Everything else is that of r1_distill_qwen_7b_8k.py.
 from dataclasses import replace
 from pathlib import Path
 
-from bapo_megatron.algo.papo_schedule import PolarityConfig
+from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import RunConfig, load_recipe
 
 
@@ -15,5 +15,5 @@ def recipe() -> RunConfig:
     """BAPO and PAPO together."""
     run = load_recipe(Path(__file__).with_name("r1_distill_qwen_7b_8k.py"), RunConfig)
     return replace(
-        run, name=Path(__file__).stem, algorithm=replace(run.algorithm, polarity=PolarityConfig(enabled=True))
+        run, name=Path(__file__).stem, algorithm=replace(run.algorithm, polarity=PapoConfig(enabled=True))
     )

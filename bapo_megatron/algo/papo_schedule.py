@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
-class PolarityConfig:
+class PapoConfig:
     """PAPO (arXiv 2605.11775): advantages of entropy-expanding and entropy-contracting tokens reweighted."""
 
     enabled: bool = False
@@ -43,10 +43,10 @@ def phase(entropy: float, target: float, band: float) -> float:
     return max(-1.0, min(1.0, (target - entropy) / (band * target)))
 
 
-class PolarityControl:
+class PapoSchedule:
     """The phase of a run, and the weights of its next update. Starts at phase 0."""
 
-    def __init__(self, config: PolarityConfig) -> None:
+    def __init__(self, config: PapoConfig) -> None:
         self._config = config
         self._entropy: float | None = None
         self._target = config.target_entropy

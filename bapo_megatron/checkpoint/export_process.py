@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.processes import end_with_parent
+from bapo_megatron.runtime.processes import die_with_parent
 from checkpoints_tools import Settings, to_hf
 
 _NICENESS = 19
@@ -27,7 +27,7 @@ def main(checkpoint: str, output: str, model: str, parent: str) -> int:
     ``parent``: the process that waits for it; it ends with that.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half written is removed
-    end_with_parent(parent=int(parent))  # or it would meet the export of the next trainer
+    die_with_parent(parent=int(parent))  # or it would meet the export of the next trainer
     os.nice(_NICENESS)
     try:
         to_hf(

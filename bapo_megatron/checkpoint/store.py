@@ -102,7 +102,7 @@ class CheckpointStore:
         about = {"step": step, "updates": updates, "code_version": __version__}
         self._pending, self.newest = PendingCheckpoint(saving, temporary, final, about), moment
 
-    def settle(self, wait: bool) -> Saved | None:
+    def finalize(self, wait: bool) -> Saved | None:
         """The checkpoint that has become whole since the last call, if one has, or after a ``wait``."""
         pending = self._pending
         if pending is None:

@@ -1,25 +1,29 @@
-"""Loads a recipe file: Python that defines ``recipe()`` and returns a complete configuration."""
+"""The recipe loader: runs a Python file that defines ``recipe()`` and returns the configuration it makes."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import TypeVar
 
+from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.errors import ConfigError
 
 C = TypeVar("C")
 
 
 def load_recipe(path: Path, kind: type[C]) -> C:
-    """What ``recipe()`` of the file at ``path`` returns; it must be a ``kind``."""
+    """What ``recipe()`` of the file at ``path`` returns. ConfigError if that is no ``kind``."""
     if not path.is_file():
         raise ConfigError(f"recipe {path} does not exist")
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"recipe {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    _serve_former_paths()
     try:
         spec.loader.exec_module(module)
         function = getattr(module, "recipe", None)
@@ -36,3 +40,14 @@ def load_recipe(path: Path, kind: type[C]) -> C:
             f"recipe {path}: recipe() returned {type(config).__name__}, expected {kind.__name__}"
         )
     return config
+
+
+def _serve_former_paths() -> None:
+    """Keep the import paths of version 0.1 alive for recipes (tests/fixtures has such a recipe)."""
+    for former, names in {
+        "bapo_megatron.recipe": {"load_recipe": load_recipe},
+        "bapo_megatron.algo.polarity_control": {"PolarityConfig": PapoConfig},
+    }.items():
+        module = ModuleType(former, "A module of version 0.1, for recipes that import it.")
+        vars(module).update(names)
+        sys.modules.setdefault(former, module)

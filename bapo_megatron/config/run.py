@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from bapo_megatron.algo.bounds import BoundsConfig
-from bapo_megatron.algo.papo_schedule import PolarityConfig
+from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config.outputs import CheckpointConfig as CheckpointConfig
 from bapo_megatron.config.outputs import EvaluationConfig as EvaluationConfig
 from bapo_megatron.config.outputs import LoggingConfig as LoggingConfig
@@ -173,7 +173,7 @@ class AlgorithmConfig:
     """Clipping bounds; presets in `bapo_megatron.algo.bapo`."""
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
     """`grpo`: (reward - group mean) / group std. `dr_grpo`: reward - group mean."""
-    polarity: PolarityConfig = field(default_factory=PolarityConfig)
+    polarity: PapoConfig = field(default_factory=PapoConfig)
     """Advantages reweighted by the token's effect on the entropy (PAPO); off by default."""
     loss_mean: Literal["token", "sequence"] = "token"
     """Mean over the tokens of the update, or first within each response."""

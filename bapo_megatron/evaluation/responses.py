@@ -18,7 +18,7 @@ from typing import Any
 
 from bapo_megatron.checkpoint.run_directory import only_writer
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.evaluation.scoring import Judged
+from bapo_megatron.evaluation.scoring import ScoredResponse
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import JsonlLog
 from bapo_megatron.runtime.storage import writing
@@ -88,13 +88,13 @@ def flat(settings: Row) -> Row:
     return found
 
 
-def read_responses(path: Path, samples: int) -> list[Judged]:
+def read_responses(path: Path, samples: int) -> list[ScoredResponse]:
     """The first ``samples`` responses of each problem, without their texts. A torn line does not count."""
     found = {}
     for number, line in enumerate(_whole_lines(path), 1):
         try:
             row = json.loads(line)
-            one = Judged(**{name: row[name] for name in Judged.__dataclass_fields__})
+            one = ScoredResponse(**{name: row[name] for name in ScoredResponse.__dataclass_fields__})
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path}, line {number} is no response: {error!r}; mend it or delete it"

@@ -28,11 +28,11 @@ from bapo_megatron.evaluation.scoring import score
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.reward.pool import RewardPool
-from bapo_megatron.rollout.engines.pool import Fleet
+from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import limits_of, stop_token_ids
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.rollout.engines.sglang.supervisor import servers_of
-from bapo_megatron.rollout.engines.timeouts import Patience
+from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.rollout.engines.whole_response import Sampling
 from bapo_megatron.rollout.sampler.process import open_engines
 from bapo_megatron.types import Metrics
@@ -150,14 +150,14 @@ async def _ask(
     """All suites, one after the other, by the same engines."""
     rollout, folder = config.rollout, config.model.hf_path
     async with AsyncExitStack() as opened:
-        judge = RewardPool(config.reward, rollout.max_response_tokens)
-        await judge.start()
-        opened.push_async_callback(judge.close)
+        scorer = RewardPool(config.reward, rollout.max_response_tokens)
+        await scorer.start()
+        opened.push_async_callback(scorer.close)
         engines = await open_engines(config, urls, str(select_device()), opened)
         most = rollout.sglang.max_in_flight if urls else rollout.max_batch
-        fleet = Fleet(engines, most, _report, Patience(update_s=60 * rollout.sglang.update_minutes))
-        opened.push_async_callback(fleet.close)
-        await fleet.update(folder, _VERSION)
+        pool = EnginePool(engines, most, _report, EngineTimeouts(update_s=60 * rollout.sglang.update_minutes))
+        opened.push_async_callback(pool.close)
+        await pool.update(folder, _VERSION)
         sampling = Sampling(
             rollout.temperature,
             rollout.max_response_tokens,
@@ -166,7 +166,7 @@ async def _ask(
         )
         for task in tasks:
             prompts, lost_minutes = task.suite.prompts, rollout.sglang.lost_minutes
-            asker = Asker(prompts, tokenizer, fleet, judge, sampling, lost_minutes)
+            asker = Asker(prompts, tokenizer, pool, scorer, sampling, lost_minutes)
             await asker.ask(task.places, _Progress(task))
             await asyncio.to_thread(finish, task)
 

@@ -13,9 +13,9 @@ from dataclasses import asdict
 from typing import Any
 
 from bapo_megatron.errors import RunStopped
-from bapo_megatron.evaluation.scoring import Judged, vote_of
+from bapo_megatron.evaluation.scoring import ScoredResponse, vote_of
 from bapo_megatron.reward.pool import RewardPool
-from bapo_megatron.rollout.engines.pool import EnginesGone, Fleet, Member
+from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone, EngineSlot
 from bapo_megatron.rollout.engines.whole_response import Sampling, whole_response
 from bapo_megatron.types import Prompt
 
@@ -33,14 +33,14 @@ class Asker:
         self,
         prompts: Sequence[Prompt],
         tokenizer: Any,
-        fleet: Fleet,
-        judge: RewardPool,
+        pool: EnginePool,
+        scorer: RewardPool,
         sampling: Sampling,
         lost_minutes: float,
     ) -> None:
         """``lost_minutes``: longest wait while no engine works."""
         self._prompts, self._tokenizer = prompts, tokenizer
-        self._fleet, self._judge, self._sampling = fleet, judge, sampling
+        self._pool, self._scorer, self._sampling = pool, scorer, sampling
         self._lost_minutes = lost_minutes
         self._running: set[asyncio.Task[None]] = set()
         self._judged: asyncio.Queue[Row] = asyncio.Queue()
@@ -56,11 +56,11 @@ class Asker:
         keeper.add_done_callback(self._ended)
         try:
             while not keeper.done():
-                while waiting and (member := self._fleet.reserve()):
-                    self._start(member, *waiting.popleft())
+                while waiting and (slot := self._pool.reserve()):
+                    self._start(slot, *waiting.popleft())
                 self._check()
-                self._fleet.changed.clear()
-                changed = asyncio.ensure_future(self._fleet.changed.wait())
+                self._pool.changed.clear()
+                changed = asyncio.ensure_future(self._pool.changed.wait())
                 await asyncio.wait({changed, keeper}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
             self._check()
@@ -73,12 +73,12 @@ class Asker:
         if self._failure is not None:
             raise self._failure
         try:
-            self._fleet.check(self._lost_minutes)
+            self._pool.check(self._lost_minutes)
         except EnginesGone as gone:
             raise RunStopped(str(gone)) from gone
 
-    def _start(self, member: Member, problem: int, sample: int) -> None:
-        task = asyncio.create_task(self._respond(member, problem, sample))
+    def _start(self, slot: EngineSlot, problem: int, sample: int) -> None:
+        task = asyncio.create_task(self._respond(slot, problem, sample))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         task.add_done_callback(self._ended)
@@ -86,17 +86,17 @@ class Asker:
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
-            self._fleet.changed.set()
+            self._pool.changed.set()
 
-    async def _respond(self, member: Member, problem: int, sample: int) -> None:
+    async def _respond(self, slot: EngineSlot, problem: int, sample: int) -> None:
         prompt = self._prompts[problem]
         tokens, reason = await whole_response(
-            self._fleet, self._sampling, prompt, f"{problem}-{sample}", (0, problem, sample), member
+            self._pool, self._sampling, prompt, f"{problem}-{sample}", (0, problem, sample), slot
         )
         text = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
-        judgement = await self._judge.judge(prompt, text, len(tokens))
-        correct = judgement.reward > 0.5  # what could not be judged has reward 0
-        judged = Judged(problem, sample, correct, vote_of(text), len(tokens), reason, judgement.failure)
+        result = await self._scorer.score(prompt, text, len(tokens))
+        correct = result.reward > 0.5  # what could not be judged has reward 0
+        judged = ScoredResponse(problem, sample, correct, vote_of(text), len(tokens), reason, result.failure)
         self._judged.put_nowait({**asdict(judged), "text": text})
 
     async def _keep(self, count: int, keep: Keep) -> None:

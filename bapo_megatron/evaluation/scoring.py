@@ -23,7 +23,7 @@ from bapo_megatron.types import FinishReason, Metrics
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoredResponse:
     """One response to one problem, as far as the metrics need it."""
 
     problem: int
@@ -45,7 +45,10 @@ def vote_of(response: str) -> str | None:
 
 
 def score(
-    responses: Sequence[Judged], pass_at: Sequence[int] = (), resamples: int = RESAMPLES, seed: int = 0
+    responses: Sequence[ScoredResponse],
+    pass_at: Sequence[int] = (),
+    resamples: int = RESAMPLES,
+    seed: int = 0,
 ) -> Metrics:
     """The metrics of a suite's responses, of which each problem must have the same number n.
 
@@ -81,8 +84,8 @@ def score(
     return metrics | _about_responses(responses)
 
 
-def _by_problem(responses: Sequence[Judged]) -> list[list[Judged]]:
-    found: defaultdict[int, dict[int, Judged]] = defaultdict(dict)
+def _by_problem(responses: Sequence[ScoredResponse]) -> list[list[ScoredResponse]]:
+    found: defaultdict[int, dict[int, ScoredResponse]] = defaultdict(dict)
     for one in responses:
         found[one.problem][one.sample] = one
     counts = {len(group) for group in found.values()}
@@ -91,7 +94,7 @@ def _by_problem(responses: Sequence[Judged]) -> list[list[Judged]]:
     return [list(found[problem].values()) for problem in sorted(found)]
 
 
-def _about_responses(responses: Sequence[Judged]) -> Metrics:
+def _about_responses(responses: Sequence[ScoredResponse]) -> Metrics:
     tokens = np.array([one.tokens for one in responses])
     correct = np.array([one.correct for one in responses])
 

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
 
 from bapo_megatron.runtime.out_of_memory import OutOfMemoryError, death
-from bapo_megatron.runtime.processes import end_with_parent
+from bapo_megatron.runtime.processes import die_with_parent
 
 
 class BackgroundSave:
@@ -90,7 +90,7 @@ def _die_with_parent() -> None:
     """Also: signals that tell the run to stop are the trainer's business."""
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
+    die_with_parent()
 
 
 def _die_with_child(_number: int, _frame: FrameType | None) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from functools import cache, lru_cache
 
-from bapo_megatron.reward.math_verify_process import Judge
+from bapo_megatron.reward.math_verify_process import MathVerifyProcess
 
 Equal = Callable[[str, str], bool]
 """Whether an answer means the same as a ground truth."""
@@ -34,7 +34,7 @@ def check_ground_truth(ground_truth: str) -> str | None:
         return None
     if len(answer) > LONGEST_ANSWER:
         return f"it has {len(answer)} characters; an answer may have {LONGEST_ANSWER}"
-    if not _judge().parses(answer):
+    if not _math_verify().parses(answer):
         return f"math-verify cannot read {ground_truth!r} as mathematics; mend it or leave the row out"
     return None
 
@@ -64,7 +64,7 @@ def answers_equal(ground_truth: str, answer: str, equal: Equal | None = None) ->
         return False
     if INTEGER.fullmatch(expected) and INTEGER.fullmatch(given):
         return int(expected) == int(given)
-    return (equal or _judge().equal)(expected, given)
+    return (equal or _math_verify().equal)(expected, given)
 
 
 def _bare(ground_truth: str) -> str:
@@ -74,5 +74,5 @@ def _bare(ground_truth: str) -> str:
 
 
 @cache
-def _judge() -> Judge:
-    return Judge()
+def _math_verify() -> MathVerifyProcess:
+    return MathVerifyProcess()

@@ -20,7 +20,7 @@ TIME_LIMIT_S = 8.0
 """After this the child is killed."""
 
 
-class Judge:
+class MathVerifyProcess:
     """The child, started with the first question. Any thread may ask; one question at a time."""
 
     def __init__(self) -> None:

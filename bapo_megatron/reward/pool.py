@@ -31,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Judgement:
+class RewardResult:
     """What a response is worth."""
 
     reward: float
@@ -56,7 +56,7 @@ class RewardPool:
         self._max_response_tokens = max_response_tokens
         self._workers = [_Worker(config) for _ in range(config.workers)]
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="reward")
-        self._jobs: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[Judgement]]] = asyncio.Queue()
+        self._jobs: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[RewardResult]]] = asyncio.Queue()
         self._servers: list[asyncio.Task[None]] = []
         self._closed = False
         self.failures: Counter[str] = Counter()
@@ -76,7 +76,7 @@ class RewardPool:
             _LOG.warning("reward sandbox: %s", note)
         self._servers = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
 
-    async def judge(self, prompt: Prompt, response: str, response_tokens: int) -> Judgement:
+    async def score(self, prompt: Prompt, response: str, response_tokens: int) -> RewardResult:
         """Judge a response of so many tokens, after all that came before. No response makes it raise.
 
         RuntimeError if the pool is not running. A cancelled call's judgement is not waited for; its worker
@@ -84,17 +84,17 @@ class RewardPool:
         """
         if self._closed or not self._servers:
             raise RuntimeError("the reward pool is not running: start() it before judge(), not after close()")
-        job: asyncio.Future[Judgement] = asyncio.get_running_loop().create_future()
+        job: asyncio.Future[RewardResult] = asyncio.get_running_loop().create_future()
         self._jobs.put_nowait(({"prompt": self._described(prompt), "response": response}, job))
-        judgement = await job
-        if judgement.failure:
-            self.failures[judgement.failure] += 1
-            return judgement
+        result = await job
+        if result.failure:
+            self.failures[result.failure] += 1
+            return result
         config = self._config
         penalty = overlong_penalty(
             response_tokens, self._max_response_tokens, config.overlong_tokens, config.overlong_penalty
         )
-        return dataclasses.replace(judgement, reward=judgement.reward - penalty)
+        return dataclasses.replace(result, reward=result.reward - penalty)
 
     async def close(self) -> None:
         """End every worker. Judgements that are still waited for are cancelled."""
@@ -117,7 +117,7 @@ class RewardPool:
             if job.done():  # cancelled while it waited
                 continue
             try:
-                judgement = await loop.run_in_executor(self._threads, worker.judge, question)
+                result = await loop.run_in_executor(self._threads, worker.score, question)
             except BaseException as error:
                 if not job.done():
                     job.set_exception(error) if isinstance(error, Exception) else job.cancel()
@@ -125,7 +125,7 @@ class RewardPool:
                     raise
                 continue
             if not job.done():
-                job.set_result(judgement)
+                job.set_result(result)
 
     def _described(self, prompt: Prompt) -> dict[str, Any]:
         """The prompt as plain JSON; built-in functions look at the ground truth alone."""
@@ -166,7 +166,7 @@ class _Worker:
         notes: list[str] = answer["notes"]
         return notes
 
-    def judge(self, question: dict[str, Any]) -> Judgement:
+    def score(self, question: dict[str, Any]) -> RewardResult:
         """Ask the process; if it dies, which may not be the response's doing, a new one."""
         failed, limit_s = self._config.failed, self._config.time_limit_s
         try:
@@ -179,13 +179,13 @@ class _Worker:
                 answer = self._ask(question)
         except ChildTimeout:
             self.close()
-            return Judgement(failed, "time", f"more than reward.time_limit_s={limit_s}")
+            return RewardResult(failed, "time", f"more than reward.time_limit_s={limit_s}")
         except (ChildError, ConfigError) as error:
             self.close()
-            return Judgement(failed, "died", str(error))
+            return RewardResult(failed, "died", str(error))
         if "failure" in answer:
-            return Judgement(failed, answer["failure"], answer["detail"])
-        return Judgement(answer["reward"], score=answer["score"])
+            return RewardResult(failed, answer["failure"], answer["detail"])
+        return RewardResult(answer["reward"], score=answer["score"])
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         if self._child is None:

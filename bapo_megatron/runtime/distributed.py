@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
-from bapo_megatron.errors import ConfigError, Interrupted, RunStopped, StorageFailed
+from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
 from bapo_megatron.runtime.exit_codes import end_with
 from bapo_megatron.runtime.out_of_memory import death
 from bapo_megatron.runtime.preemption import SIGNALS
@@ -103,8 +103,8 @@ def _entry(
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
     try:
         worker(*args)
-    except (ConfigError, Interrupted, RunStopped) as error:
-        all_know = type(error) in (Interrupted, RunStopped, StorageFailed)  # then one says it
+    except (ConfigError, Preempted, RunStopped) as error:
+        all_know = type(error) in (Preempted, RunStopped, StorageFailed)  # then one says it
         sys.exit(end_with(error, say=rank == 0 or not all_know))
 
 

@@ -7,10 +7,10 @@ import os
 import sys
 from contextlib import suppress
 
-from bapo_megatron.errors import ConfigError, Interrupted, RunStopped, StorageFailed
+from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
 
 
-def end_with(error: ConfigError | Interrupted | RunStopped, say: bool = True) -> int:
+def end_with(error: ConfigError | Preempted | RunStopped, say: bool = True) -> int:
     """Print the message, if this process is to ``say`` it; the exit code, 2, 3, 4 or 85.
 
     A log on a full disk takes no message, and what is left in a buffer would change the exit code. Processes
@@ -30,6 +30,6 @@ def end_with(error: ConfigError | Interrupted | RunStopped, say: bool = True) ->
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if wrong:
         return 2
-    if isinstance(error, Interrupted):
+    if isinstance(error, Preempted):
         return 85
     return 4 if isinstance(error, StorageFailed) else 3

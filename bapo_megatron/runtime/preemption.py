@@ -21,7 +21,7 @@ _MARGIN_S = 60.0
 """Of a job's time, for what comes after the save: barriers, closing files, and the requeue."""
 
 
-class Interrupt:
+class PreemptionSignal:
     """Whether the run is to stop, which all ranks learn at the same moment."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ import signal
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent(number: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
+def die_with_parent(number: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
     """The kernel sends ``number`` to this process when the thread that started it ends, however it ends.
 
     ``parent``: its process, so that one that has ended before this call is not missed.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bapo_megatron.errors import ConfigError, Interrupted, RunStopped, StorageFailed
+from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
 
 _FULL = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 """In words: libraries that write in other processes or languages leave nothing else of an error."""
@@ -39,7 +39,7 @@ def writing(what: str, path: Path) -> Iterator[None]:
     """A disk that does not take ``what``, which is written to ``path``, ends the run with one message."""
     try:
         yield
-    except (ConfigError, Interrupted, RunStopped, KeyboardInterrupt, SystemExit):
+    except (ConfigError, Preempted, RunStopped, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
         if (problem := _problem(error)) is None:

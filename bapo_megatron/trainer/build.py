@@ -31,7 +31,7 @@ from bapo_megatron.rollout.weight_sync.broadcast_sync import BroadcastSync
 from bapo_megatron.rollout.weight_sync.disk import DiskSync
 from bapo_megatron.rollout.weight_sync.staging import WeightStaging
 from bapo_megatron.runtime.distributed import is_main, share
-from bapo_megatron.runtime.preemption import Interrupt
+from bapo_megatron.runtime.preemption import PreemptionSignal
 from bapo_megatron.runtime.watchdog import Watchdog
 from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.trainer.metrics_log import evaluation_means
@@ -48,7 +48,7 @@ class Run:
 
     config: RunConfig
     policy: Policy
-    clipping: Clipping
+    clip_bounds: Clipping
     sync: WeightSync
     checkpoints: CheckpointStore
     sampler: Sampler | None
@@ -57,27 +57,27 @@ class Run:
     """Rank 0's."""
     first_step: int
     """1 for a new run, else the step after the checkpoint that it continues."""
-    goes_on: bool
+    has_work: bool
     """Steps are left, or the evaluation of the last."""
     within: Within | None
     """The part of the first step that is done already."""
-    interrupt: Interrupt
+    preemption: PreemptionSignal
     watchdog: Watchdog
     exports: StepExports | None = None
     """Rank 0's."""
 
 
 @contextmanager
-def open_run(config: RunConfig, interrupt: Interrupt) -> Iterator[Run]:
+def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
     """The run of ``config``, continued from its newest whole checkpoint if it has one."""
     policy = build_policy(config)
     store = CheckpointStore(config.directory, config.checkpoint)
-    clipping = Clipping(config.algorithm, config.batch.hold_forwards)
+    clip_bounds = Clipping(config.algorithm, config.batch.hold_forwards)
     if is_main():
         store.clear_leftovers()
     latest = store.latest()
     first_step, within = latest.step + 1 if latest else 1, None
-    goes_on = first_step <= config.steps or share(is_main() and _lacks_its_end(config, latest))
+    has_work = first_step <= config.steps or share(is_main() and _lacks_its_end(config, latest))
     if latest:
         store.newest = latest.moment
         within = latest.trainer["within"] and tuple(latest.trainer["within"])
@@ -86,18 +86,18 @@ def open_run(config: RunConfig, interrupt: Interrupt) -> Iterator[Run]:
         check_within_step(changed, config)
     if latest:
         policy.load(latest.policy, latest.trainer["version"])
-        clipping.load_state(latest.trainer["clipping"])
+        clip_bounds.load_state(latest.trainer["clipping"])
     with ExitStack() as opened:
         recorder = sampler = staging = exports = None
         if is_main():
-            if goes_on:
+            if has_work:
                 store_config(config)
-            recorder = opened.enter_context(closing(Recorder(config, first_step, goes_on)))
-            if changed and goes_on:
+            recorder = opened.enter_context(closing(Recorder(config, first_step, has_work)))
+            if changed and has_work:
                 recorder.event({"kind": "config_changed", "fields": {name: now for name, _, now in changed}})
             store.scores = evaluation_means(config.directory)
             exports = opened.enter_context(_exports(config, store, recorder))
-        if recorder and goes_on:
+        if recorder and has_work:
             sampler = opened.enter_context(_sampler(config, recorder.event))
             sampler.start(first_step, latest.trainer["sampler"] if latest else None)
             if config.rollout.replay is None:
@@ -107,13 +107,13 @@ def open_run(config: RunConfig, interrupt: Interrupt) -> Iterator[Run]:
         samples = config.rollout.engine == "sglang" and config.rollout.replay is None
         if samples and config.rollout.sglang.sync == "broadcast":
             sync = _broadcast_sync(config, policy, sampler, disk, recorder)
-        if latest and goes_on:
+        if latest and has_work:
             _check_certificate(config, policy, sampler, latest)
         sync.push(policy, first_step - 1)
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
         yield Run(
-            *(config, policy, clipping, sync, store, sampler, recorder, first_step, goes_on, within),
-            *(interrupt, watchdog, exports),
+            *(config, policy, clip_bounds, sync, store, sampler, recorder, first_step, has_work, within),
+            *(preemption, watchdog, exports),
         )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from bapo_megatron.algo.bapo import sum_count
 from bapo_megatron.algo.objective import Found, contribution_fn, loss_fn, mean_entropy, measured, search
 from bapo_megatron.algo.papo import reweighted
-from bapo_megatron.algo.papo_schedule import PolarityControl
+from bapo_megatron.algo.papo_schedule import PapoSchedule
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.types import Metrics, MicroBatch, SearchedLoss, TokenFn
@@ -39,7 +39,7 @@ class Clipping:
     def __init__(self, config: AlgorithmConfig, hold_forwards: bool = False) -> None:
         self._bounds, self._known_ratio, self._hold = config.bounds, config.known_ratio, hold_forwards
         self._previous: Tensor | None = None
-        self._polarity = PolarityControl(config.polarity) if config.polarity.enabled else None
+        self._polarity = PapoSchedule(config.polarity) if config.polarity.enabled else None
 
     def loss(
         self, policy: Policy, packs: Sequence[MicroBatch], on_policy: bool

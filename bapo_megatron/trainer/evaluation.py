@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from bapo_megatron.evaluation.scoring import Judged, score, vote_of
+from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.waiting import WAIT_S, awaited
+from bapo_megatron.trainer.waiting import WAIT_S, wait_for_sampler
 from bapo_megatron.types import Metrics
 
 
@@ -15,7 +15,7 @@ def evaluate(run: Run, step: int) -> None:
     """If it is due, evaluate the weights that ``step`` has made. Collective; the training waits."""
     if not run.config.evaluates(step):
         return
-    path: Path = awaited(run, step, lambda sampler: sampler.evaluated(step, WAIT_S))
+    path: Path = wait_for_sampler(run, step, lambda sampler: sampler.evaluated(step, WAIT_S))
     if run.recorder:
         metrics = evaluation_metrics(path)
         run.recorder.evaluation(step, metrics)
@@ -34,8 +34,8 @@ def evaluation_metrics(path: Path) -> Metrics:
     return {**metrics, "eval/mean": sum(means) / len(means)}
 
 
-def _judged(row: dict[str, object]) -> Judged:
+def _judged(row: dict[str, object]) -> ScoredResponse:
     fields = {
         name: row[name] for name in ("problem", "sample", "correct", "tokens", "finish_reason", "failure")
     }
-    return Judged(answer=vote_of(str(row["response"])), **fields)  # type: ignore[arg-type]
+    return ScoredResponse(answer=vote_of(str(row["response"])), **fields)  # type: ignore[arg-type]

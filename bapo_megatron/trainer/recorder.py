@@ -23,13 +23,13 @@ from bapo_megatron.types import Metrics, StepBatch
 class Recorder:
     """Writes a run's record. Lives on rank 0; steps count from 1."""
 
-    def __init__(self, config: RunConfig, first_step: int, goes_on: bool) -> None:
+    def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:
         directory = config.directory
         settings = {name: str(value) for name, value in flat(config).items()}
         self._metrics = MetricsLog(directory, config.logging, first_step - 1, settings)
         self._progress = Progress(config.steps, first_step)
         self._events = EventLog(directory / "events.jsonl")
-        if not goes_on:
+        if not has_work:
             print(f"{directory} has made its {config.steps} steps; more --steps or another --run-dir go on")
             return
         kind, processes = "start" if first_step == 1 else "resume", torch.distributed.get_world_size()

@@ -9,13 +9,13 @@ from bapo_megatron.errors import RunStopped
 from bapo_megatron.interfaces import Sampler
 from bapo_megatron.runtime.distributed import share
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.checkpointing import save_now, settle, stop_if_told
+from bapo_megatron.trainer.checkpointing import finalize, save_now, stop_if_told
 
 WAIT_S = 5.0
 """How long rank 0 waits for an answer before it tells the others that there is none yet."""
 
 
-def awaited(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
+def wait_for_sampler(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
     """The sampler's answer to ``ask``, on every rank, at the weights that ``step`` has made.
 
     Asked until it is not None; ``weights``: an engine needs the present weights once more. RunStopped, behind
@@ -24,7 +24,7 @@ def awaited(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
     """
     while True:
         stop_if_told(run, step)
-        settle(run)
+        finalize(run)
         answer = share(_asked(run.sampler, ask) if run.sampler else None)
         if answer == "weights":
             run.sync.push(run.policy, step)

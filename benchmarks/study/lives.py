@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bapo_megatron.runtime.processes import end_with_parent
+from bapo_megatron.runtime.processes import die_with_parent
 
 Main = Callable[[Sequence[str]], int]
 """The ``bapo`` command as a function: arguments to exit code."""
@@ -50,7 +50,7 @@ def _live(main: Main, command: Sequence[str], log: Path, threads: int, study: in
         os.setsid()  # Ctrl-C is for the study, which tells its arms
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        end_with_parent(signal.SIGTERM, study)
+        die_with_parent(signal.SIGTERM, study)
         _write_to(log)
         _limit_threads(threads)
         code = main(command)

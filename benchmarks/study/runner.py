@@ -12,7 +12,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Protocol
 
-from bapo_megatron.errors import Interrupted
+from bapo_megatron.errors import Preempted
 from benchmarks.study.plan import Arm
 
 _POLL_S = 0.2
@@ -53,7 +53,7 @@ def run_arms(
         try:
             while bench.waiting or bench.at_work:
                 if told:
-                    raise Interrupted("the study was told to stop; its arms are saved")
+                    raise Preempted("the study was told to stop; its arms are saved")
                 bench.fill()
                 bench.collect()
                 time.sleep(_POLL_S)

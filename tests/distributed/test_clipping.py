@@ -11,7 +11,7 @@ import torch
 
 from bapo_megatron.algo.bapo import balanced
 from bapo_megatron.algo.objective import contribution_fn, loss_fn, search, update_metrics
-from bapo_megatron.algo.papo_schedule import PolarityConfig
+from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -119,7 +119,7 @@ def test_polarity_and_diagnostics_at_every_layout(
     parallel: ParallelConfig, qwen2: Path, samples: list[Sample]
 ) -> None:
     """A target far above the entropy: from the second update on the weights are 1.5 and 0.5."""
-    algorithm = AlgorithmConfig(bounds=EXACT, polarity=PolarityConfig(True, target_entropy=100.0))
+    algorithm = AlgorithmConfig(bounds=EXACT, polarity=PapoConfig(True, target_entropy=100.0))
     one = ParallelConfig()
     [single] = run_layout(answer, one, qwen2, samples, one, algorithm)
     [plain] = run_layout(answer, one, qwen2, samples, one, scoped("update"))

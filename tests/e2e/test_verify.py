@@ -17,7 +17,7 @@ import torch
 from megatron.core import parallel_state
 
 from bapo_megatron import cli
-from bapo_megatron.commands.verify.certificate import read_certificate, write_certificate
+from bapo_megatron.commands.verify.layout_reference import read_layout_reference, write_layout_reference
 from bapo_megatron.policy import megatron
 from bapo_megatron.policy.attention import core as attention
 from bapo_megatron.policy.megatron import MegatronPolicy
@@ -187,14 +187,14 @@ def test_a_certificate_of_one_layout_is_checked_at_another(
 ) -> None:
     path = tmp_path / "reference.npz"
     assert verify(model, "--parallel.tensor=2", f"--save={path}") == 0
-    assert read_certificate(path).made["parallel.tensor"] == 2
+    assert read_layout_reference(path).made["parallel.tensor"] == 2
     assert verify(model, "--parallel.pipeline=2", f"--certificate={path}") == 0
     printed = output(capfd)
     assert "reference:   TP 2, PP 1" in printed
     assert "this layout: TP 1, PP 2" in printed
-    stored = read_certificate(path)
+    stored = read_layout_reference(path)
     stored.tokens.entropies[1][3] += 0.5
-    write_certificate(path, stored)
+    write_layout_reference(path, stored)
     assert verify(model, "--parallel.pipeline=2", f"--certificate={path}") == 1
     assert "first in the entropies: at sample 1, token 4 of 64" in output(capfd)
 

@@ -26,7 +26,7 @@ def cluster(started: Cluster) -> Iterator[Cluster]:
     """The cluster, whole at the beginning of each test and empty at its end."""
     yield started
     started.call("scancel", "--user=root")
-    started.settle()
+    started.finalize()
 
 
 @pytest.fixture

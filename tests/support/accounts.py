@@ -10,24 +10,24 @@ from pathlib import Path
 from bapo_megatron.config import RolloutConfig
 from bapo_megatron.data.prompts import load_prompts
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.rollout.sampler.state import Book
+from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.types import Prompt
 from tests.support.audit import Audit, audit
 
 
-def book_of(journal: Path, prompts: Sequence[Prompt], group_size: int) -> Book:
+def book_of(journal: Path, prompts: Sequence[Prompt], group_size: int) -> SamplerState:
     """What the package makes of the journal."""
-    book = Book(prompts, group_size)
+    sampler_state = SamplerState(prompts, group_size)
     for path in sorted(journal.glob("segments-*.log")):
         for record in read_records(path):
             if isinstance(record, Record):
-                book.apply(record)
+                sampler_state.apply(record)
     for step in steps_in(journal):
-        if step > book.served:  # killed between the step's file and the record of it
-            book.apply(Record("batch", {"step": step, "groups": step_groups(journal, step)}, {}))
-    return book
+        if step > sampler_state.served:  # killed between the step's file and the record of it
+            sampler_state.apply(Record("batch", {"step": step, "groups": step_groups(journal, step)}, {}))
+    return sampler_state
 
 
 def check_accounts(
@@ -42,18 +42,18 @@ def check_accounts(
     return found
 
 
-def check_book(book: Book, found: Audit) -> None:
+def check_book(sampler_state: SamplerState, found: Audit) -> None:
     """The book, from the logs that the journal has left, agrees with an audit of all of them."""
     ours = found.totals()
-    assert +book.tokens == +found.tokens
-    assert book.live_tokens == ours["kept"]
-    assert (book.next_number, book.taken) == (len(found.groups), found.taken)
-    assert (book.served, book.weights_step) == (found.served, found.weights_step)
+    assert +sampler_state.tokens == +found.tokens
+    assert sampler_state.live_tokens == ours["kept"]
+    assert (sampler_state.next_number, sampler_state.taken) == (len(found.groups), found.taken)
+    assert (sampler_state.served, sampler_state.weights_step) == (found.served, found.weights_step)
     live = found.live
-    assert {*book.open, *book.finished} == live.keys()
-    assert book.finished.keys() == {number for number, group in live.items() if group.rewards}
+    assert {*sampler_state.open, *sampler_state.finished} == live.keys()
+    assert sampler_state.finished.keys() == {number for number, group in live.items() if group.rewards}
     for number, group in live.items():
-        one = book.open.get(number) or book.finished[number]
+        one = sampler_state.open.get(number) or sampler_state.finished[number]
         assert ((one.epoch, one.index), one.tokens) == (group.place, group.tokens)
 
 

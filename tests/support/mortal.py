@@ -12,7 +12,7 @@ import pytest
 
 from bapo_megatron.rollout.sampler.loop import write_step
 from bapo_megatron.rollout.sampler.step_batches import step_groups
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, RecordLog
+from bapo_megatron.rollout.sampler.write_ahead_log import Record, WriteAheadLog
 from bapo_megatron.runtime.storage import DiskError
 from bapo_megatron.types import GenerateRequest, Generation, StepBatch
 from tests.support.accounts import check_accounts
@@ -27,7 +27,7 @@ disk was full in the middle of it, and the sampler has heard of that; or the pow
 what was synced is left."""
 
 
-_WRITE = RecordLog.write
+_WRITE = WriteAheadLog.write
 
 
 class Death(Exception):
@@ -48,7 +48,7 @@ class Disk:
         self._synced: dict[int, int] = {}
         """Bytes of each file that survive a power failure, by inode."""
         patch.setattr(os, "fsync", self._sync)
-        patch.setattr(RecordLog, "write", lambda log, records: self._log(log, list(records)))
+        patch.setattr(WriteAheadLog, "write", lambda log, records: self._log(log, list(records)))
         patch.setattr("bapo_megatron.rollout.sampler.loop.write_step", self._step)
 
     def live(self, deadly: int | None, way: str = "before") -> None:
@@ -65,7 +65,7 @@ class Disk:
         status = os.fstat(descriptor)
         self._synced[status.st_ino] = status.st_size
 
-    def _log(self, log: RecordLog, records: Sequence[Record]) -> None:
+    def _log(self, log: WriteAheadLog, records: Sequence[Record]) -> None:
         if records[0].kind == "state":
             self._written = records[0].fields["tokens"].get("sampled", 0)
         assert self._counted() == self._written, "tokens count that are not on disk, or the other way round"

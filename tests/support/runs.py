@@ -11,7 +11,7 @@ from bapo_megatron.trainer.clip_bounds import Clipping
 
 
 class Told:
-    """An ``Interrupt`` that has a reason from the given question on; without one it never has."""
+    """An ``PreemptionSignal`` that has a reason from the given question on; without one it never has."""
 
     def __init__(self, at: int | None = None) -> None:
         self.at, self.asked = at, 0
@@ -23,9 +23,9 @@ class Told:
     def saved(self, seconds: float) -> None: ...
 
 
-def run_of(config: RunConfig, policy: Any, clipping: Clipping, checkpoints: Any = None) -> Run:
+def run_of(config: RunConfig, policy: Any, clip_bounds: Clipping, checkpoints: Any = None) -> Run:
     """One that samples nothing, records nothing, and is told nothing."""
     nothing: Any = None
     told: Any = Told()
     watchdog = Watchdog(minutes=0)
-    return Run(config, policy, clipping, nothing, checkpoints, None, None, 1, True, None, told, watchdog)
+    return Run(config, policy, clip_bounds, nothing, checkpoints, None, None, 1, True, None, told, watchdog)

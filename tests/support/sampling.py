@@ -12,12 +12,12 @@ import numpy as np
 
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from bapo_megatron.interfaces import Confirm
-from bapo_megatron.reward.pool import Judgement
-from bapo_megatron.rollout.engines.pool import Fleet
+from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
-from bapo_megatron.rollout.engines.timeouts import Patience
+from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.rollout.sampler.loop import GroupSampler
-from bapo_megatron.rollout.sampler.scoring import SteadyJudge
+from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.rollout.sampler.step_batches import read_step
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt, StepBatch
 
@@ -25,7 +25,7 @@ EOS = 3
 Answer = Callable[[int, int], str]
 """From the prompt's number and the sample's number to the text of the response."""
 
-PATIENCE = Patience(heartbeat_s=0.02, silent_s=0.1, abort_s=1.0, update_s=1.0)
+PATIENCE = EngineTimeouts(heartbeat_s=0.02, silent_s=0.1, abort_s=1.0, update_s=1.0)
 
 
 class Letters:
@@ -121,11 +121,11 @@ class ScriptedEngine:
 class StartsWithY:
     """A reward of 1 for responses that begin with a y."""
 
-    async def judge(self, prompt: Prompt, response: str, tokens: int) -> Judgement:
+    async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
         """In the next turn of the loop."""
         await asyncio.sleep(0)
         reward = 1.0 if response.startswith("y") else 0.0
-        return Judgement(reward, score=reward)
+        return RewardResult(reward, score=reward)
 
 
 class World:
@@ -136,7 +136,7 @@ class World:
         folder: Path,
         engines: Sequence[ScriptedEngine],
         prompts: int = 12,
-        judge: Any = None,
+        scorer: Any = None,
         **rollout: Any,
     ) -> None:
         settings = {"prompts_per_step": 4, "group_size": 3, "max_response_tokens": 6, **rollout}
@@ -151,12 +151,12 @@ class World:
         self.config.check()
         self.journal = folder / "journal"
         self.engines = engines
-        self.judge = judge or StartsWithY()
+        self.score = scorer or StartsWithY()
         made = [Prompt(n, np.array([n], np.int32), "", "test") for n in range(prompts)]
         self.dataset = Dataset(made, Letters(), (EOS,))
         self.events: list[dict[str, Any]] = []
         self.sampler: GroupSampler
-        self.fleet: Fleet
+        self.pool: EnginePool
         self.version_of: Callable[[int], int] = lambda step: step
         """The version that a step makes: one without groups makes none."""
 
@@ -170,12 +170,12 @@ class World:
     ) -> AsyncIterator[GroupSampler]:
         """A sampler with the weights of step ``first_step - 1``."""
         self._others = asyncio.all_tasks()
-        self.fleet = Fleet(self.engines, most, self._note, PATIENCE)
+        self.pool = EnginePool(self.engines, most, self._note, PATIENCE)
         self.sampler = GroupSampler(
             self.config,
             self.dataset,
-            self.fleet,
-            SteadyJudge(self.judge, self.config.reward.failed, self._note),
+            self.pool,
+            RobustScorer(self.score, self.config.reward.failed, self._note),
             self._note,
             rounds,
         )

@@ -38,7 +38,7 @@ def save(
 ) -> None:
     """Begin and end."""
     store.begin((step, 0), policy, trainer)
-    assert store.settle(wait=True) is not None
+    assert store.finalize(wait=True) is not None
 
 
 def complete(saving: Saving) -> None:

@@ -1,4 +1,4 @@
-"""Imports run one way. The rules are in docs/architecture.md."""
+"""The layout of the package: imports run one way, rooms stay small. The rules are in docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -6,57 +6,47 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "bapo_megatron"
 TOOLS = ROOT / "checkpoints_tools"
 
-# Lower layers first; a module may import from its own layer and from those before it.
+# Lower layers first. A module may import from its own layer and from those before it.
 LAYERS = [
-    {"types", "errors", "files", "disk", "ending", "interrupt", "memory", "mkl", "parent", "watchdog"},
-    {"algo"},
-    {"config", "config_checks", "config_outputs", "config_sglang"},
-    {"interfaces", "distributed", "named_weights"},
-    {"data", "reward"},
-    {"rollout", "policy", "sync", "state", "checkpoints_tools"},
-    {"progress", "report", "recipe", "plan"},
+    {"types", "errors", "interfaces"},
+    {"runtime", "algo"},
+    {"config", "hf"},
+    {"data", "reward", "checkpoints_tools"},
+    {"rollout", "policy", "checkpoint"},
     {"evaluation"},
-    {"record", "canary"},
-    {"certificate", "clipping", "old_log_probs", "alarm"},
-    {"build", "sft"},
-    {"saving"},
-    {"waiting"},
-    {"evaluate"},
-    {"preflight", "train"},
-    {"finish", "verify", "doctor", "cluster", "study"},
-    {"cli"},
+    {"trainer"},
+    {"train", "commands", "cli"},
 ]
-SIBLINGS = ("rollout", "policy", "sync", "state")
-MEGATRON_ALLOWED = ("policy", "state")
-# All that the tools for checkpoints know of the trainer.
-TOOLS_MAY_USE = {"errors", "files", "policy.hf_config", "policy.hf_names"}
+SIBLINGS = {"rollout", "policy", "checkpoint"}
+"""They never import each other: what one needs of another comes through ``interfaces``, from ``trainer``."""
+LARGEST_ROOM = 12
+TOOLS_MAY_USE = {"errors", "runtime.files", "hf.config", "hf.parameter_map"}
 
 
-def modules() -> list[Path]:
-    return sorted([*PACKAGE.rglob("*.py"), *TOOLS.rglob("*.py")])
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted name to file of every module of the package and of the tools."""
+    paths = sorted([*PACKAGE.rglob("*.py"), *TOOLS.rglob("*.py")])
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    return {name.removesuffix(".__init__"): path for name, path in names.items()}
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-def part(path: Path) -> str:
-    """The module or subpackage directly under the package; the tools are one part."""
-    if path.is_relative_to(TOOLS):
-        return TOOLS.name
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Every name that a file imports, dotted; also inside of functions."""
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -64,57 +54,74 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def project_parts(path: Path) -> set[str]:
-    names = [name.split(".") for name in imports(path)]
-    parts = {name[1] for name in names if name[0] == "bapo_megatron" and len(name) > 1}
-    return parts - {"__version__"} | {TOOLS.name for name in names if name[0] == TOOLS.name}
+def room(name: str) -> str:
+    """The room, or the module at the root, that a module is of; the tools are one."""
+    parts = name.split(".")
+    return parts[0] if parts[0] == TOOLS.name else ".".join(parts[1:2])
 
 
-def layer_of(name: str) -> int:
-    for number, layer in enumerate(LAYERS):
-        if name in layer:
+def layer(name: str) -> int:
+    for number, rooms in enumerate(LAYERS):
+        if room(name) in rooms:
             return number
-    raise AssertionError(f"{name} is in no layer: add it to LAYERS and to docs/architecture.md")
+    raise AssertionError(f"{name} is in no layer: add its room to LAYERS and to docs/architecture.md")
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_imports_run_one_way(path: Path) -> None:
-    own = part(path)
-    if own == "__init__":
-        return
-    for other in project_parts(path):
-        assert layer_of(other) <= layer_of(own), f"{path.name} imports {other}, which is above it"
-        if own in SIBLINGS and other in SIBLINGS:
-            assert own == other, f"{own} imports its sibling {other}"
+def imported_modules(name: str) -> set[str]:
+    """The modules of this repository that a module imports, without its own room's ``__init__``."""
+    found = {one for one in imports(modules()[name]) if one in modules()}
+    return {one for one in found if not f"{name}.".startswith(f"{one}.")}
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_heavy_packages_stay_where_they_belong(path: Path) -> None:
-    roots = {name.split(".")[0] for name in imports(path)}
-    if path.parent.name != "sglang_cpu":  # which runs in SGLang's own environment
-        assert "sglang" not in roots
-    assert "nemo_run" not in roots
-    if part(path) not in MEGATRON_ALLOWED:
-        assert "megatron" not in roots
-    if part(path) == "algo":
-        assert not {name for name in imports(path) if name.startswith("torch.distributed")}
+def test_imports_run_one_way() -> None:
+    for name in modules():
+        if not room(name):
+            continue
+        for other in filter(room, imported_modules(name)):
+            assert layer(other) <= layer(name), f"{name} imports {other}, which is above it"
+            if {room(name), room(other)} <= SIBLINGS:
+                assert room(name) == room(other), f"{name} imports {other}, of a sibling room"
 
 
-@pytest.mark.parametrize("path", sorted(TOOLS.rglob("*.py")), ids=name_of)
-def test_the_tools_for_checkpoints_stand_alone(path: Path) -> None:
+def test_no_two_modules_import_each_other() -> None:
+    TopologicalSorter({name: imported_modules(name) for name in modules()}).prepare()  # raises at a circle
+
+
+def test_rooms_stay_small() -> None:
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {
+        *("__init__", "cli", "errors", "interfaces", "train", "types")
+    }
+    for folder in {path.parent for path in modules().values()}:
+        files = [path for path in folder.glob("*.py") if path.stem != "__init__"]
+        assert len(files) <= LARGEST_ROOM, f"{folder.relative_to(ROOT)} has {len(files)} files"
+
+
+def test_heavy_packages_stay_where_they_belong() -> None:
+    for name, path in modules().items():
+        roots = {one.split(".")[0] for one in imports(path)}
+        if path.parent.name != "sglang_cpu":  # it runs in SGLang's own environment
+            assert "sglang" not in roots, name
+        assert "nemo_run" not in roots, name
+        assert room(name) == "policy" or "megatron" not in roots, name
+        if room(name) == "algo":
+            assert not {one for one in imports(path) if one.startswith("torch.distributed")}, name
+
+
+def test_the_tools_for_checkpoints_stand_alone() -> None:
     """They run where there is little memory and no GPU: no torch, and of the trainer its table of names."""
-    names = set(imports(path))
-    assert not {"torch", "megatron", "transformers", "safetensors"} & {name.split(".")[0] for name in names}
-    ours = {name.removeprefix("bapo_megatron.") for name in names if name.startswith("bapo_megatron.")}
-    for name in ours:
-        assert any(f"{name}.".startswith(f"{allowed}.") for allowed in TOOLS_MAY_USE), name
+    for path in TOOLS.rglob("*.py"):
+        names = set(imports(path))
+        heavy = {"torch", "megatron", "transformers", "safetensors"}
+        assert not heavy & {name.split(".")[0] for name in names}, path
+        for name in (name for name in names if name.startswith("bapo_megatron.")):
+            ours = name.removeprefix("bapo_megatron.")
+            assert any(f"{ours}.".startswith(f"{allowed}.") for allowed in TOOLS_MAY_USE), (path, name)
 
 
 def test_one_file_knows_nemo_run() -> None:
-    root = PACKAGE.parent
-    files = [path for folder in ("slurm", "recipes", "benchmarks") for path in (root / folder).rglob("*.py")]
+    files = [path for folder in ("slurm", "recipes", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     found = [path for path in files if "nemo_run" in {name.split(".")[0] for name in imports(path)}]
-    assert found == [root / "slurm/launch.py"]
+    assert found == [ROOT / "slurm/launch.py"]
 
 
 def test_bounds_need_no_torch() -> None:
@@ -128,15 +135,31 @@ def test_the_table_of_names_needs_no_torch() -> None:
 
 
 def test_the_loop_fits_on_one_screen() -> None:
-    tree = ast.parse((PACKAGE / "train.py").read_text())
+    tree = tree_of(PACKAGE / "train.py")
     loop = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "train")
     assert loop.end_lineno - loop.lineno < 30
 
 
 def test_files_and_functions_stay_small() -> None:
-    for path in modules():
-        text = path.read_text()
-        assert text.count("\n") <= 350, path
-        for node in ast.walk(ast.parse(text)):
+    for path in modules().values():
+        assert path.read_text().count("\n") <= 350, path
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno < 70, f"{path}: {node.name}"
+
+
+def test_every_docstring_begins_with_what_the_thing_is() -> None:
+    """Every module and public class or function has a docstring whose first line says something."""
+    for name, path in modules().items():
+        tree = tree_of(path)
+        if path.stem == "__init__" and not tree.body:
+            continue
+        public = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+        ]
+        for node in (tree, *public):
+            first = (ast.get_docstring(node) or "").split("\n")[0]
+            where = f"{name}: {getattr(node, 'name', 'the module')}"
+            assert len(first.split()) >= 3, f"{where}: {first!r} does not say what it is"

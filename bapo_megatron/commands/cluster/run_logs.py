@@ -39,13 +39,13 @@ def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
 
 
 def follow_logs(
-    run: Path, out: TextIO, every_rank: bool = False, goes_on: Callable[[], bool] = lambda: True
+    run: Path, out: TextIO, every_rank: bool = False, has_work: Callable[[], bool] = lambda: True
 ) -> None:
     """What is written from now on, also by later starts, until interrupted."""
     show_logs(run, out, every_rank)
     seen = {path: path.stat().st_size for path in newest_logs(run, every_rank)}
     last: Path | None = None
-    while goes_on():
+    while has_work():
         time.sleep(0.5)
         for path in newest_logs(run, every_rank):
             size = path.stat().st_size

@@ -14,12 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.algo.bounds import Bounds, search_bounds, sum_count
-from bapo_megatron.commands.verify.certificate import (
-    Certificate,
-    identity_differences,
-    read_certificate,
-    write_certificate,
-)
 from bapo_megatron.commands.verify.comparison import (
     TOLERANCES,
     Row,
@@ -29,6 +23,12 @@ from bapo_megatron.commands.verify.comparison import (
     first_not_finite,
     not_measured,
     render,
+)
+from bapo_megatron.commands.verify.layout_reference import (
+    LayoutReference,
+    identity_differences,
+    read_layout_reference,
+    write_layout_reference,
 )
 from bapo_megatron.commands.verify.measure import measure_tokens, measure_totals
 from bapo_megatron.commands.verify.model_digest import model_digests
@@ -148,12 +148,12 @@ def verify_layout(config: VerifyConfig) -> int:
     code = 0
     if is_main():
         if config.save is not None:
-            write_certificate(config.save, ours)
+            write_layout_reference(config.save, ours)
         code = _conclude(reference, ours, config) if reference else 0
     return share(code)
 
 
-def certify(policy: Policy, config: VerifyConfig, reference: Certificate | None) -> Certificate:
+def certify(policy: Policy, config: VerifyConfig, reference: LayoutReference | None) -> LayoutReference:
     """What this layout says of the canary, or of the reference's samples. Collective; makes an update."""
     bounds = config.algorithm.bounds
     sequences = [] if reference else canary_sequences(config.canary, bounds)
@@ -169,17 +169,17 @@ def certify(policy: Policy, config: VerifyConfig, reference: Certificate | None)
         totals = not_measured(reference.totals)
     else:
         totals = measure_totals(policy, config, samples, at)
-    return Certificate(_identity(config), _made(config, policy), samples, tokens, totals)
+    return LayoutReference(_identity(config), _made(config, policy), samples, tokens, totals)
 
 
-def _bounds_of(reference: Certificate, config: VerifyConfig) -> Bounds:
+def _bounds_of(reference: LayoutReference, config: VerifyConfig) -> Bounds:
     bounds = config.algorithm.bounds
     return search_bounds(reference.totals.sums[: sum_count(bounds)].tolist(), bounds)
 
 
-def _matching(path: Path, config: VerifyConfig) -> Certificate:
+def _matching(path: Path, config: VerifyConfig) -> LayoutReference:
     """The certificate in ``path``. ConfigError if it is of another model, canary or objective."""
-    certificate = read_certificate(path)
+    certificate = read_layout_reference(path)
     differences = identity_differences(certificate, _identity(config))
     if differences:
         raise ConfigError(
@@ -215,14 +215,14 @@ def _made(config: VerifyConfig, policy: Policy) -> dict[str, Any]:
     }
 
 
-def _conclude(reference: Certificate, ours: Certificate, config: VerifyConfig) -> int:
+def _conclude(reference: LayoutReference, ours: LayoutReference, config: VerifyConfig) -> int:
     rows = compare(reference, ours.tokens, ours.totals, config.algorithm.bounds, _tolerances(config))
     print(f"\nreference:   {_layout(reference)}\nthis layout: {_layout(ours)}\n\n{render(rows)}\n")
     print(_verdict(rows, reference), flush=True)
     return 0 if first_difference(rows) is None else 1
 
 
-def _verdict(rows: Sequence[Row], reference: Certificate) -> str:
+def _verdict(rows: Sequence[Row], reference: LayoutReference) -> str:
     lines = [f"a tie: {row.quantity}: {row.detail}" for row in rows if row.verdict == "tie"]
     first = first_difference(rows)
     tokens = sum(sample.positions for sample in reference.samples)
@@ -240,7 +240,7 @@ def _tolerances(config: VerifyConfig) -> Tolerances:
     return dataclasses.replace(TOLERANCES[config.model.dtype], **given)
 
 
-def _layout(certificate: Certificate) -> str:
+def _layout(certificate: LayoutReference) -> str:
     made = certificate.made
     sizes = {"TP": "tensor", "PP": "pipeline", "VPP": "virtual", "CP": "context", "DP": "data"}
     parts = [f"{short} {made[f'parallel.{name}']}" for short, name in sizes.items()]

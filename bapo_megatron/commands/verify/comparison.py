@@ -13,7 +13,7 @@ import numpy as np
 from bapo_megatron.algo.bapo import all_measures
 from bapo_megatron.algo.bounds import Bounds, BoundsConfig, high_values, low_values, search_bounds, share
 from bapo_megatron.algo.bounds import sum_count as candidates
-from bapo_megatron.commands.verify.certificate import Certificate, TokenAnswers, Totals
+from bapo_megatron.commands.verify.layout_reference import LayoutReference, TokenAnswers, Totals
 from bapo_megatron.data.packing import Sample
 
 
@@ -70,7 +70,11 @@ class Row:
 
 
 def compare(
-    reference: Certificate, tokens: TokenAnswers, totals: Totals, config: BoundsConfig, tolerances: Tolerances
+    reference: LayoutReference,
+    tokens: TokenAnswers,
+    totals: Totals,
+    config: BoundsConfig,
+    tolerances: Tolerances,
 ) -> list[Row]:
     """A row for each quantity, upstream first. ``config`` is that of both searches."""
     samples, said = reference.samples, reference.tokens

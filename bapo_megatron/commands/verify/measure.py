@@ -11,7 +11,7 @@ import numpy as np
 
 from bapo_megatron.algo.bapo import Bounds, contributions
 from bapo_megatron.algo.objective import Found, contribution_fn, loss_fn, search
-from bapo_megatron.commands.verify.certificate import TokenAnswers, Totals
+from bapo_megatron.commands.verify.layout_reference import TokenAnswers, Totals
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.interfaces import Policy

@@ -38,7 +38,7 @@ def main(lifeline_end: int) -> None:
             os.close(descriptor)
         os.waitpid(server, 0)
         os._exit(0)
-    sandbox_walls.end_with_parent()
+    sandbox_walls.die_with_parent()
     missing = sandbox_walls.filter_note()
     job["filters"] = not missing
     _answer(notes + missing)

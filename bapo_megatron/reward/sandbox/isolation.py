@@ -103,7 +103,7 @@ def _close_file_system(box: str) -> None:
         _called(LIBC.mount(b"tmpfs", os.fsencode(box), b"tmpfs", flags, options), "mount tmpfs")
 
 
-def end_with_parent() -> None:
+def die_with_parent() -> None:
     """Be killed when the parent ends; untraceable by those that come after."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)

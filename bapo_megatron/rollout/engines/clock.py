@@ -12,7 +12,7 @@ import time
 _TICK_S = 0.5
 
 
-class OwnTime:
+class LoopLagClock:
     """Seconds, of one event loop; must be made within it."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ class Disagreement(RuntimeError):
     """An engine's weights are not those of the others."""
 
 
-class Agreement:
+class DigestQuorum:
     """On the digest of one version of the weights.
 
     It is the one that two engines tell. An engine whose digest nobody shares waits for those that still load,

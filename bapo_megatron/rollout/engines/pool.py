@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.interfaces import Engine
-from bapo_megatron.rollout.engines.clock import OwnTime
-from bapo_megatron.rollout.engines.digest_quorum import Agreement
-from bapo_megatron.rollout.engines.timeouts import Patience
+from bapo_megatron.rollout.engines.clock import LoopLagClock
+from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
+from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.types import GenerateRequest, Generation
 
 Report = Callable[..., None]
@@ -47,14 +47,14 @@ class EnginesGone(Exception):
 
 
 @dataclass(eq=False)
-class Member:
+class EngineSlot:
     """One engine and what is known of it."""
 
     engine: Engine
     is_up: bool = False
     load: int = 0
     """Requests in flight."""
-    flights: set[asyncio.Task[Generation]] = field(default_factory=set)
+    inflight: set[asyncio.Task[Generation]] = field(default_factory=set)
     heard_at: float = -math.inf
     """When it was last heard of, by the fleet's clock as all times here."""
     told_s: float = 0.0
@@ -76,22 +76,22 @@ class _Weights:
 
     folder: Path
     version: int
-    agreement: Agreement
+    quorum: DigestQuorum
 
 
-class Fleet:
+class EnginePool:
     """All engines. ``most`` requests in flight at each."""
 
     def __init__(
-        self, engines: Sequence[Engine], most: int, report: Report, patience: Patience | None = None
+        self, engines: Sequence[Engine], most: int, report: Report, timeouts: EngineTimeouts | None = None
     ) -> None:
-        self._clock = OwnTime()
-        self._members = [Member(engine, heard_at=self._clock.now()) for engine in engines]
+        self._clock = LoopLagClock()
+        self._slots = [EngineSlot(engine, heard_at=self._clock.now()) for engine in engines]
         self._most = most
         self._report = report
-        self._patience = patience or Patience()
+        self._timeouts = timeouts or EngineTimeouts()
         self._weights: _Weights | None = None
-        self._gathered: list[Member] = []
+        self._gathered: list[EngineSlot] = []
         self.changed = asyncio.Event()
         """Set when an engine has come or gone."""
         self._worked_at = self._clock.now()
@@ -100,21 +100,21 @@ class Fleet:
         """How often an engine has come, or come back."""
         self.down_since: float | None = self._clock.now()
         """Since when no engine works; None if one does."""
-        self._monitors = [asyncio.create_task(self._watch(member)) for member in self._members]
+        self._monitors = [asyncio.create_task(self._watch(slot)) for slot in self._slots]
 
     @property
     def places(self) -> int:
         """Requests that all engines together may have in flight."""
-        return len(self._members) * self._most
+        return len(self._slots) * self._most
 
     @property
     def up(self) -> int:
         """Engines that take requests."""
-        return sum(member.is_up for member in self._members)
+        return sum(slot.is_up for slot in self._slots)
 
     def why_down(self) -> str:
         """The reasons of those in quarantine."""
-        down = [m for m in self._members if not m.is_up]
+        down = [m for m in self._slots if not m.is_up]
         return "; ".join(f"{m.engine.name}: {m.reason}" for m in down)
 
     def check(self, minutes: float) -> None:
@@ -122,91 +122,89 @@ class Fleet:
         if self.down_since is not None and self._clock.now() - self.down_since > 60 * minutes:
             raise EnginesGone(f"no engine has worked for {minutes:g} minutes: {self.why_down()}")
 
-    def reserve(self, beyond: bool = False) -> Member | None:
+    def reserve(self, beyond: bool = False) -> EngineSlot | None:
         """The engine with the fewest requests, with one more counted for it; None if none has room.
 
         ``beyond``: what the trainer waits for need not wait for room.
         """
         most = math.inf if beyond else self._most
-        free = [member for member in self._members if member.is_up and member.load < most]
+        free = [slot for slot in self._slots if slot.is_up and slot.load < most]
         if not free:
             return None
-        member = min(free, key=lambda one: one.load)
-        member.load += 1
-        return member
+        slot = min(free, key=lambda one: one.load)
+        slot.load += 1
+        return slot
 
-    async def generate(self, member: Member, request: GenerateRequest) -> Generation:
+    async def generate(self, slot: EngineSlot, request: GenerateRequest) -> Generation:
         """The answer to a request for which ``member`` was reserved.
 
         EngineLost if the engine fails, now or in another request; ValueError if the request is malformed.
         """
-        flight = asyncio.ensure_future(member.engine.generate(request))
-        member.flights.add(flight)
+        request_task = asyncio.ensure_future(slot.engine.generate(request))
+        slot.inflight.add(request_task)
         try:
-            answer = await flight
-            self._worked_at = member.heard_at = self._clock.now()
+            answer = await request_task
+            self._worked_at = slot.heard_at = self._clock.now()
             return answer
         except asyncio.CancelledError:
             this = asyncio.current_task()
-            if flight.cancelled() and not (this and this.cancelling()):
-                raise EngineLost(f"{member.engine.name}: {member.reason}") from None
+            if request_task.cancelled() and not (this and this.cancelling()):
+                raise EngineLost(f"{slot.engine.name}: {slot.reason}") from None
             raise
         except ValueError:
             raise
         except Exception as error:  # a failing engine may raise anything; the run goes on without it
-            self.lose(member, str(error) or repr(error))
-            raise EngineLost(f"{member.engine.name}: {error}", with_this=True) from error
+            self.lose(slot, str(error) or repr(error))
+            raise EngineLost(f"{slot.engine.name}: {error}", with_this=True) from error
         finally:
-            flight.cancel()
-            member.flights.discard(flight)
+            request_task.cancel()
+            slot.inflight.discard(request_task)
 
-    def lose(self, member: Member, reason: str) -> None:
+    def lose(self, slot: EngineSlot, reason: str) -> None:
         """Put it in quarantine. Its requests end with EngineLost."""
-        if not member.is_up:
+        if not slot.is_up:
             return
-        member.is_up, member.reason = False, reason
-        for flight in member.flights:
-            flight.cancel()
-        soon = self._clock.now() - member.came_at < _STEADY_S
-        member.pause_s = (
-            min(_LONGEST_PAUSE_S, 2 * member.pause_s + self._patience.heartbeat_s) if soon else 0.0
-        )
+        slot.is_up, slot.reason = False, reason
+        for request_task in slot.inflight:
+            request_task.cancel()
+        soon = self._clock.now() - slot.came_at < _STEADY_S
+        slot.pause_s = min(_LONGEST_PAUSE_S, 2 * slot.pause_s + self._timeouts.heartbeat_s) if soon else 0.0
         if self.up == 0:  # one that comes only to go has not helped
             self.down_since = self._worked_at
-        self._report("engine_lost", engine=member.engine.name, reason=reason, engines=self.up)
+        self._report("engine_lost", engine=slot.engine.name, reason=reason, engines=self.up)
         self.changed.set()
 
     async def abort(self) -> None:
         """End everything in flight; it returns what it has."""
-        await asyncio.gather(*(self._abort(member) for member in self._members if member.is_up))
+        await asyncio.gather(*(self._abort(slot) for slot in self._slots if slot.is_up))
 
     async def update(self, folder: Path, version: int) -> None:
         """Bring the weights in ``folder`` to every engine that works; to the others as they come back."""
-        self._weights = _Weights(folder, version, Agreement(self._patience.silent_s))
-        up = [member for member in self._members if member.is_up]
-        await asyncio.gather(*(self._update(member) for member in up or self._members))
+        self._weights = _Weights(folder, version, DigestQuorum(self._timeouts.silent_s))
+        up = [slot for slot in self._slots if slot.is_up]
+        await asyncio.gather(*(self._update(slot) for slot in up or self._slots))
 
     async def gather(self) -> list[Engine]:
         """The engines that can take weights now. From now on none comes back with older ones."""
         self._weights = None
-        alive = await asyncio.gather(*(member.engine.is_alive() for member in self._members))
-        found = zip(self._members, alive, strict=True)
-        self._gathered = [member for member, answers in found if answers and not member.is_busy]
-        return [member.engine for member in self._gathered]
+        alive = await asyncio.gather(*(slot.engine.is_alive() for slot in self._slots))
+        found = zip(self._slots, alive, strict=True)
+        self._gathered = [slot for slot, answers in found if answers and not slot.is_busy]
+        return [slot.engine for slot in self._gathered]
 
     def adopt(self, version: int) -> None:
         """Those that were gathered have new weights now, which are in no folder."""
-        for member in self._members:
-            if member in self._gathered:
-                self._welcome(member, version)
+        for slot in self._slots:
+            if slot in self._gathered:
+                self._welcome(slot, version)
             else:
-                self.lose(member, "missed a broadcast of weights")
+                self.lose(slot, "missed a broadcast of weights")
         self._gathered = []
 
     def disown(self, reason: str) -> None:
         """Nobody knows what weights those that were gathered have."""
-        for member in self._gathered:
-            self.lose(member, reason)
+        for slot in self._gathered:
+            self.lose(slot, reason)
         self._gathered = []
 
     @property
@@ -219,72 +217,72 @@ class Fleet:
         self._clock.close()
         for monitor in self._monitors:
             monitor.cancel()
-        for member in self._members:
+        for slot in self._slots:
             with suppress(Exception):  # one that is lost cannot be closed properly
-                await asyncio.wait_for(member.engine.close(), self._patience.abort_s)
+                await asyncio.wait_for(slot.engine.close(), self._timeouts.abort_s)
 
-    async def _abort(self, member: Member) -> None:
-        await self._or_lose(member, member.engine.abort(), self._patience.abort_s)
+    async def _abort(self, slot: EngineSlot) -> None:
+        await self._or_lose(slot, slot.engine.abort(), self._timeouts.abort_s)
 
-    async def _update(self, member: Member) -> None:
+    async def _update(self, slot: EngineSlot) -> None:
         """Weights to one engine. One that is up goes on with its requests; one that was lost starts clean."""
         assert self._weights is not None
         weights = self._weights
-        if member.is_busy:
+        if slot.is_busy:
             return
-        member.is_busy = True
-        weights.agreement.expect(member.engine.name)
+        slot.is_busy = True
+        weights.quorum.expect(slot.engine.name)
         try:
-            if not member.is_up and not await member.engine.is_alive():
+            if not slot.is_up and not await slot.engine.is_alive():
                 return
-            loaded = await self._or_lose(member, _load(member, weights), self._patience.update_s)
+            loaded = await self._or_lose(slot, _load(slot, weights), self._timeouts.update_s)
         finally:
-            member.is_busy = False
-            await weights.agreement.release(member.engine.name)
+            slot.is_busy = False
+            await weights.quorum.release(slot.engine.name)
         if loaded and self._weights is weights:  # else newer ones came meanwhile
-            self._welcome(member, weights.version)
+            self._welcome(slot, weights.version)
 
-    def _welcome(self, member: Member, version: int) -> None:
+    def _welcome(self, slot: EngineSlot, version: int) -> None:
         """It has the present weights, and takes requests."""
-        if not member.is_up:
-            member.is_up, self.down_since = True, None
-            member.heard_at = member.came_at = self._clock.now()
+        if not slot.is_up:
+            slot.is_up, self.down_since = True, None
+            slot.heard_at = slot.came_at = self._clock.now()
             self.comings += 1
-            member.told_at, member.told_s = -math.inf, 0.0
-            self._report("engine_ready", engine=member.engine.name, version=version, engines=self.up)
+            slot.told_at, slot.told_s = -math.inf, 0.0
+            self._report("engine_ready", engine=slot.engine.name, version=version, engines=self.up)
             self.changed.set()
 
-    async def _or_lose(self, member: Member, call: Coroutine[Any, Any, Any], limit_s: float) -> bool:
+    async def _or_lose(self, slot: EngineSlot, call: Coroutine[Any, Any, Any], limit_s: float) -> bool:
         """Whether ``call`` succeeded in time, at an engine that did not fall silent. If not, it is lost."""
         task = asyncio.create_task(call)
-        reason = await self._failure(member, task, limit_s)
+        reason = await self._failure(slot, task, limit_s)
         if reason is None:
             return True
-        if member.is_up:
-            self.lose(member, reason)
-        elif reason != member.reason:
-            member.reason = reason
-            self._report("engine_refused", engine=member.engine.name, reason=reason, engines=self.up)
+        if slot.is_up:
+            self.lose(slot, reason)
+        elif reason != slot.reason:
+            slot.reason = reason
+            self._report("engine_refused", engine=slot.engine.name, reason=reason, engines=self.up)
         return False
 
-    async def _failure(self, member: Member, call: asyncio.Task[Any], limit_s: float) -> str | None:
+    async def _failure(self, slot: EngineSlot, call: asyncio.Task[Any], limit_s: float) -> str | None:
         """What went wrong with ``call``. One at an engine that falls silent is not waited for to the end."""
         began = self._clock.now()
         before_s = late_s = self._clock.late_s
-        member.heard_at = began
+        slot.heard_at = began
         while not call.done():
             before_s, late_s = late_s, self._clock.late_s
-            await asyncio.wait({call}, timeout=self._patience.heartbeat_s)
+            await asyncio.wait({call}, timeout=self._timeouts.heartbeat_s)
             if call.done():
                 break
-            await self._listen(member)
+            await self._listen(slot)
             now = self._clock.now()
-            if (silent_s := now - member.heard_at) > self._patience.silent_s:
+            if (silent_s := now - slot.heard_at) > self._timeouts.silent_s:
                 call.cancel()
                 return f"no answer for {silent_s:.0f} s"
             if now - began > limit_s:
                 call.cancel()
-                self._hangs(member, reason := f"not done in {limit_s:g} s")
+                self._hangs(slot, reason := f"not done in {limit_s:g} s")
                 return reason
         if call.cancelled():
             return "the call was given up"
@@ -297,49 +295,49 @@ class Fleet:
         is_ours = self._clock.late_s - before_s > _LATE_S
         timed_out = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
         if timed_out and not is_ours:
-            self._hangs(member, reason)
+            self._hangs(slot, reason)
         return reason
 
-    async def _listen(self, member: Member) -> bool:
+    async def _listen(self, slot: EngineSlot) -> bool:
         """Whether the engine answers."""
         began, late_s = self._clock.now(), self._clock.late_s
-        if not await member.engine.is_alive():
+        if not await slot.engine.is_alive():
             if self._clock.late_s - late_s > _LATE_S:  # so its answer may have come too late by our fault
-                member.heard_at += self._clock.now() - began
+                slot.heard_at += self._clock.now() - began
             return False
-        member.heard_at = self._clock.now()
+        slot.heard_at = self._clock.now()
         return True
 
-    def _hangs(self, member: Member, reason: str) -> None:
+    def _hangs(self, slot: EngineSlot, reason: str) -> None:
         """Say that it is to be ended: it answers, perhaps, but does nothing. Again and again, ever later."""
         now = self._clock.now()
-        if now - member.told_at >= member.told_s:
-            member.told_at, member.told_s = now, max(self._patience.hang_s, 2 * member.told_s)
-            self._report("engine_hangs", engine=member.engine.name, reason=reason)
+        if now - slot.told_at >= slot.told_s:
+            slot.told_at, slot.told_s = now, max(self._timeouts.hang_s, 2 * slot.told_s)
+            self._report("engine_hangs", engine=slot.engine.name, reason=reason)
 
-    async def _watch(self, member: Member) -> None:
+    async def _watch(self, slot: EngineSlot) -> None:
         """Look at the engine again and again; bring it back when it answers."""
-        patience = self._patience
+        timeouts = self._timeouts
         while True:
-            await asyncio.sleep(patience.heartbeat_s + (0.0 if member.is_up else member.pause_s))
-            answers = await self._listen(member)
-            silent_s = self._clock.now() - member.heard_at
-            if member.is_up:
-                if answers and member.heard_at - member.came_at > _STEADY_S:
-                    self._worked_at = member.heard_at
-                elif silent_s > patience.silent_s:
-                    self.lose(member, f"no answer for {patience.silent_s:g} s")
-            elif silent_s > patience.hang_s:
-                self._hangs(member, f"no answer for {silent_s:.0f} s")
+            await asyncio.sleep(timeouts.heartbeat_s + (0.0 if slot.is_up else slot.pause_s))
+            answers = await self._listen(slot)
+            silent_s = self._clock.now() - slot.heard_at
+            if slot.is_up:
+                if answers and slot.heard_at - slot.came_at > _STEADY_S:
+                    self._worked_at = slot.heard_at
+                elif silent_s > timeouts.silent_s:
+                    self.lose(slot, f"no answer for {timeouts.silent_s:g} s")
+            elif silent_s > timeouts.hang_s:
+                self._hangs(slot, f"no answer for {silent_s:.0f} s")
             elif self._weights is not None:
-                await self._update(member)
+                await self._update(slot)
 
 
-async def _load(member: Member, weights: _Weights) -> None:
+async def _load(slot: EngineSlot, weights: _Weights) -> None:
     """Weights to an engine, which then has the right ones or is of no use."""
-    engine = member.engine
-    if not member.is_up:
+    engine = slot.engine
+    if not slot.is_up:
         await engine.abort()  # what it still does for nobody
-    await engine.load(weights.folder, weights.version, partial(weights.agreement.confirm, engine.name))
+    await engine.load(weights.folder, weights.version, partial(weights.quorum.confirm, engine.name))
     if (told := await engine.weight_version()) != weights.version:
         raise RuntimeError(f"says it has weights {told} after it was sent {weights.version}")

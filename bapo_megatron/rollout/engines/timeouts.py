@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Patience:
+class EngineTimeouts:
     """How long engines are waited for, in seconds."""
 
     heartbeat_s: float = 5.0

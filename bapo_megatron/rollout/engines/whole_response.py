@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bapo_megatron.errors import RunStopped
-from bapo_megatron.rollout.engines.pool import EngineLost, Fleet, Member
+from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool, EngineSlot
 from bapo_megatron.rollout.engines.requests import request_seed
 from bapo_megatron.types import FinishReason, GenerateRequest, Prompt, SamplingParams
 
@@ -32,24 +32,24 @@ class Sampling:
 
 
 async def whole_response(
-    fleet: Fleet,
+    pool: EnginePool,
     sampling: Sampling,
     prompt: Prompt,
     name: str,
     seed_place: tuple[int, int, int],
-    member: Member | None = None,
+    slot: EngineSlot | None = None,
     beyond: bool = False,
 ) -> tuple[np.ndarray, FinishReason]:
     """Token ids, and why they end.
 
     ``name``: of the requests, unlike any other's. ``seed_place``: see `request_seed`. ``member``: an engine
-    that is reserved already. ``beyond``: see `Fleet.reserve`. RunStopped if it loses too many engines
+    that is reserved already. ``beyond``: see `EnginePool.reserve`. RunStopped if it loses too many engines
     or is refused.
     """
     made, losses = np.zeros(0, np.int32), 0
     seed = request_seed(sampling.seed, *seed_place)
     while True:
-        while member is None and (member := fleet.reserve(beyond)) is None:
+        while slot is None and (slot := pool.reserve(beyond)) is None:
             await asyncio.sleep(_LOOK_S)
         left = sampling.max_response_tokens - len(made)
         params = SamplingParams(
@@ -57,9 +57,7 @@ async def whole_response(
         )
         ids = np.concatenate([prompt.token_ids_P, made])
         try:
-            answer = await fleet.generate(
-                member, GenerateRequest(f"{name}-{len(made)}", ids, params, len(made))
-            )
+            answer = await pool.generate(slot, GenerateRequest(f"{name}-{len(made)}", ids, params, len(made)))
         except EngineLost as lost:
             losses += lost.with_this
             if losses >= MOST_LOSSES:
@@ -68,9 +66,9 @@ async def whole_response(
         except ValueError as error:  # any engine would refuse it
             raise RunStopped(f"an evaluation cannot be made: {error}") from error
         finally:
-            member.load -= 1
-            member = None
-            fleet.changed.set()
+            slot.load -= 1
+            slot = None
+            pool.changed.set()
         made = np.concatenate([made, answer.token_ids_R])
         if len(made) and made[-1] in sampling.stop_token_ids:
             return made, "stop"

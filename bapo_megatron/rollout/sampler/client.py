@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
-from bapo_megatron.rollout.sampler.heartbeat import ALIVE, LifeWatch
+from bapo_megatron.rollout.sampler.heartbeat import ALIVE, Heartbeat
 from bapo_megatron.rollout.sampler.process import Setup
 from bapo_megatron.rollout.sampler.step_batches import read_step
 from bapo_megatron.runtime.out_of_memory import death
@@ -107,7 +107,7 @@ class SamplerClient:
     def close(self) -> None:
         """End it; what engines have in hand is kept."""
         try:
-            with LifeWatch(self._process, self._pipe, _CLOSE_S):
+            with Heartbeat(self._process, self._pipe, _CLOSE_S):
                 self._pipe.send(None)
                 while self._pipe.recv() == ALIVE:
                     pass
@@ -132,7 +132,7 @@ class SamplerClient:
                     return None
 
     def _exchange(self, method: str, *arguments: Any) -> Any:
-        watch = LifeWatch(self._process, self._pipe, self._silent_s)
+        watch = Heartbeat(self._process, self._pipe, self._silent_s)
         try:
             with watch:
                 if not self._is_set_up:

@@ -12,11 +12,11 @@ from itertools import count
 import numpy as np
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.rollout.engines.pool import EngineLost, Fleet, Member
+from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool, EngineSlot
 from bapo_megatron.rollout.engines.requests import Dataset, request_seed
-from bapo_megatron.rollout.sampler.admission import Supply
+from bapo_megatron.rollout.sampler.admission import AdmissionController
 from bapo_megatron.rollout.sampler.events import Part
-from bapo_megatron.rollout.sampler.state import Book, OpenGroup
+from bapo_megatron.rollout.sampler.state import OpenGroup, SamplerState
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, SamplingParams
 
 Key = tuple[int, int]
@@ -29,12 +29,19 @@ _MOST_LOSSES = 20
 """A response may be what ends its engines; after so many it is given up, with its group."""
 
 
-class Dispatch:
+class Dispatcher:
     """Sends what may be sampled to engines with room, the oldest groups first, and collects the answers."""
 
-    def __init__(self, config: RunConfig, dataset: Dataset, book: Book, supply: Supply, fleet: Fleet) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        dataset: Dataset,
+        sampler_state: SamplerState,
+        admission: AdmissionController,
+        pool: EnginePool,
+    ) -> None:
         self._config, self._dataset = config, dataset
-        self._book, self._supply, self._fleet = book, supply, fleet
+        self._state, self._admission, self._pool = sampler_state, admission, pool
         self._ready: list[Key] = []
         """A heap."""
         self._parked: list[Key] = []
@@ -55,7 +62,7 @@ class Dispatch:
 
     def add(self, group: OpenGroup, sample: int) -> None:
         """A response goes on, if it is not whole."""
-        if self._book.open.get(group.number) is group and not group.responses[sample].finish_reason:
+        if self._state.open.get(group.number) is group and not group.responses[sample].finish_reason:
             heapq.heappush(self._ready, (group.number, sample))
 
     def unpark(self) -> None:
@@ -87,35 +94,35 @@ class Dispatch:
             if not self._send_one():
                 return
             if sent == _FEW and not at_once:
-                self._fleet.changed.set()
+                self._pool.changed.set()
                 await asyncio.sleep(0)
                 return
 
     def _send_one(self) -> bool:
         """The first that may go, if an engine has room."""
-        while self._ready and self._supply.may_sample:
+        while self._ready and self._admission.may_sample:
             key = self._ready[0]
-            group = self._book.open.get(key[0])
+            group = self._state.open.get(key[0])
             if group is None or key in self._running or group.responses[key[1]].finish_reason:
                 heapq.heappop(self._ready)
                 continue
-            tokens = self._supply.allowance(group, key[1])
+            tokens = self._admission.allowance(group, key[1])
             if not tokens:
                 self._parked.append(heapq.heappop(self._ready))
                 continue
-            member = self._fleet.reserve()
-            if member is None:
+            slot = self._pool.reserve()
+            if slot is None:
                 return False
             heapq.heappop(self._ready)
-            self._running[key] = task = asyncio.create_task(self._sample(member, group, key, tokens))
-            task.add_done_callback(partial(self._release, member))
+            self._running[key] = task = asyncio.create_task(self._sample(slot, group, key, tokens))
+            task.add_done_callback(partial(self._release, slot))
             return True
         return False
 
-    def _release(self, member: Member, _task: asyncio.Task[None]) -> None:
+    def _release(self, slot: EngineSlot, _task: asyncio.Task[None]) -> None:
         """Also of a task that was cancelled before it began."""
-        member.load -= 1
-        self._fleet.changed.set()
+        slot.load -= 1
+        self._pool.changed.set()
 
     async def drain(self, limit_s: float) -> None:
         """Wait until what is in flight has come back, but not for longer than ``limit_s``."""
@@ -127,12 +134,12 @@ class Dispatch:
         for task in self._running.values():
             task.cancel()
 
-    async def _sample(self, member: Member, group: OpenGroup, key: Key, tokens: int) -> None:
+    async def _sample(self, slot: EngineSlot, group: OpenGroup, key: Key, tokens: int) -> None:
         """One segment of one response."""
         request = self._request(group, key[1], tokens)
         try:
-            answer = await self._fleet.generate(member, request)
-            if self._is_sound(member, answer) and len(answer.token_ids_R):
+            answer = await self._pool.generate(slot, request)
+            if self._is_sound(slot, answer) and len(answer.token_ids_R):
                 whole = self._finish_reason(answer, request)
                 self._arrived.append(Part(group, key[1], request.prefix_tokens, answer, whole))
             else:
@@ -161,11 +168,11 @@ class Dispatch:
             prefix_tokens=len(ids),
         )
 
-    def _is_sound(self, member: Member, answer: Generation) -> bool:
+    def _is_sound(self, slot: EngineSlot, answer: Generation) -> bool:
         """Whether all tokens come from weights that the engines were given. If not, the engine lies."""
         for version in np.unique(answer.versions_R).tolist():
-            if version != self.coming and self._book.step_of(version) is None:
-                self._fleet.lose(member, f"answers with tokens of weights {version}, which nobody gave it")
+            if version != self.coming and self._state.step_of(version) is None:
+                self._pool.lose(slot, f"answers with tokens of weights {version}, which nobody gave it")
                 return False
         return True
 

@@ -45,7 +45,7 @@ def tell(pipe: Connection, message: Any) -> None:
         os._exit(0)
 
 
-class LifeWatch:
+class Heartbeat:
     """Kills ``process`` if, in the block, ``heard`` is not called for ``limit_s`` seconds.
 
     Whoever waits for ``pipe``, to read or to write, finds it closed then, also if the process cannot be

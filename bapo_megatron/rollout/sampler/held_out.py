@@ -17,10 +17,10 @@ from typing import Any
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.suites import Suite
-from bapo_megatron.rollout.engines.pool import Fleet
+from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.engines.whole_response import Sampling, whole_response
-from bapo_megatron.rollout.sampler.scoring import Judge
+from bapo_megatron.rollout.sampler.scoring import Scorer
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.storage import writing
 
@@ -42,10 +42,10 @@ class HeldOut:
     """Evaluations of one run, in the sampler's event loop."""
 
     def __init__(
-        self, config: RunConfig, suites: Sequence[Suite], dataset: Dataset, fleet: Fleet, judge: Judge
+        self, config: RunConfig, suites: Sequence[Suite], dataset: Dataset, pool: EnginePool, scorer: Scorer
     ) -> None:
         self._config, self._suites = config, suites
-        self._dataset, self._fleet, self._judge = dataset, fleet, judge
+        self._dataset, self._pool, self._scorer = dataset, pool, scorer
         temperature, most = config.evaluation_sampling
         stops, segment = dataset.stop_token_ids, config.rollout.segment_tokens
         self._sampling = Sampling(temperature, most, config.seed, stops, segment)
@@ -105,7 +105,7 @@ class HeldOut:
             for sample in range(samples)
         ]
         try:
-            room = asyncio.Semaphore(max(1, self._fleet.places // 2))  # the rest is for the training
+            room = asyncio.Semaphore(max(1, self._pool.places // 2))  # the rest is for the training
             async with asyncio.TaskGroup() as group:
                 rows = [group.create_task(self._judged(step, question, room)) for question in questions]
         except ExceptionGroup as failed:
@@ -115,7 +115,7 @@ class HeldOut:
             self._folder.mkdir(exist_ok=True)
             await asyncio.to_thread(write_atomically, self._path(step), lines)
         self._step = None
-        self._fleet.changed.set()
+        self._pool.changed.set()
 
     async def _judged(self, step: int, question: _Question, room: asyncio.Semaphore) -> dict[str, Any]:
         prompt = question.suite.prompts[question.number]
@@ -123,16 +123,16 @@ class HeldOut:
         place = (_EPOCH, question.number, question.sample)
         async with room:
             ids, finish_reason = await whole_response(
-                self._fleet, self._sampling, prompt, name, place, beyond=True
+                self._pool, self._sampling, prompt, name, place, beyond=True
             )
         [text] = await asyncio.to_thread(self._dataset.texts, [ids])
-        judgement = await self._judge.judge(prompt, text, len(ids))
+        result = await self._scorer.score(prompt, text, len(ids))
         return {
             "suite": question.suite.name,
             "problem": question.number,
             "sample": question.sample,
-            "correct": judgement.score is not None and judgement.score >= self._config.reward.correct,
-            "failure": judgement.failure,
+            "correct": result.score is not None and result.score >= self._config.reward.correct,
+            "failure": result.failure,
             "tokens": len(ids),
             "finish_reason": finish_reason,
             "response": text,

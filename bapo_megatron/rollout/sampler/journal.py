@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.sampler.write_ahead_log import Damage, Record, RecordLog, read_records
+from bapo_megatron.rollout.sampler.write_ahead_log import Damage, Record, WriteAheadLog, read_records
 from bapo_megatron.runtime.files import sync_folder
 from bapo_megatron.runtime.storage import writing
 
@@ -36,7 +36,7 @@ class SegmentJournal:
             self._lock = _locked(folder / ".lock")
         self._groups: dict[Path, set[int]] = {}
         """Numbers of the groups that each file tells of."""
-        self._log: RecordLog | None = None
+        self._log: WriteAheadLog | None = None
 
     def replay(self, apply: Callable[[Record], None]) -> list[str]:
         """Give every record to ``apply``, in order; what is damaged, in words."""
@@ -58,7 +58,7 @@ class SegmentJournal:
         number = max((_number(path) for path in self._paths()), default=0) + 1
         path = self._folder / f"segments-{number:06d}.log"
         with writing("the journal", path):
-            self._log, self._groups[path] = RecordLog(path), set()
+            self._log, self._groups[path] = WriteAheadLog(path), set()
         self.commit([state])
         sync_folder(self._folder)
 

@@ -16,15 +16,15 @@ from typing import Any
 from bapo_megatron.algo.filters import is_uniform
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.prompts import PromptOrder
-from bapo_megatron.rollout.engines.pool import Fleet, Report
+from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler import events as records
-from bapo_megatron.rollout.sampler.admission import Supply
-from bapo_megatron.rollout.sampler.dispatcher import Dispatch
+from bapo_megatron.rollout.sampler.admission import AdmissionController
+from bapo_megatron.rollout.sampler.dispatcher import Dispatcher
 from bapo_megatron.rollout.sampler.journal import SegmentJournal
 from bapo_megatron.rollout.sampler.metrics import sampler_metrics
-from bapo_megatron.rollout.sampler.scoring import Judge
-from bapo_megatron.rollout.sampler.state import Book, Finished, OpenGroup
+from bapo_megatron.rollout.sampler.scoring import Scorer
+from bapo_megatron.rollout.sampler.state import Finished, OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.step_batches import step_path, write_step
 from bapo_megatron.rollout.sampler.step_files import StepFiles
 from bapo_megatron.rollout.sampler.write_ahead_log import Record
@@ -44,34 +44,36 @@ class GroupSampler:
         self,
         config: RunConfig,
         dataset: Dataset,
-        fleet: Fleet,
-        judge: Judge,
+        pool: EnginePool,
+        scorer: Scorer,
         report: Report,
         rounds: bool = False,
     ) -> None:
         """``rounds``: begin new groups, and give a step its own, only when no other is in the making, so that
         an engine which answers in batches always forms the same ones."""
         self._config, self._rollout = config, config.rollout
-        self._dataset, self._fleet, self._judge, self._report = dataset, fleet, judge, report
+        self._dataset, self._pool, self._scorer, self._report = dataset, pool, scorer, report
         self._rounds = rounds
         self._order = PromptOrder(len(dataset.prompts), config.seed, config.data.shuffle)
-        self._book = Book(dataset.prompts, self._rollout.group_size, identity(config, len(dataset.prompts)))
-        self._supply = Supply(self._rollout, self._book)
-        self._dispatch = Dispatch(config, dataset, self._book, self._supply, fleet)
-        self._dispatch.refuse = self._refuse
+        self._state = SamplerState(
+            dataset.prompts, self._rollout.group_size, identity(config, len(dataset.prompts))
+        )
+        self._admission = AdmissionController(self._rollout, self._state)
+        self._dispatcher = Dispatcher(config, dataset, self._state, self._admission, pool)
+        self._dispatcher.refuse = self._refuse
         self._folder = config.directory / "journal"
         self._journal = SegmentJournal(self._folder)
         self._steps = StepFiles(self._folder, report)
         self._next_number = 0
         self._whole: list[OpenGroup] = []
         """Groups that wait for their judges."""
-        self._judging: dict[int, asyncio.Task[None]] = {}
+        self._scoring: dict[int, asyncio.Task[None]] = {}
         self._dropping: set[int] = set()
         """Groups whose drop is not in the book yet."""
         self._resampled: Counter[tuple[int, int]] = Counter()
         self._news: list[Record] = []
         """Records that wait for their commit."""
-        self._changed, self._advanced = fleet.changed, asyncio.Condition()
+        self._changed, self._advanced = pool.changed, asyncio.Condition()
         self._failure: Exception | None = None
         self._closing = False
         self.is_held: Callable[[], bool] = lambda: False  # asked before anything is sent to engines
@@ -81,26 +83,26 @@ class GroupSampler:
 
     async def start(self, first_step: int, state: dict[str, Any] | None) -> None:
         """Read the journal, and begin before ``first_step``; ``state``: that of the checkpoint before it."""
-        for damage in await asyncio.to_thread(self._journal.replay, self._book.apply):  # gigabytes of it
+        for damage in await asyncio.to_thread(self._journal.replay, self._state.apply):  # gigabytes of it
             self._report("journal_damaged", detail=damage)
-        if not self._book.is_known and state:
-            self._book.apply(Record("state", state, {}))
+        if not self._state.is_known and state:
+            self._state.apply(Record("state", state, {}))
             self._report("journal_missing", detail=f"{self._folder}: what was in the making is lost")
-        self._journal.begin(self._book.state())
-        missing = await asyncio.to_thread(self._steps.missing, self._book, first_step)
+        self._journal.begin(self._state.state())
+        missing = await asyncio.to_thread(self._steps.missing, self._state, first_step)
         if missing:  # or the next process would count their groups once more
             await asyncio.to_thread(self._journal.commit, missing)
         for record in missing:
-            self._book.apply(record)
-        self._supply.reached, self._next_number = first_step - 1, self._book.next_number
-        for group in self._book.open.values():
+            self._state.apply(record)
+        self._admission.reached, self._next_number = first_step - 1, self._state.next_number
+        for group in self._state.open.values():
             self._go_on(group)
         self._advancing = asyncio.create_task(self._run())
 
     @property
     def wants_weights(self) -> bool:
         """Engines are lost that only the trainer can bring back."""
-        return self._fleet.wants_weights
+        return self._pool.wants_weights
 
     async def next_batch(self, step: int, wait_s: float) -> Path | None:
         """The file with the groups of ``step``; None if they do not exist after ``wait_s`` seconds.
@@ -108,13 +110,13 @@ class GroupSampler:
         EnginesGone if no engine has worked for too long. Raises what the sampler's loop has raised.
         """
         path = step_path(self._folder, step)
-        if step <= self._book.served:
+        if step <= self._state.served:
             if self._steps.is_readable(step):
-                self._supply.reached = max(self._supply.reached, step)
+                self._admission.reached = max(self._admission.reached, step)
                 return path
             self._news.append(records.rewound(step - 1))
-        self._supply.reached = step - 1
-        self._drop_stale(list(self._book.finished.values()), step)
+        self._admission.reached = step - 1
+        self._drop_stale(list(self._state.finished.values()), step)
         self._changed.set()
         try:
             async with asyncio.timeout(wait_s), self._advanced:
@@ -129,17 +131,17 @@ class GroupSampler:
 
     def check_engines(self) -> None:
         """EnginesGone if none has worked for too long."""
-        self._fleet.check(self._rollout.sglang.lost_minutes)
+        self._pool.check(self._rollout.sglang.lost_minutes)
 
     async def load_weights(self, folder: Path, version: int, step: int) -> None:
         """Bring weights, which the updates of ``step`` have made, to every engine that works."""
         self.weights_are_coming(version)
-        await self._fleet.update(folder, version)
+        await self._pool.update(folder, version)
         self.weights_came(version, step)
 
     def weights_are_coming(self, version: int) -> None:
         """Tokens of ``version`` are no lie from now on."""
-        self._dispatch.coming = version
+        self._dispatcher.coming = version
 
     def weights_came(self, version: int, step: int) -> None:
         """Every engine that works has them."""
@@ -148,29 +150,29 @@ class GroupSampler:
 
     def state(self) -> dict[str, Any]:
         """What a continuation needs if the journal is lost: the place in the dataset, and the counts."""
-        return self._book.state().fields
+        return self._state.state().fields
 
     async def checkpointed(self, oldest: int) -> None:
         """Begin a new file of the journal; delete what no continuation after step ``oldest`` needs."""
         if (keep := self._rollout.keep_steps) is not None:
-            await asyncio.to_thread(self._steps.delete, min(oldest, self._book.served - keep))
+            await asyncio.to_thread(self._steps.delete, min(oldest, self._state.served - keep))
         async with self._advanced:
-            self._journal.begin(self._book.state())
-            self._journal.collect([*self._book.open, *self._book.finished])
+            self._journal.begin(self._state.state())
+            self._journal.collect([*self._state.open, *self._state.finished])
 
     async def close(self) -> None:
         """Stop; what engines have in hand is kept as far as it has come, but in ``rounds``: a round that goes
         on from half of its tokens ends in other bits than a whole one."""
-        self._closing, self._supply.is_open = True, False
+        self._closing, self._admission.is_open = True, False
         if self._advancing is not None and not self._failure:
             if not self._rounds:
-                await self._fleet.abort()
-                await self._dispatch.drain(_DRAIN_S)
+                await self._pool.abort()
+                await self._dispatcher.drain(_DRAIN_S)
             async with self._advanced:
                 await self._commit()
             self._advancing.cancel()
-        self._dispatch.cancel()
-        for task in self._judging.values():
+        self._dispatcher.cancel()
+        for task in self._scoring.values():
             task.cancel()
         self._journal.close()
 
@@ -200,22 +202,22 @@ class GroupSampler:
     async def _advance(self) -> None:
         await self._commit()
         for group in self._whole:
-            self._judging[group.number] = task = asyncio.create_task(self._judge_group(group))
+            self._scoring[group.number] = task = asyncio.create_task(self._judge_group(group))
             task.add_done_callback(self._note_failure)
         self._whole.clear()
         if self.is_held():
             return
         self._begin_groups()
-        while self._news or self._dispatch.has_arrived:  # nothing is sent for a group that is to be dropped
+        while self._news or self._dispatcher.has_arrived:  # nothing is sent for a group that is to be dropped
             await self._commit()
-        await self._dispatch.send(at_once=self._rounds)
+        await self._dispatcher.send(at_once=self._rounds)
 
     async def _commit(self) -> None:
         """Write everything that is new to the journal, then take note of it."""
         parts = [
             part
-            for part in self._dispatch.take_arrived()
-            if self._book.open.get(part.group.number) is part.group  # else it was dropped meanwhile
+            for part in self._dispatcher.take_arrived()
+            if self._state.open.get(part.group.number) is part.group  # else it was dropped meanwhile
         ]
         news, self._news = self._news, []
         if parts:
@@ -223,44 +225,44 @@ class GroupSampler:
         if not news:
             return
         if self._journal.is_full:
-            self._journal.begin(self._book.state())
+            self._journal.begin(self._state.state())
         await asyncio.to_thread(self._journal.commit, news)
         for record in news:
-            self._book.apply(record)
+            self._state.apply(record)
             if record.kind == "dropped":
-                self._dispatch.forget(record.fields["number"])
+                self._dispatcher.forget(record.fields["number"])
                 self._dropping.discard(record.fields["number"])
             elif record.kind == "open":
                 for number, _, _ in record.fields["groups"]:
-                    self._go_on(self._book.open[number])
+                    self._go_on(self._state.open[number])
         for part in parts:
-            self._dispatch.add(part.group, part.sample)
+            self._dispatcher.add(part.group, part.sample)
         for group in {part.group.number: part.group for part in parts}.values():
-            if group.is_whole and group.number in self._book.open:
+            if group.is_whole and group.number in self._state.open:
                 self._whole.append(group)
         if any(record.kind == "weights" for record in news):
-            self._drop_stale(list(self._book.open.values()), self._book.weights_step + 1)
-            self._dispatch.unpark()
-            self._supply.is_open = not self._closing
+            self._drop_stale(list(self._state.open.values()), self._state.weights_step + 1)
+            self._dispatcher.unpark()
+            self._admission.is_open = not self._closing
 
     def _go_on(self, group: OpenGroup) -> None:
         """A group that has begun, or that the journal has brought back."""
         if group.is_whole:
             self._whole.append(group)
         for sample in range(len(group.responses)):
-            self._dispatch.add(group, sample)
+            self._dispatcher.add(group, sample)
 
     async def _judge_group(self, group: OpenGroup) -> None:
         prompt = self._dataset.prompts[group.index]
         ids = [response.arrays()[0] for response in group.responses]
         texts = await asyncio.to_thread(self._dataset.texts, ids)  # it takes a while for long responses
         found = await asyncio.gather(
-            *(self._judge.judge(prompt, text, len(one)) for text, one in zip(texts, ids, strict=True))
+            *(self._scorer.score(prompt, text, len(one)) for text, one in zip(texts, ids, strict=True))
         )
         rewards = [one.reward for one in found]
         failures = [one.failure for one in found if one.failure]
         self._news.append(records.judged(group.number, rewards, failures))
-        del self._judging[group.number]
+        del self._scoring[group.number]
         if self._rollout.drop_uniform_groups and is_uniform(rewards):
             self._drop(group, "uniform")
         self._changed.set()
@@ -268,12 +270,12 @@ class GroupSampler:
     def _begin_groups(self) -> None:
         if self._rounds and not self._is_time_for_a_round():
             return
-        if count := self._supply.room:
-            self._open(self._order.take(self._book.taken, count), self._book.taken + count)
+        if count := self._admission.room:
+            self._open(self._order.take(self._state.taken, count), self._state.taken + count)
 
     def _is_time_for_a_round(self) -> bool:
         """No other is in the making, and the trainer waits: new weights would come at no certain token."""
-        return not self._is_busy and self._supply.reached == self._book.weights_step
+        return not self._is_busy and self._admission.reached == self._state.weights_step
 
     def _open(self, places: Sequence[tuple[int, int]], taken: int | None) -> None:
         groups = [(self._next_number + n, epoch, index) for n, (epoch, index) in enumerate(places)]
@@ -285,20 +287,20 @@ class GroupSampler:
     def _chosen(self, step: int) -> list[Finished] | None:
         """The groups of ``step``; None while there are too few and more may come."""
         count, is_last = self._rollout.prompts_per_step, self._is_exhausted()
-        if not is_last and (self._rounds or len(self._book.finished) < count):
+        if not is_last and (self._rounds or len(self._state.finished) < count):
             return None
-        groups = sorted(self._book.finished.items())
+        groups = sorted(self._state.finished.items())
         found = [group for _, group in groups if not self._must_go(group, step)]
         return found[:count] if len(found) >= count or is_last else None
 
     def _is_exhausted(self) -> bool:
         """Nothing more can come before the next weights."""
-        return not self._is_busy and self._supply.may_sample and self._supply.room == 0
+        return not self._is_busy and self._admission.may_sample and self._admission.room == 0
 
     @property
     def _is_busy(self) -> bool:
         """Something is being sampled or judged, or waits to be noted."""
-        return bool(self._dispatch.is_busy or self._judging or self._whole or self._news)
+        return bool(self._dispatcher.is_busy or self._scoring or self._whole or self._news)
 
     async def _give(self, step: int) -> None:
         """Write the step's file: from then on its groups belong to it."""
@@ -306,20 +308,20 @@ class GroupSampler:
             await self._commit()
             chosen = self._chosen(step) or []
             numbers = [group.number for group in chosen]
-            stale = sum(self._supply.is_stale(group, step) for group in chosen)
-            metrics = sampler_metrics(self._book, chosen, stale, self._config.reward)
-            metrics["sampler/engines"] = float(self._fleet.up)
+            stale = sum(self._admission.is_stale(group, step) for group in chosen)
+            metrics = sampler_metrics(self._state, chosen, stale, self._config.reward)
+            metrics["sampler/engines"] = float(self._pool.up)
             batch = StepBatch(tuple(group.group for group in chosen), metrics)
             await asyncio.to_thread(write_step, self._folder, step, batch, numbers)
             self._news.append(records.batched(step, numbers))
             await self._commit()
-            self._supply.reached = step
+            self._admission.reached = step
         self._changed.set()
         if self._rollout.max_staleness and not self._rollout.overlap:
-            await self._fleet.abort()
+            await self._pool.abort()
 
     def _must_go(self, group: OpenGroup | Finished, step: int) -> bool:
-        return self._rollout.on_stale != "train" and self._supply.is_stale(group, step)
+        return self._rollout.on_stale != "train" and self._admission.is_stale(group, step)
 
     def _drop_stale(self, groups: Sequence[OpenGroup | Finished], step: int) -> None:
         """Drop what is too old for ``step``, and begin its prompts anew if that is wanted."""
@@ -341,8 +343,8 @@ class GroupSampler:
         self._dropping.add(group.number)
         self._news.append(records.dropped(group.number, reason))
         self._whole = [one for one in self._whole if one is not group]
-        self._dispatch.forget(group.number)
-        if task := self._judging.pop(group.number, None):
+        self._dispatcher.forget(group.number)
+        if task := self._scoring.pop(group.number, None):
             task.cancel()
         self._changed.set()
         return True

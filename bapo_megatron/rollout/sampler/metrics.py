@@ -11,7 +11,7 @@ from bapo_megatron.config import RewardConfig
 from bapo_megatron.types import Metrics
 
 if TYPE_CHECKING:
-    from bapo_megatron.rollout.sampler.state import Book, Finished
+    from bapo_megatron.rollout.sampler.state import Finished, SamplerState
 
 
 class GroupSummary(NamedTuple):
@@ -26,22 +26,24 @@ class GroupSummary(NamedTuple):
     """Kinds of failed judgements."""
 
 
-def sampler_metrics(book: Book, chosen: Sequence[Finished], stale: int, reward: RewardConfig) -> Metrics:
+def sampler_metrics(
+    sampler_state: SamplerState, chosen: Sequence[Finished], stale: int, reward: RewardConfig
+) -> Metrics:
     """What is known when a step is given the groups ``chosen``, ``stale`` of them older than allowed.
 
     ``sampler/tokens_*`` count from the beginning of the run: sampled = trained + dropped + kept, always.
     """
     trained = sum(group.tokens for group in chosen)
-    dropped = sum(count for kind, count in book.tokens.items() if kind.startswith("dropped_"))
+    dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
     return {
-        **rollout_metrics(book.judged, len(chosen), reward),
-        "rollout/groups_dropped": float(book.dropped["uniform"]),
-        "rollout/groups_stale": float(book.dropped["stale"] + stale),
-        "sampler/groups_kept": float(book.outstanding - len(chosen)),
-        "sampler/tokens_sampled": float(book.tokens["sampled"]),
-        "sampler/tokens_trained": float(book.tokens["trained"] + trained),
+        **rollout_metrics(sampler_state.judged, len(chosen), reward),
+        "rollout/groups_dropped": float(sampler_state.dropped["uniform"]),
+        "rollout/groups_stale": float(sampler_state.dropped["stale"] + stale),
+        "sampler/groups_kept": float(sampler_state.outstanding - len(chosen)),
+        "sampler/tokens_sampled": float(sampler_state.tokens["sampled"]),
+        "sampler/tokens_trained": float(sampler_state.tokens["trained"] + trained),
         "sampler/tokens_dropped": float(dropped),
-        "sampler/tokens_kept": float(book.live_tokens - trained),
+        "sampler/tokens_kept": float(sampler_state.live_tokens - trained),
     }
 
 

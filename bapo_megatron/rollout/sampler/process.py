@@ -32,16 +32,16 @@ from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.reward.pool import RewardPool
-from bapo_megatron.rollout.engines.pool import EnginesGone, Fleet
+from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.requests import Dataset, limits_of, stop_token_ids
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import ServerError, SglangServer, open_session
-from bapo_megatron.rollout.engines.sglang.pool_broadcast import FleetBroadcast
-from bapo_megatron.rollout.engines.timeouts import Patience
+from bapo_megatron.rollout.engines.sglang.pool_broadcast import PoolBroadcast
+from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.rollout.sampler.heartbeat import answering, tell
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.loop import GroupSampler
-from bapo_megatron.rollout.sampler.scoring import SteadyJudge
+from bapo_megatron.rollout.sampler.scoring import RobustScorer
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Service:
     def __init__(
         self,
         sampler: GroupSampler,
-        broadcast: FleetBroadcast,
+        broadcast: PoolBroadcast,
         held_out: HeldOut,
         events: list[dict[str, Any]],
     ) -> None:
@@ -171,12 +171,12 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
     events: list[dict[str, Any]] = []
     async with AsyncExitStack() as opened:
         try:
-            sampler, fleet, held_out = await answering(pipe, _open(setup, opened, partial(_note, events)))
+            sampler, pool, held_out = await answering(pipe, _open(setup, opened, partial(_note, events)))
         except (ConfigError, RunStopped) as error:  # after any other the trainer tries again
             await asyncio.to_thread(pipe.recv)  # whatever the trainer asks first
             tell(pipe, (*_failed(error), events))
             return
-        service = Service(sampler, FleetBroadcast(fleet, setup.config.rollout.sglang), held_out, events)
+        service = Service(sampler, PoolBroadcast(pool, setup.config.rollout.sglang), held_out, events)
         while True:
             try:
                 question = await asyncio.to_thread(pipe.recv)
@@ -191,26 +191,26 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
 
 async def _open(
     setup: Setup, opened: AsyncExitStack, report: Callable[..., None]
-) -> tuple[GroupSampler, Fleet, HeldOut]:
+) -> tuple[GroupSampler, EnginePool, HeldOut]:
     config, rollout = setup.config, setup.config.rollout
-    pool = RewardPool(config.reward, rollout.max_response_tokens)
-    await pool.start()
-    opened.push_async_callback(pool.close)
-    judge = SteadyJudge(pool, config.reward.failed, report)
+    reward_pool = RewardPool(config.reward, rollout.max_response_tokens)
+    await reward_pool.start()
+    opened.push_async_callback(reward_pool.close)
+    scorer = RobustScorer(reward_pool, config.reward.failed, report)
     engines = await open_engines(config, setup.urls, setup.device, opened)
     local = rollout.engine == "local"
     most = rollout.prompts_per_step * rollout.group_size * 1000 if local else rollout.sglang.max_in_flight
-    fleet = Fleet(engines, most, report, Patience(update_s=60 * rollout.sglang.update_minutes))
-    opened.push_async_callback(fleet.close)
+    pool = EnginePool(engines, most, report, EngineTimeouts(update_s=60 * rollout.sglang.update_minutes))
+    opened.push_async_callback(pool.close)
     tokenizer = load_tokenizer(config.model.hf_path)
     dataset = Dataset(setup.problems.prompts, tokenizer, stop_token_ids(config.model.hf_path, tokenizer))
-    sampler = GroupSampler(config, dataset, fleet, judge, report, rounds=local)
+    sampler = GroupSampler(config, dataset, pool, scorer, report, rounds=local)
     opened.push_async_callback(sampler.close)
-    held_out = HeldOut(config, setup.held_out, dataset, fleet, judge)
+    held_out = HeldOut(config, setup.held_out, dataset, pool, scorer)
     opened.callback(held_out.close)
     if local:  # its answers hang, in their last bits, on what it is asked at the same time
         sampler.is_held = lambda: held_out.is_busy
-    return sampler, fleet, held_out
+    return sampler, pool, held_out
 
 
 async def open_engines(

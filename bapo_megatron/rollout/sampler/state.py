@@ -94,7 +94,7 @@ class Finished:
     oldest_version: int
 
 
-class Book:
+class SamplerState:
     """See above."""
 
     def __init__(

@@ -7,7 +7,7 @@ from pathlib import Path
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.sampler.events import batched
-from bapo_megatron.rollout.sampler.state import Book
+from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups, step_path, steps_in
 from bapo_megatron.rollout.sampler.write_ahead_log import Record
 
@@ -18,12 +18,12 @@ class StepFiles:
     def __init__(self, folder: Path, report: Report) -> None:
         self._folder, self._report = folder, report
 
-    def missing(self, book: Book, first_step: int) -> list[Record]:
+    def missing(self, sampler_state: SamplerState, first_step: int) -> list[Record]:
         """Records that ``book`` lacks, because they are damaged or were never written.
 
         What a step's file holds belongs to it, and the steps before ``first_step`` have their groups.
         """
-        missing, served = [], book.served
+        missing, served = [], sampler_state.served
         for step in steps_in(self._folder):
             try:
                 numbers = step_groups(self._folder, step)
@@ -32,7 +32,7 @@ class StepFiles:
                     self._lose(step, str(error))
                     break
                 continue
-            if step > served or book.knows(numbers):
+            if step > served or sampler_state.knows(numbers):
                 missing.append(batched(step, numbers))
                 served = max(served, step)
         if served < first_step - 1:

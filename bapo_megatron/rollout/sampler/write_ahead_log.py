@@ -54,7 +54,7 @@ class Damage:
     reason: str
 
 
-class RecordLog:
+class WriteAheadLog:
     """One file, open for appending. One process writes it."""
 
     def __init__(self, path: Path) -> None:

@@ -15,7 +15,7 @@ from bapo_megatron.runtime.distributed import share
 
 
 class Engines(Protocol):
-    """Who can be told of a broadcast: ``SamplerClient`` (methods: ``FleetBroadcast``)."""
+    """Who can be told of a broadcast: ``SamplerClient`` (methods: ``PoolBroadcast``)."""
 
     def tell(self, method: str, *arguments: Any) -> Future[Any]:
         """Begin to tell them; the future fails if one of them does."""

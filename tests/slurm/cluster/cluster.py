@@ -120,7 +120,7 @@ class Cluster:
         while node not in self._idle() and time.monotonic() < deadline:
             time.sleep(0.2)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Until no job is left and every node takes jobs again."""
         deadline = time.monotonic() + 20
         while self.call("squeue", "-h", "-t", "all", "-o", "%T").split() and time.monotonic() < deadline:

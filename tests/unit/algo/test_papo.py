@@ -13,7 +13,7 @@ from torch import Tensor
 from bapo_megatron.algo.bapo import balanced, grpo
 from bapo_megatron.algo.objective import contribution_fn, loss_fn, search
 from bapo_megatron.algo.papo import polarity, reweighted
-from bapo_megatron.algo.papo_schedule import BranchWeights, PolarityConfig, PolarityControl, phase
+from bapo_megatron.algo.papo_schedule import BranchWeights, PapoConfig, PapoSchedule, phase
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.config.validation import run_problems
 from bapo_megatron.trainer.clip_bounds import Clipping
@@ -117,7 +117,7 @@ def test_weights_follow_the_entropy_by_hand() -> None:
     Entropies 1.0, 0.6: mean 0.9, phase 0.1 / 0.5 = 0.2, change 0.08. Then 0.0: mean 0.675, phase 0.65, change
     0.26. Then 8.0: mean 2.50625, phase -1 (clipped).
     """
-    control = PolarityControl(PolarityConfig(True, strength=0.4, band=0.5, memory=0.75))
+    control = PapoSchedule(PapoConfig(True, strength=0.4, band=0.5, memory=0.75))
     assert control.weights == (1.0, 1.0)
     control.observe(1.0)
     assert control.weights == (1.0, 1.0)
@@ -139,14 +139,14 @@ def test_phase_by_hand(entropy: float, target: float, expected: float) -> None:
 
 
 def test_a_continued_control_goes_on_where_it_was() -> None:
-    first = PolarityControl(PolarityConfig(True))
+    first = PapoSchedule(PapoConfig(True))
     assert first.state() is None
     first.observe(2.0)
     first.observe(1.0)
-    second = PolarityControl(PolarityConfig(True))
+    second = PapoSchedule(PapoConfig(True))
     second.load_state(first.state())
     assert second.weights == first.weights
-    held = PolarityControl(PolarityConfig(True, target_entropy=7.0))
+    held = PapoSchedule(PapoConfig(True, target_entropy=7.0))
     held.load_state(first.state())
     assert held.phase == 1.0
 
@@ -200,7 +200,7 @@ def test_no_gradient_passes_through_the_polarity() -> None:
 
 
 def algorithm(**polarity: Any) -> AlgorithmConfig:
-    settings = PolarityConfig(True, strength=0.5, band=0.5, memory=0.0, target_entropy=4.0, **polarity)
+    settings = PapoConfig(True, strength=0.5, band=0.5, memory=0.0, target_entropy=4.0, **polarity)
     return AlgorithmConfig(bounds=dataclasses.replace(balanced(), target=0.6), polarity=settings)
 
 
@@ -248,7 +248,7 @@ def test_off_means_untouched() -> None:
     [("strength", 1.0), ("strength", -0.1), ("memory", 1.0), ("band", 0.0), ("target_entropy", 0.0)],
 )
 def test_values_out_of_range_are_named(field: str, value: float) -> None:
-    settings = PolarityConfig(**{"enabled": True, field: value})
+    settings = PapoConfig(**{"enabled": True, field: value})
     run = dataclasses.replace(GOOD, algorithm=AlgorithmConfig(polarity=settings))
     [problem] = run_problems(run)
     assert problem.startswith(f"algorithm.polarity.{field}={value} must be")

@@ -158,19 +158,19 @@ def test_the_training_goes_on_until_it_is_whole(store: CheckpointStore) -> None:
     saving = Slow()
     store.begin((30, 0), lambda path: (write_policy(b"slow")(path), saving)[1], {})
     for _ in range(3):
-        assert store.settle(wait=False) is None
+        assert store.finalize(wait=False) is None
         assert store.latest().step == 20
     saving.is_done = True
-    while (saved := store.settle(wait=False)) is None:
+    while (saved := store.finalize(wait=False)) is None:
         pass
     assert (saved.step, saved.updates) == (30, 0)
-    assert store.settle(wait=True) is None
+    assert store.finalize(wait=True) is None
     assert store.latest().step == 30
 
 
 def test_one_within_a_step_comes_after_the_step_before_and_before_its_own(store: CheckpointStore) -> None:
     store.begin((20, 3), write_policy(b"within"), {"within": 1})
-    store.settle(wait=True)
+    store.finalize(wait=True)
     latest = store.latest()
     assert latest is not None
     assert (latest.moment, latest.trainer) == ((20, 3), {"within": 1})

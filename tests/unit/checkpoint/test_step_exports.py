@@ -23,11 +23,11 @@ from bapo_megatron.checkpoint.step_exports import StepExports
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.commands.finish import wait_for_exports
 from bapo_megatron.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
-from bapo_megatron.errors import Interrupted
+from bapo_megatron.errors import Preempted
 from bapo_megatron.interfaces import Saving
 from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.checkpointing import settle
+from bapo_megatron.trainer.checkpointing import finalize
 from bapo_megatron.trainer.clip_bounds import Clipping
 from checkpoints_tools import to_megatron
 from tests.support.checkpoint_models import folder_bytes, save_random_model
@@ -278,7 +278,7 @@ def test_checkpoints_that_were_passed_over_are_not_exported(
     owner = Owner(tmp_path, model, policy, every=0, keep_last=0)
     for moment in ((10, 0), (10, 3), (20, 0)):
         owner.store.begin(moment, copy_of(policy), {})
-        owner.store.settle(wait=True)
+        owner.store.finalize(wait=True)
     owner.store.newest = (10, 3)
     assert owner.store.steps() == [10]
 
@@ -367,17 +367,17 @@ def test_the_loop_offers_what_has_become_whole_and_never_waits(
 ) -> None:
     run = run_with(owner)
     owner.store.begin((20, 0), copy_of(policy), {})
-    settle(run, wait=True)  # returns, though the export of step 10 does not go on
+    finalize(run, wait=True)  # returns, though the export of step 10 does not go on
     assert owner.exports.holds(20)
     owner.store.begin((20, 2), copy_of(policy), {})
-    settle(run, wait=True)
+    finalize(run, wait=True)
     assert owner.kinds() == [("export_started", 10)]
     assert owner.checkpoints() == ["step_000010", "step_000020", "step_000020_update_002"]
     halted.resume()
     deadline = time.monotonic() + DEADLINE_S
     while ("export_started", 20) not in owner.kinds():
         assert time.monotonic() < deadline
-        settle(run)
+        finalize(run)
         time.sleep(0.01)
 
 
@@ -402,7 +402,7 @@ def test_who_waits_at_the_end_can_be_told_to_stop(owner: Owner, halted: psutil.P
     run = run_with(owner)
     run.interrupt = Told(at=1)  # type: ignore[assignment]
     owner.store.newest = (20, 0)
-    with pytest.raises(Interrupted, match="saved after step 20"):
+    with pytest.raises(Preempted, match="saved after step 20"):
         wait_for_exports(run)
 
 

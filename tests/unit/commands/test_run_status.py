@@ -190,7 +190,7 @@ def test_following_shows_what_is_new_and_the_next_start(run: Path) -> None:
     first.write_text("old\n")
     out, turns = io.StringIO(), iter(range(3))
 
-    def goes_on() -> bool:
+    def has_work() -> bool:
         turn = next(turns)
         if turn == 0:
             first.write_text("old\nnew\n")
@@ -199,7 +199,7 @@ def test_following_shows_what_is_new_and_the_next_start(run: Path) -> None:
             second.write_text("again\n")
         return turn < 2
 
-    follow_logs(run, out, goes_on=goes_on)
+    follow_logs(run, out, has_work=has_work)
     assert out.getvalue() == (
         "==> logs/41/0/job.log <==\nold\n==> logs/41/0/job.log <==\nnew\n==> logs/41/1/job.log <==\nagain\n"
     )

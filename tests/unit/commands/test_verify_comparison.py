@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 
-from bapo_megatron.commands.verify.certificate import Certificate
 from bapo_megatron.commands.verify.comparison import (
     Row,
     Tolerances,
@@ -18,21 +17,24 @@ from bapo_megatron.commands.verify.comparison import (
     not_measured,
     render,
 )
-from tests.support.resume_check_data import BOUNDS, handmade
+from bapo_megatron.commands.verify.layout_reference import LayoutReference
+from tests.support.layout_references import BOUNDS, handmade
 
 QUANTITIES = ["log-probs", "entropies", "contribution sums", "bounds (low, high)", "loss", "gradient norm"]
 
 
-def rows_of(ours: Certificate, reference: Certificate | None = None, **tolerances: float) -> list[Row]:
+def rows_of(
+    ours: LayoutReference, reference: LayoutReference | None = None, **tolerances: float
+) -> list[Row]:
     return compare(reference or handmade(), ours.tokens, ours.totals, BOUNDS, Tolerances(**tolerances))
 
 
-def with_totals(**changes: object) -> Certificate:
+def with_totals(**changes: object) -> LayoutReference:
     ours = handmade()
     return dataclasses.replace(ours, totals=dataclasses.replace(ours.totals, **changes))
 
 
-def with_token(name: str, sample: int, position: int, value: float) -> Certificate:
+def with_token(name: str, sample: int, position: int, value: float) -> LayoutReference:
     ours = handmade()
     getattr(ours.tokens, name)[sample][position] = value
     return ours

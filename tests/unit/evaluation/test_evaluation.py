@@ -32,12 +32,12 @@ from bapo_megatron.evaluation.responses import (
 )
 from bapo_megatron.evaluation.run import evaluate
 from bapo_megatron.evaluation.sampling import Asker
-from bapo_megatron.evaluation.scoring import Judged, score, vote_of
+from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
 from bapo_megatron.evaluation.text import comparison_text, results_text
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.reward.pool import Judgement
-from bapo_megatron.rollout.engines.pool import Fleet
-from bapo_megatron.rollout.engines.timeouts import Patience
+from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.rollout.engines.whole_response import MOST_LOSSES, Sampling
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt
 from checkpoints_tools.formats.locate import Format
@@ -51,9 +51,9 @@ ROWS = [
 ]  # fmt: skip
 
 
-def judged(problem: int, sample: int, correct: bool, answer: str | None = "1", **more: Any) -> Judged:
+def judged(problem: int, sample: int, correct: bool, answer: str | None = "1", **more: Any) -> ScoredResponse:
     fields: dict[str, Any] = {"tokens": 10, "finish_reason": "stop", **more}
-    return Judged(problem, sample, correct, answer, **fields)
+    return ScoredResponse(problem, sample, correct, answer, **fields)
 
 
 # --- scores --------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def test_programs_have_no_majority() -> None:
         [judged(0, 0, True), judged(1, 0, True), judged(1, 1, True)],
     ],
 )
-def test_missing_and_repeated_samples(responses: list[Judged]) -> None:
+def test_missing_and_repeated_samples(responses: list[ScoredResponse]) -> None:
     with pytest.raises(ValueError, match="equally many samples"):
         score(responses)
 
@@ -261,10 +261,10 @@ class Words:
 class Equal:
     """Judges a response right if its box is the ground truth."""
 
-    async def judge(self, prompt: Prompt, response: str, tokens: int) -> Judgement:
+    async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
         if prompt.ground_truth == "broken":
-            return Judgement(0.0, "time")
-        return Judgement(float(vote_of(response) == prompt.ground_truth))
+            return RewardResult(0.0, "time")
+        return RewardResult(float(vote_of(response) == prompt.ground_truth))
 
 
 def ask(
@@ -279,14 +279,14 @@ def ask(
     kept: list[dict[str, Any]] = []
 
     async def everything() -> None:
-        patience = Patience(heartbeat_s=0.01)
-        fleet = Fleet([engine], 2, lambda kind, **fields: None, patience)
-        await fleet.update(Path(), 1)
+        timeouts = EngineTimeouts(heartbeat_s=0.01)
+        pool = EnginePool([engine], 2, lambda kind, **fields: None, timeouts)
+        await pool.update(Path(), 1)
         try:
-            asker = Asker(prompts, Words(), fleet, Equal(), params, lost_minutes)
+            asker = Asker(prompts, Words(), pool, Equal(), params, lost_minutes)
             await asker.ask(places, keep or kept.extend)
         finally:
-            await fleet.close()
+            await pool.close()
 
     asyncio.run(asyncio.wait_for(everything(), 60))
     return kept

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from bapo_megatron.reward.math import answers_equal, check_ground_truth, is_right, last_boxed
-from bapo_megatron.reward.math_verify_process import Judge
+from bapo_megatron.reward.math_verify_process import MathVerifyProcess
 
 
 def judge(ground_truth: str, response: str) -> float:
@@ -148,7 +148,7 @@ def test_works_in_any_thread(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_dead_child_costs_one_question() -> None:
-    lone = Judge()
+    lone = MathVerifyProcess()
     assert lone.equal("1/2", "0.5")
     assert lone._child is not None
     lone._child.kill()
@@ -160,7 +160,7 @@ def test_a_dead_child_costs_one_question() -> None:
 
 def test_integers_are_judged_as_math_verify_does() -> None:
     """They take a short cut; it must lead to the same place."""
-    lone = Judge()
+    lone = MathVerifyProcess()
     texts = ["0", "-0", "7", "007", "+7", "-7", "70", "1234567890123456789012"]
     for truth in texts:
         for answer in texts:

@@ -18,7 +18,7 @@ import pytest
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import ground_truth_check, load_function
-from bapo_megatron.reward.pool import Judgement, RewardPool
+from bapo_megatron.reward.pool import RewardPool, RewardResult
 from bapo_megatron.types import Prompt
 
 SCORE = "tests.support.reward_functions:score"
@@ -80,11 +80,11 @@ def test_a_failure_costs_one_response_and_is_named() -> None:
     }
     responses = [line for word in kinds for line in (word, "0.5")]
 
-    async def act(pool: RewardPool) -> tuple[list[Judgement], dict[str, int]]:
-        judgements = await asyncio.gather(*(pool.judge(prompt(), text, 100) for text in responses))
-        return judgements, dict(pool.failures)
+    async def act(pool: RewardPool) -> tuple[list[RewardResult], dict[str, int]]:
+        results = await asyncio.gather(*(pool.score(prompt(), text, 100) for text in responses))
+        return results, dict(pool.failures)
 
-    judgements, failures = pooled(
+    results, failures = pooled(
         act,
         workers=2,
         time_limit_s=2.0,
@@ -93,55 +93,55 @@ def test_a_failure_costs_one_response_and_is_named() -> None:
         overlong_tokens=10,
         overlong_penalty=0.1,
     )
-    for text, judgement in zip(responses, judgements, strict=True):
+    for text, result in zip(responses, results, strict=True):
         if text in kinds:
-            assert (judgement.reward, judgement.failure) == (-3.0, kinds[text]), text
-            assert judgement.detail == details.get(text, judgement.detail)
-            assert judgement.detail
+            assert (result.reward, result.failure) == (-3.0, kinds[text]), text
+            assert result.detail == details.get(text, result.detail)
+            assert result.detail
         else:
-            assert judgement == Judgement(0.4), text
+            assert result == RewardResult(0.4), text
     assert failures == {"raised": 3, "died": 2, "time": 1, "not finite": 4}
 
 
 def test_what_a_reward_prints_is_no_answer() -> None:
     async def act(pool: RewardPool) -> list[float]:
-        return [(await pool.judge(prompt(), text, 1)).reward for text in ("talk", "0.5", "talk", "true")]
+        return [(await pool.score(prompt(), text, 1)).reward for text in ("talk", "0.5", "talk", "true")]
 
     assert pooled(act) == [0.25, 0.5, 0.25, 1.0]
 
 
 def test_a_users_function_sees_the_whole_prompt() -> None:
-    async def act(pool: RewardPool) -> Judgement:
-        return await pool.judge(prompt(), "prompt", 1)
+    async def act(pool: RewardPool) -> RewardResult:
+        return await pool.score(prompt(), "prompt", 1)
 
-    assert pooled(act) == Judgement(3 + 4 + 7 + 5.0)
+    assert pooled(act) == RewardResult(3 + 4 + 7 + 5.0)
 
 
 def test_a_worker_that_is_killed_costs_no_response() -> None:
     """While it waits for work, or has some: what a response is worth does not hang on who was killed."""
 
-    async def act(pool: RewardPool) -> list[Judgement]:
-        found = [await pool.judge(prompt(), "0.5", 1)]
+    async def act(pool: RewardPool) -> list[RewardResult]:
+        found = [await pool.score(prompt(), "0.5", 1)]
         for text, wait_s in (("0.25", 0.0), ("wait 1", 0.5)):
             worker = pool._workers[0]._child
             assert worker is not None
-            asking = asyncio.create_task(pool.judge(prompt(), text, 1))
+            asking = asyncio.create_task(pool.score(prompt(), text, 1))
             await asyncio.sleep(wait_s)
             os.kill(worker.pid, signal.SIGKILL)
             found.append(await asking)
         assert not pool.failures
         return found
 
-    assert pooled(act) == [Judgement(0.5), Judgement(0.25), Judgement(1.0)]
+    assert pooled(act) == [RewardResult(0.5), RewardResult(0.25), RewardResult(1.0)]
 
 
 def test_code_that_holds_the_interpreter_is_ended_with_its_children(tmp_path: Path) -> None:
-    async def act(pool: RewardPool) -> list[Judgement]:
+    async def act(pool: RewardPool) -> list[RewardResult]:
         texts = ["hold", f"child {tmp_path / 'pids'}", "0.5"]
-        return list(await asyncio.gather(*(pool.judge(prompt(), text, 1) for text in texts)))
+        return list(await asyncio.gather(*(pool.score(prompt(), text, 1) for text in texts)))
 
     first, second, third = pooled(act, time_limit_s=1.0)
-    assert (first.failure, second.failure, third) == ("time", "time", Judgement(0.5))
+    assert (first.failure, second.failure, third) == ("time", "time", RewardResult(0.5))
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     assert wait_until(lambda: not any(map(alive, pids)))
@@ -149,8 +149,8 @@ def test_code_that_holds_the_interpreter_is_ended_with_its_children(tmp_path: Pa
 
 def test_thousands_may_wait_and_each_gets_its_own() -> None:
     async def act(pool: RewardPool) -> list[float]:
-        answers = await asyncio.gather(*(pool.judge(prompt(), str(n), 1) for n in range(3000)))
-        return [judgement.reward for judgement in answers]
+        answers = await asyncio.gather(*(pool.score(prompt(), str(n), 1) for n in range(3000)))
+        return [result.reward for result in answers]
 
     assert pooled(act, workers=2) == [float(n) for n in range(3000)]
 
@@ -159,7 +159,7 @@ def test_first_come_first_served() -> None:
     done: list[str] = []
 
     async def one(pool: RewardPool, text: str) -> None:
-        await pool.judge(prompt(), text, 1)
+        await pool.score(prompt(), text, 1)
         done.append(text)
 
     async def act(pool: RewardPool) -> None:
@@ -170,19 +170,19 @@ def test_first_come_first_served() -> None:
 
 
 def test_a_cancelled_call_leaves_its_worker_to_the_next() -> None:
-    async def act(pool: RewardPool) -> Judgement:
-        running = asyncio.create_task(pool.judge(prompt(), "wait 0.5", 1))
-        waiting = asyncio.create_task(pool.judge(prompt(), "wait 1000", 1))
+    async def act(pool: RewardPool) -> RewardResult:
+        running = asyncio.create_task(pool.score(prompt(), "wait 0.5", 1))
+        waiting = asyncio.create_task(pool.score(prompt(), "wait 1000", 1))
         await asyncio.sleep(0.1)
         for task in (running, waiting):
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        judgement = await pool.judge(prompt(), "0.5", 1)
+        result = await pool.score(prompt(), "0.5", 1)
         assert not pool.failures
-        return judgement
+        return result
 
-    assert pooled(act, time_limit_s=20.0) == Judgement(0.5)
+    assert pooled(act, time_limit_s=20.0) == RewardResult(0.5)
 
 
 def test_closing_ends_all_that_runs_or_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,10 +191,10 @@ def test_closing_ends_all_that_runs_or_waits(tmp_path: Path, monkeypatch: pytest
     async def main() -> None:
         pool = RewardPool(RewardConfig(function=SCORE, workers=1), 100)
         with pytest.raises(RuntimeError, match=r"start\(\) it before judge"):
-            await pool.judge(prompt(), "1", 1)
+            await pool.score(prompt(), "1", 1)
         await pool.start()
         tasks = [
-            asyncio.create_task(pool.judge(prompt(), text, 1))
+            asyncio.create_task(pool.score(prompt(), text, 1))
             for text in (f"child {tmp_path / 'pids'}", "0.5")
         ]
         while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
@@ -206,7 +206,7 @@ def test_closing_ends_all_that_runs_or_waits(tmp_path: Path, monkeypatch: pytest
             with pytest.raises(asyncio.CancelledError):
                 await task
         with pytest.raises(RuntimeError, match="not after close"):
-            await pool.judge(prompt(), "1", 1)
+            await pool.score(prompt(), "1", 1)
 
     asyncio.run(main())
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
@@ -255,35 +255,33 @@ def test_mathematics_in_the_pool() -> None:
         ("34", "\\boxed{\x00\ud800}"): -1.0,
     }
 
-    async def act(pool: RewardPool) -> list[Judgement]:
-        return [await pool.judge(prompt(truth), response, 1) for truth, response in cases]
+    async def act(pool: RewardPool) -> list[RewardResult]:
+        return [await pool.score(prompt(truth), response, 1) for truth, response in cases]
 
-    judgements = pooled(act, function="math", wrong=-1.0)
-    assert judgements == [Judgement(reward) for reward in cases.values()]
+    results = pooled(act, function="math", wrong=-1.0)
+    assert results == [RewardResult(reward) for reward in cases.values()]
 
 
 def test_penalties_come_off_the_reward() -> None:
     """0.9 - 0.3 for the form; - 0.2 * (95 - 90) / 10 for the length."""
 
-    async def act(pool: RewardPool) -> list[Judgement]:
+    async def act(pool: RewardPool) -> list[RewardResult]:
         lengths = (("0.9", 90), ("0.9", 95), ("1.5", 95), ("1.5", 10))
-        return [await pool.judge(prompt(), text, tokens) for text, tokens in lengths]
+        return [await pool.score(prompt(), text, tokens) for text, tokens in lengths]
 
-    judgements = pooled(
-        act, format_pattern=r"1.*", format_penalty=0.3, overlong_tokens=10, overlong_penalty=0.2
-    )
-    assert [j.reward for j in judgements] == pytest.approx([0.9 - 0.3, 0.9 - 0.3 - 0.1, 1.5 - 0.1, 1.5])
+    results = pooled(act, format_pattern=r"1.*", format_penalty=0.3, overlong_tokens=10, overlong_penalty=0.2)
+    assert [j.reward for j in results] == pytest.approx([0.9 - 0.3, 0.9 - 0.3 - 0.1, 1.5 - 0.1, 1.5])
 
 
 def test_a_pattern_that_takes_for_ever_costs_one_response() -> None:
-    async def act(pool: RewardPool) -> list[Judgement]:
-        return [await pool.judge(prompt(), text, 1) for text in ("1" * 40 + ".5.", "1" * 40)]
+    async def act(pool: RewardPool) -> list[RewardResult]:
+        return [await pool.score(prompt(), text, 1) for text in ("1" * 40 + ".5.", "1" * 40)]
 
     first, second = pooled(
         act, function="math", format_pattern=r"(1+)+", format_penalty=0.5, time_limit_s=1.0
     )
     assert (first.failure, first.reward) == ("time", 0.0)
-    assert second == Judgement(0.0)
+    assert second == RewardResult(0.0)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from bapo_megatron.rollout.engines.digest_quorum import Agreement, Disagreement
+from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum, Disagreement
 
 Told = tuple[str, str]
 """An engine and its digest."""
@@ -16,15 +16,15 @@ Told = tuple[str, str]
 def told(*rounds: Sequence[Told]) -> list[list[BaseException | None]]:
     """What becomes of engines that tell these digests at once, in each round."""
 
-    async def tell(agreement: Agreement, digests: Sequence[Told]) -> list[BaseException | None]:
+    async def tell(quorum: DigestQuorum, digests: Sequence[Told]) -> list[BaseException | None]:
         for engine, _ in digests:
-            agreement.expect(engine)
-        calls = (agreement.confirm(engine, digest) for engine, digest in digests)
+            quorum.expect(engine)
+        calls = (quorum.confirm(engine, digest) for engine, digest in digests)
         return list(await asyncio.gather(*calls, return_exceptions=True))
 
     async def all_rounds() -> list[list[BaseException | None]]:
-        agreement = Agreement(10.0)
-        return [await tell(agreement, digests) for digests in rounds]
+        quorum = DigestQuorum(10.0)
+        return [await tell(quorum, digests) for digests in rounds]
 
     return asyncio.run(asyncio.wait_for(all_rounds(), 20))
 
@@ -58,13 +58,13 @@ def test_a_digest_of_before_does_not_vouch_for_the_same_engine() -> None:
 
 def test_who_has_no_company_waits_for_those_who_load() -> None:
     async def check() -> None:
-        agreement = Agreement(60.0)
-        agreement.expect("a")
-        agreement.expect("b")
-        first = asyncio.create_task(agreement.confirm("a", "x"))
+        quorum = DigestQuorum(60.0)
+        quorum.expect("a")
+        quorum.expect("b")
+        first = asyncio.create_task(quorum.confirm("a", "x"))
         await asyncio.sleep(0.05)
         assert not first.done()
-        await agreement.release("b")  # it was lost
+        await quorum.release("b")  # it was lost
         await asyncio.wait_for(first, 10)
 
     asyncio.run(check())
@@ -72,11 +72,11 @@ def test_who_has_no_company_waits_for_those_who_load() -> None:
 
 def test_but_not_for_ever() -> None:
     async def check() -> None:
-        agreement = Agreement(0.05)
-        agreement.expect("a")
-        agreement.expect("hangs")
-        await asyncio.wait_for(agreement.confirm("a", "x"), 10)
+        quorum = DigestQuorum(0.05)
+        quorum.expect("a")
+        quorum.expect("hangs")
+        await asyncio.wait_for(quorum.confirm("a", "x"), 10)
         with pytest.raises(Disagreement):
-            await agreement.confirm("hangs", "y")
+            await quorum.confirm("hangs", "y")
 
     asyncio.run(check())

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from bapo_megatron.interfaces import Confirm
-from bapo_megatron.rollout.engines.pool import EnginesGone, Fleet
-from bapo_megatron.rollout.engines.timeouts import Patience
-from bapo_megatron.rollout.sampler import dispatcher as dispatch
+from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
+from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
+from bapo_megatron.rollout.sampler import dispatcher as dispatcher
 from bapo_megatron.types import GenerateRequest
 from tests.support import sampling
 from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids, until
@@ -41,7 +41,7 @@ def test_the_run_goes_on_with_the_others(tmp_path: Path) -> None:
             assert "refused" in lost[0]["reason"]
             assert lost[0]["engines"] == 1
             bad.trouble = None
-            await until(lambda: world.fleet.up == 2)  # and comes back by itself
+            await until(lambda: world.pool.up == 2)  # and comes back by itself
 
     run(check())
 
@@ -86,7 +86,7 @@ def test_an_engine_that_falls_silent_is_lost(tmp_path: Path) -> None:
             assert bad.version < 2
             bad.ready = True
             bad.gate.set()
-            await until(lambda: world.fleet.up == 2)
+            await until(lambda: world.pool.up == 2)
             assert bad.version == 2, "it came back with old weights"
 
     run(check())
@@ -106,10 +106,10 @@ def test_an_update_that_hangs_does_not_hold_the_others(tmp_path: Path) -> None:
 
             bad.load = hang  # type: ignore[method-assign]
             await asyncio.wait_for(world.weights(1), 20.0)
-            assert world.fleet.up == 1
+            assert world.pool.up == 1
             assert len((await world.batch(2)).groups) == 4
             bad.load, bad.ready = load, True  # type: ignore[method-assign]
-            await until(lambda: world.fleet.up == 2)
+            await until(lambda: world.pool.up == 2)
             assert bad.version == 1
 
     run(check())
@@ -148,7 +148,7 @@ def test_when_none_is_left_it_waits_and_then_says_so(tmp_path: Path) -> None:
             engine.trouble = refuse
             engine.ready = False
             assert await world.sampler.next_batch(2, 0.2) is None
-            world.fleet.down_since = (world.fleet.down_since or 0) - 31 * 60
+            world.pool.down_since = (world.pool.down_since or 0) - 31 * 60
             with pytest.raises(EnginesGone, match=r"30 minutes: scripted: refused"):
                 await world.sampler.next_batch(2, 0.1)
             engine.trouble, engine.ready = None, True
@@ -234,7 +234,7 @@ def test_an_engine_that_does_not_take_weights_in_time_is_to_be_ended(tmp_path: P
             assert hanging(world) == [f"bad: {why}"]
             await asyncio.sleep(0.5)  # it is tried again, and not told again so soon
             assert len(hanging(world)) == 1
-            assert world.fleet.up == 1
+            assert world.pool.up == 1
 
     run(check())
 
@@ -252,7 +252,7 @@ def test_an_engine_that_refuses_weights_does_not_hang(tmp_path: Path) -> None:
             engine.load = refuse  # type: ignore[method-assign]
             await world.weights(1)
             await asyncio.sleep(0.2)
-            assert world.fleet.up == 0
+            assert world.pool.up == 0
             assert hanging(world) == []
 
     run(check())
@@ -267,12 +267,12 @@ def test_an_engine_that_stays_silent_is_to_be_ended(tmp_path: Path, monkeypatch:
         async with world.sampling():
             await world.batch(1)
             bad.ready = False
-            await until(lambda: world.fleet.up == 1)
+            await until(lambda: world.pool.up == 1)
             assert hanging(world) == []  # it may come back by itself
             await until(lambda: len(hanging(world)) == 2)  # ever later: now and 0.4 s later
             assert hanging(world)[0].startswith("bad: no answer for ")
             bad.ready = True
-            await until(lambda: world.fleet.up == 2)
+            await until(lambda: world.pool.up == 2)
             told = len(hanging(world))
             await asyncio.sleep(1.0)
             assert len(hanging(world)) == told
@@ -289,7 +289,7 @@ def test_an_engine_with_other_weights_than_the_rest_samples_nothing(tmp_path: Pa
             bad.digest = "of a broken file"
             asked = len(bad.asked)
             await world.weights(1)
-            assert world.fleet.up == 2
+            assert world.pool.up == 2
             assert len((await world.batch(2)).groups) == 4
             assert len(bad.asked) == asked
             lost = [event["reason"] for event in world.events if event["kind"] == "engine_lost"]
@@ -297,7 +297,7 @@ def test_an_engine_with_other_weights_than_the_rest_samples_nothing(tmp_path: Pa
             assert "different weights" in lost[0]
             assert "bad: of a broken" in lost[0]
             bad.digest = None
-            await until(lambda: world.fleet.up == 3)
+            await until(lambda: world.pool.up == 3)
 
     run(check())
 
@@ -310,9 +310,9 @@ def test_where_engines_differ_and_nobody_knows_who_is_right_all_load_again(tmp_p
             await world.batch(1)
             engines[0].digest = "of a broken file"
             await world.weights(1)
-            assert world.fleet.up == 0
+            assert world.pool.up == 0
             engines[0].digest = None
-            await until(lambda: world.fleet.up == 2)
+            await until(lambda: world.pool.up == 2)
             assert len((await world.batch(2)).groups) == 4
 
     run(check())
@@ -350,20 +350,20 @@ def test_an_engine_that_answers_requests_is_not_silent(
         async with world.sampling():
             await world.batch(1)
             busy.ready = False
-            member = world.fleet.reserve()
-            assert member is not None
+            slot = world.pool.reserve()
+            assert slot is not None
             for _ in range(12):
                 await asyncio.sleep(sampling.PATIENCE.silent_s / 8)
-                await world.fleet.generate(member, busy.asked[0])
-            assert world.fleet.up == 1
-            await until(lambda: world.fleet.up == 0)  # nobody asks any more
+                await world.pool.generate(slot, busy.asked[0])
+            assert world.pool.up == 1
+            await until(lambda: world.pool.up == 0)  # nobody asks any more
 
     run(check())
 
 
 def test_requests_go_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the answers to the first are not read only when the last is sent."""
-    monkeypatch.setattr(dispatch, "_FEW", 5)
+    monkeypatch.setattr(dispatcher, "_FEW", 5)
     at_once: list[int] = []
 
     async def check(rounds: bool) -> None:
@@ -447,13 +447,13 @@ def test_a_limit_may_be_told_one_look_after_the_sampler_was_late(heartbeats: int
     told: list[str] = []
 
     async def check() -> None:
-        patience = Patience(heartbeat_s=0.01, silent_s=1000.0)
-        fleet = Fleet([ScriptedEngine(mixed)], 1, lambda kind, **_fields: told.append(kind), patience)
-        for monitor in fleet._monitors:
+        timeouts = EngineTimeouts(heartbeat_s=0.01, silent_s=1000.0)
+        pool = EnginePool([ScriptedEngine(mixed)], 1, lambda kind, **_fields: told.append(kind), timeouts)
+        for monitor in pool._monitors:
             monitor.cancel()
-        fleet._clock.close()
+        pool._clock.close()
         clock = LateOnce()
-        fleet._clock = clock  # type: ignore[assignment]
+        pool._clock = clock  # type: ignore[assignment]
 
         async def call() -> None:
             await asyncio.sleep(0.05)
@@ -462,9 +462,9 @@ def test_a_limit_may_be_told_one_look_after_the_sampler_was_late(heartbeats: int
                 await asyncio.sleep(0)
             raise TimeoutError("no answer within 60 s")
 
-        [member] = fleet._members
-        assert not await fleet._or_lose(member, call(), 1000.0)
-        assert member.reason == "no answer within 60 s"
+        [slot] = pool._slots
+        assert not await pool._or_lose(slot, call(), 1000.0)
+        assert slot.reason == "no answer within 60 s"
 
     run(check())
     assert ("engine_hangs" in told) is not excused

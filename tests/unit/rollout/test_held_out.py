@@ -38,7 +38,7 @@ def world(folder: Path, **evaluation: Any) -> World:
 
 
 def held_out(made: World) -> HeldOut:
-    return HeldOut(made.config, SUITES, made.dataset, made.fleet, made.judge)
+    return HeldOut(made.config, SUITES, made.dataset, made.pool, made.score)
 
 
 async def evaluated(asked: HeldOut, step: int) -> Path | None:

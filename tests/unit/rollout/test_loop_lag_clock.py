@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from bapo_megatron.rollout.engines.clock import OwnTime
+from bapo_megatron.rollout.engines.clock import LoopLagClock
 
 
 def test_it_goes_like_any_clock_while_the_loop_runs() -> None:
     async def measure() -> float:
-        clock = OwnTime()
+        clock = LoopLagClock()
         start = clock.now()
         await asyncio.sleep(1.2)
         return clock.now() - start
@@ -22,7 +22,7 @@ def test_it_goes_like_any_clock_while_the_loop_runs() -> None:
 
 def test_it_stands_still_while_the_loop_does_not_run() -> None:
     async def measure() -> list[float]:
-        clock = OwnTime()
+        clock = LoopLagClock()
         times = [clock.now()]
         await asyncio.sleep(0.1)
         time.sleep(3.0)
@@ -39,7 +39,7 @@ def test_it_stands_still_while_the_loop_does_not_run() -> None:
 
 def test_it_never_goes_back() -> None:
     async def measure() -> list[float]:
-        clock, times = OwnTime(), []
+        clock, times = LoopLagClock(), []
         for pause in (0.0, 0.6, 0.01, 0.7, 0.0):
             time.sleep(pause)
             times.append(clock.now())

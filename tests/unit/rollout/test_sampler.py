@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.pool import Judgement
+from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.requests import request_seed, stop_token_ids
 from bapo_megatron.types import Prompt
 from tests.support.accounts import check_accounts
@@ -273,7 +273,7 @@ def test_budgets_are_of_the_steps_that_a_group_has_seen(tmp_path: Path) -> None:
             await until(lambda: any(request.request_id == "12-2-0" for request in engine.asked))
             await world.weights(2)
             engine.gate.set()
-            await until(lambda: len(world.sampler._book.open[12].responses[2].segments) > 0)
+            await until(lambda: len(world.sampler._state.open[12].responses[2].segments) > 0)
             await asyncio.sleep(0.05)
             world.kill()
         asked = {r.request_id: r.params.max_new_tokens for r in engine.asked}
@@ -292,13 +292,13 @@ def test_rounds_give_the_same_groups_however_long_a_judge_takes(tmp_path: Path) 
         def __init__(self, seed: int) -> None:
             self._chance = random.Random(seed)
 
-        async def judge(self, prompt: Prompt, response: str, tokens: int) -> Judgement:
+        async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
             await asyncio.sleep(self._chance.random() / 20)
-            return await super().judge(prompt, response, tokens)
+            return await super().score(prompt, response, tokens)
 
     async def check(seed: int) -> list[list[int]]:
         world = World(
-            tmp_path / str(seed), [ScriptedEngine(mixed)], judge=Slow(seed), max_staleness=2, prompts=100
+            tmp_path / str(seed), [ScriptedEngine(mixed)], scorer=Slow(seed), max_staleness=2, prompts=100
         )
         async with world.sampling():
             return [prompt_ids(await world.train(step)) for step in range(1, 6)]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.errors import RunStopped
-from bapo_megatron.rollout.sampler.state import Book
+from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups, steps_in
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from tests.support import accounts
@@ -26,7 +26,7 @@ def answer(prompt: int, sample: int) -> str:
     return ("y" if sample == 0 and prompt % 4 else "n") + "abcdefghijk"[: (prompt * 7 + sample * 3) % 11]
 
 
-def book_of(world: World) -> Book:
+def book_of(world: World) -> SamplerState:
     """What the journal says."""
     return accounts.book_of(world.journal, world.dataset.prompts, world.config.rollout.group_size)
 
@@ -161,11 +161,16 @@ def test_the_tokens_of_a_damaged_step_are_not_counted_as_trained(tmp_path: Path,
             for step in (2, 3):
                 metrics = (await world.train(step)).metrics
         assert sorted(path.name for path in world.journal.glob("*.lost"))[0] == "step_000002.lost"
-        book = accounts.book_of(world.journal, world.dataset.prompts, world.config.rollout.group_size)
-        dropped = sum(count for kind, count in book.tokens.items() if kind.startswith("dropped_"))
-        assert book.tokens["sampled"] == book.tokens["trained"] + dropped + book.live_tokens
-        assert book.tokens["dropped_lost"] > 0
-        assert metrics["sampler/tokens_trained"] == book.tokens["trained"]
+        sampler_state = accounts.book_of(
+            world.journal, world.dataset.prompts, world.config.rollout.group_size
+        )
+        dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
+        assert (
+            sampler_state.tokens["sampled"]
+            == sampler_state.tokens["trained"] + dropped + sampler_state.live_tokens
+        )
+        assert sampler_state.tokens["dropped_lost"] > 0
+        assert metrics["sampler/tokens_trained"] == sampler_state.tokens["trained"]
         assert metrics["sampler/tokens_dropped"] == dropped
 
     asyncio.run(asyncio.wait_for(check(), 90))

@@ -13,7 +13,7 @@ import pytest
 
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.pool import Judgement
+from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
 from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.types import GenerateRequest, Generation, Prompt
@@ -53,7 +53,7 @@ def test_a_dropped_group_does_not_come_back(tmp_path: Path) -> None:
                 await world.weights(step)
             assert world.sampler.state()["tokens"]["dropped_stale"] > 0
             async with asyncio.timeout(30):  # nothing is left behind that nobody samples
-                while sampler._book.open:
+                while sampler._state.open:
                     await asyncio.sleep(0.05)
 
     run(check())
@@ -90,13 +90,13 @@ def test_a_budget_that_no_long_response_can_keep_is_refused() -> None:
 )
 def test_a_judge_that_raises_is_heard_of(tmp_path: Path, error: Exception, outcome: str) -> None:
     class Broken:
-        async def judge(self, prompt: Prompt, response: str, tokens: int) -> Judgement:
+        async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
             if prompt.prompt_id == 1:
                 raise error
-            return Judgement(float(response.startswith("y")))
+            return RewardResult(float(response.startswith("y")))
 
     async def check() -> None:
-        world = World(tmp_path, [ScriptedEngine(mixed)], judge=Broken())
+        world = World(tmp_path, [ScriptedEngine(mixed)], scorer=Broken())
         async with world.sampling():
             if outcome == "raised":
                 with pytest.raises(RuntimeError, match="a bug"):
@@ -182,13 +182,13 @@ def test_an_engine_that_misses_a_broadcast_is_lost(tmp_path: Path) -> None:
         async with world.sampling() as sampler:
             await world.batch(1)
             away.ready = False
-            assert await world.fleet.gather() == [here]
+            assert await world.pool.gather() == [here]
             sampler.weights_are_coming(1)
             here.version = 1
-            world.fleet.adopt(1)
+            world.pool.adopt(1)
             sampler.weights_came(1, 1)
             away.ready = True
-            assert world.fleet.up == 1
+            assert world.pool.up == 1
             batch = await world.batch(2)
             versions = {int(v) for g in batch.groups for r in g.rollouts for v in r.versions_R}
             assert versions == {1}

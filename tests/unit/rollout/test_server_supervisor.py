@@ -17,7 +17,7 @@ from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConf
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.rollout.engines.sglang import server_process as process
 from bapo_megatron.rollout.engines.sglang import supervisor as servers
-from bapo_megatron.rollout.engines.sglang.supervisor import Keeper, RunServers, servers_of
+from bapo_megatron.rollout.engines.sglang.supervisor import RunServers, ServerSupervisor, servers_of
 
 READY = """
 import http.server, sys
@@ -48,8 +48,8 @@ def events() -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def keeper(config: RunConfig, events: list[dict[str, Any]]) -> Iterator[Keeper]:
-    made = Keeper(config, 0, False, events.append)
+def supervisor(config: RunConfig, events: list[dict[str, Any]]) -> Iterator[ServerSupervisor]:
+    made = ServerSupervisor(config, 0, False, events.append)
     made.wait_ready(60)
     yield made
     made.stop()
@@ -62,35 +62,39 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
-def pid_of(keeper: Keeper) -> int:
-    assert keeper._server is not None
-    return keeper._server.process.pid
+def pid_of(supervisor: ServerSupervisor) -> int:
+    assert supervisor._server is not None
+    return supervisor._server.process.pid
 
 
-def test_a_server_that_hangs_is_ended_and_started_again(keeper: Keeper, events: list[dict[str, Any]]) -> None:
+def test_a_server_that_hangs_is_ended_and_started_again(
+    supervisor: ServerSupervisor, events: list[dict[str, Any]]
+) -> None:
     """It is stopped, so that it does not end when it is asked to."""
-    run_servers = RunServers([keeper.url], [keeper], events.append)
-    first = pid_of(keeper)
-    until(lambda: keeper._may_hang)
+    run_servers = RunServers([supervisor.url], [supervisor], events.append)
+    first = pid_of(supervisor)
+    until(lambda: supervisor._may_hang)
     os.killpg(first, signal.SIGSTOP)
-    run_servers.heed({"kind": "engine_hangs", "engine": keeper.url, "reason": "not done in 600 s"})
-    until(lambda: pid_of(keeper) != first)
-    keeper.wait_ready(60)
+    run_servers.heed({"kind": "engine_hangs", "engine": supervisor.url, "reason": "not done in 600 s"})
+    until(lambda: pid_of(supervisor) != first)
+    supervisor.wait_ready(60)
     with pytest.raises(ProcessLookupError):
         os.killpg(first, 0)
     (event,) = events
-    assert event["server"] == keeper.url
+    assert event["server"] == supervisor.url
     assert "not done in 600 s" in event["reason"]
 
 
-def test_one_that_has_come_back_meanwhile_is_left_alone(keeper: Keeper, events: list[dict[str, Any]]) -> None:
-    run_servers = RunServers([keeper.url], [keeper], events.append)
-    until(lambda: keeper._may_hang)
+def test_one_that_has_come_back_meanwhile_is_left_alone(
+    supervisor: ServerSupervisor, events: list[dict[str, Any]]
+) -> None:
+    run_servers = RunServers([supervisor.url], [supervisor], events.append)
+    until(lambda: supervisor._may_hang)
     for kind in ("engine_hangs", "engine_ready"):
-        run_servers.heed({"kind": kind, "engine": keeper.url, "reason": "slow"})
-    first = pid_of(keeper)
+        run_servers.heed({"kind": kind, "engine": supervisor.url, "reason": "slow"})
+    first = pid_of(supervisor)
     time.sleep(0.5)
-    assert pid_of(keeper) == first
+    assert pid_of(supervisor) == first
     assert events == []
 
 
@@ -101,24 +105,24 @@ def test_a_server_that_still_starts_does_not_hang(
     monkeypatch.setattr(
         servers, "server_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"]
     )
-    keeper = Keeper(config, 0, False, events.append)
-    first = pid_of(keeper)
+    supervisor = ServerSupervisor(config, 0, False, events.append)
+    first = pid_of(supervisor)
     time.sleep(0.5)
-    keeper.restart("no answer for 120 s")
+    supervisor.restart("no answer for 120 s")
     time.sleep(0.5)
-    assert pid_of(keeper) == first
-    keeper._start_s = 0.0  # now it has had its time
-    until(lambda: keeper._may_hang)
-    keeper.restart("no answer for 900 s")
-    until(lambda: pid_of(keeper) != first)
-    keeper.stop()
+    assert pid_of(supervisor) == first
+    supervisor._start_s = 0.0  # now it has had its time
+    until(lambda: supervisor._may_hang)
+    supervisor.restart("no answer for 900 s")
+    until(lambda: pid_of(supervisor) != first)
+    supervisor.stop()
 
 
 def test_a_server_that_cannot_be_started_is_tried_again(
-    keeper: Keeper, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    supervisor: ServerSupervisor, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No memory for a process, twice; the log of events is full as well, once."""
-    first, refusals = pid_of(keeper), 2
+    first, refusals = pid_of(supervisor), 2
 
     class Refused(process.ServerProcess):
         def __init__(self, *arguments: Any) -> None:
@@ -135,10 +139,10 @@ def test_a_server_that_cannot_be_started_is_tried_again(
         events.append(event)
 
     monkeypatch.setattr(servers, "ServerProcess", Refused)
-    monkeypatch.setattr(keeper, "_on_event", take_note)
+    monkeypatch.setattr(supervisor, "_on_event", take_note)
     os.killpg(first, signal.SIGKILL)
-    until(lambda: refusals == 0 and keeper._server is not None and pid_of(keeper) != first)
-    keeper.wait_ready(60)
+    until(lambda: refusals == 0 and supervisor._server is not None and pid_of(supervisor) != first)
+    supervisor.wait_ready(60)
     assert [event.get("kind") for event in events] == [None, "server_refused", "server_refused"]
     assert "Cannot allocate memory" in events[1]["reason"]
 
@@ -148,10 +152,10 @@ def test_a_server_that_cannot_be_started_at_all_is_told_at_once(
 ) -> None:
     monkeypatch.setattr(servers, "server_command", lambda *_: ["/nowhere/python"])
     monkeypatch.setattr(process.shutil, "which", lambda _: None)  # setpriv would say it in its own way
-    keeper = Keeper(config, 0, False, events.append)
+    supervisor = ServerSupervisor(config, 0, False, events.append)
     with pytest.raises(RuntimeError, match=r"/nowhere/python could not be started: .*No such file"):
-        keeper.wait_ready(1)
-    keeper.stop()
+        supervisor.wait_ready(1)
+    supervisor.stop()
 
 
 def test_who_is_to_end_a_server_of_somebody_else(

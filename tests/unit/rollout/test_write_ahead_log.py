@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.rollout.sampler.write_ahead_log import Damage, Record, RecordLog, encode, read_records
+from bapo_megatron.rollout.sampler.write_ahead_log import Damage, Record, WriteAheadLog, encode, read_records
 
 
 def record(number: int) -> Record:
@@ -27,7 +27,7 @@ ENDS = np.cumsum([len(encode(one)) for one in RECORDS]).tolist()
 
 
 def write(path: Path, together: bool = False) -> bytes:
-    log = RecordLog(path)
+    log = WriteAheadLog(path)
     for commit in [RECORDS] if together else [[one] for one in RECORDS]:
         log.write(commit)
     log.close()
@@ -64,7 +64,7 @@ def test_a_torn_tail_is_cut_and_writing_goes_on(tmp_path_factory: pytest.TempPat
     path = tmp_path_factory.mktemp("log") / "log"
     path.write_bytes(write(path)[:size])
     kept = [one for one, end in zip(RECORDS, ENDS, strict=True) if end <= size]
-    log = RecordLog(path)
+    log = WriteAheadLog(path)
     log.write([RECORDS[3]])
     log.close()
     assert check_survivors(path, [*kept, RECORDS[3]]) == []
@@ -77,7 +77,7 @@ def test_of_records_written_together_all_are_there_or_none(tmp_path: Path, size:
     damage = check_survivors(path, [RECORDS[4]])
     start = len(encode(RECORDS[4]))
     assert [(one.offset, one.size, one.reason) for one in damage] == [(start, size, "torn at the end")][:size]
-    log = RecordLog(path)
+    log = WriteAheadLog(path)
     log.write(RECORDS[:2])
     log.close()
     assert check_survivors(path, [RECORDS[4], *RECORDS[:2]]) == []
@@ -113,7 +113,7 @@ def test_damage_in_the_middle_is_not_cut(tmp_path: Path) -> None:
     content = bytearray(write(path))
     content[ENDS[1] + 40] ^= 1
     path.write_bytes(content)
-    log = RecordLog(path)
+    log = WriteAheadLog(path)
     log.write([RECORDS[0]])
     log.close()
     [damage] = check_survivors(path, [*RECORDS[:2], *RECORDS[3:], RECORDS[0]])
@@ -123,7 +123,7 @@ def test_damage_in_the_middle_is_not_cut(tmp_path: Path) -> None:
 def test_an_array_that_looks_like_a_record_is_none(tmp_path: Path) -> None:
     inside = np.frombuffer(encode(RECORDS[2]), np.uint8)
     path = tmp_path / "log"
-    log = RecordLog(path)
+    log = WriteAheadLog(path)
     log.write([Record("outer", {}, {"bytes": inside})])
     log.close()
     [found] = read_records(path)

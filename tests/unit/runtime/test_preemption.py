@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bapo_megatron.runtime import preemption as interrupt
-from bapo_megatron.runtime.preemption import Interrupt
+from bapo_megatron.runtime.preemption import PreemptionSignal
 
 START = 1_000_000.0
 
@@ -36,13 +36,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def ends_in(monkeypatch: pytest.MonkeyPatch, seconds: int) -> Interrupt:
+def ends_in(monkeypatch: pytest.MonkeyPatch, seconds: int) -> PreemptionSignal:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(START) + seconds))
-    return Interrupt()
+    return PreemptionSignal()
 
 
 def test_without_an_end_it_goes_on(clock: Clock) -> None:
-    watched = Interrupt()
+    watched = PreemptionSignal()
     for _ in range(3):
         clock.now += 1e6
         assert watched.reason() is None
@@ -74,13 +74,13 @@ def test_the_end_that_the_script_knows_comes_before_slurms(
 @pytest.mark.parametrize("told", ["", "0", "UNLIMITED"])
 def test_an_end_that_is_none(clock: Clock, monkeypatch: pytest.MonkeyPatch, told: str) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", told)
-    assert Interrupt().reason() is None
+    assert PreemptionSignal().reason() is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_is_noted_within_the_block_alone(clock: Clock, number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    watched = Interrupt()
+    watched = PreemptionSignal()
     with watched.heeding():
         assert watched.reason() is None
         os.kill(os.getpid(), number)
@@ -96,4 +96,4 @@ def test_a_rank_that_heard_nothing_stops_with_the_others(
         told.fill_(1)
 
     monkeypatch.setattr(dist, "all_reduce", another_says_so)
-    assert Interrupt().reason() == "another rank was told to stop"
+    assert PreemptionSignal().reason() == "another rank was told to stop"

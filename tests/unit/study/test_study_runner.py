@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_megatron.errors import ConfigError, Interrupted
+from bapo_megatron.errors import ConfigError, Preempted
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from benchmarks.study.lives import Life
 from benchmarks.study.plan import Arm
@@ -144,7 +144,7 @@ def test_told_to_stop_it_stops_its_arms(number: signal.Signals, tmp_path: Path) 
 
     teller = threading.Thread(target=tell)
     teller.start()
-    with pytest.raises(Interrupted, match="told to stop"):
+    with pytest.raises(Preempted, match="told to stop"):
         run_arms(arms, started, 2, lambda _: None)
     teller.join()
     assert [life.code() for life in lives] == [-signal.SIGTERM, -signal.SIGTERM]

@@ -50,8 +50,8 @@ PACKS = [pack([1.0, -1.0], [-1.0, -1.0], [1.0, 1.0], [7, 7])]
 def chosen(bounds: BoundsConfig, on_policy: bool = False, **rest: Any) -> tuple[Any, Any, list[str]]:
     policy = FakePolicy()
     hold = rest.pop("hold", False)
-    clipping = Clipping(AlgorithmConfig(bounds=bounds, **rest), hold)
-    loss, found = clipping.loss(policy, PACKS, on_policy)  # type: ignore[arg-type]
+    clip_bounds = Clipping(AlgorithmConfig(bounds=bounds, **rest), hold)
+    loss, found = clip_bounds.loss(policy, PACKS, on_policy)  # type: ignore[arg-type]
     return loss, found, policy.passes
 
 
@@ -97,24 +97,24 @@ def test_the_update_may_search_by_itself(scope: Any, hold: bool) -> None:
 def test_lagged_bounds_are_those_of_the_update_before() -> None:
     """The first update searches exactly; the second takes the sums that the first one's loss measured."""
     config = AlgorithmConfig(bounds=dataclasses.replace(balanced(), scope="lagged"))
-    policy, clipping = FakePolicy(), Clipping(config)
-    loss, first = clipping.loss(policy, PACKS, False)  # type: ignore[arg-type]
+    policy, clip_bounds = FakePolicy(), Clipping(config)
+    loss, first = clip_bounds.loss(policy, PACKS, False)  # type: ignore[arg-type]
     assert policy.passes == ["model"]
-    assert clipping.state() is None
-    clipping.observe(policy.losses(PACKS, loss))  # type: ignore[arg-type]
+    assert clip_bounds.state() is None
+    clip_bounds.observe(policy.losses(PACKS, loss))  # type: ignore[arg-type]
     other = [pack([1.0, -9.0], [-1.0, -1.0], [1.0, 1.0], [7, 7])]
-    _, second = clipping.loss(policy, other, True)  # type: ignore[arg-type]
+    _, second = clip_bounds.loss(policy, other, True)  # type: ignore[arg-type]
     assert policy.passes == ["model"]
     assert second.bounds == first.bounds
 
     resumed = Clipping(config)
-    resumed.load_state(clipping.state())
+    resumed.load_state(clip_bounds.state())
     _, third = resumed.loss(policy, other, False)  # type: ignore[arg-type]
     assert policy.passes == ["model"]
     assert third.bounds == first.bounds
 
 
 def test_only_lagged_bounds_keep_anything() -> None:
-    clipping = Clipping(AlgorithmConfig(bounds=balanced()))
-    clipping.observe(torch.zeros(500))
-    assert clipping.state() is None
+    clip_bounds = Clipping(AlgorithmConfig(bounds=balanced()))
+    clip_bounds.observe(torch.zeros(500))
+    assert clip_bounds.state() is None

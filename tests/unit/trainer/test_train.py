@@ -22,7 +22,7 @@ from bapo_megatron.config import (
     ModelConfig,
     RunConfig,
 )
-from bapo_megatron.errors import Interrupted, RunStopped
+from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.train import next_batch, train_on
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.clip_bounds import Clipping
@@ -110,7 +110,7 @@ class Store:
     def oldest_step(self) -> int:
         return 0
 
-    def settle(self, wait: bool) -> Saved | None:
+    def finalize(self, wait: bool) -> Saved | None:
         is_pending, self._is_pending = self._is_pending, False
         return Saved(*self.newest, 1.0) if is_pending else None
 
@@ -118,8 +118,8 @@ class Store:
 def run_with(**algorithm: object) -> tuple[Run, RecordingPolicy]:
     policy = RecordingPolicy()
     config = dataclasses.replace(CONFIG, algorithm=AlgorithmConfig(**algorithm))
-    clipping = Clipping(config.algorithm)
-    return run_of(config, policy, clipping, Store()), policy
+    clip_bounds = Clipping(config.algorithm)
+    return run_of(config, policy, clip_bounds, Store()), policy
 
 
 @pytest.mark.parametrize(
@@ -254,8 +254,8 @@ def test_a_run_that_is_told_to_stop_while_it_waits_saves_first(monkeypatch: pyte
     alone(monkeypatch)
     run, _ = run_with()
     run.sampler = EndlessSampler(stops=False)  # type: ignore[assignment]
-    run.interrupt = Told(at=2)  # type: ignore[assignment]
-    with pytest.raises(Interrupted, match="told to stop; saved after step 3$"):
+    run.preemption = Told(at=2)  # type: ignore[assignment]
+    with pytest.raises(Preempted, match="told to stop; saved after step 3$"):
         next_batch(run, 4)
     assert [moment for moment, _ in run.checkpoints.begun] == [(3, 0)]  # type: ignore[attr-defined]
 
@@ -268,8 +268,8 @@ def test_a_step_that_is_cut_goes_on_behind_its_last_update(monkeypatch: pytest.M
     whole, _ = run_with(**several)
     expected = train_on(whole, 5, batch)
     first, policy = run_with(**several)
-    first.interrupt = Told(at=3)  # type: ignore[assignment]
-    with pytest.raises(Interrupted, match="saved after step 4 and 3 updates of the next"):
+    first.preemption = Told(at=3)  # type: ignore[assignment]
+    with pytest.raises(Preempted, match="saved after step 4 and 3 updates of the next"):
         train_on(first, 5, batch)
     [(moment, trainer)] = first.checkpoints.begun  # type: ignore[attr-defined]
     assert moment == (4, 3)
@@ -286,7 +286,7 @@ def test_log_probs_of_the_trainer_belong_to_the_start_of_a_step(monkeypatch: pyt
     """So a step that uses them is not cut."""
     monkeypatch.setattr("bapo_megatron.train.with_old_log_probs", lambda policy, groups, *_: groups)
     run, _ = run_with(updates_per_epoch=2, old_log_probs="trainer")
-    run.interrupt = Told(at=1)  # type: ignore[assignment]
+    run.preemption = Told(at=1)  # type: ignore[assignment]
     assert len(train_on(run, 5, StepBatch(tuple(group([0.0, 1.0], [1, 1]) for _ in range(3)), {}))) == 2
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, nothing
 from bapo_megatron.rollout.engines.sglang.http_client import PauseMode, ServerError, SglangServer
-from bapo_megatron.rollout.engines.sglang.inflight import Flight, Flights
+from bapo_megatron.rollout.engines.sglang.inflight import InflightRequest, InflightRequests
 from bapo_megatron.types import GenerateRequest, Generation
 
 _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
@@ -49,7 +49,7 @@ class SglangEngine:
         self._limits = limits
         self._on_update = on_update
         self._deadlines = deadlines or Deadlines()
-        self._flights = Flights()
+        self._inflight = InflightRequests()
         self._one_control = asyncio.Lock()
         self._paused_at: int | None = None
         """The weight version at the caller's pause."""
@@ -69,22 +69,22 @@ class SglangEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         """Answer one request. ValueError, before it is sent, if it is malformed; ServerError if it fails."""
         check_request(request, self._limits)
-        flight = Flight()
-        self._flights.all.add(flight)
+        request_task = InflightRequest()
+        self._inflight.all.add(request_task)
         try:
-            if not await self._flights.may_send(flight):
+            if not await self._inflight.may_send(request_task):
                 return nothing(request)
-            flight.sent = True
-            answer = await self._answer(request, flight)
-            if answer.finish_reason == "abort" and not flight.aborted and not len(answer.token_ids_R):
+            request_task.sent = True
+            answer = await self._answer(request, request_task)
+            if answer.finish_reason == "abort" and not request_task.aborted and not len(answer.token_ids_R):
                 raise ServerError(f"{self.name}: ended a request that nobody aborted")
             if len(answer.token_ids_R) and not 0 <= answer.token_ids_R.min() <= answer.token_ids_R.max() < (
                 self._limits.vocabulary
             ):
                 raise ServerError(f"{self.name}: answers with token ids outside the vocabulary")
-            return _up_to(answer, flight.newest)
+            return _up_to(answer, request_task.newest)
         finally:
-            self._flights.all.discard(flight)
+            self._inflight.all.discard(request_task)
 
     async def abort(self) -> None:
         """End the requests in flight: they return what they have; what has not begun returns no token."""
@@ -96,7 +96,7 @@ class SglangEngine:
         async with self._one_control:
             if self._paused_at is None:
                 self._paused_at = await self.weight_version() if self._version is None else self._version
-            self._flights.close_gate()
+            self._inflight.close_gate()
             await self.server.pause()
 
     async def resume(self) -> None:
@@ -112,7 +112,7 @@ class SglangEngine:
         ``confirm`` raises. Its state is unknown then: it must not sample before a load has succeeded.
         """
         async with self._one_control:
-            self._flights.close_gate()
+            self._inflight.close_gate()
             await self.server.pause(self._on_update)
             flush, timeout = self._on_update == "retract", self._deadlines.update_s
             await self.server.update_from_disk(folder, version, flush, timeout)
@@ -126,8 +126,8 @@ class SglangEngine:
     async def hold(self) -> None:
         """Stop sampling for weights that come by broadcast. What it did for nobody any more is ended."""
         async with self._one_control:
-            self._flights.close_gate()
-            if not self._flights.all:
+            self._inflight.close_gate()
+            if not self._inflight.all:
                 await self.server.abort_all()
             await self.server.pause(self._on_update)
 
@@ -141,7 +141,7 @@ class SglangEngine:
     async def close(self) -> None:
         """Nothing: the server goes on."""
 
-    async def _answer(self, request: GenerateRequest, flight: Flight) -> Generation:
+    async def _answer(self, request: GenerateRequest, request_task: InflightRequest) -> Generation:
         """The server's answer; what it has at the deadline.
 
         ServerError if it does not answer the abort either, or if requests get no token in all their time, one
@@ -151,12 +151,12 @@ class SglangEngine:
         overdue: list[asyncio.Task[None]] = []
 
         def end() -> None:
-            overdue.append(asyncio.create_task(self._end(flight, patience)))
+            overdue.append(asyncio.create_task(self._end(request_task, timeouts)))
 
         timer = loop.call_later(limits.request_s, end)
         try:
-            async with asyncio.timeout(None) as patience:
-                answer = await self.server.generate(request, flight.rid)
+            async with asyncio.timeout(None) as timeouts:
+                answer = await self.server.generate(request, request_task.rid)
         except TimeoutError as error:
             raise ServerError(
                 f"{self.name}: no answer within {limits.request_s:g} s, nor to an abort within "
@@ -179,42 +179,42 @@ class SglangEngine:
         elif now - self._fruitless_since > self._deadlines.abort_s:
             raise ServerError(f"{self.name}: no token for any request within {self._deadlines.request_s:g} s")
 
-    async def _end(self, flight: Flight, patience: asyncio.Timeout) -> None:
+    async def _end(self, request_task: InflightRequest, timeouts: asyncio.Timeout) -> None:
         """Abort one request, until it is answered or ``patience`` ends. A paused server would not answer."""
         while True:
-            await self._flights.may_go_on()
+            await self._inflight.may_go_on()
             async with self._one_control:
-                if self._flights.are_held:
+                if self._inflight.are_held:
                     continue
-                flight.aborted = True
-                patience.reschedule(asyncio.get_running_loop().time() + self._deadlines.abort_s)
+                request_task.aborted = True
+                timeouts.reschedule(asyncio.get_running_loop().time() + self._deadlines.abort_s)
                 with suppress(ServerError):  # patience ends all the same
                     while True:
-                        await self.server.abort(flight.rid)
+                        await self.server.abort(request_task.rid)
                         await asyncio.sleep(_ABORT_AGAIN_S)
                 return
 
     async def _resume(self) -> None:
         await self.server.resume()
-        await self._flights.open_gate()
+        await self._inflight.open_gate()
 
     async def _abort(self) -> None:
         """Requests answer an abort at their next token, so a paused server runs for as long as that takes."""
-        flights = await self._flights.abort()
-        for flight in flights:
-            flight.newest = self._paused_at
-        self._flights.close_gate()
-        if self._paused_at is not None and any(flight.sent for flight in flights):
+        inflight = await self._inflight.abort()
+        for request_task in inflight:
+            request_task.newest = self._paused_at
+        self._inflight.close_gate()
+        if self._paused_at is not None and any(request_task.sent for request_task in inflight):
             await self.server.resume()
             await asyncio.sleep(0.1)  # retracted requests run again, or their last tokens would be lost
         await self.server.abort_all()
-        while any(flight in self._flights.all for flight in flights):
+        while any(request_task in self._inflight.all for request_task in inflight):
             await asyncio.sleep(_ABORT_ALL_AGAIN_S)
             await self.server.abort_all()  # the gate is closed: there are no others
         if self._paused_at is not None:
             await self.server.pause()
         else:
-            await self._flights.open_gate()
+            await self._inflight.open_gate()
 
 
 def _up_to(found: Generation, newest: int | None) -> Generation:

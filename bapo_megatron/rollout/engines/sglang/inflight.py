@@ -6,7 +6,7 @@ import asyncio
 import uuid
 
 
-class Flight:
+class InflightRequest:
     """One request on its way. An abort ends those that have begun before it, and no later one."""
 
     def __init__(self) -> None:
@@ -17,19 +17,19 @@ class Flight:
         """The last weight version that its tokens may have, if it was aborted while sampling was paused."""
 
 
-class Flights:
+class InflightRequests:
     """All of them, and the gate before the server. Lives in one event loop."""
 
     def __init__(self) -> None:
-        self.all: set[Flight] = set()
+        self.all: set[InflightRequest] = set()
         self._changed = asyncio.Condition()
         self._open = True
 
-    async def may_send(self, flight: Flight) -> bool:
+    async def may_send(self, request_task: InflightRequest) -> bool:
         """Wait until the gate is open; False if ``flight`` is aborted before."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._open or flight.aborted)
-        return not flight.aborted
+            await self._changed.wait_for(lambda: self._open or request_task.aborted)
+        return not request_task.aborted
 
     @property
     def are_held(self) -> bool:
@@ -41,10 +41,10 @@ class Flights:
         async with self._changed:
             await self._changed.wait_for(lambda: self._open)
 
-    async def abort(self) -> list[Flight]:
+    async def abort(self) -> list[InflightRequest]:
         """Mark those that have begun; what of them waits at the gate is not sent any more."""
-        for flight in self.all:
-            flight.aborted = True
+        for request_task in self.all:
+            request_task.aborted = True
         async with self._changed:
             self._changed.notify_all()
         return list(self.all)

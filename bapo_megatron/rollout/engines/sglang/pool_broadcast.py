@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from bapo_megatron.config import SglangConfig
-from bapo_megatron.rollout.engines.pool import Fleet
+from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.weight_receivers import WeightReceivers
 from bapo_megatron.types import BroadcastGroup, BucketSpec
@@ -15,12 +15,12 @@ _SOONER = 0.9
 """Of the sender's timeout: the receivers' error comes first, because it names the server."""
 
 
-class FleetBroadcast:
+class PoolBroadcast:
     """In order: ``gather``; ``join`` if the engines are others than before; ``begin``; ``receive`` for every
     bucket; ``finish``. After an error ``fail``."""
 
-    def __init__(self, fleet: Fleet, config: SglangConfig) -> None:
-        self._fleet, self._config = fleet, config
+    def __init__(self, pool: EnginePool, config: SglangConfig) -> None:
+        self._pool, self._config = pool, config
         self._engines: list[SglangEngine] = []
         self._receivers = self._receivers_of([])
         self._is_joined = False
@@ -31,8 +31,8 @@ class FleetBroadcast:
 
         One that has come back is perhaps another process: then all join anew.
         """
-        found = [engine for engine in await self._fleet.gather() if isinstance(engine, SglangEngine)]
-        if found != self._engines or self._comings != self._fleet.comings:
+        found = [engine for engine in await self._pool.gather() if isinstance(engine, SglangEngine)]
+        if found != self._engines or self._comings != self._pool.comings:
             self._is_joined = False
         if not self._is_joined:
             self._engines, self._receivers = found, self._receivers_of(found)
@@ -56,14 +56,14 @@ class FleetBroadcast:
         """All of them have the same weights now, and sample again; their digest."""
         digest = await self._receivers.finish(version, flush=self._config.on_update == "retract")
         await asyncio.gather(*(engine.release() for engine in self._engines))
-        self._fleet.adopt(version)
-        self._comings = self._fleet.comings
+        self._pool.adopt(version)
+        self._comings = self._pool.comings
         return digest
 
     async def fail(self, reason: str) -> None:
         """The weights did not arrive: the engines are lost until they have others."""
         self._is_joined = False
-        self._fleet.disown(reason)
+        self._pool.disown(reason)
 
     def _receivers_of(self, engines: Sequence[SglangEngine]) -> WeightReceivers:
         timeout_s = _SOONER * 60 * self._config.update_minutes

@@ -31,10 +31,10 @@ Event = Callable[[dict[str, Any]], None]
 class RunServers:
     """The servers of a run."""
 
-    def __init__(self, urls: Sequence[str], keepers: Sequence[Keeper], on_event: Event) -> None:
+    def __init__(self, urls: Sequence[str], keepers: Sequence[ServerSupervisor], on_event: Event) -> None:
         """``keepers``: of those that the run has started itself."""
         self.urls = list(urls)
-        self._keepers = {keeper.url: keeper for keeper in keepers}
+        self._keepers = {supervisor.url: supervisor for supervisor in keepers}
         self._on_event = on_event
 
     def heed(self, event: dict[str, Any]) -> None:
@@ -42,8 +42,8 @@ class RunServers:
         if event["kind"] not in ("engine_hangs", "engine_ready"):
             return
         url, reason = event["engine"], event["reason"] if event["kind"] == "engine_hangs" else None
-        if keeper := self._keepers.get(url):
-            keeper.restart(reason)
+        if supervisor := self._keepers.get(url):
+            supervisor.restart(reason)
         elif reason:
             advice = "this run has not started it: end it, and start it again at the same address"
             self._on_event({"kind": "server_hangs", "server": url, "reason": reason, "advice": advice})
@@ -57,14 +57,14 @@ def servers_of(config: RunConfig, cuda: bool, on_event: Event) -> Iterator[RunSe
     if sglang.urls:
         yield RunServers([url.rstrip("/") for url in sglang.urls], [], on_event)
         return
-    keepers = [Keeper(config, number, cuda, on_event) for number in range(sglang.servers)]
+    keepers = [ServerSupervisor(config, number, cuda, on_event) for number in range(sglang.servers)]
     try:
-        for keeper in keepers:
-            keeper.wait_ready(60 * sglang.start_minutes)
-        yield RunServers([keeper.url for keeper in keepers], keepers, on_event)
+        for supervisor in keepers:
+            supervisor.wait_ready(60 * sglang.start_minutes)
+        yield RunServers([supervisor.url for supervisor in keepers], keepers, on_event)
     finally:
-        for keeper in keepers:
-            keeper.stop()
+        for supervisor in keepers:
+            supervisor.stop()
 
 
 def are_local(urls: Sequence[str]) -> bool:
@@ -72,7 +72,7 @@ def are_local(urls: Sequence[str]) -> bool:
     return all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in urls)
 
 
-class Keeper:
+class ServerSupervisor:
     """One server of the run, started again at the same address whenever it ends, or is said to hang."""
 
     def __init__(self, config: RunConfig, number: int, cuda: bool, on_event: Event) -> None:

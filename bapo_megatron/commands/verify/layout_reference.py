@@ -54,7 +54,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Certificate:
+class LayoutReference:
     """The batch and one layout's answers to it."""
 
     identity: dict[str, Any]
@@ -66,7 +66,7 @@ class Certificate:
     totals: Totals
 
 
-def write_certificate(path: Path, certificate: Certificate) -> None:
+def write_layout_reference(path: Path, certificate: LayoutReference) -> None:
     """Write the file, whole or not at all. Its folder must exist."""
     about = {"format": FORMAT, "identity": certificate.identity, "made": certificate.made}
     totals = certificate.totals
@@ -83,7 +83,7 @@ def write_certificate(path: Path, certificate: Certificate) -> None:
     write_atomically(path, buffer.getvalue())
 
 
-def read_certificate(path: Path) -> Certificate:
+def read_layout_reference(path: Path) -> LayoutReference:
     """The certificate in ``path``. ConfigError if it is absent, damaged or of another format."""
     try:
         with np.load(path, allow_pickle=False) as stored:
@@ -99,7 +99,7 @@ def read_certificate(path: Path) -> Certificate:
     raise ConfigError(f"certificate {path} has format {version}, this version of the program reads {FORMAT}")
 
 
-def identity_differences(certificate: Certificate, identity: dict[str, Any]) -> list[str]:
+def identity_differences(certificate: LayoutReference, identity: dict[str, Any]) -> list[str]:
     """Every field in which ``identity`` is not the certificate's, with both values."""
     stored = certificate.identity
     return [
@@ -120,7 +120,7 @@ def _sample_columns(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def _certificate(about: dict[str, Any], columns: dict[str, np.ndarray]) -> Certificate:
+def _certificate(about: dict[str, Any], columns: dict[str, np.ndarray]) -> LayoutReference:
     lengths, responses = columns["lengths"], columns["responses"]
     low, high, loss, grad_norm = columns["totals"].tolist()
     parts = (
@@ -129,7 +129,7 @@ def _certificate(about: dict[str, Any], columns: dict[str, np.ndarray]) -> Certi
         _split(columns["versions"], responses),
         columns["advantages"].tolist(),
     )
-    return Certificate(
+    return LayoutReference(
         identity=dict(about["identity"]),
         made=dict(about["made"]),
         samples=[Sample(*fields) for fields in zip(*parts, strict=True)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bapo_megatron.algo.bounds import BoundsConfig
-from bapo_megatron.commands.verify.certificate import Certificate, TokenAnswers, Totals
+from bapo_megatron.commands.verify.layout_reference import LayoutReference, TokenAnswers, Totals
 from bapo_megatron.data.packing import Sample
 
 BOUNDS = BoundsConfig(
@@ -13,13 +13,13 @@ BOUNDS = BoundsConfig(
 )
 
 
-def handmade(positive: float = 2.0) -> Certificate:
+def handmade(positive: float = 2.0) -> LayoutReference:
     """``positive`` is P(c_high=1.2); P(1.4) = 4 and N = 3, 2. The target is met where P >= N."""
     sample = Sample(np.array([5, 6, 7], np.int32), np.array([-1.5], np.float32), np.zeros(1, np.int32), 0.25)
     longer = Sample(
         np.array([8, 9, 10, 11], np.int32), np.array([-1, -2], np.float32), np.array([0, 3], np.int32), -1.0
     )
-    return Certificate(
+    return LayoutReference(
         identity={"model.weights_sha256": "ab", "canary.seed": 0, "algorithm.bounds.dual_clip": None},
         made={"parallel.tensor": 1},
         samples=[sample, longer],

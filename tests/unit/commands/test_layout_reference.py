@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 
 from bapo_megatron.commands.verify import certificate as module
-from bapo_megatron.commands.verify.certificate import (
+from bapo_megatron.commands.verify.layout_reference import (
     identity_differences,
-    read_certificate,
-    write_certificate,
+    read_layout_reference,
+    write_layout_reference,
 )
 from bapo_megatron.commands.verify.model_digest import model_digests
 from bapo_megatron.errors import ConfigError
-from tests.support.resume_check_data import handmade
+from tests.support.layout_references import handmade
 
 POLICY = Path(__file__).parents[3] / "recipes/demo/policy"
 
 
 def test_round_trip(tmp_path: Path) -> None:
     written = handmade()
-    write_certificate(tmp_path / "c.npz", written)
-    read = read_certificate(tmp_path / "c.npz")
+    write_layout_reference(tmp_path / "c.npz", written)
+    read = read_layout_reference(tmp_path / "c.npz")
     assert (read.identity, read.made) == (written.identity, written.made)
     for one, two in zip(read.samples, written.samples, strict=True):
         for item in dataclasses.fields(one):
@@ -44,46 +44,46 @@ def test_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.99])
 def test_a_truncated_file(part: float, tmp_path: Path) -> None:
     path = tmp_path / "c.npz"
-    write_certificate(path, handmade())
+    write_layout_reference(path, handmade())
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * part)])
     with pytest.raises(ConfigError, match="is damaged or is none"):
-        read_certificate(path)
+        read_layout_reference(path)
 
 
 def test_a_changed_byte(tmp_path: Path) -> None:
     path = tmp_path / "c.npz"
-    write_certificate(path, handmade())
+    write_layout_reference(path, handmade())
     content = bytearray(path.read_bytes())
     place = content.index(np.float32(-7).tobytes())  # the last log-prob
     content[place] ^= 1
     path.write_bytes(bytes(content))
     with pytest.raises(ConfigError, match="is damaged or is none"):
-        read_certificate(path)
+        read_layout_reference(path)
 
 
 def test_columns_that_do_not_fit(tmp_path: Path) -> None:
     whole = handmade()
     tokens = dataclasses.replace(whole.tokens, log_probs=whole.tokens.log_probs[:1])
-    write_certificate(tmp_path / "c.npz", dataclasses.replace(whole, tokens=tokens))
+    write_layout_reference(tmp_path / "c.npz", dataclasses.replace(whole, tokens=tokens))
     with pytest.raises(ConfigError, match="2 numbers where 5 belong"):
-        read_certificate(tmp_path / "c.npz")
+        read_layout_reference(tmp_path / "c.npz")
 
 
 def test_something_else_and_nothing(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no certificate")
     with pytest.raises(ConfigError, match=r"notes\.txt is damaged or is none"):
-        read_certificate(tmp_path / "notes.txt")
+        read_layout_reference(tmp_path / "notes.txt")
     with pytest.raises(ConfigError, match="does not exist; make one with --save"):
-        read_certificate(tmp_path / "absent.npz")
+        read_layout_reference(tmp_path / "absent.npz")
 
 
 def test_another_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FORMAT", 2)
-    write_certificate(tmp_path / "c.npz", handmade())
+    write_layout_reference(tmp_path / "c.npz", handmade())
     monkeypatch.undo()
     with pytest.raises(ConfigError, match="has format 2, this version of the program reads 1"):
-        read_certificate(tmp_path / "c.npz")
+        read_layout_reference(tmp_path / "c.npz")
 
 
 def test_differences_of_identity_are_listed() -> None:

@@ -7,7 +7,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.errors import ConfigError
@@ -44,10 +44,11 @@ def load_recipe(path: Path, kind: type[C]) -> C:
 
 def _serve_former_paths() -> None:
     """Keep the import paths of version 0.1 alive for recipes (tests/fixtures has such a recipe)."""
-    for former, names in {
+    former_modules: dict[str, dict[str, Any]] = {
         "bapo_megatron.recipe": {"load_recipe": load_recipe},
         "bapo_megatron.algo.polarity_control": {"PolarityConfig": PapoConfig},
-    }.items():
+    }
+    for former, names in former_modules.items():
         module = ModuleType(former, "A module of version 0.1, for recipes that import it.")
         vars(module).update(names)
         sys.modules.setdefault(former, module)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.commands.verify import certificate as module
+from bapo_megatron.commands.verify import layout_reference as module
 from bapo_megatron.commands.verify.layout_reference import (
     identity_differences,
     read_layout_reference,

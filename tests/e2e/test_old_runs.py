@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.config import RunConfig
-from bapo_megatron.recipe import load_recipe
+from bapo_megatron.config import RunConfig, load_recipe
 from checkpoints_tools import cli as checkpoints
 from tests.fixtures.make_run import (
     HERE,

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_origin, get_type_hints
 
 import numpy as np
+import torch
 from torch import Tensor
 
 Metrics = dict[str, float | None]
@@ -79,6 +80,8 @@ class Rollout:
     versions_R: np.ndarray
     finish_reason: FinishReason
     reward: float
+    loss_mask_R: np.ndarray | None = None
+    """bool, tokens that are trained on; False for what a tool wrote into the response. None: all of them."""
 
 
 @dataclass(frozen=True)
@@ -106,40 +109,74 @@ class TokenStats(NamedTuple):
     """Entropy of the next-token distribution, nats; never differentiable."""
 
 
+class Column(NamedTuple):
+    """The dtype of a per-token column of a pack, and the value of the tokens that are not trained on."""
+
+    dtype: torch.dtype
+    fill: int = 0
+
+
 @dataclass(frozen=True)
 class MicroBatch:
-    """One ``thd`` pack. Every per-token field stands at the position of the token that *predicts* it.
+    """A micro-batch: one ``thd`` pack. Its annotated fields are the table of per-token columns (``COLUMNS``).
+
+    A column's value stands at the position of the token that *predicts* the token it is about. Prompts,
+    padding, dummies and response tokens that a loss mask excludes hold fill values in every column but the
+    ids and the position, so they count nowhere.
 
     Documents lie one after the other; document ``d`` takes ``cu_seqlens[d]:cu_seqlens[d + 1]``, the padding
-    at its own end included. Padding at the end of the pack is cut into documents of its own. ``mask_T`` is 0
-    on prompts, padding and dummies, so such tokens count nowhere.
+    at its own end included. Padding at the end of the pack is cut into documents of its own.
+
+    A new column is one field here, and one line in ``data.packing.trained_columns``, which gives its values.
     """
 
-    token_T: Tensor
-    """int64 input ids."""
-    label_T: Tensor
-    """int64: the id of the token after this one."""
-    position_T: Tensor
-    """int64: position in the document, for RoPE."""
-    mask_T: Tensor
-    """float32: 1 where the label is a response token, else 0."""
-    weight_T: Tensor
-    """float32: the weight of the token in the loss (1 for a mean over tokens), its importance weight
-    included; 0 where the mask is 0."""
-    advantage_T: Tensor
-    """float32."""
-    rollout_log_prob_T: Tensor
-    """float32: log pi_rollout(label), by the engine that sampled it."""
-    old_log_prob_T: Tensor
-    """float32: log pi_old(label), the denominator of the loss's ratio: pi_rollout, or what the trainer itself
-    said at the beginning of the step."""
-    version_T: Tensor
-    """int32: policy version that sampled the label."""
+    token_T: Annotated[Tensor, Column(torch.int64)]
+    """Input ids."""
+    label_T: Annotated[Tensor, Column(torch.int64)]
+    """The id of the token after this one."""
+    position_T: Annotated[Tensor, Column(torch.int64)]
+    """Position in the document, for RoPE."""
+    mask_T: Annotated[Tensor, Column(torch.float32)]
+    """The loss mask: 1 where the label is a response token that is trained on, else 0."""
+    weight_T: Annotated[Tensor, Column(torch.float32)]
+    """The weight of the token in the loss (1 for a mean over tokens), its importance weight included."""
+    advantage_T: Annotated[Tensor, Column(torch.float32)]
+    """The advantage of the response that the label belongs to."""
+    rollout_log_prob_T: Annotated[Tensor, Column(torch.float32)]
+    """log pi_rollout(label), by the engine that sampled it."""
+    old_log_prob_T: Annotated[Tensor, Column(torch.float32)]
+    """log pi_old(label), the denominator of the loss's ratio: pi_rollout, or what the trainer itself said at
+    the beginning of the step."""
+    version_T: Annotated[Tensor, Column(torch.int32)]
+    """Policy version that sampled the label."""
+    sequence_T: Annotated[Tensor, Column(torch.int64, fill=-1)]
+    """Index of the label's sequence among the ``sequences`` of the update, unique over packs and replicas.
+
+    The sum of a value over each sequence, of the tokens at hand, is
+    ``value_T.new_zeros(batch.sequences + 1).index_add_(0, batch.sequence_T + 1, value_T)[1:]``.
+    Under context parallelism a rank holds only some tokens of a sequence, and the output layer hands a loss
+    only a chunk of them at a time. The index is the same everywhere, so such sums, as elements of a
+    ``TokenFn``'s vector, add up to those of whole sequences.
+    """
     cu_seqlens: tuple[int, ...]
     """[documents + 1]."""
     rows: tuple[tuple[int, int, int], ...]
     """For each real document: index of its sample in the update, offset in the pack, predicting tokens
     (without the document's padding)."""
+    sequences: int
+    """Samples of the whole update, on all replicas."""
+
+    @classmethod
+    def of(
+        cls,
+        cu_seqlens: tuple[int, ...],
+        rows: tuple[tuple[int, int, int], ...] = (),
+        sequences: int = 0,
+        **columns: Tensor,
+    ) -> MicroBatch:
+        """A pack with these columns; every other column holds its fill value throughout."""
+        filled = {n: torch.full((cu_seqlens[-1],), c.fill, dtype=c.dtype) for n, c in COLUMNS.items()}
+        return cls(**filled | columns, cu_seqlens=cu_seqlens, rows=rows, sequences=sequences)
 
     @property
     def max_seqlen(self) -> int:
@@ -147,9 +184,24 @@ class MicroBatch:
         return max(end - start for start, end in pairwise(self.cu_seqlens))
 
     def take(self, index: slice | Tensor) -> MicroBatch:
-        """The tokens of ``index``: every per-token field indexed alike. The rest still tells of the pack."""
-        fields: dict[str, Any] = {n: value[index] for n, value in vars(self).items() if n.endswith("_T")}
-        return replace(self, **fields)
+        """The tokens at ``index``, of every column alike; the other fields still describe the whole pack."""
+        return self._each(lambda column_T: column_T[index])
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The micro-batch with every column on ``device``; copies may still be under way."""
+        return self._each(lambda column_T: column_T.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        columns: dict[str, Any] = {name: change(getattr(self, name)) for name in COLUMNS}
+        return replace(self, **columns)
+
+
+COLUMNS: dict[str, Column] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(MicroBatch, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
+"""The table of per-token columns: the annotated fields of ``MicroBatch``."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -154,13 +153,7 @@ class Passes:
 
     def _part(self, batch: MicroBatch) -> MicroBatch:
         """This rank's part of a pack, on its device."""
-        part = slice_batch(batch, *_context())
-        moved: dict[str, Any] = {
-            name: value.to(self._device, non_blocking=True)
-            for name, value in vars(part).items()
-            if isinstance(value, Tensor)
-        }
-        return replace(part, **moved)
+        return slice_batch(batch, *_context()).to(self._device)
 
     def _sum_over_ranks(self, outputs: list[Tensor]) -> Tensor:
         """Sum of the packs' vectors, each counted once: only last stages have any, and TP ranks agree."""

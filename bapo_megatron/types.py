@@ -1,4 +1,4 @@
-"""The nouns that travel between the parts of a run.
+"""The data types of a run: prompts, rollouts, groups, micro-batches, losses, weight broadcasts.
 
 Shapes (suffix of a name): ``_P`` tokens of a prompt, ``_R`` tokens of a response, ``_T`` tokens of a pack.
 Token ids, log-probabilities and versions of a rollout are numpy arrays: they are sent between processes
@@ -24,12 +24,12 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem of the dataset, tokenized with the chat template."""
+    """A training problem, tokenized with the chat template."""
 
     prompt_id: int
     """Row number in the dataset file."""
     token_ids_P: np.ndarray
-    """int32."""
+    """Token ids up to where the response begins, int32."""
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any] = field(default_factory=dict)
@@ -37,7 +37,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. There is no top-p or top-k: the log-probs must be those of the sampled distribution."""
+    """The sampling parameters of a request.
+
+    There is no top-p or top-k: the log-probs must be those of the sampled distribution.
+    """
 
     temperature: float
     max_new_tokens: int
@@ -48,7 +51,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """Continue ``input_ids`` (a prompt, or a prompt and the response so far)."""
+    """A generation request: continue ``input_ids`` (a prompt, or a prompt and the response so far)."""
 
     request_id: str
     input_ids: np.ndarray
@@ -59,21 +62,21 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """One segment: what an engine returned for one request, finished or not."""
+    """A segment of a response: an engine's answer to one request, finished or not."""
 
     request_id: str
     token_ids_R: np.ndarray
-    """int32; includes the stop token that ended it."""
+    """Token ids, int32, with the stop token that ended the response."""
     log_probs_R: np.ndarray
-    """float32, natural log, of the softmax of logits / temperature."""
+    """Log-probs of the tokens, float32, natural log, of the softmax of logits / temperature."""
     versions_R: np.ndarray
-    """int32, weight version that sampled each token."""
+    """Weight version that sampled each token, int32."""
     finish_reason: FinishReason
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A whole response with what its sampling policy thought of it, and its reward."""
+    """A finished response with the log-probs and weight versions of its tokens, and its reward."""
 
     token_ids_R: np.ndarray
     log_probs_R: np.ndarray
@@ -81,12 +84,12 @@ class Rollout:
     finish_reason: FinishReason
     reward: float
     loss_mask_R: np.ndarray | None = None
-    """bool, tokens that are trained on; False for what a tool wrote into the response. None: all of them."""
+    """Loss mask, bool: False for what is not trained on (a tool's output in the response). None: all True."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ``G`` responses to one prompt (Algorithm 1, line 5)."""
+    """A GRPO group: the ``G`` responses to one prompt (Algorithm 1, line 5)."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -94,14 +97,14 @@ class Group:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one step trains on, and what its sampling measured."""
+    """The training batch of one step, with the metrics of its sampling."""
 
     groups: tuple[Group, ...]
     metrics: Metrics
 
 
 class TokenStats(NamedTuple):
-    """What the policy says of each token of a pack, at the rollout temperature, aligned with the labels."""
+    """Per-token log-probs and entropies of the policy at the rollout temperature, aligned with the labels."""
 
     log_prob_T: Tensor
     """log pi(label); differentiable in an update."""
@@ -131,7 +134,7 @@ class MicroBatch:
     """
 
     token_T: Annotated[Tensor, Column(torch.int64)]
-    """Input ids."""
+    """Input ids of the model."""
     label_T: Annotated[Tensor, Column(torch.int64)]
     """The id of the token after this one."""
     position_T: Annotated[Tensor, Column(torch.int64)]
@@ -159,7 +162,7 @@ class MicroBatch:
     ``TokenFn``'s vector, add up to those of whole sequences.
     """
     cu_seqlens: tuple[int, ...]
-    """[documents + 1]."""
+    """Bounds of the documents, cumulative, [documents + 1]."""
     rows: tuple[tuple[int, int, int], ...]
     """For each real document: index of its sample in the update, offset in the pack, predicting tokens
     (without the document's padding)."""
@@ -206,24 +209,24 @@ COLUMNS: dict[str, Column] = {
 
 @dataclass(frozen=True)
 class PackLayout:
-    """How an update is cut into packs: which of them are this rank's, and what their shape must obey."""
+    """The packing constraints of a data-parallel rank: which packs are its own, and rules for their shape."""
 
     data_rank: int = 0
-    """Which replica of the model this process belongs to."""
+    """The data-parallel rank: which replica of the model this process belongs to."""
     data_size: int = 1
     """Replicas of the model; each has the same number of packs."""
     length_multiple: int = 1
-    """What the length of a pack must be divisible by (TP under sequence parallelism); itself a multiple of
+    """The length of a pack is a multiple of this (TP under sequence parallelism); itself a multiple of
     ``document_multiple``."""
     count_multiple: int = 1
-    """What the number of packs of a replica must be divisible by (PP in the interleaved schedule)."""
+    """The number of packs of a replica is a multiple of this (PP in the interleaved schedule)."""
     document_multiple: int = 1
-    """What the length of each document must be divisible by (2 CP in zigzag context parallelism)."""
+    """The length of each document is a multiple of this (2 CP under context parallelism)."""
     fixed_length: bool = False
-    """All packs of an update, on all ranks, have one length (interleaved schedule)."""
+    """Whether all packs of an update, on all ranks, have one length (interleaved schedule)."""
     quadratic: float = 0.0
-    """Cost of attention: a document of n tokens costs n + quadratic n^2, in a token's linear work. A 32B
-    model has 65 GFLOP for a token, and 0.655 MFLOP n for its attention: 1e-5."""
+    """Relative cost of attention: a document of n tokens costs n + quadratic n^2, in a token's linear work.
+    A 32B model has 65 GFLOP for a token, and 0.655 MFLOP n for its attention: 1e-5."""
 
     def __post_init__(self) -> None:
         if self.length_multiple % self.document_multiple:
@@ -235,39 +238,39 @@ class PackLayout:
 
 @dataclass(frozen=True)
 class BroadcastGroup:
-    """Where the receivers of a broadcast meet its sender, which is rank 0 of the group."""
+    """The process group of a weight broadcast: where the receivers meet the sender, which is its rank 0."""
 
     address: str
-    """Of the sender, as the receivers reach it."""
+    """Host of the sender, as the receivers reach it."""
     port: int
     name: str
     world_size: int
-    """The sender, and every tensor-parallel rank of every receiver."""
+    """Number of ranks: the sender, and every tensor-parallel rank of every receiver."""
     backend: str
-    """``nccl`` or ``gloo``."""
+    """Communication backend: ``nccl`` or ``gloo``."""
 
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Tensors that travel in one broadcast: their bytes lie end to end, in this order, without gaps."""
+    """The layout of a broadcast bucket: its tensors' bytes lie end to end, in this order, without gaps."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
-    """As torch names them, without ``torch.``."""
+    """Types as torch names them, without ``torch.``."""
     shapes: tuple[tuple[int, ...], ...]
     nbytes: int
 
 
 TokenFn = Callable[[TokenStats, MicroBatch], Tensor]
-"""Turns the policy's view of some tokens into a vector that is additive over tokens, packs and ranks."""
+"""A loss or a measurement: a function of tokens whose vector is additive over tokens, packs and ranks."""
 
 
 @dataclass(frozen=True)
 class SearchedLoss:
-    """A loss that is known only when the policy's log-probs are: clipping bounds are searched first."""
+    """A loss with parameters that are searched on the policy's log-probs first: the clipping bounds."""
 
     measure: TokenFn
-    """What the search needs to know of the tokens."""
+    """The sums that the search needs."""
     loss_of: Callable[[Tensor], TokenFn]
     """The loss, from the sums of ``measure``."""
     over: Literal["update", "micro_batch"]
@@ -276,7 +279,7 @@ class SearchedLoss:
 
 
 class UpdateResult(NamedTuple):
-    """What an optimizer step reports; equal on every rank."""
+    """The report of an optimizer step, equal on every rank."""
 
     sums: Tensor
     """float64: the loss function's additive vector summed over the update; element 0 is the loss sum."""

@@ -31,21 +31,21 @@ _PADDING_DOCUMENT = 512
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence to train on: a prompt and a response with its advantage."""
+    """A training sequence: a prompt and a response with its advantage."""
 
     token_ids: np.ndarray
-    """int32, prompt and response."""
+    """Token ids of prompt and response, int32."""
     log_probs_R: np.ndarray
-    """float32, of the response under the policy that sampled it."""
+    """Log-probs of the response under the policy that sampled it, float32."""
     versions_R: np.ndarray
-    """int32, policy version that sampled each response token."""
+    """Policy version that sampled each response token, int32."""
     advantage: float
     old_log_probs_R: np.ndarray | None = None
-    """float32, of the response under pi_old, the ratio's denominator; None: the policy that sampled it."""
+    """Log-probs under pi_old, the ratio's denominator, float32; None: the policy that sampled it."""
     importance_R: np.ndarray | None = None
-    """float32, factor of each token's weight in the loss; None: 1."""
+    """Importance weights, factors of the tokens' weights in the loss, float32; None: 1."""
     loss_mask_R: np.ndarray | None = None
-    """bool, response tokens that are trained on; False for what a tool wrote. None: all of them."""
+    """Loss mask, bool: False for response tokens that are not trained on (a tool's). None: all True."""
 
     def __post_init__(self) -> None:
         if self.loss_mask_R is not None and len(self.loss_mask_R) != self.response_tokens:
@@ -68,7 +68,7 @@ class Sample:
 
     @property
     def trained_tokens(self) -> int:
-        """How many tokens the loss sees."""
+        """Count of the response tokens that the loss sees."""
         return int(self.trained_R.sum())
 
     @property
@@ -78,7 +78,7 @@ class Sample:
 
 
 def samples_of(group: Group, advantage: Literal["grpo", "dr_grpo"]) -> list[Sample]:
-    """Every rollout of ``group`` as a sample, with advantages normalized within the group."""
+    """The samples of a group's rollouts, with advantages normalized within the group."""
     advantages = group_advantages([rollout.reward for rollout in group.rollouts], advantage)
     return [
         Sample(
@@ -93,7 +93,7 @@ def samples_of(group: Group, advantage: Literal["grpo", "dr_grpo"]) -> list[Samp
 
 
 def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -> list[list[T]]:
-    """Groups in random order, spread over at most ``updates`` updates as evenly as they go.
+    """Mini-batches of a step: groups in random order, spread evenly over at most ``updates`` updates.
 
     Whole groups stay together: within one, advantages sum to zero, so every update sees both signs.
     """
@@ -105,7 +105,7 @@ def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -
 def pack_samples(
     samples: Sequence[Sample], pack_tokens: int, loss_mean: str = "token", layout: PackLayout | None = None
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of one update; every rank gets the same number (see ``pack_plan.py``).
+    """Pack an update: this rank's micro-batches, as many as every other rank's (see ``pack_plan.py``).
 
     A pack is at most ``pack_tokens`` long, rounded down to the layout's length multiple (a dummy for a rank
     without samples has that multiple). ValueError if a sample does not fit.
@@ -168,7 +168,7 @@ def _padding_bounds(start: int, end: int, multiple: int) -> list[int]:
 
 
 def trained_columns(sample: Sample, index: int, weight: float) -> dict[str, ArrayLike]:
-    """What each column of the table (``types.COLUMNS``) says of a response's tokens: [R], or one for all.
+    """The values of the per-token columns (``types.COLUMNS``) on a response: [R], or one for all tokens.
 
     ``index`` is the sample's in the update, ``weight`` that of its tokens in the loss.
     """
@@ -192,6 +192,7 @@ def _write(pack: MicroBatch, sample: Sample, start: int, columns: dict[str, Arra
     pack.token_T[start:end] = tokens[:-1]
     pack.label_T[start:end] = tokens[1:]
     trained_R = sample.trained_R
+    trained_R[: max(0, len(trained_R) - sample.positions)] = False  # nothing predicts a sample's first token
     place_N = torch.from_numpy(np.flatnonzero(trained_R) + end - len(trained_R))
     for name, value in columns.items():
         value_N = np.broadcast_to(value, trained_R.shape)[trained_R]

@@ -12,7 +12,7 @@ import tyro
 from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.config.validation import raise_problems
 from bapo_megatron.data.prepare.options import SUITES
-from bapo_megatron.data.suites import JUDGE
+from bapo_megatron.data.suites import REWARD_FUNCTION
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class EvalOptions:
                 sglang=self.sglang,
             ),
             reward=RewardConfig(
-                function=JUDGE,
+                function=REWARD_FUNCTION,
                 workers=self.judges,
                 time_limit_s=limit_s,
                 code_case_limit_s=min(RewardConfig.code_case_limit_s, limit_s),

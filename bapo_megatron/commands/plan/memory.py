@@ -16,8 +16,8 @@ _FP32 = 4
 _FIXED = 3 * GB
 # Estimate: what the caching allocator loses to fragments of blocks that come and go.
 _FRAGMENTATION = 0.05
-# Input fields of a pack on the device (types.MicroBatch): three int64, four float32, one int32.
-_PACK_FIELDS = 3 * 8 + 4 * 4 + 4
+PACK_COLUMNS = 4 * 8 + 5 * 4 + 4
+"""Bytes of a token's columns on the device (``types.COLUMNS``): four int64, five float32, one int32."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _buffers(job: Job) -> float:
     pipeline = 2 * message if job.parallel.pipeline > 1 else 0.0
     kv = 2 * job.shape.kv_heads * job.shape.head_dim / job.parallel.tensor
     ring = 4 * job.tokens * kv * job.element if job.parallel.context > 1 else 0.0
-    return pipeline + ring + job.micro_batches * job.tokens * _PACK_FIELDS
+    return pipeline + ring + job.micro_batches * job.tokens * PACK_COLUMNS
 
 
 def _save_buffers(job: Job, parameters: int) -> float:

@@ -51,7 +51,7 @@ def measure_totals(
     chosen = search(sums, bounds)
     used = chosen if at is None else Found(at, contributions(sums, at, bounds))
     result = policy.update(packs, loss_fn(used, bounds, policy.version))
-    tokens = sum(sample.response_tokens for sample in samples)
+    tokens = sum(sample.trained_tokens for sample in samples)
     return Totals(
         sums.numpy(),
         chosen.bounds.low,

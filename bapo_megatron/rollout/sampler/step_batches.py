@@ -106,13 +106,20 @@ def _arrays(batch: StepBatch, numbers: Sequence[int]) -> dict[str, np.ndarray]:
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     groups = [_group_header(group) for group in batch.groups]
     header = {"metrics": batch.metrics, "numbers": list(numbers), "groups": groups}
+    has_masks = any(rollout.loss_mask_R is not None for rollout in rollouts)
     return {
         "header": np.frombuffer(json.dumps(header).encode(), np.uint8),
         "prompt_ids": _joined([group.prompt.token_ids_P for group in batch.groups], np.int32),
         "token_ids": _joined([rollout.token_ids_R for rollout in rollouts], np.int32),
         "log_probs": _joined([rollout.log_probs_R for rollout in rollouts], np.float32),
         "versions": _joined([rollout.versions_R for rollout in rollouts], np.int32),
+        **({"loss_masks": _joined([_loss_mask(one) for one in rollouts], np.bool_)} if has_masks else {}),
     }
+
+
+def _loss_mask(rollout: Rollout) -> np.ndarray:
+    ones_R = np.ones(len(rollout.token_ids_R), np.bool_)
+    return ones_R if rollout.loss_mask_R is None else rollout.loss_mask_R
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
@@ -129,10 +136,16 @@ def _batch(arrays: dict[str, np.ndarray]) -> StepBatch:
     header = json.loads(arrays["header"].tobytes())
     prompt_ids, token_ids = _Reader(arrays["prompt_ids"]), _Reader(arrays["token_ids"])
     log_probs, versions = _Reader(arrays["log_probs"]), _Reader(arrays["versions"])
+    masks = _Reader(arrays["loss_masks"]) if "loss_masks" in arrays else None
 
     def rollout(length: int, finish_reason: Any, reward: float) -> Rollout:
         return Rollout(
-            token_ids.take(length), log_probs.take(length), versions.take(length), finish_reason, reward
+            token_ids.take(length),
+            log_probs.take(length),
+            versions.take(length),
+            finish_reason,
+            reward,
+            masks.take(length) if masks else None,
         )
 
     def group(prompt: dict[str, Any], rollouts: list[tuple[int, str, float]]) -> Group:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.stream_writer import write_shards
-from bapo_megatron.hf.weight_check import exactly
+from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.runtime.storage import writing
 
 
@@ -55,7 +55,7 @@ class WeightStaging:
         temporary.mkdir()
         try:
             shutil.copyfile(self._hf_path / "config.json", temporary / "config.json")
-            write_shards(exactly(weights, self._shapes, self._aliases), temporary)
+            write_shards(checked_weights(weights, self._shapes, self._aliases), temporary)
             temporary.rename(final)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -32,7 +32,7 @@ def pack(
     """Tokens with these fields; a token counts if its weight is not 0. pi_old is pi_rollout, or ``old``."""
     count = len(advantages)
     weight_T = torch.tensor(weights)
-    return MicroBatch(
+    return MicroBatch.of(
         token_T=torch.zeros(count, dtype=torch.int64),
         label_T=torch.zeros(count, dtype=torch.int64),
         position_T=torch.arange(count),

@@ -170,9 +170,9 @@ def test_peaks_by_hand() -> None:
     assert memory.workspace == 16 * 2 * (3 * 16 + 2 * 8)
     parts = memory.activations + memory.workspace + memory.head
     assert memory.training == pytest.approx(steady + 1.05 * parts + memory.buffers, abs=1e-3)
-    assert memory.buffers == 3 * 16 * 44  # the fields of three packs
+    assert memory.buffers == 3 * 16 * 56  # the columns of three packs
     message = 2 * 16 * 8 * 2  # sent and received
-    assert stage_memory(job(ParallelConfig(pipeline=2)), 0).buffers == message + 8 * 16 * 44
+    assert stage_memory(job(ParallelConfig(pipeline=2)), 0).buffers == message + 8 * 16 * 56
 
 
 def test_activations_by_hand() -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bapo_megatron.algo.objective import update_metrics
-from bapo_megatron.algo.staleness import age_metrics
+from bapo_megatron.algo.measurements.staleness import age_metrics
 from bapo_megatron.data.packing import Sample, pack_samples, samples_of, split_into_updates
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.checkpointing import checkpoint, finalize, stop_if_told
@@ -33,7 +32,8 @@ def train(run: Run) -> None:
         run.sync.push(run.policy, step)
         clock.lap("sync")
         if run.recorder:
-            run.recorder.step(step, updates, step_metrics(batch, updates, clock, run.config.algorithm.bounds))
+            names = run.clip_bounds.objective.metric_names()
+            run.recorder.step(step, updates, step_metrics(batch, updates, clock, names))
         check_gap(run.config.algorithm, step, updates, run.recorder)
         if _is_due(run, step):
             checkpoint(run, step)
@@ -91,12 +91,12 @@ def update(run: Run, groups: Sequence[Sequence[Sample]], step_version: int) -> M
 
 
 def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool) -> Metrics:
-    """One update on packs, with the clipping bounds that belong to it."""
+    """One update on packs, with the loss and the clipping bounds that belong to it."""
     loss, found = run.clip_bounds.loss(run.policy, packs, on_policy)
     result = run.policy.update(packs, loss)
     weights = run.clip_bounds.observe(result.sums)
     return {
-        **update_metrics(result.sums, found, run.config.algorithm.bounds),
+        **run.clip_bounds.objective.metrics(result.sums, found),
         **weights,
         "policy/grad_norm": result.grad_norm,
         "policy/lr": result.learning_rate,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import get_args
 
 import torch
@@ -45,13 +44,12 @@ __all__ = [
     "BoundsConfig",
     "all_measures",
     "balanced",
-    "clip_fractions",
     "clip_higher",
-    "clip_sums",
     "clipped_tokens",
     "contribution_sums",
     "contributions",
     "fixed",
+    "gradient_factor",
     "grpo",
     "high_values",
     "low_values",
@@ -187,12 +185,8 @@ def policy_loss(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds
 
 
 @torch.no_grad()
-def clip_sums(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
-    """Counts behind ``clip_fractions``: float64, additive over packs and ranks.
-
-    Returns:
-        ``[tokens, positive tokens, negative tokens, positive clipped above, negative clipped below]``,
-        where a token counts once if its mask is not 0, and positive and negative are signs of advantage.
+def clipped_tokens(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
+    """bool: the tokens that a bound clips, c_high where A > 0 or c_low where A < 0; not the dual clip.
 
     Raises:
         ValueError: if shapes differ.
@@ -200,26 +194,24 @@ def clip_sums(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: 
     check_shapes(log_ratio_T, advantage_T, mask_T)
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
     above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
-    counted = (mask_T != 0, advantage_T > 0, advantage_T < 0, above_T, below_T)
-    return torch.stack([flags_T.sum() for flags_T in counted]).double()
+    return above_T | below_T
 
 
-def clip_fractions(sums: Tensor | Sequence[float]) -> dict[str, float]:
-    """Fractions of all counted tokens, from the (reduced) ``clip_sums``; 0 where there are no tokens."""
-    tokens, positive, _, above, below = (float(number) for number in sums)
-    tokens = max(tokens, 1.0)
-    return {
-        "bapo/clip_fraction_high": above / tokens,
-        "bapo/clip_fraction_low": below / tokens,
-        "bapo/positive_token_fraction": positive / tokens,
-    }
+@torch.no_grad()
+def gradient_factor(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
+    """The factor of each token's gradient: ``r X``, such that ``d loss / d log pi = -mask A r X``.
 
+    ``X`` (Eq. 7) is 0 where a bound, the dual clip or ``LOG_RATIO_LIMIT`` stops the gradient, else 1.
 
-def clipped_tokens(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
-    """bool: the tokens that ``clip_sums`` counts as clipped, above or below."""
+    Returns:
+        float64 [T].
+    """
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
     above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
-    return above_T | below_T
+    alive_T = ~(above_T | below_T) & (log_ratio_T.abs() <= LOG_RATIO_LIMIT)
+    if bounds.dual_clip is not None:
+        alive_T &= (advantage_T >= 0) | (log_ratio_T <= math.log(bounds.dual_clip))
+    return ratio(log_ratio_T) * alive_T
 
 
 def _clipped(log_ratio_T: Tensor, advantage_T: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,9 @@ FORMAT = 2
 CHECKPOINT_NAME = re.compile(r"step_(\d{6,})(?:_update_(\d{3,}))?")
 """Of a checkpoint's folder: finished steps, and updates of the step after them."""
 
+_ADDED: dict[str, Any] = {"algorithm.loss": "bapo"}
+"""Fields that directories of this format may lack, from before they existed, and what held then."""
+
 Change = tuple[str, Any, Any]
 """A field's name, what it was, what it is."""
 
@@ -133,7 +136,7 @@ def read_config(directory: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path} cannot be read: {error!r}") from None
     if version != FORMAT:
         raise ConfigError(f"{path} has run format {version}, this version of the program reads {FORMAT}")
-    return dict(config)
+    return {**_ADDED, **config}
 
 
 def _as_json(config: RunConfig) -> dict[str, Any]:

@@ -169,8 +169,11 @@ class RewardConfig:
 class AlgorithmConfig:
     """What is optimized."""
 
+    loss: str = "bapo"
+    """The loss of an update. `bapo`: the clipped surrogate of PPO at `bounds`, searched or fixed (GRPO,
+    clip-higher). Or `package.module:Name` of a subclass of `bapo_megatron.algo.losses.Loss`."""
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
-    """Clipping bounds; presets in `bapo_megatron.algo.bapo`."""
+    """Clipping bounds; presets in `bapo_megatron.algo.bapo`. Another loss reads fixed ones or none."""
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
     """`grpo`: (reward - group mean) / group std. `dr_grpo`: reward - group mean."""
     polarity: PapoConfig = field(default_factory=PapoConfig)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.config.validation import REWARD_FUNCTIONS
-from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward import code, math
 from bapo_megatron.reward import math_verify_compare as comparison
 from bapo_megatron.reward.code_tests import check_tests, is_tests
+from bapo_megatron.runtime.dotted_path import load_dotted_path
 
 if TYPE_CHECKING:
     from bapo_megatron.types import Prompt
@@ -71,24 +68,6 @@ def built_in(reward: RewardConfig) -> IsRight:
 
 
 def load_function(path: str) -> Score:
-    """The function at ``package.module:function``. ConfigError that says why it cannot be had.
-
-    Modules in the present directory are found, however the program was started.
-    """
-    module_name, _, name = path.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module: Any = importlib.import_module(module_name)
-    except Exception as error:  # a module raises what it likes
-        raise ConfigError(
-            f"reward.function={path}: importing {module_name} failed with {error!r}; mend the module, or "
-            f"start where it can be found (the present directory and PYTHONPATH are searched)"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(
-            f"reward.function={path}: {module_name} has no function {name}; name one that it has"
-        )
-    found: Score = function
+    """The user's function at ``package.module:function``. ConfigError that says why it cannot be had."""
+    found: Score = load_dotted_path("reward.function", path, "function")
     return found

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.checkpoint.run_directory import check_same_run
 from bapo_megatron.config import ModelConfig, ParallelConfig, RunConfig, SftConfig
 from bapo_megatron.errors import ConfigError
@@ -45,6 +46,7 @@ def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callabl
     yield config.check
     yield lambda: check_logging(config.logging)
     yield lambda: _check_reward(config)
+    yield lambda: build_loss(config.algorithm)
     yield tokenizer
     yield lambda: _check_context(config)
     yield lambda: check_same_run(config)

@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-from bapo_megatron.algo.bounds import BoundsConfig
-from bapo_megatron.algo.objective import update_metric_names
 from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat
@@ -106,10 +104,13 @@ class StepClock:
 
 
 def step_metrics(
-    batch: StepBatch, updates: Sequence[Metrics], clock: StepClock, config: BoundsConfig
+    batch: StepBatch, updates: Sequence[Metrics], clock: StepClock, names: Sequence[str]
 ) -> Metrics:
-    """One flat row: what sampling measured, the means (or maxima) over the step's updates, and the times."""
-    means = _means(updates, update_metric_names(config))
+    """One flat row: what sampling measured, the means (or maxima) over the step's updates, and the times.
+
+    ``names`` are the metrics that an update has: a step without updates has them as None.
+    """
+    means = _means(updates, names)
     metrics = {**batch.metrics, **means, "policy/updates": len(updates), **clock.metrics()}
     seconds = metrics["time/step_s"] or 1.0
     metrics["time/tokens_per_s"] = (metrics.get("rollout/tokens") or 0.0) / seconds

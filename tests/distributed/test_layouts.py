@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import Bounds, balanced
-from bapo_megatron.algo.objective import contribution_fn, loss_fn, search
+from bapo_megatron.algo.losses.bapo import contribution_fn, search
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -23,6 +23,7 @@ from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.types import MicroBatch, TokenStats
+from tests.support.bapo_objective import loss_fn
 from tests.support.models import random_samples, save_tiny_model
 from tests.support.workers import run_layout
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 import numpy as np
 
-from bapo_megatron.algo.diagnostics import RATIO_BINS, RATIO_EDGES
-from bapo_megatron.algo.staleness import BUCKETS
+from bapo_megatron.algo.measurements.diagnostics import RATIO_BINS, RATIO_EDGES
+from bapo_megatron.algo.measurements.staleness import BUCKETS
 from bapo_megatron.commands.report.data import RunRecord, Series, headline, mean
 from bapo_megatron.runtime.jsonl_log import Row
 

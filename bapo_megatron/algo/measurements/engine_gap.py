@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from bapo_megatron.algo.measurements import Measurement, PackView
 from bapo_megatron.types import Metrics
 
 _PER_OCTAVE = 4
@@ -62,3 +63,12 @@ def gap_metrics(sums: Tensor) -> Metrics:
 @functools.lru_cache(maxsize=4)
 def _edges(device: torch.device) -> Tensor:
     return torch.tensor(_EDGES, dtype=torch.float64, device=device)
+
+
+def _sums(view: PackView) -> Tensor:
+    same_weights_T = view.live_T & (view.batch.version_T == view.version)
+    return gap_sums(view.stats.log_prob_T, view.batch.rollout_log_prob_T, same_weights_T)
+
+
+ENGINE_GAP = Measurement("engine_gap", GAP_SUMS, _sums, lambda sums, _update: gap_metrics(sums))
+"""The gap over the tokens that the policy in training sampled."""

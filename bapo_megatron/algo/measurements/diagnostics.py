@@ -5,9 +5,10 @@ The quadrants are those of the Entropy-Clip Rule (Eq. 6, Definition 1): a token 
 advantage is positive or negative. A policy-gradient step on the sampled token ``y`` changes the entropy of
 its distribution, to first order and up to the step's size, by
 
-    effect = -m r A X (log pi(y) + H)
+    effect = -m g A (log pi(y) + H)
 
-with ``m`` the weight in the loss, ``r`` the ratio and ``X`` 1 where the token has a gradient (Eq. 7), else 0.
+with ``m`` the weight in the loss and ``g`` the loss's own factor of the gradient (``LossTerms.gradient_T``;
+BAPO's is the ratio where the token has a gradient, Eq. 7, else 0). ``X`` is 1 where ``g`` is not 0, else 0.
 Its mean estimates minus the covariance of Eq. 6, whose constant drops out because ``log pi + H`` has mean
 zero. Derivation: docs/algorithm.md. Effects above 0 expand the entropy, those below contract it.
 
@@ -23,10 +24,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.bounds import Bounds
-from bapo_megatron.algo.staleness import BUCKETS, bucket_of
-from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, likely, ratio, unmasked
-from bapo_megatron.types import Metrics, MicroBatch, TokenStats
+from bapo_megatron.algo.measurements import Measurement, PackView
+from bapo_megatron.algo.measurements.staleness import BUCKETS, bucket_of
+from bapo_megatron.algo.tokens import likely, unmasked
+from bapo_megatron.types import Metrics
 
 QUADRANTS = ("negative_low", "negative_high", "positive_low", "positive_high")
 """Sign of the advantage, and probability. The second and the third expand the entropy."""
@@ -54,37 +55,24 @@ DIAGNOSTIC_SUMS = _TABLE_SUMS + len(RATIO_BINS) * len(_PROFILE)
 
 
 @torch.no_grad()
-def diagnostic_sums(
-    stats: TokenStats,
-    log_ratio_T: Tensor,
-    clipped_T: Tensor,
-    batch: MicroBatch,
-    bounds: Bounds,
-    version: int,
-) -> Tensor:
-    """The sums behind ``diagnostic_metrics``: float64, additive over packs and ranks.
-
-    Args:
-        stats: log-probs and entropies under the policy in training, nats.
-        log_ratio_T: log of the loss's ratio, nats.
-        clipped_T: bool, the tokens that c_low or c_high clips.
-        batch: mask, weights, advantages and versions.
-        bounds: those of the loss.
-        version: of the policy in training.
-    """
-    fields = (log_ratio_T, batch.advantage_T, stats.log_prob_T, stats.entropy_T, batch.weight_T)
-    log_ratio_T, advantage_T, log_prob_T, entropy_T, weight_T = unmasked(batch.mask_T, *fields)
-    live_T = (batch.mask_T != 0).double()
+def diagnostic_sums(view: PackView) -> Tensor:
+    """The sums behind ``diagnostic_metrics``: float64, additive over packs and ranks."""
+    stats, batch, terms = view.stats, view.batch, view.terms
+    fields = (view.log_ratio_T, batch.advantage_T, stats.log_prob_T, stats.entropy_T, batch.weight_T)
+    log_ratio_T, advantage_T, log_prob_T, entropy_T, weight_T, gradient_T = unmasked(
+        batch.mask_T, *fields, terms.gradient_T
+    )
+    live_T = view.live_T.double()
     surplus_T = log_prob_T + entropy_T
-    alive_T = advantage_T * _has_gradient(log_ratio_T, advantage_T, clipped_T, bounds)
-    push_T = weight_T * ratio(log_ratio_T) * alive_T
+    alive_T = advantage_T * (gradient_T != 0)
+    push_T = weight_T * gradient_T * alive_T
     columns = (
-        *(live_T, clipped_T * live_T, push_T.abs(), -push_T * surplus_T),
+        *(live_T, terms.clipped_T * live_T, push_T.abs(), -push_T * surplus_T),
         *(log_prob_T, alive_T, log_prob_T * alive_T),
     )
     quadrant_T = 2 * (advantage_T > 0) + likely(log_prob_T, entropy_T)
     class_T = torch.where(advantage_T == 0, len(QUADRANTS), quadrant_T)
-    row_T = bucket_of(version - batch.version_T) * len(_CLASSES) + class_T
+    row_T = bucket_of(view.version - batch.version_T) * len(_CLASSES) + class_T
     profile = (live_T, log_prob_T.exp() * live_T, entropy_T)
     bin_T = torch.bucketize(log_ratio_T, _log_edges(log_ratio_T.device), right=True)
     return torch.cat(
@@ -99,7 +87,7 @@ def diagnostic_metrics(sums: Tensor) -> Metrics:
     """Metrics of an update from the (reduced) ``diagnostic_sums``; None where there are no tokens.
 
     - ``quadrant/Q/tokens``, ``quadrant/Q/contribution``: the quadrant's share of the tokens, and of the
-      gradient's mass ``sum m r |A| X``; ``quadrant/Q/clipped``: the share of its own tokens that is clipped
+      gradient's mass ``sum m g |A|``; ``quadrant/Q/clipped``: the share of its own tokens that is clipped
     - ``entropy_rule/covariance``: ``Cov(log pi, A X)`` over tokens, Eq. 6 as a plain covariance
     - ``entropy_rule/effect``: mean first-order effect on the entropy, in nats for a step of size 1
     - ``polarity/...``: the expanding branch's share of tokens and contribution; both branches' effects
@@ -114,14 +102,6 @@ def diagnostic_metrics(sums: Tensor) -> Metrics:
             metrics[f"staleness/{bucket}/clipped_{quadrant}"] = _share(clipped[number], tokens[number])
         metrics.update(_rule(table_CV.sum(0), f"staleness/{bucket}"))
     return metrics | _profile_metrics(sums[_TABLE_SUMS:].reshape(len(RATIO_BINS), len(_PROFILE)))
-
-
-def _has_gradient(log_ratio_T: Tensor, advantage_T: Tensor, clipped_T: Tensor, bounds: Bounds) -> Tensor:
-    """X of Eq. 7, the dual clip and the limit of log r included."""
-    alive_T = ~clipped_T & (log_ratio_T.abs() <= LOG_RATIO_LIMIT)
-    if bounds.dual_clip is not None:
-        alive_T &= (advantage_T >= 0) | (log_ratio_T <= math.log(bounds.dual_clip))
-    return alive_T
 
 
 def _summed(row_T: Tensor, rows: int, columns: tuple[Tensor, ...]) -> Tensor:
@@ -173,3 +153,9 @@ def _profile_metrics(profile: Tensor) -> Metrics:
 
 def _share(part: float | Tensor, whole: float | Tensor) -> float | None:
     return float(part) / float(whole) if whole else None
+
+
+DIAGNOSTICS = Measurement(
+    "diagnostics", DIAGNOSTIC_SUMS, diagnostic_sums, lambda sums, _update: diagnostic_metrics(sums)
+)
+"""Quadrants, entropy rule and ratios of the tokens of an update."""

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bapo_megatron.algo.measurements import Measurement, PackView
 from bapo_megatron.types import Metrics
 
 BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16+")
@@ -114,3 +115,13 @@ def bucket_metrics(sums: Tensor) -> Metrics:
         for name, value in zip(_VALUES[1:], values, strict=True):
             metrics[f"staleness/{bucket}/{name}"] = value / tokens if tokens else None
     return metrics
+
+
+def _sums(view: PackView) -> Tensor:
+    staleness_T = view.version - view.batch.version_T
+    clipped_T, entropy_T = view.terms.clipped_T, view.stats.entropy_T
+    return bucket_sums(staleness_T, view.live_T, clipped_T, view.log_ratio_T, entropy_T)
+
+
+STALENESS = Measurement("staleness", BUCKET_SUMS, _sums, lambda sums, _update: bucket_metrics(sums))
+"""The tokens of an update by their staleness."""

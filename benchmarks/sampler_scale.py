@@ -37,6 +37,7 @@ from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, open_session
 from bapo_megatron.rollout.sampler.loop import GroupSampler
 from bapo_megatron.rollout.sampler.process import collect_seldom
+from bapo_megatron.runtime.run_paths import step_entries
 from bapo_megatron.types import Prompt
 from benchmarks.common import machine, no_options, write
 from benchmarks.fake_engines import EOS
@@ -225,7 +226,7 @@ async def _train(load: Load, sampler: GroupSampler, steps: list[int]) -> None:
         await asyncio.sleep(load.train_s)
         await sampler.load_weights(Path(f"v{step}"), step, step)
         await sampler.checkpointed(0)
-        for path in sampler._folder.glob("step_*.npz"):
+        for _, path in step_entries(sampler._folder, ".npz"):
             path.unlink()
 
 

@@ -1,4 +1,4 @@
-"""Every check that needs the disk, made before any process group exists."""
+"""The checks of a configuration that need the disk, made before any process group exists."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from bapo_megatron.reward.functions import is_built_in, load_function
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.rollout.sampler.step_batches import step_path, steps_in
 from bapo_megatron.runtime.distributed import launched_world_size
-from bapo_megatron.trainer.build import load_problems, load_suites
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.metrics_log import check_logging
+from bapo_megatron.trainer.sampling import load_problems, load_suites
 from bapo_megatron.trainer.sft import load_solutions
 
 _SHARED_FRACTION = 0.5
-"""Most of a GPU's memory that a server may take where the policy trains, too."""
+"""The largest fraction of a GPU's memory that a server may take where the policy trains, too."""
 
 
 def check_run(config: RunConfig, read_dataset: bool = True) -> None:
-    """ConfigError with the first thing that would stop the run: fields, model, layout, dataset."""
+    """ConfigError with the first problem that would stop the run: fields, model, layout, dataset."""
     for check in run_checks(config, read_dataset):
         check()
 
 
 def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callable[[], object]]:
-    """The checks of ``check_run``, one by one. The others may be asked only where the first one passes."""
+    """The checks of ``check_run``, one by one. The first one must pass before the others are called."""
 
     @cache
     def tokenizer() -> Any:
@@ -54,8 +55,9 @@ def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callabl
     if config.rollout.replay is not None:
         yield lambda: _check_replay(config)
     elif read_dataset:
-        yield lambda: load_problems(config, tokenizer())
-        yield lambda: load_suites(config, tokenizer())
+        data = config.data
+        yield lambda: load_problems(data, config.reward.function, tokenizer())
+        yield lambda: load_suites(config.evaluation, data.max_prompt_tokens, tokenizer())
 
 
 def _check_reward(config: RunConfig) -> None:
@@ -64,7 +66,7 @@ def _check_reward(config: RunConfig) -> None:
 
 
 def check_sft(config: SftConfig) -> None:
-    """The same for a warm start."""
+    """ConfigError with the first problem that would stop a supervised warm start."""
     config.check()
     tokenizer = check_model(config.model, config.parallel)
     check_output(config.output)
@@ -72,7 +74,7 @@ def check_sft(config: SftConfig) -> None:
 
 
 def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
-    """The HF folder is whole, its tokenizer fits it, and the layout can split it. Returns the tokenizer."""
+    """The tokenizer of a model. ConfigError if its weights, its tokenizer or its layout does not fit."""
     shape = check_weights(model, parallel)
     tokenizer = load_tokenizer(model.hf_path)
     largest = max(tokenizer.get_vocab().values())
@@ -85,7 +87,7 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
 
 
 def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
-    """The HF folder has every tensor, and the layout can split the model. Needs no tokenizer."""
+    """The shape of a model. ConfigError if its HF folder lacks a tensor, or the layout cannot split it."""
     shape = read_model_shape(model.hf_path)
     HfReader(model.hf_path).check(shape)
     problems = list(layout_problems(parallel, shape))
@@ -112,7 +114,7 @@ def _check_context(config: RunConfig) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    """SGLang is installed, if the run is to start servers of it."""
+    """ConfigError if the run starts SGLang servers, and SGLang is not installed."""
     sglang = config.rollout.sglang
     if config.rollout.engine == "sglang" and config.rollout.replay is None and not sglang.urls:
         sglang_python(sglang.python)  # or say how to install it
@@ -121,20 +123,20 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def _check_gpus(config: RunConfig, gpus: int) -> None:
-    """The servers that a run starts beside rank 0 find GPUs there, and memory on them."""
+    """ConfigError if the servers that a run starts beside rank 0 lack GPUs or memory there."""
     sglang, parallel = config.rollout.sglang, config.parallel
     processes = data_parallel_size(parallel, launched_world_size()) * parallel.model_size
     train, needed = min(gpus, processes), sglang.first_gpu + sglang.servers * sglang.tensor
-    told = (
+    taken = (
         f"rollout.sglang.first_gpu={sglang.first_gpu}, servers={sglang.servers} and tensor={sglang.tensor} "
         f"take GPUs {sglang.first_gpu} to {needed - 1}"
     )
     elsewhere = "or name servers that run elsewhere with rollout.sglang.urls"
     if needed > gpus:
-        raise ConfigError(f"{told}, but this machine has {gpus}: start fewer servers, {elsewhere}")
+        raise ConfigError(f"{taken}, but this machine has {gpus}: start fewer servers, {elsewhere}")
     if sglang.first_gpu < train and sglang.memory_fraction > _SHARED_FRACTION:
         raise ConfigError(
-            f"{told}, and this run trains on GPUs 0 to {train - 1}: set rollout.sglang.first_gpu to {train} "
+            f"{taken}, and this run trains on GPUs 0 to {train - 1}: set rollout.sglang.first_gpu to {train} "
             f"and train on fewer processes if that is too many, {elsewhere}, or share GPUs with "
             f"rollout.sglang.memory_fraction of at most {_SHARED_FRACTION}"
         )
@@ -143,7 +145,7 @@ def _check_gpus(config: RunConfig, gpus: int) -> None:
 def _check_replay(config: RunConfig) -> None:
     replayed = config.rollout.replay
     assert replayed is not None
-    journal = replayed / "journal"
+    journal = RunPaths(replayed).journal
     if not journal.is_dir():
         raise ConfigError(f"rollout.replay={replayed} holds no journal; give the directory of a run")
     if replayed.resolve() == config.directory.resolve():

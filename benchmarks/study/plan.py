@@ -14,6 +14,7 @@ from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.metrics_log import evaluation_means
 from benchmarks.study.methods import METHODS, SETTINGS, is_run, stand_in
 from benchmarks.study.options import StudyOptions
@@ -51,7 +52,7 @@ class Arm:
         return evaluated and self._has("export")
 
     def _has(self, kind: str) -> bool:
-        log = self.run_dir / "events.jsonl"
+        log = RunPaths(self.run_dir).events
         rows = read_jsonl(log) if log.exists() else []
         return any(row.get("kind") == kind and row.get("step") == self.steps for row in rows)
 

@@ -13,15 +13,18 @@ from bapo_megatron.commands.cluster.slurm_client import SlurmError, call, queue_
 from bapo_megatron.commands.cluster.status import writer
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_paths import RunPaths
 
 _LINES = 40
 
 
 def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
     """job.log, the first rank's and the rollout servers' logs of the newest start; all ranks' if asked."""
-    starts = [folder for folder in run.glob("logs/*/*") if folder.is_dir() and folder.name.isdigit()]
+    starts = [
+        folder for folder in RunPaths(run).logs.glob("*/*") if folder.is_dir() and folder.name.isdigit()
+    ]
     if not starts:
-        return sorted(run.glob("logs/*.log"))
+        return sorted(RunPaths(run).logs.glob("*.log"))
     folder = max(starts, key=lambda one: (_number(one.parent.name), int(one.name)))
     logs = [path for path in sorted(folder.glob("*.log")) if not path.name.startswith(".")]
     return [path for path in logs if every_rank or _is_shown(path.name)]
@@ -75,7 +78,7 @@ def cancel(run: Path, at_once: bool = False) -> str:
                 call("scancel", job.job)
                 return f"job {job.job} is cancelled"
             # The job's shell looks for this file when its ranks have saved, and does not requeue.
-            write_atomically(run / "stop", "bapo cancel\n")
+            write_atomically(RunPaths(run).stop, "bapo cancel\n")
             call("scancel", "--batch", "--signal=USR1", job.job)
         except SlurmError as error:
             raise ConfigError(f"job {job.job} could not be cancelled: {error}") from None

@@ -6,6 +6,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from bapo_megatron.runtime.run_paths import RunPaths
+
 _DEADLINE_S = 15.0
 _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines")
 
@@ -28,7 +30,7 @@ class JobState:
 def read_job_state(run: Path) -> JobState | None:
     """None if no job was ever started for this run."""
     try:
-        lines = (run / "slurm.state").read_text().splitlines()
+        lines = RunPaths(run).slurm_state.read_text().splitlines()
     except FileNotFoundError:
         return None
     found = dict(line.partition("=")[::2] for line in lines)

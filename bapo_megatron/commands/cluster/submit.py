@@ -15,6 +15,7 @@ from bapo_megatron.commands.cluster.cluster_file import load_cluster
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.run_paths import RunPaths
 
 USAGE = "usage: bapo submit RECIPE --cluster FILE [--dry-run] [--force] [flags of bapo train]"
 PYTHON_VARIABLE = "BAPO_NEMO_RUN_PYTHON"
@@ -75,7 +76,7 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
 def launch(job: ClusterJob, dry_run: bool) -> str:
     """Run `slurm/launch.py`, which alone knows NeMo-Run, with an interpreter that has it."""
     if not dry_run:
-        (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        RunPaths(job.run_dir).logs.mkdir(parents=True, exist_ok=True)
     command = [nemo_run_python(), str(job.templates / "launch.py"), *(["--dry-run"] if dry_run else [])]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     found = subprocess.run(

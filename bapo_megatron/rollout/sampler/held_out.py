@@ -22,6 +22,7 @@ from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.engines.whole_response import Sampling, whole_response
 from bapo_megatron.rollout.sampler.scoring import Scorer
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_paths import RunPaths, step_entries
 from bapo_megatron.runtime.storage import writing
 
 _EPOCH = 2**32
@@ -49,15 +50,15 @@ class HeldOut:
         temperature, most = config.evaluation_sampling
         stops, segment = dataset.stop_token_ids, config.rollout.segment_tokens
         self._sampling = Sampling(temperature, most, config.seed, stops, segment)
-        self._folder = config.directory / "evaluation"
+        self._paths = RunPaths(config.directory)
         self._task: asyncio.Task[None] | None = None
         self._step: int | None = None
         """That the task evaluates, or that is to come."""
 
     def start(self, first_step: int) -> None:
         """The run goes on before ``first_step``: what a life before it has found out later is void."""
-        for path in self._folder.glob("step_*.jsonl"):
-            if int(path.stem.removeprefix("step_")) >= first_step:
+        for (step, _), path in step_entries(self._paths.evaluation, ".jsonl"):
+            if step >= first_step:
                 path.unlink()
 
     def expect(self, step: int) -> None:
@@ -94,7 +95,7 @@ class HeldOut:
             self._task = None
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"step_{step:06d}.jsonl"
+        return self._paths.evaluation_responses(step)
 
     async def _evaluate(self, step: int) -> None:
         samples = self._config.evaluation.samples
@@ -111,8 +112,8 @@ class HeldOut:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from failed
         lines = "".join(json.dumps(row.result()) + "\n" for row in rows)
-        with writing("an evaluation", self._folder):
-            self._folder.mkdir(exist_ok=True)
+        with writing("an evaluation", self._paths.evaluation):
+            self._paths.evaluation.mkdir(exist_ok=True)
             await asyncio.to_thread(write_atomically, self._path(step), lines)
         self._step = None
         self._pool.changed.set()

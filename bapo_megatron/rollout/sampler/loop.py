@@ -28,6 +28,7 @@ from bapo_megatron.rollout.sampler.state import Finished, OpenGroup, SamplerStat
 from bapo_megatron.rollout.sampler.step_batches import step_path, write_step
 from bapo_megatron.rollout.sampler.step_files import StepFiles
 from bapo_megatron.rollout.sampler.write_ahead_log import Record
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.types import StepBatch
 
 MOST_RESAMPLES = 3
@@ -61,7 +62,7 @@ class GroupSampler:
         self._admission = AdmissionController(self._rollout, self._state)
         self._dispatcher = Dispatcher(config, dataset, self._state, self._admission, pool)
         self._dispatcher.refuse = self._refuse
-        self._folder = config.directory / "journal"
+        self._folder = RunPaths(config.directory).journal
         self._journal = SegmentJournal(self._folder)
         self._steps = StepFiles(self._folder, report)
         self._next_number = 0

@@ -18,13 +18,14 @@ import numpy as np
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_name
 from bapo_megatron.runtime.storage import writing
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
 
 
 def step_path(directory: Path, step: int) -> Path:
     """Where the record of a step is."""
-    return directory / f"step_{step:06d}.npz"
+    return directory / f"{step_name(step)}.npz"
 
 
 def write_step(directory: Path, step: int, batch: StepBatch, numbers: Sequence[int] = ()) -> Path:
@@ -43,7 +44,7 @@ def write_step(directory: Path, step: int, batch: StepBatch, numbers: Sequence[i
 
 def steps_in(directory: Path) -> list[int]:
     """The steps that are recorded there, in order."""
-    return sorted(int(path.stem.removeprefix("step_")) for path in directory.glob("step_*.npz"))
+    return sorted(step for (step, _), _ in step_entries(directory, ".npz"))
 
 
 def step_groups(directory: Path, step: int) -> list[int]:
@@ -74,7 +75,7 @@ class ReplaySampler:
     """A ``Sampler`` that gives the recorded batches of another run (``config.rollout.replay``)."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._directory = run_dir / "journal"
+        self._directory = RunPaths(run_dir).journal
         if not self._directory.is_dir():
             raise ConfigError(f"rollout.replay={run_dir}: no journal there; give the directory of a run")
 

@@ -10,6 +10,7 @@ from bapo_megatron.rollout.sampler.events import batched
 from bapo_megatron.rollout.sampler.state import SamplerState
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups, step_path, steps_in
 from bapo_megatron.rollout.sampler.write_ahead_log import Record
+from bapo_megatron.runtime.run_paths import step_entries
 
 
 class StepFiles:
@@ -41,9 +42,9 @@ class StepFiles:
 
     def delete(self, last: int) -> None:
         """Delete those of the steps up to ``last``, also what was put aside of them."""
-        for kind in ("npz", "lost"):
-            for path in self._folder.glob(f"step_*.{kind}"):
-                if int(path.stem.removeprefix("step_")) <= last:
+        for suffix in (".npz", ".lost"):
+            for (step, _), path in step_entries(self._folder, suffix):
+                if step <= last:
                     path.unlink()
 
     def is_readable(self, step: int) -> bool:

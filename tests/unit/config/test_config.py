@@ -11,8 +11,8 @@ import pytest
 from bapo_megatron.algo.bapo import paper
 from bapo_megatron.checkpoint.run_directory import (
     changed_settings,
+    check_partial_step,
     check_same_run,
-    check_within_step,
     check_writable,
     only_writer,
     store_config,
@@ -277,9 +277,9 @@ def test_a_step_ends_as_it_began(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"^algorithm.reuse_epochs: the newest checkpoint lies within a step"
     ):
-        check_within_step(changed, reused)
+        check_partial_step(changed, reused)
     slower = dataclasses.replace(reused, algorithm=run.algorithm)
-    check_within_step(changed_settings(slower), slower)
+    check_partial_step(changed_settings(slower), slower)
     assert changed_settings(dataclasses.replace(run, run_dir=tmp_path / "new")) == []
 
 

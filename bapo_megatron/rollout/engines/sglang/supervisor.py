@@ -19,6 +19,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     sglang_python,
 )
 from bapo_megatron.runtime.distributed import free_port
+from bapo_megatron.runtime.run_paths import RunPaths
 
 _HOST = "127.0.0.1"
 _LOOK_S = 1.0
@@ -85,7 +86,7 @@ class ServerSupervisor:
             sglang_python(sglang.python), config.model.hf_path, _HOST, port, cuda, flags
         )
         self._environment = server_environment(cuda)
-        self._log = config.directory / "logs" / f"server-{number}.log"
+        self._log = RunPaths(config.directory).server_log(number)
         self._start_s = 60 * sglang.start_minutes
         self._on_event = on_event
         self._ends = threading.Event()

@@ -96,7 +96,7 @@ def update(run: Run, groups: Sequence[Sequence[Sample]], step_version: int) -> M
 
 
 def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool) -> Metrics:
-    """Make one optimizer step on ``packs``, with the loss and the clipping bounds of the update; its metrics."""
+    """Make one optimizer step on ``packs``, with the loss of the update; its metrics."""
     loss, found = run.clip_bounds.loss(run.policy, packs, on_policy)
     result = run.policy.update(packs, loss)
     weights = run.clip_bounds.observe(result.sums)

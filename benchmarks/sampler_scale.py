@@ -35,7 +35,7 @@ from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset, ModelLimits
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, open_session
-from bapo_megatron.rollout.sampler.loop import GroupSampler
+from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.process import collect_seldom
 from bapo_megatron.types import Prompt
 from benchmarks.common import machine, no_options, write
@@ -190,7 +190,7 @@ async def _measure(load: Load, url: str, folder: Path) -> Found:
     events: Counter[str] = Counter()
     async with _sampler(load, url, folder, events) as (sampler, session):
         steps: list[int] = []
-        trainer = asyncio.create_task(_train(load, sampler, steps))
+        trainer = asyncio.create_task(_train(load, sampler, folder / "journal", steps))
         await asyncio.sleep(load.warm_s)
         process = psutil.Process()
         before, taken = sampler.state()["tokens"]["sampled"], len(steps)
@@ -214,7 +214,7 @@ async def _measure(load: Load, url: str, folder: Path) -> Found:
         return found
 
 
-async def _train(load: Load, sampler: GroupSampler, steps: list[int]) -> None:
+async def _train(load: Load, sampler: GroupSampler, journal: Path, steps: list[int]) -> None:
     """A trainer that only waits."""
     step = 0
     while True:
@@ -225,7 +225,7 @@ async def _train(load: Load, sampler: GroupSampler, steps: list[int]) -> None:
         await asyncio.sleep(load.train_s)
         await sampler.load_weights(Path(f"v{step}"), step, step)
         await sampler.checkpointed(0)
-        for path in sampler._folder.glob("step_*.npz"):
+        for path in journal.glob("step_*.npz"):
             path.unlink()
 
 
@@ -261,7 +261,6 @@ async def _sampler(
     await sampler.start(1, None)
     await sampler.load_weights(Path("v0"), 0, 0)
     yield sampler, session
-    sampler._closing = True
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
     await session.close()

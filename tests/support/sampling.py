@@ -16,7 +16,7 @@ from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
-from bapo_megatron.rollout.sampler.loop import GroupSampler
+from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.rollout.sampler.step_batches import read_step
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt, StepBatch
@@ -166,7 +166,12 @@ class World:
 
     @asynccontextmanager
     async def sampling(
-        self, first_step: int = 1, state: dict[str, Any] | None = None, most: int = 100, rounds: bool = True
+        self,
+        first_step: int = 1,
+        state: dict[str, Any] | None = None,
+        most: int = 100,
+        rounds: bool = True,
+        is_held: Callable[[], bool] = lambda: False,
     ) -> AsyncIterator[GroupSampler]:
         """A sampler with the weights of step ``first_step - 1``."""
         self._others = asyncio.all_tasks()
@@ -178,6 +183,7 @@ class World:
             RobustScorer(self.score, self.config.reward.failed, self._note),
             self._note,
             rounds,
+            is_held,
         )
         try:
             await self.sampler.start(first_step, state)

@@ -133,11 +133,13 @@ def test_the_sampler_is_held_until_all_is_answered(tmp_path: Path) -> None:
     engine.holds = lambda request: request.request_id.startswith("evaluation.")
     engine.gate.clear()
 
+    evaluations: list[HeldOut] = []
+
     async def main() -> None:
-        async with made.sampling() as sampler:
+        async with made.sampling(is_held=lambda: any(one.is_busy for one in evaluations)) as sampler:
             await made.batch(1)
             asked = held_out(made)
-            sampler.is_held = lambda: asked.is_busy
+            evaluations.append(asked)
             asked.expect(1)
             await made.weights(1)
             asked.begin()

@@ -439,7 +439,7 @@ def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_one_process_writes_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bapo_megatron.rollout.sampler.journal._LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("bapo_megatron.rollout.sampler.event_log.journal._LOCK_WAIT_S", 0.2)
 
     async def check() -> None:
         async with World(tmp_path, [ScriptedEngine(mixed)]).sampling():

@@ -14,8 +14,8 @@ import pytest
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
 from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.types import GenerateRequest, Generation, Prompt
 from tests.support.sampling import EOS, ScriptedEngine, World, mixed, prompt_ids
 
@@ -183,10 +183,10 @@ def test_an_engine_that_misses_a_broadcast_is_lost(tmp_path: Path) -> None:
             await world.batch(1)
             away.ready = False
             assert await world.pool.gather() == [here]
-            sampler.weights_are_coming(1)
+            sampler.expect_weights(1)
             here.version = 1
             world.pool.adopt(1)
-            sampler.weights_came(1, 1)
+            sampler.record_weights(1, 1)
             away.ready = True
             assert world.pool.up == 1
             batch = await world.batch(2)

@@ -14,26 +14,21 @@ from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, OpenGro
 
 
 class AdmissionController:
-    """The admission rules, applied to the sampler's state. Closed until ``open`` is called."""
+    """The admission rules, applied to the sampler's state. Nothing may be sampled before ``open``."""
 
     def __init__(self, config: RolloutConfig, sampler_state: SamplerState) -> None:
         self._config = config
         self._state = sampler_state
         self._trainer_step = 0
         """The last step whose groups the trainer has."""
-        self._is_open = self._is_closed = False
+        self._is_open = False
 
     def open(self) -> None:
-        """Admit requests from now on: the engines have weights that this process knows of.
+        """Admit requests from now on: this process has brought weights to the engines.
 
-        The state alone does not say so: it may know newer weights than the engines have, of a trainer that
-        was killed and continues from an older checkpoint.
+        The state may know newer weights, of a trainer that was killed and continues from an older checkpoint.
         """
-        self._is_open = not self._is_closed
-
-    def close(self) -> None:
-        """Admit nothing any more: the sampler is closing."""
-        self._is_open, self._is_closed = False, True
+        self._is_open = True
 
     def trainer_has(self, step: int) -> None:
         """Note that the trainer has the groups of ``step``, and none of later steps."""

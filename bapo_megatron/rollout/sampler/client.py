@@ -115,12 +115,7 @@ class SamplerClient:
         except (OSError, EOFError):
             pass  # it is gone already
         self._pipe.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
+        self._exit_code(10)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """The reply of the process, or of the next one if it dies meanwhile."""
@@ -173,17 +168,20 @@ class SamplerClient:
 
     def _end(self, kill_reason: str | None) -> str:
         """Why the process has ended. StorageFailed if it does not: the journal stays locked then."""
-        try:
-            code = self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            try:
-                code = self._process.wait(_END_S)
-            except subprocess.TimeoutExpired as error:
-                raise StorageFailed(
-                    f"the sampler's process {self._process.pid} cannot be ended; its file system may hang"
-                ) from error
+        if (code := self._exit_code(_END_S)) is None:
+            raise StorageFailed(
+                f"the sampler's process {self._process.pid} cannot be ended; its file system may hang"
+            )
         return kill_reason or death(code)
+
+    def _exit_code(self, limit_s: float) -> int | None:
+        """The exit code of the process, which is killed after ``limit_s``; None if that does not end it."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(limit_s)
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_END_S)
+        return None
 
     def _launch(self) -> tuple[subprocess.Popen[bytes], Connection]:
         ours, theirs = Pipe()

@@ -67,15 +67,10 @@ class Dispatcher:
         """Whether segments or refusals were not taken yet."""
         return bool(self._segments or self._refusals)
 
-    def take_segments(self) -> list[Segment]:
-        """The segments that arrived since the last call."""
-        segments, self._segments = self._segments, []
-        return segments
-
-    def take_refusals(self) -> list[tuple[OpenGroup, str]]:
-        """The groups that no engine can sample, with the reason, since the last call."""
-        refusals, self._refusals = self._refusals, []
-        return refusals
+    def take_results(self) -> tuple[list[Segment], list[tuple[OpenGroup, str]]]:
+        """What came since the last call: segments, and groups that no engine can sample with the reason."""
+        results, self._segments, self._refusals = (self._segments, self._refusals), [], []
+        return results
 
     def add(self, group: OpenGroup, sample: int) -> None:
         """Queue a response for its next segment, unless it is complete or its group is gone."""
@@ -132,7 +127,8 @@ class Dispatcher:
         self._pool.changed.set()
 
     async def drain(self, limit_s: float) -> None:
-        """Wait for the requests in flight, for at most ``limit_s`` seconds."""
+        """Abort the requests in flight, and wait at most ``limit_s`` seconds for their tokens."""
+        await self._pool.abort()
         if self._running:
             await asyncio.wait(self._running.values(), timeout=limit_s)
 

@@ -22,13 +22,6 @@ from bapo_megatron.rollout.sampler.loop import SamplerLoop
 from bapo_megatron.rollout.sampler.scoring import GroupScorer, Scorer
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, step_path
 
-_DRAIN_S = 5.0
-"""How long the end of a run waits for the tokens of requests in flight."""
-
-
-def _never() -> bool:
-    return False
-
 
 class GroupSampler:
     """Turns prompts into the batches of steps: groups of rewarded responses. Lives in one event loop."""
@@ -41,7 +34,7 @@ class GroupSampler:
         scorer: Scorer,
         report: Report,
         rounds: bool = False,
-        is_held: Callable[[], bool] = _never,
+        is_held: Callable[[], bool] = lambda: False,
     ) -> None:
         """Open the journal of the run. ConfigError if another process writes it.
 
@@ -49,7 +42,7 @@ class GroupSampler:
         answers depend on what it is asked at the same time always gets the same requests together.
         ``is_held``: whether requests must wait, for such an engine has others to answer.
         """
-        self._rollout, self._report, self._pool, self._rounds = config.rollout, report, pool, rounds
+        self._rollout, self._report, self._pool = config.rollout, report, pool
         self._folder = config.directory / "journal"
         self._journal = SegmentJournal(self._folder)
         self._files = StepFiles(self._folder, report)
@@ -147,16 +140,8 @@ class GroupSampler:
             self._journal.delete_old([*self._state.open, *self._state.finished])
 
     async def close(self) -> None:
-        """Stop, and keep the tokens of requests in flight.
-
-        In ``rounds`` they are not kept: a round that continues from half of its tokens ends in other bits.
-        """
-        self._admission.close()
-        if self._loop.is_running and not self._rounds:
-            await self._pool.abort()
-            await self._dispatcher.drain(_DRAIN_S)
+        """Stop, and keep the tokens of requests in flight, but in ``rounds``."""
         await self._loop.close()
-        self._dispatcher.cancel()
         self._journal.close()
 
     def _choose(self, step: int) -> list[FinishedGroup] | None:

@@ -32,6 +32,9 @@ from bapo_megatron.rollout.sampler.scoring import GroupScorer
 MOST_RESAMPLES = 3
 """Times that a prompt is sampled once more because its group was stale, before it is given up."""
 
+_DRAIN_S = 5.0
+"""The longest wait, at the end of a run, for the tokens of requests in flight."""
+
 
 class SamplerLoop:
     """Advances the event-sourced state. Events wait in a queue; a commit writes and applies all of them."""
@@ -102,16 +105,17 @@ class SamplerLoop:
             await self._commit()
         self._changed.set()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the loop was started, and no error has ended it."""
-        return self._task is not None and self._error is None
-
     async def close(self) -> None:
-        """Commit what is new, and stop."""
-        if self._task is not None and self.is_running:
+        """Stop, and keep the tokens of requests in flight.
+
+        In ``rounds`` they are not kept: a round that continues from half of its tokens ends in other bits.
+        """
+        if self._task is not None and not self._error:
             async with self.between_commits():
-                self._task.cancel()
+                self._task.cancel()  # nothing more is opened or requested
+                if not self._rounds:
+                    await self._dispatcher.drain(_DRAIN_S)
+        self._dispatcher.cancel()
         for task in self._scoring.values():
             task.cancel()
 
@@ -160,10 +164,11 @@ class SamplerLoop:
 
     async def _commit(self) -> None:
         """Write everything that is new in one commit, then apply it and act on it."""
-        for group, why in self._dispatcher.take_refusals():
+        arrived, refusals = self._dispatcher.take_results()
+        for group, why in refusals:
             if self._is_open(group) and self._drop(group, "refused"):
                 self._report("request_refused", detail=why)
-        segments = [one for one in self._dispatcher.take_segments() if self._is_open(one.group)]
+        segments = [one for one in arrived if self._is_open(one.group)]
         events, self._events = self._events, []
         if segments:
             events.insert(0, segments_arrived(segments))

@@ -88,7 +88,7 @@ def test_a_budget_that_no_long_response_can_keep_is_refused() -> None:
 @pytest.mark.parametrize(
     ("error", "outcome"), [(OSError(24, "too many open files"), "failed"), (RuntimeError("a bug"), "raised")]
 )
-def test_a_judge_that_raises_is_heard_of(tmp_path: Path, error: Exception, outcome: str) -> None:
+def test_a_scorer_that_raises_is_reported(tmp_path: Path, error: Exception, outcome: str) -> None:
     class Broken:
         async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
             if prompt.prompt_id == 1:
@@ -198,7 +198,7 @@ def test_an_engine_that_misses_a_broadcast_is_lost(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_hangs_in_updates_holds_up_one_push_and_no_other(tmp_path: Path) -> None:
-    """It answers, so it is not silent; only the deadline of the first update tells."""
+    """It answers, so it is not silent; only the deadline of the first update shows it."""
 
     async def check() -> None:
         hanging, well = ScriptedEngine(mixed, "hanging"), ScriptedEngine(mixed, "well")

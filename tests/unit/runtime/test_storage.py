@@ -139,7 +139,7 @@ def test_the_rollouts_of_a_step(disk: Path) -> None:
 
 def test_the_journal(disk: Path) -> None:
     journal = SegmentJournal(disk)
-    journal.begin(Record("state", {"n": 0}, {}))
+    journal.rotate(Record("state", {"n": 0}, {}))
     large = Record("segments", {"parts": []}, {"ids": np.zeros(10_000, np.int32)})
     full_then_not(disk, lambda: journal.commit([large]), disk / "segments-000001.log")
     journal.close()

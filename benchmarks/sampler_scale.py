@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Load:
-    """Engines, and how they and the run behave."""
+    """A load: how many engines, how fast they answer, and the settings of the run."""
 
     engines: int
     places: int
@@ -68,7 +68,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured, over the measured seconds."""
+    """The measurements of one load, over the measured seconds."""
 
     tokens_per_s: float
     """Written to the journal."""
@@ -85,20 +85,20 @@ class Found:
 
 
 class Tokenizer:
-    """Decoding is left out: it is one call a response."""
+    """A tokenizer that decodes nothing: decoding is one call a response."""
 
     eos_token_id = EOS
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """Nothing."""
+        """The empty text."""
         return ""
 
 
 class Coin:
-    """Rewards at random, so that groups are kept."""
+    """A scorer of random rewards, so that groups are kept."""
 
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-        """Heads or tails."""
+        """0 or 1, at random."""
         return RewardResult(float(random.random() < 0.5))
 
 
@@ -152,16 +152,16 @@ def _busy_part() -> Iterator[str]:
     yield f"{load.engines} engines with {load.places} requests each, lengths log-normal (median"
     yield f"{load.median:.0f}, sigma {load.sigma}), cut at {load.longest}; {load.prompts} groups of 16 a"
     yield f"step, {load.train_s} s of training a step; to sample one takes 2.1 s if all places are filled."
-    yield "Supply: responses that may be in the making for each place, (staleness + 1) x responses of a step"
+    yield "Admitted: responses that may be open for each place, (staleness + 1) x responses of a step"
     yield "/ places."
     yield ""
-    yield "| partial rollout | supply | engine time busy | places filled | tokens/s | steps | engines lost |"
+    yield "| partial rollout | admitted | engines busy | places filled | tokens/s | steps | engines lost |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
     for name, way in ways.items():
         found = measure(way)
-        supply = (way.staleness + 1) * way.prompts * 16 / (way.engines * way.places)
+        admitted = (way.staleness + 1) * way.prompts * 16 / (way.engines * way.places)
         yield (
-            f"| {name} | {supply:.0f} | {found.working:.1%} | {found.filled:.1%} "
+            f"| {name} | {admitted:.0f} | {found.working:.1%} | {found.filled:.1%} "
             f"| {found.tokens_per_s:,.0f} | {found.steps} | {found.lost} |"
         )
 
@@ -215,7 +215,7 @@ async def _measure(load: Load, url: str, folder: Path) -> Found:
 
 
 async def _train(load: Load, sampler: GroupSampler, journal: Path, steps: list[int]) -> None:
-    """A trainer that only waits."""
+    """A trainer that only waits, and deletes the files of its steps."""
     step = 0
     while True:
         step += 1

@@ -12,9 +12,11 @@ import pytest
 
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.sampler.admission import AdmissionController
 from bapo_megatron.rollout.sampler.batch_builder import BatchBuilder
+from bapo_megatron.rollout.sampler.dispatcher import Dispatcher
 from bapo_megatron.rollout.sampler.event_log.events import (
     Segment,
     group_dropped,
@@ -28,7 +30,7 @@ from bapo_megatron.rollout.sampler.scoring import GroupScorer
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.types import GenerateRequest, Generation, Prompt
 from tests.support.accounts import check_accounts
-from tests.support.sampling import EOS, Letters, ScriptedEngine, World, mixed, prompt_ids
+from tests.support.sampling import EOS, PATIENCE, Letters, ScriptedEngine, World, mixed, prompt_ids, until
 
 PROMPTS = [Prompt(n, np.array([n], np.int32), "", "test") for n in range(9)]
 
@@ -128,6 +130,40 @@ def test_a_group_is_scored_in_the_order_of_its_responses() -> None:
         state.apply(segments_arrived([Segment(state.open[0], sample, 0, answer, "stop")]))
     results = asyncio.run(GroupScorer(Dataset(PROMPTS, Letters(), (EOS,)), Length()).score(state.open[0]))
     assert [(one.reward, one.detail) for one in results] == [(2.0, "5 a"), (3.0, "5 bc")]
+
+
+def test_a_dispatcher_is_busy_until_its_results_are_taken(tmp_path: Path) -> None:
+    """Or a step would take what there is while the drop of a refused group waits for its commit."""
+
+    def refuse(request: GenerateRequest) -> None:
+        if request.input_ids[0] == 1:
+            raise ValueError("too long for the model")
+
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+        engine.trouble = refuse
+        world = World(tmp_path, [engine])
+        pool = EnginePool([engine], 4, lambda *_, **__: None, PATIENCE)
+        await pool.update(Path("v2"), 2)
+        state = state_of()
+        state.apply(groups_opened([(0, 0, 0), (1, 0, 1)], 2))
+        admission = AdmissionController(world.config.rollout, state)
+        admission.open()
+        admission.trainer_has(2)
+        dispatcher = Dispatcher(world.config, world.dataset, state, admission, pool)
+        for number in (0, 1):
+            dispatcher.add(state.open[number], 0)
+            assert dispatcher.is_busy
+            await dispatcher.send(at_once=True)
+            await until(lambda: dispatcher.has_results and not dispatcher._running)
+            assert dispatcher.is_busy
+            segments, refusals = dispatcher.take_results()
+            assert not dispatcher.is_busy
+            assert [one.generation.token_ids_R.tolist() for one in segments] == [[ord("y"), EOS]][number:]
+            assert [why for _, why in refusals] == ["too long for the model"][:number]
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(check(), 90))
 
 
 def test_a_group_that_every_engine_refuses_is_dropped_once(tmp_path: Path) -> None:

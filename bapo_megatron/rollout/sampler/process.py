@@ -1,10 +1,10 @@
-"""The sampler's process: engines, judges and the sampler in one event loop, asked through a pipe.
+"""The sampler's process: engines, reward workers and the sampler in one event loop, called through a pipe.
 
 ``python -m bapo_megatron.rollout.sampler.process FD`` is what ``client.py`` starts. The first message is a
-``Setup``; then one question at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or
-``("error", kind, text, events)``, with signs of life before it (``signs_of_life.py``). When the pipe closes,
-because the trainer has ended in whatever way, this process ends too. What it has not written to the journal
-by then, no one has been told of.
+``Setup``; then one call at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or
+``("error", kind, text, events)``, with heartbeats before it (``heartbeat.py``). When the pipe closes, because
+the trainer has ended in whatever way, this process ends too; the trainer knows of nothing that is not in the
+journal by then.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import ServerError, SglangServer, open_session
 from bapo_megatron.rollout.engines.sglang.pool_broadcast import PoolBroadcast
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
-from bapo_megatron.rollout.sampler.heartbeat import answering, tell
+from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
+from bapo_megatron.rollout.sampler.heartbeat import send, with_heartbeats
 from bapo_megatron.rollout.sampler.held_out import HeldOut
-from bapo_megatron.rollout.sampler.loop import GroupSampler
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the process needs to know."""
+    """The arguments of the process: settings, dataset, and where the engines are."""
 
     config: RunConfig
     problems: PromptSet
     urls: tuple[str, ...]
-    """Of SGLang servers; none for the local engine."""
+    """The addresses of SGLang servers; none for the local engine."""
     device: str
-    """Of the local engine."""
+    """The device of the local engine."""
     held_out: tuple[Suite, ...] = ()
-    """What `config.evaluation` names."""
+    """The suites that `config.evaluation` names."""
 
 
-_TOLD = (ConfigError, RunStopped, EnginesGone, ServerError, OSError)
-"""Errors that the trainer is told; after others it starts this process again."""
+_SENT_ERRORS = (ConfigError, RunStopped, EnginesGone, ServerError, OSError)
+"""Errors that are sent to the trainer; any other ends this process, and the trainer starts it again."""
 
 
 class Service:
-    """Answers the trainer's questions."""
+    """The methods that the trainer calls through the pipe."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class Service:
         self._events = events
 
     async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The reply to one question, with what has happened since the last one."""
-        asked: dict[str, Callable[..., Awaitable[Any]]] = {
+        """The reply to one call, with the events since the last one."""
+        methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "start": self._start,
             "next_batch": self._next_batch,
             "evaluated": self._evaluated,
@@ -92,8 +92,8 @@ class Service:
             "fail": self._broadcast.fail,
         }
         try:
-            reply: tuple[Any, ...] = ("ok", await asked[method](*arguments))
-        except _TOLD as error:
+            reply: tuple[Any, ...] = ("ok", await methods[method](*arguments))
+        except _SENT_ERRORS as error:
             reply = _failed(error)
         events = self._events.copy()
         self._events.clear()
@@ -112,7 +112,7 @@ class Service:
         return self._or_weights(path)
 
     def _or_weights(self, path: Path | None) -> Path | Literal["weights"] | None:
-        return "weights" if path is None and self._sampler.wants_weights else path
+        return "weights" if path is None and self._sampler.needs_weights else path
 
     async def _load_weights(self, folder: Path, version: int, step: int) -> None:
         self._held_out.expect(step)
@@ -120,13 +120,13 @@ class Service:
         self._held_out.begin()
 
     async def _begin(self, version: int) -> None:
-        self._sampler.weights_are_coming(version)
+        self._sampler.expect_weights(version)
         await self._broadcast.begin()
 
     async def _finish(self, version: int, step: int) -> str:
         digest = await self._broadcast.finish(version)
         self._held_out.expect(step)
-        self._sampler.weights_came(version, step)
+        self._sampler.record_weights(version, step)
         self._held_out.begin()
         return digest
 
@@ -139,7 +139,7 @@ def _failed(error: Exception) -> tuple[str, str, str]:
 
 
 def main() -> None:
-    """The process, from its setup to the end of the pipe."""
+    """Run the process, from its setup to the end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what Ctrl-C means
     for number in (signal.SIGUSR1, signal.SIGTERM):  # Slurm may tell every process of a job to stop
         signal.signal(number, lambda *_: None)
@@ -148,7 +148,7 @@ def main() -> None:
     pipe = Connection(int(sys.argv[1]))
     try:
         setup: Setup | None = pipe.recv()
-        if setup is None:  # the trainer has ended before it asked anything
+        if setup is None:  # the trainer has ended before it called anything
             return
         collect_seldom()
         uvloop.run(_serve(pipe, setup))
@@ -159,11 +159,11 @@ def main() -> None:
 
 
 def collect_seldom() -> None:
-    """Spare Python's cyclic collector: with tens of thousands of requests in flight it takes half a core.
+    """Run Python's cyclic collector rarely: with tens of thousands of requests it takes half a core.
 
-    What is made here has few cycles (errors with their tracebacks); they are collected all the same, later.
+    The objects of a sampler have few cycles (errors with their tracebacks); they are collected later.
     """
-    gc.freeze()  # the dataset stays; collections need not look at it
+    gc.freeze()  # the dataset stays; collections need not traverse it
     gc.set_threshold(100_000, 20, 100)
 
 
@@ -171,22 +171,24 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
     events: list[dict[str, Any]] = []
     async with AsyncExitStack() as opened:
         try:
-            sampler, pool, held_out = await answering(pipe, _open(setup, opened, partial(_note, events)))
+            sampler, pool, held_out = await with_heartbeats(
+                pipe, _open(setup, opened, partial(_note, events))
+            )
         except (ConfigError, RunStopped) as error:  # after any other the trainer tries again
-            await asyncio.to_thread(pipe.recv)  # whatever the trainer asks first
-            tell(pipe, (*_failed(error), events))
+            await asyncio.to_thread(pipe.recv)  # whatever the trainer calls first
+            send(pipe, (*_failed(error), events))
             return
         service = Service(sampler, PoolBroadcast(pool, setup.config.rollout.sglang), held_out, events)
         while True:
             try:
-                question = await asyncio.to_thread(pipe.recv)
+                call = await asyncio.to_thread(pipe.recv)
             except (EOFError, OSError):
                 os._exit(0)  # the trainer is gone: the next one must not wait for engines to answer an abort
-            if question is None:
+            if call is None:
                 break
-            reply = await answering(pipe, service.answer(*question))
-            await asyncio.to_thread(tell, pipe, reply)
-    tell(pipe, ("ok", None, events))
+            reply = await with_heartbeats(pipe, service.answer(*call))
+            await asyncio.to_thread(send, pipe, reply)
+    send(pipe, ("ok", None, events))
 
 
 async def _open(
@@ -204,12 +206,13 @@ async def _open(
     opened.push_async_callback(pool.close)
     tokenizer = load_tokenizer(config.model.hf_path)
     dataset = Dataset(setup.problems.prompts, tokenizer, stop_token_ids(config.model.hf_path, tokenizer))
-    sampler = GroupSampler(config, dataset, pool, scorer, report, rounds=local)
-    opened.push_async_callback(sampler.close)
     held_out = HeldOut(config, setup.held_out, dataset, pool, scorer)
+    # The local engine's answers depend, in their last bits, on what it is asked at the same time.
+    sampler = GroupSampler(
+        config, dataset, pool, scorer, report, rounds=local, is_held=lambda: local and held_out.is_busy
+    )
+    opened.push_async_callback(sampler.close)
     opened.callback(held_out.close)
-    if local:  # its answers hang, in their last bits, on what it is asked at the same time
-        sampler.is_held = lambda: held_out.is_busy
     return sampler, pool, held_out
 
 
@@ -234,11 +237,11 @@ async def open_engines(
 
 
 def _note(events: list[dict[str, Any]], kind: str, **fields: Any) -> None:
-    """Keep an event for the trainer, and say it at once."""
+    """Keep an event for the trainer, and print it at once."""
     events.append({"kind": kind, **fields})
-    told = ", ".join(f"{name}={value}" for name, value in fields.items())
+    text = ", ".join(f"{name}={value}" for name, value in fields.items())
     with suppress(OSError):  # a log on a full disk
-        print(f"sampler: {kind.replace('_', ' ')}: {told}", flush=True)
+        print(f"sampler: {kind.replace('_', ' ')}: {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import pytest
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
 from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.types import GenerateRequest, Generation, Prompt
 from tests.support.sampling import EOS, ScriptedEngine, World, mixed, prompt_ids
 
@@ -88,7 +88,7 @@ def test_a_budget_that_no_long_response_can_keep_is_refused() -> None:
 @pytest.mark.parametrize(
     ("error", "outcome"), [(OSError(24, "too many open files"), "failed"), (RuntimeError("a bug"), "raised")]
 )
-def test_a_judge_that_raises_is_heard_of(tmp_path: Path, error: Exception, outcome: str) -> None:
+def test_a_scorer_that_raises_is_reported(tmp_path: Path, error: Exception, outcome: str) -> None:
     class Broken:
         async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
             if prompt.prompt_id == 1:
@@ -183,10 +183,10 @@ def test_an_engine_that_misses_a_broadcast_is_lost(tmp_path: Path) -> None:
             await world.batch(1)
             away.ready = False
             assert await world.pool.gather() == [here]
-            sampler.weights_are_coming(1)
+            sampler.expect_weights(1)
             here.version = 1
             world.pool.adopt(1)
-            sampler.weights_came(1, 1)
+            sampler.record_weights(1, 1)
             away.ready = True
             assert world.pool.up == 1
             batch = await world.batch(2)
@@ -198,7 +198,7 @@ def test_an_engine_that_misses_a_broadcast_is_lost(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_hangs_in_updates_holds_up_one_push_and_no_other(tmp_path: Path) -> None:
-    """It answers, so it is not silent; only the deadline of the first update tells."""
+    """It answers, so it is not silent; only the deadline of the first update shows it."""
 
     async def check() -> None:
         hanging, well = ScriptedEngine(mixed, "hanging"), ScriptedEngine(mixed, "well")

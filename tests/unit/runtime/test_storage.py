@@ -23,9 +23,9 @@ from bapo_megatron.checkpoint.writer import clear_leftovers
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.hf.export import export_hf
-from bapo_megatron.rollout.sampler.journal import SegmentJournal
+from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
 from bapo_megatron.rollout.sampler.step_batches import read_step, write_step
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.rollout.weight_sync.staging import WeightStaging
 from bapo_megatron.runtime.exit_codes import end_with
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
@@ -141,7 +141,7 @@ def test_the_rollouts_of_a_step(disk: Path) -> None:
 
 def test_the_journal(disk: Path) -> None:
     journal = SegmentJournal(disk)
-    journal.begin(Record("state", {"n": 0}, {}))
+    journal.rotate(Record("state", {"n": 0}, {}))
     large = Record("segments", {"parts": []}, {"ids": np.zeros(10_000, np.int32)})
     full_then_not(disk, lambda: journal.commit([large]), disk / "segments-000001.log")
     journal.close()

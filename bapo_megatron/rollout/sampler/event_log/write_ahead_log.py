@@ -1,10 +1,9 @@
-"""An append-only file of records that survives a kill at any byte.
+"""The write-ahead log of sampled segments: an append-only file of records that survives a kill at any byte.
 
 A record is a header (magic, kind, sizes, CRC of the header), a JSON object, and numpy arrays laid end to end,
-with a CRC over both. The magic tells whether others follow that were written together with it: at the end
-of a file they count only if all of them are there. Reading goes on after damage: a torn tail is cut when the
-file is opened for writing, a damaged record is reported with its offset and skipped, and reading finds the
-next magic.
+with a CRC over both. The magic says whether more records of the same commit follow: at the end of a file a
+commit counts only if all of its records are there. Reading continues after damage: a torn tail is cut when
+the file is opened for writing; a damaged record is reported with its offset, and skipped to the next magic.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from bapo_megatron.runtime.files import append_whole
 
 _MAGIC = b"BPR"
 _LAST, _MORE = _MAGIC + b"1", _MAGIC + b"+"
-"""Magic of the last of the records that were written together, and of those before it."""
+"""The magic of the last record of a commit, and of those before it."""
 
 _HEAD = struct.Struct("<4s16sII")  # magic, kind, bytes of JSON, bytes of arrays
 _CHECK = struct.Struct("<I")
@@ -34,20 +33,20 @@ _OVERHEAD = _HEAD.size + 2 * _CHECK.size
 
 @dataclass(frozen=True)
 class Record:
-    """What was appended."""
+    """One record of a write-ahead log: an event of the sampler."""
 
     kind: str
-    """At most 16 ASCII characters."""
+    """The kind of event, at most 16 ASCII characters."""
     fields: dict[str, Any]
-    """Plain JSON."""
+    """The plain JSON part."""
     arrays: dict[str, np.ndarray]
     offset: int = -1
-    """Where it begins in its file; -1 before it is written."""
+    """The offset of its first byte in the file, if it was read from one, else -1."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes that are no record."""
+    """A stretch of a log that holds no whole record."""
 
     offset: int
     size: int
@@ -55,21 +54,21 @@ class Damage:
 
 
 class WriteAheadLog:
-    """One file, open for appending. One process writes it."""
+    """One write-ahead log, open for appending by one process."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create it; what a kill left half-written at its end is cut off."""
+        """Open or create the file, and cut off what a kill left half-written at its end."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.size = whole_end(path) if path.exists() else 0
+        self.size = _whole_end(path) if path.exists() else 0
         self._file = path.open("ab", buffering=0)
         if self._file.tell() > self.size:
             self._file.truncate(self.size)
 
     def write(self, records: Iterable[Record]) -> None:
-        """All of ``records`` are on disk when this returns. If it raises OSError (a full disk), none is.
+        """Commit ``records``: all are on disk when this returns, none if it raises OSError (a full disk).
 
-        After a kill all of them are read again, or none.
+        After a kill in the middle, all of them are read again, or none.
         """
         *others, last = records
         content = b"".join([*(encode(record, more=True) for record in others), encode(last)])
@@ -82,12 +81,12 @@ class WriteAheadLog:
         self.size += len(content)
 
     def close(self) -> None:
-        """Release the file."""
+        """Close the file."""
         self._file.close()
 
 
 def encode(record: Record, more: bool = False) -> bytes:
-    """The bytes of a record. ``more``: it counts only with those after it."""
+    """The bytes of a record. ``more``: other records of the same commit follow."""
     kind = record.kind.encode("ascii")
     if not 0 < len(kind) <= 16:
         raise ValueError(f"kind {record.kind!r} must have 1 to 16 characters")
@@ -101,35 +100,35 @@ def encode(record: Record, more: bool = False) -> bytes:
 
 
 def read_records(path: Path) -> Iterator[Record | Damage]:
-    """Every record in order, and every stretch of bytes between them that is none."""
+    """Every record of a log in order, and every stretch of damage between them."""
     if path.stat().st_size == 0:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         at = 0
-        together: list[Record] = []
-        """Those that count only if what was written with them is there."""
+        commit: list[Record] = []
+        """The records of a commit whose last record was not read yet."""
         while at < len(content):
             found, end = _record_at(content, at)
             if found is not None:
-                together.append(found)
+                commit.append(found)
                 if content[at : at + len(_LAST)] == _LAST:
-                    yield from together
-                    together.clear()
+                    yield from commit
+                    commit.clear()
                 at = end
                 continue
             start, at = at, _next_record(content, at + 1)
             if at < len(content):
-                yield from together
-                together.clear()
+                yield from commit
+                commit.clear()
                 yield Damage(start, at - start, "damaged")
-            elif not together:
+            elif not commit:
                 yield Damage(start, at - start, "torn at the end")
-        if together:
-            yield Damage(together[0].offset, at - together[0].offset, "torn at the end")
+        if commit:
+            yield Damage(commit[0].offset, at - commit[0].offset, "torn at the end")
 
 
-def whole_end(path: Path) -> int:
-    """Where the last whole record ends; what follows it is torn."""
+def _whole_end(path: Path) -> int:
+    """The offset at which the last whole record ends; what follows it is torn."""
     end = 0
     for found in read_records(path):
         if isinstance(found, Record):
@@ -138,7 +137,7 @@ def whole_end(path: Path) -> int:
 
 
 def _next_record(content: mmap.mmap, start: int) -> int:
-    """The first place from ``start`` on where a whole record begins, or the end."""
+    """The first offset from ``start`` on at which a whole record begins, or the end of the file."""
     at = content.find(_MAGIC, start)
     while at >= 0:
         if _record_at(content, at)[0] is not None:
@@ -148,7 +147,7 @@ def _next_record(content: mmap.mmap, start: int) -> int:
 
 
 def _record_at(content: mmap.mmap, at: int) -> tuple[Record | None, int]:
-    """The record that begins at ``at`` and its end; None if there is no whole one."""
+    """The record that begins at offset ``at``, and the offset of its end; None if there is no whole one."""
     if len(content) - at < _OVERHEAD or content[at : at + len(_LAST)] not in (_LAST, _MORE):
         return None, at
     head = content[at : at + _HEAD.size]

@@ -1,9 +1,9 @@
-"""The journal of a sampler: files of records, the oldest deleted when nothing in them is needed any more.
+"""The journal of a run: a folder of write-ahead logs, the oldest deleted when nothing in them is needed.
 
-    RUN/journal/segments-000001.log  segments-000002.log ...   (and step_000001.npz ..., see ``journal.py``)
+    RUN/journal/segments-000001.log  segments-000002.log ...   (and step_000001.npz ..., see step_batches.py)
 
-Every file begins with the book's state, so that the files before it may go. One process writes; a lock keeps
-others away.
+Every log begins with a snapshot of the sampler's state, so that the logs before it may go. One process
+writes; a file lock keeps others away.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ from pathlib import Path
 from typing import TextIO
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.sampler.write_ahead_log import Damage, Record, WriteAheadLog, read_records
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import (
+    Damage,
+    Record,
+    WriteAheadLog,
+    read_records,
+)
 from bapo_megatron.runtime.files import sync_folder
 from bapo_megatron.runtime.storage import writing
 
 FILE_BYTES = 256 * 2**20
-"""A file that is larger is followed by another."""
+"""The size from which on a log is followed by another."""
 
 _LOCK_WAIT_S = 30.0
-"""A process that was killed may take so long to vanish."""
+"""The longest wait for the lock: a process that was killed may take so long to vanish."""
 
 
 class SegmentJournal:
-    """The record files in ``folder``. Raises ConfigError if another process writes there."""
+    """The write-ahead logs of sampled segments in ``folder``. ConfigError if another process writes there."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -35,11 +40,11 @@ class SegmentJournal:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(folder / ".lock")
         self._groups: dict[Path, set[int]] = {}
-        """Numbers of the groups that each file tells of."""
+        """Numbers of the groups that the records of each log name."""
         self._log: WriteAheadLog | None = None
 
     def replay(self, apply: Callable[[Record], None]) -> list[str]:
-        """Give every record to ``apply``, in order; what is damaged, in words."""
+        """Call ``apply`` with every record, in order; the descriptions of what is damaged."""
         damage: list[str] = []
         for path in self._paths():
             groups = self._groups[path] = set()
@@ -47,37 +52,37 @@ class SegmentJournal:
                 if isinstance(found, Damage):
                     damage.append(f"{path}: {found.size} bytes at offset {found.offset} are {found.reason}")
                 else:
-                    groups.update(_numbers(found))
+                    groups.update(_group_numbers(found))
                     apply(found)
         return damage
 
-    def begin(self, state: Record) -> None:
-        """Start a new file; call once after ``replay``, and whenever the present one is ``is_full``."""
+    def rotate(self, snapshot: Record) -> None:
+        """Start a new log: once after ``replay``, and whenever the present one is ``is_full``."""
         if self._log is not None:
             self._log.close()
-        number = max((_number(path) for path in self._paths()), default=0) + 1
+        number = max((int(path.stem.removeprefix("segments-")) for path in self._paths()), default=0) + 1
         path = self._folder / f"segments-{number:06d}.log"
         with writing("the journal", path):
             self._log, self._groups[path] = WriteAheadLog(path), set()
-        self.commit([state])
+        self.commit([snapshot])
         sync_folder(self._folder)
 
     @property
     def is_full(self) -> bool:
-        """The file has the size at which another should begin."""
+        """Whether the present log has the size at which another should begin."""
         return self._log is not None and self._log.size >= FILE_BYTES
 
     def commit(self, records: Sequence[Record]) -> None:
-        """All of ``records`` are on disk when this returns; none of them is if it raises RunStopped."""
+        """Write ``records`` to disk, all of them, or none if it raises RunStopped."""
         assert self._log is not None
         with writing("the journal", self._log.path):
             self._log.write(records)
         for record in records:
-            self._groups[self._log.path].update(_numbers(record))
+            self._groups[self._log.path].update(_group_numbers(record))
 
-    def collect(self, live: Iterable[int]) -> None:
-        """Delete the oldest files, up to the first that tells of a group of ``live``."""
-        needed = set(live)
+    def delete_old(self, outstanding: Iterable[int]) -> None:
+        """Delete the oldest logs, up to the first that names one of the ``outstanding`` groups."""
+        needed = set(outstanding)
         for path in self._paths()[:-1]:
             if self._groups.get(path, needed) & needed:
                 return
@@ -94,12 +99,8 @@ class SegmentJournal:
         return sorted(self._folder.glob("segments-*.log"))
 
 
-def _number(path: Path) -> int:
-    return int(path.stem.removeprefix("segments-"))
-
-
-def _numbers(record: Record) -> Iterable[int]:
-    """The groups that a record tells of."""
+def _group_numbers(record: Record) -> Iterable[int]:
+    """The numbers of the groups that a record names, but in a step's batch."""
     fields = record.fields
     if record.kind == "segments":
         return {part[0] for part in fields["parts"]}
@@ -109,7 +110,7 @@ def _numbers(record: Record) -> Iterable[int]:
 
 
 def _locked(path: Path) -> TextIO:
-    """The open lock file, held until it is closed."""
+    """The open lock file; closing it releases the lock."""
     file = path.open("w")
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:

@@ -1,12 +1,12 @@
-"""What the sampler knows: the groups in the making, the finished ones, and what became of all others.
+"""The event-sourced state of the sampler: groups being sampled, finished groups, and counts of all others.
 
-The book changes only by ``apply``, and every record that it applies was written to the journal before. So
-reading the journal again gives the same book. Records that damage has taken out of the journal cost what they
-held: a response goes on from the tokens before the hole, and nothing is ever trained twice for it.
+``apply`` is the only way to change it, and every record that it applies is in the write-ahead log already, so
+that replaying the log gives the same state. A record that is lost to damage costs what it held: a response
+continues from the tokens before the gap, and nothing is trained on twice.
 
-Steps: ``served`` is the last step that was given its groups; weights of step s are those that its updates
-made (0: those that the run began with). A group's lag is the number of steps between the weights of its
-oldest token and the weights that its step starts from; 0 is on-policy.
+Steps: ``served`` is the last step that was given its groups; the weights of step s are those that its updates
+made (0: the initial ones). The lag of a group is the number of steps between the weights of its oldest token
+and the weights that its training step starts from; 0 is on-policy.
 """
 
 from __future__ import annotations
@@ -14,40 +14,53 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.sampler.metrics import GroupSummary
-from bapo_megatron.rollout.sampler.write_ahead_log import Record
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.types import FinishReason, Group, Prompt, Rollout
 
-ARRAYS = ("token_ids", "log_probs", "versions")
-DTYPES = (np.int32, np.float32, np.int32)
-"""What is kept of every token: names and types of the arrays."""
+TOKEN_COLUMNS = {"token_ids": np.int32, "log_probs": np.float32, "versions": np.int32}
+"""The arrays that are kept of every token, by name, with their types."""
+
+
+class GroupSummary(NamedTuple):
+    """The statistics of a scored group for the metrics of its step, whether or not it is trained on."""
+
+    number: int
+    rewards: list[float]
+    lengths: list[int]
+    """Tokens of each response."""
+    reasons: list[str]
+    """Finish reason of each response."""
+    failures: list[str]
+    """The kind of each failed score."""
 
 
 @dataclass
-class Response:
-    """One response in the making, in the segments that engines returned."""
+class PartialResponse:
+    """A response that is being sampled, as the segments that engines have returned so far."""
 
     segments: list[tuple[np.ndarray, ...]] = field(default_factory=list)
-    """(token ids, log-probs, versions) of each."""
+    """One array for each of ``TOKEN_COLUMNS``, of each segment."""
     tokens: int = 0
     finish_reason: FinishReason | None = None
-    """``stop`` or ``length`` once it is whole."""
-    by_version: Counter[int] = field(default_factory=Counter)
-    """Tokens by the version of the weights."""
+    """``stop`` or ``length`` when the response is complete, else None."""
+    tokens_by_version: Counter[int] = field(default_factory=Counter)
+    """Tokens by the weight version that sampled them."""
 
     def arrays(self) -> list[np.ndarray]:
-        """Token ids, log-probs and versions of all segments."""
+        """Token ids, log-probs and versions of the response so far."""
         if len(self.segments) > 1:
             self.segments = [tuple(np.concatenate(parts) for parts in zip(*self.segments, strict=True))]
-        return list(self.segments[0]) if self.segments else [np.zeros(0, dtype) for dtype in DTYPES]
+        if self.segments:
+            return list(self.segments[0])
+        return [np.zeros(0, dtype) for dtype in TOKEN_COLUMNS.values()]
 
     def rollout(self, reward: float) -> Rollout:
-        """The whole response with its reward."""
+        """The complete response with its reward."""
         assert self.finish_reason is not None
         token_ids_R, log_probs_R, versions_R = self.arrays()
         return Rollout(token_ids_R, log_probs_R, versions_R, self.finish_reason, reward)
@@ -55,36 +68,37 @@ class Response:
 
 @dataclass
 class OpenGroup:
-    """A group in the making. Groups are numbered in the order in which they were begun."""
+    """A group that is being sampled or scored. Numbers follow the order in which groups are opened."""
 
     number: int
     epoch: int
-    """Of the dataset."""
+    """Epoch of the dataset."""
     index: int
-    """Of its prompt."""
-    responses: list[Response]
-    begun_after: int
-    """The step whose weights the engines had when it was begun."""
+    """Position of the prompt in the dataset."""
+    responses: list[PartialResponse]
+    opened_after: int
+    """The step whose weights the engines had when the group was opened."""
 
     @property
-    def is_whole(self) -> bool:
-        """Nothing is left to sample."""
+    def is_complete(self) -> bool:
+        """Whether all responses are complete."""
         return all(response.finish_reason for response in self.responses)
 
     @property
     def tokens(self) -> int:
-        """Of all responses so far."""
+        """Tokens of all responses so far."""
         return sum(response.tokens for response in self.responses)
 
     @property
     def oldest_version(self) -> int | None:
-        """Of its tokens; None before the first."""
-        return min((version for response in self.responses for version in response.by_version), default=None)
+        """The oldest weight version that sampled one of its tokens; None before the first token."""
+        versions = (version for response in self.responses for version in response.tokens_by_version)
+        return min(versions, default=None)
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A rewarded group that waits for its step."""
+class FinishedGroup:
+    """A scored group that waits for the step that trains on it."""
 
     number: int
     epoch: int
@@ -95,89 +109,89 @@ class Finished:
 
 
 class SamplerState:
-    """See above."""
+    """The state of the sampler, as the records of the write-ahead log have made it."""
 
     def __init__(
         self, prompts: Sequence[Prompt], group_size: int, identity: Mapping[str, Any] | None = None
     ) -> None:
-        """``prompts``: the dataset, in its order. ``identity``: the settings that its records depend on."""
+        """Start empty. ``prompts``: the dataset; ``identity``: the settings that the records depend on."""
         self._prompts = prompts
         self._group_size = group_size
         self._identity = dict(identity or {})
         self.next_number = 0
+        """The number of the next group that is opened."""
         self.taken = 0
-        """Places of the dataset that were begun, over all epochs."""
+        """Prompts that were taken from the dataset, over all epochs."""
         self.served = 0
+        """The last step that was given its groups."""
         self.weights_step = 0
+        """The step whose updates made the weights that the engines have."""
         self._version = 0
-        """That of the weights that the engines have."""
+        """The version of these weights."""
         self._step_of: dict[int, int] = {}
+        """The last step that made each version."""
         self._newest = -1
-        """The newest version that is in it."""
+        """The newest version in ``_step_of``."""
         self._first_step_of: dict[int, int] = {}
-        """The first step that made each version: one that makes no update brings the same version again."""
+        """The first step that made each version: a step without an update brings the same version again."""
         self.open: dict[int, OpenGroup] = {}
-        self.finished: dict[int, Finished] = {}
+        self.finished: dict[int, FinishedGroup] = {}
         self.tokens: Counter[str] = Counter()
-        """Tokens: ``sampled``, ``trained``, and ``dropped_`` by reason."""
+        """Tokens of the run: ``sampled``, ``trained``, and ``dropped_REASON``."""
         self._trained: dict[int, int] = {}
-        """Tokens that each step was given; its file may be lost."""
-        self.judged: list[GroupSummary] = []
-        """Groups that were judged since the last batch."""
+        """Tokens of each step's batch; needed if the step's file is lost."""
+        self.scored: list[GroupSummary] = []
+        """Groups that were scored since the last batch."""
         self.dropped: Counter[str] = Counter()
         """Groups that were dropped since the last batch, by reason."""
 
     def apply(self, record: Record) -> None:
-        """Take note of what ``record`` says."""
+        """Make the change that ``record``, which is in the write-ahead log, stands for."""
         change: Callable[[Record], None] = getattr(self, f"_on_{record.kind}")
         change(record)
 
     def step_of(self, version: int) -> int | None:
-        """The step whose updates made the weights ``version``; None if no such weights were ever sampled."""
+        """The step whose updates made the weights ``version``; None if engines never had such weights."""
         return self._step_of.get(version)
 
     def lag(self, oldest_version: int | None, step: int) -> int:
-        """Of a group whose oldest token has that version, if ``step`` trains on it."""
+        """The lag, in steps, of a group with this oldest version if ``step`` trains on it."""
         if oldest_version is None or oldest_version > self._newest:
-            return 0  # of weights that are on their way to the engines
+            return 0  # sampled from weights that are being loaded right now
         made = self._step_of.get(oldest_version)
-        return step if made is None else step - 1 - made  # damage took the record of these weights
+        return step if made is None else step - 1 - made  # None: the record of these weights was damaged
 
-    def unspent(self, group: OpenGroup, sample: int, budget: int) -> int:
-        """What a response may get before the next weights come, of a ``budget`` of tokens for each step.
+    def remaining_budget(self, group: OpenGroup, sample: int, budget: int) -> int:
+        """Tokens that a response may still get before new weights come, with ``budget`` tokens for each step.
 
-        Weights serve several steps if those between them had no groups to train on. Tokens of newer weights
-        are there while these are on their way, and after a trainer went on from a checkpoint; whatever is
-        asked for now may come from the newest.
+        The same weights serve several steps if a step had nothing to train on. Tokens of newer weights exist
+        while these are being loaded, and after a trainer continued from a checkpoint; what is requested now
+        may come from the newest.
         """
-        by_version, present = group.responses[sample].by_version, self._version
+        by_version, present = group.responses[sample].tokens_by_version, self._version
         newer = max((count for version, count in by_version.items() if version > present), default=0)
-        first = max(self._first_step_of.get(present, 0), min(group.begun_after, self.weights_step))
+        first = max(self._first_step_of.get(present, 0), min(group.opened_after, self.weights_step))
         granted = budget * (self.weights_step - first + 1)
         return max(0, min(granted - by_version[present], budget - newer))
 
     @property
-    def is_known(self) -> bool:
-        """Anything was ever noted: at least that weights came."""
-        return bool(self._step_of) or self.next_number > 0
-
-    def knows(self, numbers: Sequence[int]) -> bool:
-        """Any of these groups is open or waits for its step."""
-        return any(number in self.open or number in self.finished for number in numbers)
+    def is_empty(self) -> bool:
+        """Whether no record was ever applied that brought weights or opened a group."""
+        return not self._step_of and self.next_number == 0
 
     @property
     def outstanding(self) -> int:
-        """Groups that were begun and not yet trained on or dropped."""
+        """Groups that were opened and neither trained on nor dropped."""
         return len(self.open) + len(self.finished)
 
     @property
-    def live_tokens(self) -> int:
+    def outstanding_tokens(self) -> int:
         """Tokens of the outstanding groups."""
         of_open = sum(group.tokens for group in self.open.values())
         return of_open + sum(group.tokens for group in self.finished.values())
 
-    def state(self) -> Record:
-        """All but the groups, as a record: the beginning of every file of the journal."""
+    def snapshot(self) -> Record:
+        """The record of everything but the groups, with which every file of the journal begins."""
         fields = {
             "identity": self._identity,
             "next_number": self.next_number,
@@ -188,12 +202,12 @@ class SamplerState:
             "first_step_of": sorted(self._first_step_of.items()),
             "tokens": dict(self.tokens),
             "trained": sorted(self._trained.items()),
-            "judged": self.judged,
+            "judged": self.scored,
             "dropped": dict(self.dropped),
         }
         return Record("state", fields, {})
 
-    # --- what each kind of record changes ---
+    # --- one method for each kind of record ---
 
     def _on_state(self, record: Record) -> None:
         fields = record.fields
@@ -211,7 +225,7 @@ class SamplerState:
         self._version = max((v for v, step in self._step_of.items() if step == self.weights_step), default=0)
         self.tokens, self.dropped = Counter(fields["tokens"]), Counter(fields["dropped"])
         self._trained = dict(fields["trained"])
-        self.judged = [GroupSummary(*summary) for summary in fields["judged"]]
+        self.scored = [GroupSummary(*summary) for summary in fields["judged"]]
 
     def _on_open(self, record: Record) -> None:
         for number, epoch, index in record.fields["groups"]:
@@ -221,29 +235,29 @@ class SamplerState:
 
     def _on_segments(self, record: Record) -> None:
         at = 0
-        arrays = [record.arrays[name] for name in ARRAYS]
+        arrays = [record.arrays[name] for name in TOKEN_COLUMNS]
         for number, epoch, index, sample, start, length, reason in record.fields["parts"]:
-            part = tuple(array[at : at + length].copy() for array in arrays)  # or one keeps them all
+            segment = tuple(array[at : at + length].copy() for array in arrays)  # a view would keep them all
             at += length
             response = self._group(number, epoch, index).responses[sample]
-            if response.tokens != start:  # damage took what lies between
+            if response.tokens != start:  # the segment before it was lost to damage
                 continue
-            response.segments.append(part)
+            response.segments.append(segment)
             response.tokens += length
-            response.by_version.update(_counts(part[2]))
+            response.tokens_by_version.update(_counts(segment[2]))
             response.finish_reason = reason
             self.tokens["sampled"] += length
 
     def _on_judged(self, record: Record) -> None:
         group = self.open.get(record.fields["number"])
-        if group is None or not group.is_whole:
+        if group is None or not group.is_complete:
             return
         rewards, failures = record.fields["rewards"], record.fields["failures"]
         rollouts = tuple(
             response.rollout(reward) for response, reward in zip(group.responses, rewards, strict=True)
         )
         del self.open[group.number]
-        self.finished[group.number] = Finished(
+        self.finished[group.number] = FinishedGroup(
             group.number,
             group.epoch,
             group.index,
@@ -252,24 +266,22 @@ class SamplerState:
             group.oldest_version or 0,
         )
         lengths, reasons = [r.tokens for r in group.responses], [str(r.finish_reason) for r in rollouts]
-        self.judged.append(GroupSummary(group.number, rewards, lengths, reasons, failures))
+        self.scored.append(GroupSummary(group.number, rewards, lengths, reasons, failures))
 
     def _on_dropped(self, record: Record) -> None:
-        number = record.fields["number"]
-        group = self.open.pop(number, None) or self.finished.pop(number, None)
-        if group is not None:
-            self.tokens[f"dropped_{record.fields['reason']}"] += group.tokens
-            self.dropped[record.fields["reason"]] += 1
+        number, reason = record.fields["number"], record.fields["reason"]
+        if (group := self._take(number)) is not None:
+            self.tokens[f"dropped_{reason}"] += group.tokens
+            self.dropped[reason] += 1
 
     def _on_batch(self, record: Record) -> None:
         step = record.fields["step"]
         for number in record.fields["groups"]:
-            group = self.finished.pop(number, None) or self.open.pop(number, None)
-            if group is not None:
+            if (group := self._take(number)) is not None:
                 self.tokens["trained"] += group.tokens
                 self._trained[step] = self._trained.get(step, 0) + group.tokens
         self.served = max(self.served, step)
-        self.judged.clear()
+        self.scored.clear()
         self.dropped.clear()
 
     def _on_rewind(self, record: Record) -> None:
@@ -287,12 +299,16 @@ class SamplerState:
         self._version = version
 
     def _group(self, number: int, epoch: int, index: int) -> OpenGroup:
-        """The open group, begun now if it is not known (its own record may have been damaged)."""
+        """The open group of this number, opened now if it is unknown (its own record may be damaged)."""
         if number not in self.open:
-            responses = [Response() for _ in range(self._group_size)]
+            responses = [PartialResponse() for _ in range(self._group_size)]
             self.open[number] = OpenGroup(number, epoch, index, responses, self.weights_step)
             self.next_number = max(self.next_number, number + 1)
         return self.open[number]
+
+    def _take(self, number: int) -> OpenGroup | FinishedGroup | None:
+        """Remove the group of this number; None if it is not outstanding."""
+        return self.open.pop(number, None) or self.finished.pop(number, None)
 
 
 def _counts(versions_R: np.ndarray) -> dict[int, int]:

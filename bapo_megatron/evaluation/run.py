@@ -28,13 +28,9 @@ from bapo_megatron.evaluation.scoring import score
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.reward.pool import RewardPool
-from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
 from bapo_megatron.rollout.engines.requests import limits_of, stop_token_ids
-from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
-from bapo_megatron.rollout.engines.sglang.supervisor import servers_of
-from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.rollout.engines.whole_response import Sampling
-from bapo_megatron.rollout.sampler.process import open_engines
 from bapo_megatron.types import Metrics
 
 _VERSION = 1
@@ -64,8 +60,7 @@ def evaluate(options: EvalOptions) -> Results:
     """
     options.check()
     location = find_checkpoint(options.checkpoint, options.step)
-    if options.engine == "sglang" and not options.sglang.urls:
-        sglang_python(options.sglang.python)
+    engine_backend(options.engine).check(options.rollout)
     output = options.output or output_of(location)
     model = hf_model(location, options.hf_reference, output)
     tokenizer = load_tokenizer(model.folder)
@@ -130,14 +125,9 @@ def _sample(
     tasks: Sequence[_Task], config: RunConfig, tokenizer: Any, finish: Callable[[_Task], None]
 ) -> None:
     """``finish`` is called with each suite as soon as all of its responses are there."""
-    with ExitStack() as opened:
-        urls: list[str] = []
-        if config.rollout.engine == "sglang":
-            servers = opened.enter_context(
-                servers_of(config, has_cuda(), lambda event: print(event, flush=True))
-            )
-            urls = servers.urls
-        asyncio.run(_ask(tasks, config, tokenizer, urls, finish))
+    backend = engine_backend(config.rollout.engine)
+    with backend.serve(config, has_cuda(), lambda event: print(event, flush=True)) as servers:
+        asyncio.run(_ask(tasks, config, tokenizer, servers.urls, finish))
 
 
 async def _ask(
@@ -153,10 +143,7 @@ async def _ask(
         scorer = RewardPool(config.reward, rollout.max_response_tokens)
         await scorer.start()
         opened.push_async_callback(scorer.close)
-        engines = await open_engines(config, urls, str(select_device()), opened)
-        most = rollout.sglang.max_in_flight if urls else rollout.max_batch
-        pool = EnginePool(engines, most, _report, EngineTimeouts(update_s=60 * rollout.sglang.update_minutes))
-        opened.push_async_callback(pool.close)
+        pool = await open_pool(config, urls, str(select_device()), _report, opened)
         await pool.update(folder, _VERSION)
         sampling = Sampling(
             rollout.temperature,
@@ -165,8 +152,8 @@ async def _ask(
             stop_token_ids(folder, tokenizer),
         )
         for task in tasks:
-            prompts, lost_minutes = task.suite.prompts, rollout.sglang.lost_minutes
-            asker = Asker(prompts, tokenizer, pool, scorer, sampling, lost_minutes)
+            lost_minutes = rollout.engine_config.lost_minutes
+            asker = Asker(task.suite.prompts, tokenizer, pool, scorer, sampling, lost_minutes)
             await asker.ask(task.places, _Progress(task))
             await asyncio.to_thread(finish, task)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -22,14 +21,12 @@ from bapo_megatron.interfaces import Policy, Sampler, WeightSync
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.reward.functions import ground_truth_check
-from bapo_megatron.rollout.engines.sglang.supervisor import are_local, servers_of
+from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.process import Setup
 from bapo_megatron.rollout.sampler.step_batches import ReplaySampler
-from bapo_megatron.rollout.weight_sync.broadcast import WeightBroadcast
-from bapo_megatron.rollout.weight_sync.broadcast_sync import BroadcastSync
-from bapo_megatron.rollout.weight_sync.disk import DiskSync
-from bapo_megatron.rollout.weight_sync.staging import WeightStaging
+from bapo_megatron.rollout.weight_sync.broadcast import BroadcastSync, WeightBroadcast, sender_address
+from bapo_megatron.rollout.weight_sync.disk import DiskSync, WeightStaging
 from bapo_megatron.runtime.distributed import is_main, share
 from bapo_megatron.runtime.preemption import PreemptionSignal
 from bapo_megatron.runtime.watchdog import Watchdog
@@ -104,8 +101,7 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
                 staging = WeightStaging(config.directory / "weights", config.model.hf_path)
         disk = DiskSync(sampler, staging)
         sync: WeightSync = disk
-        samples = config.rollout.engine == "sglang" and config.rollout.replay is None
-        if samples and config.rollout.sglang.sync == "broadcast":
+        if config.rollout.replay is None and config.rollout.engine_config.sync == "broadcast":
             sync = _broadcast_sync(config, policy, sampler, disk, recorder)
         if latest and has_work:
             _check_certificate(config, policy, sampler, latest)
@@ -154,11 +150,12 @@ def _broadcast_sync(
     disk: DiskSync,
     recorder: Recorder | None,
 ) -> BroadcastSync:
-    sglang = config.rollout.sglang
+    engine = config.rollout.engine_config
     if not isinstance(sampler, SamplerClient) or recorder is None:
         return BroadcastSync(None, None, disk, lambda _event: None)
-    address = sglang.address or ("127.0.0.1" if are_local(sglang.urls) else socket.gethostname())
-    sender = WeightBroadcast(policy.device, address, sglang.bucket_mb, 60 * sglang.update_minutes)
+    sender = WeightBroadcast(
+        policy.device, sender_address(engine), engine.bucket_mb, 60 * engine.update_minutes
+    )
     return BroadcastSync(sampler, sender, disk, recorder.event)
 
 
@@ -186,19 +183,16 @@ def _sampler(config: RunConfig, on_event: Callable[[dict[str, Any]], None]) -> I
         print(f"left out {problems.too_long} prompts of more than {config.data.max_prompt_tokens} tokens")
     if left_out := problems.found - len(problems.prompts):
         print(f"left out {left_out} prompts by their {config.data.difficulty}")
-    with ExitStack() as opened:
-        servers = None
-        if config.rollout.engine == "sglang":
-            servers = opened.enter_context(servers_of(config, has_cuda(), on_event))
+    with engine_backend(config.rollout.engine).serve(config, has_cuda(), on_event) as servers:
 
         def heard(event: dict[str, Any]) -> None:
             on_event(event)
-            if servers:
-                servers.heed(event)
+            servers.heed(event)
 
-        urls = tuple(servers.urls if servers else ())
-        setup = Setup(config, problems, urls, str(select_device()), load_suites(config, tokenizer))
-        yield opened.enter_context(closing(SamplerClient(setup, heard)))
+        suites = load_suites(config, tokenizer)
+        setup = Setup(config, problems, tuple(servers.urls), str(select_device()), suites)
+        with closing(SamplerClient(setup, heard)) as sampler:
+            yield sampler
 
 
 def load_suites(config: RunConfig, tokenizer: Any) -> tuple[Suite, ...]:

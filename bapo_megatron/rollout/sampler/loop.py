@@ -131,7 +131,7 @@ class GroupSampler:
 
     def check_engines(self) -> None:
         """EnginesGone if none has worked for too long."""
-        self._pool.check(self._rollout.sglang.lost_minutes)
+        self._pool.check(self._rollout.engine_config.lost_minutes)
 
     async def load_weights(self, folder: Path, version: int, step: int) -> None:
         """Bring weights, which the updates of ``step`` have made, to every engine that works."""

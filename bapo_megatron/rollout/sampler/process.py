@@ -15,7 +15,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,14 +30,12 @@ from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.data.suites import Suite
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.interfaces import Engine
 from bapo_megatron.reward.pool import RewardPool
+from bapo_megatron.rollout.engines.backend import EngineError
+from bapo_megatron.rollout.engines.broadcast_receivers import PoolBroadcast
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
-from bapo_megatron.rollout.engines.requests import Dataset, limits_of, stop_token_ids
-from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import ServerError, SglangServer, open_session
-from bapo_megatron.rollout.engines.sglang.pool_broadcast import PoolBroadcast
-from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
+from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
+from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
 from bapo_megatron.rollout.sampler.heartbeat import answering, tell
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.loop import GroupSampler
@@ -51,14 +49,14 @@ class Setup:
     config: RunConfig
     problems: PromptSet
     urls: tuple[str, ...]
-    """Of SGLang servers; none for the local engine."""
+    """Addresses of the engines' servers; none for an engine in this process."""
     device: str
-    """Of the local engine."""
+    """Where an engine in this process computes."""
     held_out: tuple[Suite, ...] = ()
     """What `config.evaluation` names."""
 
 
-_TOLD = (ConfigError, RunStopped, EnginesGone, ServerError, OSError)
+_TOLD = (ConfigError, RunStopped, EnginesGone, EngineError, OSError)
 """Errors that the trainer is told; after others it starts this process again."""
 
 
@@ -176,7 +174,7 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
             await asyncio.to_thread(pipe.recv)  # whatever the trainer asks first
             tell(pipe, (*_failed(error), events))
             return
-        service = Service(sampler, PoolBroadcast(pool, setup.config.rollout.sglang), held_out, events)
+        service = Service(sampler, PoolBroadcast(pool, setup.config.rollout.engine_config), held_out, events)
         while True:
             try:
                 question = await asyncio.to_thread(pipe.recv)
@@ -197,40 +195,18 @@ async def _open(
     await reward_pool.start()
     opened.push_async_callback(reward_pool.close)
     scorer = RobustScorer(reward_pool, config.reward.failed, report)
-    engines = await open_engines(config, setup.urls, setup.device, opened)
-    local = rollout.engine == "local"
-    most = rollout.prompts_per_step * rollout.group_size * 1000 if local else rollout.sglang.max_in_flight
-    pool = EnginePool(engines, most, report, EngineTimeouts(update_s=60 * rollout.sglang.update_minutes))
-    opened.push_async_callback(pool.close)
+    rounds = engine_backend(rollout.engine).rounds
+    whole_round = rollout.prompts_per_step * rollout.group_size * 1000 if rounds else None
+    pool = await open_pool(config, setup.urls, setup.device, report, opened, whole_round)
     tokenizer = load_tokenizer(config.model.hf_path)
     dataset = Dataset(setup.problems.prompts, tokenizer, stop_token_ids(config.model.hf_path, tokenizer))
-    sampler = GroupSampler(config, dataset, pool, scorer, report, rounds=local)
+    sampler = GroupSampler(config, dataset, pool, scorer, report, rounds)
     opened.push_async_callback(sampler.close)
     held_out = HeldOut(config, setup.held_out, dataset, pool, scorer)
     opened.callback(held_out.close)
-    if local:  # its answers hang, in their last bits, on what it is asked at the same time
+    if rounds:  # its answers hang, in their last bits, on what it is asked at the same time
         sampler.is_held = lambda: held_out.is_busy
     return sampler, pool, held_out
-
-
-async def open_engines(
-    config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack
-) -> list[Engine]:
-    """The SGLang servers at ``urls``, or the local engine on ``device`` if there are none."""
-    sglang = config.rollout.sglang
-    if not urls:
-        from bapo_megatron.rollout.engines.local.engine import (
-            LocalEngine,  # transformers takes seconds to import
-        )
-        from bapo_megatron.rollout.engines.local.model import LocalModel
-
-        model = config.model
-        load = partial(LocalModel, model.hf_path, config.rollout.max_batch, model.dtype, device)
-        return [LocalEngine(await asyncio.to_thread(load))]
-    session = await opened.enter_async_context(open_session())
-    deadlines = Deadlines(60 * sglang.request_minutes, 60 * sglang.update_minutes)
-    limits = limits_of(config.model.hf_path)
-    return [SglangEngine(SglangServer(url, session), limits, sglang.on_update, deadlines) for url in urls]
 
 
 def _note(events: list[dict[str, Any]], kind: str, **fields: Any) -> None:

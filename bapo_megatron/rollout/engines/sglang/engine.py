@@ -15,7 +15,7 @@ from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, nothing
 from bapo_megatron.rollout.engines.sglang.http_client import PauseMode, ServerError, SglangServer
 from bapo_megatron.rollout.engines.sglang.inflight import InflightRequest, InflightRequests
-from bapo_megatron.types import GenerateRequest, Generation
+from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation
 
 _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
 """A request that is between two states may miss an abort, of itself or of all."""
@@ -42,9 +42,12 @@ class SglangEngine:
         limits: ModelLimits,
         on_update: PauseMode = "retract",
         deadlines: Deadlines | None = None,
+        tensor: int = 1,
     ) -> None:
-        """``on_update``: what becomes of requests in flight when weights change, see ``SglangConfig``."""
+        """``on_update``: what becomes of requests in flight when weights change, see ``SglangConfig``.
+        ``tensor``: tensor parallel size of the server."""
         self.name = server.url
+        self.broadcast_ranks = tensor
         self.server = server
         self._limits = limits
         self._on_update = on_update
@@ -123,16 +126,41 @@ class SglangEngine:
             if self._paused_at is None:
                 await self._resume()
 
-    async def hold(self) -> None:
-        """Stop sampling for weights that come by broadcast. What it did for nobody any more is ended."""
+    async def leave_group(self, name: str, timeout_s: float) -> None:
+        """Leave the group, if the server is in one of that name."""
+        await self.server.leave_weight_group(name, timeout_s)
+
+    async def join_group(self, group: BroadcastGroup, first_rank: int, timeout_s: float) -> None:
+        """Join a broadcast's group; see ``SglangServer.join_weight_group``."""
+        await self.server.join_weight_group(group, first_rank, timeout_s)
+
+    async def begin_update(self) -> None:
+        """Stop sampling for weights that come by broadcast. What no request here waits for is ended."""
         async with self._one_control:
             self._inflight.close_gate()
             if not self._inflight.all:
                 await self.server.abort_all()
             await self.server.pause(self._on_update)
+            await self.server.end_update()
+            await self.server.begin_update()
 
-    async def release(self) -> None:
-        """Sample again."""
+    async def receive(self, bucket: BucketSpec, group_name: str, timeout_s: float) -> None:
+        """Take one bucket from the sender of the group, and load it."""
+        await self.server.receive(bucket, group_name, timeout_s)
+
+    async def end_update(self, timeout_s: float) -> str:
+        """All buckets came: the digest of the weights that the server computes with."""
+        await self.server.end_update()
+        if self._on_update == "retract":
+            await self.server.flush_cache()
+        return await self.server.checksum(timeout_s)
+
+    async def set_version(self, version: int) -> None:
+        """The weights that came have this version."""
+        await self.server.set_version(version)
+
+    async def resume_after_update(self) -> None:
+        """Sample again, unless the caller's pause holds."""
         async with self._one_control:
             await self.weight_version()
             if self._paused_at is None:

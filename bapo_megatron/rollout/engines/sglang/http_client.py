@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import aiohttp
 
+from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation
 
@@ -35,8 +36,8 @@ def open_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S))
 
 
-class ServerError(RuntimeError):
-    """A server refused, hung, or answered nonsense. The message names it."""
+class ServerError(EngineError):
+    """An SGLang server refused, hung, or answered nonsense. The message names it."""
 
 
 class Disconnected(ServerError):

@@ -103,7 +103,7 @@ class PoolBroadcast:
 
         One that has come back is perhaps another process: then all join anew.
         """
-        found = [engine for engine in await self._pool.gather() if isinstance(engine, ReceivesBroadcast)]
+        found = await self._pool.gather()
         if found != self._receivers.engines or self._comings != self._pool.comings:
             self._is_joined = False
         if not self._is_joined:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.interfaces import Engine
+from bapo_megatron.interfaces import Engine, ReceivesBroadcast
 from bapo_megatron.rollout.engines.clock import LoopLagClock
 from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
@@ -184,13 +184,16 @@ class EnginePool:
         up = [slot for slot in self._slots if slot.is_up]
         await asyncio.gather(*(self._update(slot) for slot in up or self._slots))
 
-    async def gather(self) -> list[Engine]:
-        """The engines that can take weights now. From now on none comes back with older ones."""
+    async def gather(self) -> list[ReceivesBroadcast]:
+        """The engines that can take a broadcast of weights now. None comes back with older ones."""
         self._weights = None
         alive = await asyncio.gather(*(slot.engine.is_alive() for slot in self._slots))
-        found = zip(self._slots, alive, strict=True)
-        self._gathered = [slot for slot, answers in found if answers and not slot.is_busy]
-        return [slot.engine for slot in self._gathered]
+        found: dict[EngineSlot, ReceivesBroadcast] = {}
+        for slot, answers in zip(self._slots, alive, strict=True):
+            if answers and not slot.is_busy and isinstance(slot.engine, ReceivesBroadcast):
+                found[slot] = slot.engine
+        self._gathered = list(found)
+        return list(found.values())
 
     def adopt(self, version: int) -> None:
         """Those that were gathered have new weights now, which are in no folder."""

@@ -201,7 +201,7 @@ class BroadcastSync:
         try:
             ranks, are_joined = engines.tell("gather").result()
             if not ranks:
-                raise BroadcastError("no engine answers")
+                raise BroadcastError("no engine answers that takes broadcasts")
             if not (are_joined and broadcast.is_open):
                 broadcast.open(ranks, lambda group: engines.tell("join", group))
             engines.tell("begin", version).result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from bapo_megatron.config import (
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.server_process import server_flags
 from bapo_megatron.trainer import preflight
+from tests.support.plain_engine import PlainConfig
 
 CheckGpus = Callable[[RunConfig, int], None]
 
@@ -81,3 +83,13 @@ def test_a_server_has_room_for_the_longest_response_of_an_evaluation() -> None:
     problems = run(evaluation=EvaluationConfig(every=2, **longer), context=2000)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rollout.sglang.context=2000 is less than .*3100"):
         problems.check()
+
+
+def test_the_engine_is_checked_where_the_run_samples() -> None:
+    plain = "tests.support.plain_engine:PlainBackend"
+    rollout = RolloutConfig(engine=plain, custom_engine=PlainConfig(copies=0))
+    with pytest.raises(ConfigError, match="rollout.custom_engine.copies must be at least 1"):
+        preflight._check_engine(replace(run(), rollout=rollout))
+    preflight._check_engine(replace(run(), rollout=replace(rollout, replay=Path("other"))))
+    with pytest.raises(ConfigError, match="rollout.engine='vllm' is unknown: give local, sglang"):
+        preflight._check_engine(replace(run(), rollout=replace(rollout, engine="vllm")))

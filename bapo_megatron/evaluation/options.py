@@ -1,4 +1,4 @@
-"""What `bapo eval` is told."""
+"""The options of `bapo eval`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bapo_megatron.data.suites import JUDGE
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """One checkpoint, some suites."""
+    """An evaluation: one checkpoint on some suites."""
 
     checkpoint: tyro.conf.Positional[Path]
     """A Hugging Face folder, a run's directory, one of its checkpoints, or a checkpoint of Megatron."""

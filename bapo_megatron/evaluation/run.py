@@ -1,4 +1,4 @@
-"""`bapo eval`: a checkpoint to the summaries of its suites."""
+"""An evaluation from its options to the summary of each suite: sample, judge, score."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from bapo_megatron.rollout.engines.whole_response import Sampling
 from bapo_megatron.types import Metrics
 
 _VERSION = 1
-"""Of the weights that engines are given; what they started with is 0."""
+"""Weight version that engines are given; what they started with is 0."""
 
 Results = dict[str, tuple[Path, Metrics]]
 """For each suite its folder and its metrics."""
@@ -42,7 +42,7 @@ Results = dict[str, tuple[Path, Metrics]]
 
 @dataclass(frozen=True)
 class _Task:
-    """What is left to do for a suite."""
+    """One suite of an evaluation, and the responses that it lacks."""
 
     suite: Suite
     folder: Path
@@ -56,7 +56,7 @@ def evaluate(options: EvalOptions) -> Results:
     """Sample, judge and score what is missing.
 
     ConfigError, before anything is sampled, for what is wrong. RunStopped if the engines are gone or the disk
-    is full: the same call goes on later.
+    is full: the same call continues it later.
     """
     options.check()
     location = find_checkpoint(options.checkpoint, options.step)
@@ -159,18 +159,18 @@ async def _ask(
 
 
 class _Progress:
-    """Stores responses, and says now and then how far it is."""
+    """Progress of a suite: stores responses, and prints now and then how far it is."""
 
     def __init__(self, task: _Task) -> None:
-        self._task, self._done, self._right, self._told = task, 0, 0, 0
+        self._task, self._done, self._right, self._shown = task, 0, 0, 0
 
     def __call__(self, rows: Sequence[Row]) -> None:
         self._task.log.append_all(rows)
         self._done += len(rows)
         self._right += sum(row["correct"] for row in rows)
         total = len(self._task.places)
-        if self._done == total or self._done - self._told >= max(1, total // 20):
-            self._told = self._done
+        if self._done == total or self._done - self._shown >= max(1, total // 20):
+            self._shown = self._done
             right = self._right / self._done
             print(
                 f"{self._task.suite.name}: {self._done} of {total} responses, {right:.1%} right", flush=True
@@ -178,5 +178,5 @@ class _Progress:
 
 
 def _report(kind: str, **fields: Any) -> None:
-    told = ", ".join(f"{name}={value}" for name, value in fields.items())
-    print(f"{kind.replace('_', ' ')}: {told}", flush=True)
+    text = ", ".join(f"{name}={value}" for name, value in fields.items())
+    print(f"{kind.replace('_', ' ')}: {text}", flush=True)

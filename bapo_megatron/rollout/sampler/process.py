@@ -44,7 +44,7 @@ from bapo_megatron.rollout.sampler.scoring import RobustScorer
 
 @dataclass(frozen=True)
 class Setup:
-    """What the process needs to know."""
+    """The setup of the sampler's process, sent to it first."""
 
     config: RunConfig
     problems: PromptSet

@@ -1,8 +1,7 @@
 """Weight sync by broadcast: NCCL between GPUs, gloo on a CPU. The sending side, on the trainer's rank 0.
 
-Every tensor-parallel rank of every engine receives. What the engines must do is told to them another way
-(through the sampler's process, and then HTTP, say): each such call returns a future that is done when all
-engines have done it.
+Every tensor-parallel rank of every engine receives. The engines are controlled another way (through the
+sampler's process, and then HTTP, say): each such call returns a future that is done when all have done it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from bapo_megatron.types import BroadcastGroup, BucketSpec
 
 T = TypeVar("T")
 Tell = Callable[[T], "Future[Any]"]
-"""Begin to tell all servers; done when they all have done it, or one has not. It must not block."""
+"""Begin a call to all servers; done when they all have done it, or one has failed. It must not block."""
 
 _GROUP_NAME = "bapo_weights"
 _MORE_REASONS_S = 2.0
@@ -39,7 +38,7 @@ class BroadcastError(RuntimeError):
 
 
 class WeightBroadcast:
-    """The sending side, for rank 0 of the trainer. After an error ``open`` makes a new group."""
+    """The sender of weight broadcasts, on the trainer's rank 0. After an error ``open`` makes a new group."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class WeightBroadcast:
     def send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: Tell[BucketSpec]) -> int:
         """Send all ``weights``; returns their bytes. BroadcastError, within the timeout, if a server fails.
 
-        ``weights`` is always run to its end, because other ranks take part in it. A server is told of a
+        ``weights`` is always run to its end, because other ranks take part in it. Servers hear of a
         bucket when all have loaded the one before.
         """
         try:
@@ -101,8 +100,8 @@ class WeightBroadcast:
         self._buckets.release()
         if group is None:
             return
-        told = {"the servers": leave(group.place)} if leave else {}
-        self._finish({"the group": group.close(), **told}, self._deadline())
+        left = {"the servers": leave(group.place)} if leave else {}
+        self._finish({"the group": group.close(), **left}, self._deadline())
 
     def _send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: Tell[BucketSpec]) -> int:
         if self._group is None:
@@ -125,8 +124,8 @@ class WeightBroadcast:
         """What waits for the bucket."""
         assert self._group is not None
         deadline = self._deadline()
-        told = on_bucket(bucket.spec)
-        parts = {"the servers": told, "the broadcast": self._group.broadcast(bucket.payload_B)}
+        received = on_bucket(bucket.spec)
+        parts = {"the servers": received, "the broadcast": self._group.broadcast(bucket.payload_B)}
         return lambda: self._finish(parts, deadline)
 
     def _deadline(self) -> float:
@@ -217,9 +216,9 @@ class BroadcastSync:
         return None
 
 
-def _quietly(told: Future[Any]) -> None:
+def _quietly(call: Future[Any]) -> None:
     """Wait; a sampler that has died is started again by the sync from disk."""
-    told.exception()
+    call.exception()
 
 
 def _outcome(part: Future[Any]) -> str:

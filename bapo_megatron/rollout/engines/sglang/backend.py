@@ -20,7 +20,7 @@ _SHARED_FRACTION = 0.5
 
 
 class SglangBackend(EngineBackend):
-    """SGLang servers, told what to do over HTTP. SGLang itself is never imported."""
+    """SGLang servers, reached over HTTP. SGLang itself is never imported."""
 
     def check(self, rollout: RolloutConfig, gpus: int = 0, training: int = 0) -> None:
         """SGLang is installed, and there are GPUs for the servers that the run is to start."""

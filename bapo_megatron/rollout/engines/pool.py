@@ -315,10 +315,8 @@ class EnginePool:
         """Report that it hangs and is to be ended; again and again, at ever longer intervals."""
         now = self._clock.now()
         if now - slot.hang_reported_at >= slot.hang_silence_s:
-            slot.hang_reported_at, slot.hang_silence_s = (
-                now,
-                max(self._timeouts.hang_s, 2 * slot.hang_silence_s),
-            )
+            slot.hang_reported_at = now
+            slot.hang_silence_s = max(self._timeouts.hang_s, 2 * slot.hang_silence_s)
             self._report("engine_hangs", engine=slot.engine.name, reason=reason)
 
     async def _watch(self, slot: EngineSlot) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from bapo_megatron.types import (
+    BroadcastGroup,
+    BucketSpec,
     GenerateRequest,
     Generation,
     MicroBatch,
@@ -89,7 +91,7 @@ class Policy(Protocol):
 class Engine(Protocol):
     """An inference engine with a copy of the policy's weights: one server, or a model in this process.
 
-    All calls come from one event loop. The contract is SGLang's; tests/contract holds it. A call that fails
+    All calls come from one event loop. tests/contract holds every engine to this contract. A call that fails
     raises; the engine's state is unknown then.
     """
 
@@ -122,6 +124,39 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Release what it holds in this process. A server keeps running."""
+
+
+@runtime_checkable
+class ReceivesBroadcast(Engine, Protocol):
+    """An ``Engine`` that can also take weights by broadcast, bucket by bucket, from a process group's rank 0.
+
+    In order: ``join_group`` once; then for each version ``begin_update``, ``receive`` for every bucket,
+    ``end_update``, ``set_version``, ``resume_after_update``. What fails raises; its weights are unknown then.
+    """
+
+    broadcast_ranks: int
+    """Ranks that it has in the group: its tensor parallel size."""
+
+    async def leave_group(self, name: str, timeout_s: float) -> None:
+        """Leave the group, if it is in one of that name."""
+
+    async def join_group(self, group: BroadcastGroup, first_rank: int, timeout_s: float) -> None:
+        """Join the sender's group as ``first_rank`` and those that follow. Done when all have joined."""
+
+    async def begin_update(self) -> None:
+        """Stop sampling and be ready to receive. An update that a failure has left open is ended first."""
+
+    async def receive(self, bucket: BucketSpec, group_name: str, timeout_s: float) -> None:
+        """Take and load one bucket."""
+
+    async def end_update(self, timeout_s: float) -> str:
+        """All buckets came: the digest of the weights, as ``load`` gives it to ``confirm``."""
+
+    async def set_version(self, version: int) -> None:
+        """The weights that came have this version."""
+
+    async def resume_after_update(self) -> None:
+        """Sample again, unless ``pause`` holds. Requests in flight continue under the new weights."""
 
 
 class Sampler(Protocol):

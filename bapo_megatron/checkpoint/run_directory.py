@@ -35,7 +35,8 @@ _MAY_CHANGE = (
     *("parallel.", "checkpoint.", "logging.", "evaluation.", "batch."),
     *("algorithm.gap_", "algorithm.on_gap"),
     *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),
-    *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps", "rollout.sglang."),
+    *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps"),
+    *("rollout.sglang.", "rollout.custom_engine."),
 )
 _MAY_NOT_CHANGE = ("rollout.sglang.on_update",)  # tokens after new weights attend to other keys and values
 

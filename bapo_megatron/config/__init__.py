@@ -1,5 +1,6 @@
 """The configuration of a run: the dataclasses that recipes fill in, their checks, and the recipe loader."""
 
+from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.run import (
@@ -21,6 +22,7 @@ __all__ = [
     "BatchConfig",
     "CheckpointConfig",
     "DataConfig",
+    "EngineConfig",
     "EvaluationConfig",
     "LoggingConfig",
     "ModelConfig",

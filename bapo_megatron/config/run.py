@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tyro.conf import AvoidSubcommands
+
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig
+from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.config.outputs import CheckpointConfig as CheckpointConfig
 from bapo_megatron.config.outputs import EvaluationConfig as EvaluationConfig
 from bapo_megatron.config.outputs import LoggingConfig as LoggingConfig
@@ -101,8 +104,9 @@ class RolloutConfig:
     """Of sampling, and of the trained distribution."""
     max_response_tokens: int = 8192
     """Responses are cut here, with finish reason `length`."""
-    engine: Literal["local", "sglang"] = "local"
-    """`local`: in the sampler's process. `sglang`: servers, see `sglang`."""
+    engine: str = "local"
+    """`local`: in the sampler's process. `sglang`: servers, see `sglang`. Or `package.module:Name` of a
+    subclass of `bapo_megatron.rollout.engines.backend.EngineBackend`, see `custom_engine`."""
     max_batch: int = 256
     """Requests that the local engine decodes at a time."""
     drop_uniform_groups: bool = True
@@ -129,8 +133,17 @@ class RolloutConfig:
     run that keeps all of them can be replayed from its beginning. None: all."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """The servers of `engine=sglang`."""
+    custom_engine: AvoidSubcommands[EngineConfig | None] = None
+    """Settings of `engine=package.module:Name`: an `EngineConfig`, or a subclass that adds fields. A recipe
+    gives it; then its fields are flags. None: the defaults."""
     replay: Path | None = None
     """Train on the stored rollouts of this run instead of sampling (to compare layouts or losses)."""
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """Settings of the chosen engine: the field of its name, or `custom_engine`, or the defaults."""
+        chosen = self.custom_engine if ":" in self.engine else getattr(self, self.engine, None)
+        return chosen if isinstance(chosen, EngineConfig) else EngineConfig()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, get_type_hints
 
 from typeguard import TypeCheckError, check_type
 
+from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def run_problems(run: RunConfig) -> Iterator[str]:
     yield from _hold_problems(run)
     yield from _pack_problems(run)
     yield from _export_problems(run.checkpoint)
-    yield from _server_problems(run)
+    yield from _engine_problems(run)
     yield from _staleness_problems(run)
     yield from _evaluation_problems(run)
     yield from _reward_problems(run.reward, run.rollout.max_response_tokens)
@@ -108,6 +109,7 @@ _AT_LEAST: dict[str, float] = {
     "rollout.keep_steps": 0,
     "rollout.budget_tokens": 1,
     "rollout.sglang.max_in_flight": 1,
+    "rollout.custom_engine.max_in_flight": 1,
     "reward.workers": 1,
     "reward.memory_limit_mb": 256,  # an interpreter with its imports
     "reward.format_penalty": 0,
@@ -140,10 +142,11 @@ _ABOVE_ZERO = (
     "rollout.temperature",
     "rollout.sglang.memory_fraction",
     "rollout.sglang.start_minutes",
-    "rollout.sglang.bucket_mb",
-    "rollout.sglang.update_minutes",
-    "rollout.sglang.request_minutes",
-    "rollout.sglang.lost_minutes",
+    *(
+        f"rollout.{engine}.{name}"
+        for engine in ("sglang", "custom_engine")
+        for name in ("bucket_mb", "update_minutes", "request_minutes", "lost_minutes")
+    ),
     "reward.time_limit_s",
     "reward.code_case_limit_s",
     "optimizer.clip_grad",
@@ -252,20 +255,11 @@ def _evaluation_problems(run: RunConfig) -> Iterator[str]:
         )
 
 
-def _server_problems(run: RunConfig) -> Iterator[str]:
-    sglang = run.rollout.sglang
-    for url in sglang.urls:
-        if not url.startswith(("http://", "https://")):
-            yield f"rollout.sglang.urls: {url!r} is no address; write it as http://HOST:PORT"
-    if len(set(sglang.urls)) < len(sglang.urls):
-        yield f"rollout.sglang.urls names a server twice: {', '.join(sorted(sglang.urls))}"
-    if sglang.memory_fraction >= 1:
-        yield f"rollout.sglang.memory_fraction={sglang.memory_fraction} must be below 1"
-    if sglang.context is not None and sglang.context < run.longest_request:
-        yield (
-            f"rollout.sglang.context={sglang.context} is less than data.max_prompt_tokens and the longest "
-            f"response of training and evaluations together, {run.longest_request}: raise it, or leave it out"
-        )
+def _engine_problems(run: RunConfig) -> Iterator[str]:
+    for item in dataclasses.fields(run.rollout):
+        value = getattr(run.rollout, item.name)
+        if isinstance(value, EngineConfig):
+            yield from (f"rollout.{item.name}.{problem}" for problem in value.problems(run.longest_request))
 
 
 REWARD_FUNCTIONS = ("math", "code", "math_or_code")

@@ -19,16 +19,13 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.device import attention_problem, has_cuda
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.reward.functions import is_built_in, load_function
-from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
+from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.sampler.step_batches import step_path, steps_in
 from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.metrics_log import check_logging
 from bapo_megatron.trainer.sampling import load_problems, load_suites
 from bapo_megatron.trainer.sft import load_solutions
-
-_SHARED_FRACTION = 0.5
-"""The largest fraction of a GPU's memory that a server may take where the policy trains, too."""
 
 
 def check_run(config: RunConfig, read_dataset: bool = True) -> None:
@@ -114,32 +111,12 @@ def _check_context(config: RunConfig) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    """ConfigError if the run starts SGLang servers, and SGLang is not installed."""
-    sglang = config.rollout.sglang
-    if config.rollout.engine == "sglang" and config.rollout.replay is None and not sglang.urls:
-        sglang_python(sglang.python)  # or say how to install it
-        if has_cuda():
-            _check_gpus(config, torch.cuda.device_count())
-
-
-def _check_gpus(config: RunConfig, gpus: int) -> None:
-    """ConfigError if the servers that a run starts beside rank 0 lack GPUs or memory there."""
-    sglang, parallel = config.rollout.sglang, config.parallel
-    processes = data_parallel_size(parallel, launched_world_size()) * parallel.model_size
-    train, needed = min(gpus, processes), sglang.first_gpu + sglang.servers * sglang.tensor
-    taken = (
-        f"rollout.sglang.first_gpu={sglang.first_gpu}, servers={sglang.servers} and tensor={sglang.tensor} "
-        f"take GPUs {sglang.first_gpu} to {needed - 1}"
-    )
-    elsewhere = "or name servers that run elsewhere with rollout.sglang.urls"
-    if needed > gpus:
-        raise ConfigError(f"{taken}, but this machine has {gpus}: start fewer servers, {elsewhere}")
-    if sglang.first_gpu < train and sglang.memory_fraction > _SHARED_FRACTION:
-        raise ConfigError(
-            f"{taken}, and this run trains on GPUs 0 to {train - 1}: set rollout.sglang.first_gpu to {train} "
-            f"and train on fewer processes if that is too many, {elsewhere}, or share GPUs with "
-            f"rollout.sglang.memory_fraction of at most {_SHARED_FRACTION}"
-        )
+    """ConfigError if there is no such engine, or the run samples and the engine lacks what it needs."""
+    backend, parallel = engine_backend(config.rollout.engine), config.parallel
+    if config.rollout.replay is None:
+        gpus = torch.cuda.device_count() if has_cuda() else 0
+        training = data_parallel_size(parallel, launched_world_size()) * parallel.model_size if gpus else 0
+        backend.check(config.rollout, gpus, training)
 
 
 def _check_replay(config: RunConfig) -> None:

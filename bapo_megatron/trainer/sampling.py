@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import DataConfig, EvaluationConfig, RolloutConfig, RunConfig
-from bapo_megatron.config.sglang import SglangConfig
+from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.data.difficulty import within_difficulty
 from bapo_megatron.data.prompts import PromptSet, load_prompts
 from bapo_megatron.data.suites import Suite, load_suite
@@ -20,14 +19,12 @@ from bapo_megatron.interfaces import Sampler, WeightSync
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.reward.functions import ground_truth_check
-from bapo_megatron.rollout.engines.sglang.supervisor import are_local, servers_of
+from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.process import Setup
 from bapo_megatron.rollout.sampler.step_batches import ReplaySampler
-from bapo_megatron.rollout.weight_sync.broadcast import WeightBroadcast
-from bapo_megatron.rollout.weight_sync.broadcast_sync import BroadcastSync
-from bapo_megatron.rollout.weight_sync.disk import DiskSync
-from bapo_megatron.rollout.weight_sync.staging import WeightStaging
+from bapo_megatron.rollout.weight_sync.broadcast import BroadcastSync, WeightBroadcast, sender_address
+from bapo_megatron.rollout.weight_sync.disk import DiskSync, WeightStaging
 
 OnEvent = Callable[[dict[str, Any]], None]
 """Records an event: its kind and its fields."""
@@ -43,19 +40,15 @@ def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[Sampler]:
     problems = load_problems(config.data, config.reward.function, tokenizer)
     suites = load_suites(config.evaluation, config.data.max_prompt_tokens, tokenizer)
     _print_left_out(problems, config.data)
-    with ExitStack() as opened:
-        servers = None
-        if config.rollout.engine == "sglang":
-            servers = opened.enter_context(servers_of(config, has_cuda(), on_event))
+    with engine_backend(config.rollout.engine).serve(config, has_cuda(), on_event) as servers:
 
         def on_sampler_event(event: dict[str, Any]) -> None:
             on_event(event)
-            if servers:
-                servers.heed(event)
+            servers.heed(event)
 
-        urls = tuple(servers.urls if servers else ())
-        setup = Setup(config, problems, urls, str(select_device()), suites)
-        yield opened.enter_context(closing(SamplerClient(setup, on_sampler_event)))
+        setup = Setup(config, problems, tuple(servers.urls), str(select_device()), suites)
+        with closing(SamplerClient(setup, on_sampler_event)) as sampler:
+            yield sampler
 
 
 def load_problems(data: DataConfig, reward_function: str, tokenizer: Any) -> PromptSet:
@@ -93,16 +86,16 @@ def build_weight_sync(
     """
     samples = rollout.replay is None
     disk = DiskSync(sampler, WeightStaging(folder, hf_path) if sampler and samples else None)
-    if not samples or rollout.engine != "sglang" or rollout.sglang.sync != "broadcast":
+    if not samples or rollout.engine_config.sync != "broadcast":
         return disk
     if not isinstance(sampler, SamplerClient):
         return BroadcastSync(None, None, disk, on_event)
-    return BroadcastSync(sampler, _sender(rollout.sglang, policy), disk, on_event)
+    return BroadcastSync(sampler, _sender(rollout.engine_config, policy), disk, on_event)
 
 
-def _sender(sglang: SglangConfig, policy: MegatronPolicy) -> WeightBroadcast:
-    address = sglang.address or ("127.0.0.1" if are_local(sglang.urls) else socket.gethostname())
-    return WeightBroadcast(policy.device, address, sglang.bucket_mb, 60 * sglang.update_minutes)
+def _sender(engine: EngineConfig, policy: MegatronPolicy) -> WeightBroadcast:
+    timeout_s = 60 * engine.update_minutes
+    return WeightBroadcast(policy.device, sender_address(engine), engine.bucket_mb, timeout_s)
 
 
 def _print_left_out(problems: PromptSet, data: DataConfig) -> None:

@@ -21,6 +21,7 @@ from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.rollout.sampler.loop import SamplerLoop
 from bapo_megatron.rollout.sampler.scoring import GroupScorer, Scorer
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, step_path
+from bapo_megatron.runtime.run_paths import RunPaths
 
 
 class GroupSampler:
@@ -111,7 +112,7 @@ class GroupSampler:
 
     def check_engines(self) -> None:
         """Raise EnginesGone if no engine has worked for ``lost_minutes``."""
-        self._pool.check(self._rollout.sglang.lost_minutes)
+        self._pool.check(self._rollout.engine_config.lost_minutes)
 
     async def load_weights(self, folder: Path, version: int, step: int) -> None:
         """Load weights, which the updates of ``step`` made, from ``folder`` into every engine that works."""

@@ -15,7 +15,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,14 +30,12 @@ from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.data.suites import Suite
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.interfaces import Engine
 from bapo_megatron.reward.pool import RewardPool
+from bapo_megatron.rollout.engines.backend import EngineError
+from bapo_megatron.rollout.engines.broadcast_receivers import PoolBroadcast
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
-from bapo_megatron.rollout.engines.requests import Dataset, limits_of, stop_token_ids
-from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import ServerError, SglangServer, open_session
-from bapo_megatron.rollout.engines.sglang.pool_broadcast import PoolBroadcast
-from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
+from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
+from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.heartbeat import send, with_heartbeats
 from bapo_megatron.rollout.sampler.held_out import HeldOut
@@ -51,14 +49,14 @@ class Setup:
     config: RunConfig
     problems: PromptSet
     urls: tuple[str, ...]
-    """The addresses of SGLang servers; none for the local engine."""
+    """Addresses of the engines' servers; none for an engine in this process."""
     device: str
-    """The device of the local engine."""
+    """The device of an engine in this process."""
     held_out: tuple[Suite, ...] = ()
     """The suites that `config.evaluation` names."""
 
 
-_SENT_ERRORS = (ConfigError, RunStopped, EnginesGone, ServerError, OSError)
+_SENT_ERRORS = (ConfigError, RunStopped, EnginesGone, EngineError, OSError)
 """Errors that are sent to the trainer; any other ends this process, and the trainer starts it again."""
 
 
@@ -178,7 +176,7 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
             await asyncio.to_thread(pipe.recv)  # whatever the trainer calls first
             send(pipe, (*_failed(error), events))
             return
-        service = Service(sampler, PoolBroadcast(pool, setup.config.rollout.sglang), held_out, events)
+        service = Service(sampler, PoolBroadcast(pool, setup.config.rollout.engine_config), held_out, events)
         while True:
             try:
                 call = await asyncio.to_thread(pipe.recv)
@@ -199,41 +197,19 @@ async def _open(
     await reward_pool.start()
     opened.push_async_callback(reward_pool.close)
     scorer = RobustScorer(reward_pool, config.reward.failed, report)
-    engines = await open_engines(config, setup.urls, setup.device, opened)
-    local = rollout.engine == "local"
-    most = rollout.prompts_per_step * rollout.group_size * 1000 if local else rollout.sglang.max_in_flight
-    pool = EnginePool(engines, most, report, EngineTimeouts(update_s=60 * rollout.sglang.update_minutes))
-    opened.push_async_callback(pool.close)
+    rounds = engine_backend(rollout.engine).rounds
+    whole_round = rollout.prompts_per_step * rollout.group_size * 1000 if rounds else None
+    pool = await open_pool(config, setup.urls, setup.device, report, opened, whole_round)
     tokenizer = load_tokenizer(config.model.hf_path)
     dataset = Dataset(setup.problems.prompts, tokenizer, stop_token_ids(config.model.hf_path, tokenizer))
     held_out = HeldOut(config, setup.held_out, dataset, pool, scorer)
-    # The local engine's answers depend, in their last bits, on what it is asked at the same time.
+    # Where an engine samples in rounds, the last bits of its answers depend on what else it is asked.
     sampler = GroupSampler(
-        config, dataset, pool, scorer, report, rounds=local, is_held=lambda: local and held_out.is_busy
+        config, dataset, pool, scorer, report, rounds=rounds, is_held=lambda: rounds and held_out.is_busy
     )
     opened.push_async_callback(sampler.close)
     opened.callback(held_out.close)
     return sampler, pool, held_out
-
-
-async def open_engines(
-    config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack
-) -> list[Engine]:
-    """The SGLang servers at ``urls``, or the local engine on ``device`` if there are none."""
-    sglang = config.rollout.sglang
-    if not urls:
-        from bapo_megatron.rollout.engines.local.engine import (
-            LocalEngine,  # transformers takes seconds to import
-        )
-        from bapo_megatron.rollout.engines.local.model import LocalModel
-
-        model = config.model
-        load = partial(LocalModel, model.hf_path, config.rollout.max_batch, model.dtype, device)
-        return [LocalEngine(await asyncio.to_thread(load))]
-    session = await opened.enter_async_context(open_session())
-    deadlines = Deadlines(60 * sglang.request_minutes, 60 * sglang.update_minutes)
-    limits = limits_of(config.model.hf_path)
-    return [SglangEngine(SglangServer(url, session), limits, sglang.on_update, deadlines) for url in urls]
 
 
 def _note(events: list[dict[str, Any]], kind: str, **fields: Any) -> None:

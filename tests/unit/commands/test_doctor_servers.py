@@ -249,7 +249,7 @@ def test_a_check_that_breaks_is_told(demo: Callable[..., RunConfig], monkeypatch
         raise OSError("the disk is gone")
 
     monkeypatch.setattr("bapo_megatron.trainer.preflight.check_same_run", broken)
-    monkeypatch.setattr("bapo_megatron.trainer.preflight.sglang_python", lambda _given: None)
+    monkeypatch.setattr("bapo_megatron.trainer.preflight._check_engine", lambda _config: None)
     assert list(problems_of(demo())) == ["OSError in broken: the disk is gone"]
 
 

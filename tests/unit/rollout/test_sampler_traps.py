@@ -17,6 +17,7 @@ from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
 from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
 from bapo_megatron.types import GenerateRequest, Generation, Prompt
+from tests.support.receiving_engine import ReceivingEngine
 from tests.support.sampling import EOS, ScriptedEngine, World, mixed, prompt_ids
 
 
@@ -177,7 +178,7 @@ def test_a_lost_record_of_a_step_does_not_train_its_groups_twice(tmp_path: Path)
 
 def test_an_engine_that_misses_a_broadcast_is_lost(tmp_path: Path) -> None:
     async def check() -> None:
-        here, away = ScriptedEngine(mixed, "here"), ScriptedEngine(mixed, "away")
+        here, away = ReceivingEngine("here"), ReceivingEngine("away")
         world = World(tmp_path, [here, away])
         async with world.sampling() as sampler:
             await world.batch(1)

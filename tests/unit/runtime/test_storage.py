@@ -26,7 +26,7 @@ from bapo_megatron.hf.export import export_hf
 from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
 from bapo_megatron.rollout.sampler.step_batches import read_step, write_step
-from bapo_megatron.rollout.weight_sync.staging import WeightStaging
+from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.runtime.exit_codes import end_with
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
 from bapo_megatron.runtime.storage import DiskError, writing

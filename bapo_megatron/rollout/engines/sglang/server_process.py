@@ -1,4 +1,4 @@
-"""Starts and stops an SGLang server on this machine, in SGLang's own environment."""
+"""The process of an SGLang server on this machine, in SGLang's own environment."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[str]:
-    """What the recipe says of its servers, as flags of ``sglang.launch_server``, for one of them."""
+    """The flags of ``sglang.launch_server`` that a recipe gives one of its servers."""
     sglang = config.rollout.sglang
     context = sglang.context or config.longest_request
     place = (
@@ -86,7 +86,7 @@ def serve(command: ServeCommand, cuda: bool) -> NoReturn:
 
 
 def server_environment(cuda: bool, threads: int | None = None) -> dict[str, str]:
-    """Variables of the server's process: this one's, and what a CPU needs."""
+    """Environment variables of the server's process: this one's, and what a CPU needs."""
     environment = dict(os.environ)
     for name in ("PYTHONPATH", "VIRTUAL_ENV"):  # of another environment
         environment.pop(name, None)

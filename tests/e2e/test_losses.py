@@ -18,35 +18,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from bapo_megatron.algo.bapo import fixed
-from bapo_megatron.config import AlgorithmConfig, RunConfig, load_recipe
+from bapo_megatron.config import AlgorithmConfig, EvaluationConfig, RolloutConfig, RunConfig, load_recipe
 
 def recipe():
     demo = load_recipe(Path("recipes/demo_cpu.py"), RunConfig)
     algorithm = AlgorithmConfig(
         loss="tests.support.cispo_loss:Cispo", bounds=fixed(0.9, 1.1), reuse_epochs=2, updates_per_epoch=2
     )
-    return replace(demo, algorithm=algorithm)
+    rollout = RolloutConfig(
+        prompts_per_step=4, group_size=4, max_response_tokens=32, drop_uniform_groups=False
+    )
+    optimizer = replace(demo.optimizer, lr=1e-3, warmup_updates=0)
+    demo = replace(demo, steps=2, rollout=rollout, evaluation=EvaluationConfig(every=0))
+    return replace(demo, algorithm=algorithm, optimizer=optimizer)
 """
-FLAGS = (
-    *("--steps=2", "--rollout.prompts-per-step=4", "--rollout.group-size=4", "--evaluation.every=0"),
-    *("--rollout.max-response-tokens=32", "--rollout.drop-uniform-groups=False", "--reward.workers=1"),
-    *("--optimizer.lr=1e-3", "--optimizer.warmup-updates=0"),
-)
 
 
 def test_a_run_with_a_users_loss(tmp_path: Path) -> None:
     """Metrics follow CISPO: its factors lie between the bounds, and no search is logged."""
     recipe, run_dir = tmp_path / "cispo.py", tmp_path / "run"
     recipe.write_text(RECIPE)
-    command = [
-        sys.executable,
-        "-m",
-        "bapo_megatron.cli",
-        "train",
-        str(recipe),
-        *FLAGS,
-        f"--run-dir={run_dir}",
-    ]
+    command = [sys.executable, "-m", "bapo_megatron.cli", "train", str(recipe), f"--run-dir={run_dir}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     updates = read_jsonl(run_dir / "updates.jsonl")

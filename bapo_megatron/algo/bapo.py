@@ -1,4 +1,6 @@
-"""BAPO on tensors: the sums that Algorithm 1 needs, and the clipped loss. No torch.distributed.
+"""BAPO's maths on tensors: the contribution sums of Algorithm 1 and the clipped loss; re-exports the presets.
+
+Sums are additive over packs and ranks: whoever calls adds them up.
 
 Legend: ``_T`` tokens of a pack. Per token: ``r = pi_theta / pi_rollout`` (given as its logarithm), the
 advantage ``A`` and a mask, which is 0 for tokens that do not count (whatever their other fields hold,
@@ -71,7 +73,7 @@ def contribution_sums(
     mask_T: Tensor,
     config: BoundsConfig,
 ) -> Tensor:
-    """The sums of positive and negative tokens at every candidate bound, in one pass over the tokens.
+    """Contribution sums of positive and negative tokens at every candidate bound, in one pass.
 
     With ``w = mask * pi_rollout`` or ``w = mask`` (``config.weight``):
 
@@ -100,7 +102,7 @@ def contribution_sums(
 
 
 def all_measures(config: BoundsConfig) -> list[BoundsConfig]:
-    """``config``, then the same with each other combination of measure and weight."""
+    """Variants of ``config``: itself, then each other combination of measure and weight."""
     variants = [
         dataclasses.replace(config, measure=measure, weight=weight)
         for measure in get_args(Measure)
@@ -117,7 +119,7 @@ def measured_sums(
     mask_T: Tensor,
     config: BoundsConfig,
 ) -> Tensor:
-    """``contribution_sums`` of every config in ``all_measures(config)``, one after the other.
+    """Contribution sums under every measure and weight: of every config in ``all_measures(config)``.
 
     The first ``sum_count(config)`` numbers are those for ``search_bounds``; the rest is for
     ``contributions``. Costs little more than ``contribution_sums``.
@@ -129,7 +131,7 @@ def measured_sums(
 
 
 def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[str, float]:
-    """The contribution of the positive tokens at ``bounds`` under every reading of Eq. 8.
+    """Contributions of the positive tokens at ``bounds`` under every reading of Eq. 8.
 
     Args:
         sums: the (reduced) vector of ``measured_sums``.
@@ -154,7 +156,7 @@ def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[st
 
 
 def policy_loss(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
-    """Minus the clipped surrogate of Eq. 4, summed over tokens with ``mask_T`` as their weight.
+    """The PPO-clip loss: minus the clipped surrogate of Eq. 4, summed with ``mask_T`` as weight.
 
     ``loss = -sum_t mask_t min(r_t A_t, clip(r_t, c_low, c_high) A_t)``. With a dual clip ``c`` a token with
     ``A < 0`` and ``r > c`` has the value ``c A``.

@@ -1,4 +1,4 @@
-"""Who moves the entropy, who is clipped, and how ratios, probabilities and entropies hang together.
+"""Entropy and clipping diagnostics: quadrants of advantage and probability, Eq. 6, ratio profiles.
 
 The quadrants are those of the Entropy-Clip Rule (Eq. 6, Definition 1): a token has *high* probability if
 ``log pi(y) > E[log pi] = -H``, the mean over its own next-token distribution (``tokens.likely``), and its
@@ -35,7 +35,7 @@ QUADRANTS = ("negative_low", "negative_high", "positive_low", "positive_high")
 EXPANDING = ("negative_high", "positive_low")
 
 RATIO_EDGES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.98, 1.02, 1.1, 1.2, 1.5, 2.0, 3.0)
-"""Of the bins that Figs. 5 and 10 are drawn from; a bin holds its lower edge. None is at 1, where rounding
+"""Edges of the ratio bins of Figs. 5 and 10; a bin holds its lower edge. None is at 1, where rounding
 would decide."""
 
 RATIO_BINS = (
@@ -56,7 +56,7 @@ DIAGNOSTIC_SUMS = _TABLE_SUMS + len(RATIO_BINS) * len(_PROFILE)
 
 @torch.no_grad()
 def diagnostic_sums(view: PackView) -> Tensor:
-    """The sums behind ``diagnostic_metrics``: float64, additive over packs and ranks."""
+    """Sums behind ``diagnostic_metrics``: float64, additive over packs and ranks."""
     stats, batch, terms = view.stats, view.batch, view.terms
     fields = (view.log_ratio_T, batch.advantage_T, stats.log_prob_T, stats.entropy_T, batch.weight_T)
     log_ratio_T, advantage_T, log_prob_T, entropy_T, weight_T, gradient_T = unmasked(
@@ -84,7 +84,7 @@ def diagnostic_sums(view: PackView) -> Tensor:
 
 
 def diagnostic_metrics(sums: Tensor) -> Metrics:
-    """Metrics of an update from the (reduced) ``diagnostic_sums``; None where there are no tokens.
+    """Diagnostic metrics of an update from the (reduced) ``diagnostic_sums``; None where there are no tokens.
 
     - ``quadrant/Q/tokens``, ``quadrant/Q/contribution``: the quadrant's share of the tokens, and of the
       gradient's mass ``sum m g |A|``; ``quadrant/Q/clipped``: the share of its own tokens that is clipped
@@ -135,7 +135,7 @@ def _quadrant_metrics(table_CV: Tensor) -> Metrics:
 
 
 def _rule(values: Tensor, prefix: str) -> Metrics:
-    """Eq. 6 of the tokens whose sums are ``values``: as a covariance over tokens, as a mean of effects."""
+    """The entropy rule (Eq. 6) of tokens with the sums ``values``: covariance and mean effect."""
     tokens, _, _, effect, log_prob, advantage, product = values.tolist()
     covariance = None if not tokens else product / tokens - (log_prob / tokens) * (advantage / tokens)
     return {f"{prefix}/covariance": covariance, f"{prefix}/effect": _share(effect, tokens)}

@@ -1,4 +1,4 @@
-"""How far the trainer's log-probs lie from those that the engine reported, where both have the same weights.
+"""Train-inference mismatch: |log pi_trainer - log pi_engine| of tokens sampled at the present weights.
 
 Engine and trainer compute one function with different kernels, in different orders, perhaps at different
 precisions. What they differ by makes on-policy data slightly off-policy. A gap that is large or grows says
@@ -20,7 +20,7 @@ from bapo_megatron.types import Metrics
 
 _PER_OCTAVE = 4
 _EDGES = tuple(2.0 ** (number / _PER_OCTAVE) for number in range(-20 * _PER_OCTAVE, 5 * _PER_OCTAVE + 1))
-"""Nats, from 2^-20 (about 1e-6, the rounding of float32) to 32."""
+"""Histogram edges in nats, from 2^-20 (about 1e-6, the rounding of float32) to 32."""
 
 GAP_SUMS = 2 + len(_EDGES) + 1
 """Length of the vector of ``gap_sums``."""
@@ -28,7 +28,7 @@ GAP_SUMS = 2 + len(_EDGES) + 1
 
 @torch.no_grad()
 def gap_sums(log_prob_T: Tensor, rollout_log_prob_T: Tensor, same_weights_T: Tensor) -> Tensor:
-    """Count, sum and histogram of ``|log pi_trainer - log pi_rollout|``.
+    """Sums of the mismatch: count, sum and histogram of ``|log pi_trainer - log pi_rollout|``.
 
     A maximum does not add up over packs and ranks, a histogram does: its last bin that is not empty tells
     the maximum to the width of a bin.
@@ -48,10 +48,10 @@ def gap_sums(log_prob_T: Tensor, rollout_log_prob_T: Tensor, same_weights_T: Ten
 
 
 def gap_metrics(sums: Tensor) -> Metrics:
-    """Mean and maximum of the gap in nats, from the (reduced) ``gap_sums``; None if no token counts.
+    """Metrics of the mismatch: mean and maximum in nats, from (reduced) ``gap_sums``; None without tokens.
 
     The maximum is the upper edge of its bin, so it is never below the true one and at most 19 % above
-    (2^(1/4)). Gaps up to 2^-20 are told as 2^-20, gaps above 32 as inf.
+    (2^(1/4)). Gaps up to 2^-20 are reported as 2^-20, gaps above 32 as inf.
     """
     count, total, *histogram = sums.tolist()
     if not count:

@@ -1,4 +1,4 @@
-"""How old the tokens of an update are, why, and what their age does to them.
+"""Staleness metrics: how old the tokens of an update are, why, and how clipping and entropy depend on it.
 
 The staleness of a token is the number of updates between the policy that sampled it and the policy that
 trains on it. With ``v`` the version in training, ``v0`` that of the step's beginning and ``n`` the newest
@@ -26,7 +26,7 @@ from bapo_megatron.algo.measurements import Measurement, PackView
 from bapo_megatron.types import Metrics
 
 BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16+")
-"""Of total staleness, in updates. Widths double: what age does to a token grows ever more slowly."""
+"""Buckets of total staleness, in updates. Widths double: age changes a token ever more slowly."""
 
 _STARTS = (1, 2, 4, 8, 16)
 _VALUES = ("tokens", "clipped", "ratio_gap", "entropy")
@@ -41,7 +41,7 @@ AGE_METRICS = tuple(
 
 
 def age_metrics(groups: Sequence[Sequence[np.ndarray]], version: int, step_version: int) -> Metrics:
-    """Staleness of all tokens of an update, and the means of its three parts, which add up to the mean.
+    """Metrics of the staleness of an update's tokens: mean, maximum, and the means of its three parts.
 
     Args:
         groups: for each group, for each response int32 [R], the version that sampled each token.
@@ -68,7 +68,7 @@ def age_metrics(groups: Sequence[Sequence[np.ndarray]], version: int, step_versi
 
 
 def bucket_of(staleness_T: Tensor) -> Tensor:
-    """int64: the place in ``BUCKETS`` of each token, from its staleness in updates; below 0 counts as 0."""
+    """The place in ``BUCKETS`` (int64) of each token, from its staleness in updates; below 0 counts as 0."""
     return torch.bucketize(staleness_T, _starts(staleness_T.device), right=True)
 
 
@@ -81,12 +81,12 @@ def _starts(device: torch.device) -> Tensor:
 def bucket_sums(
     staleness_T: Tensor, live_T: Tensor, clipped_T: Tensor, log_ratio_T: Tensor, entropy_T: Tensor
 ) -> Tensor:
-    """Sums over the tokens of each bucket: how many, how many clipped, |log ratio|, entropy.
+    """Sums over the tokens of each staleness bucket: tokens, clipped tokens, |log ratio|, entropy.
 
     Args:
         staleness_T: integer, in updates. Below 0 counts as 0 (rollouts of another run may be newer).
         live_T: bool, the tokens that count.
-        clipped_T: bool, those that the bounds clip.
+        clipped_T: bool, the tokens that the loss clips.
         log_ratio_T: log of the loss's ratio, nats.
         entropy_T: nats.
 
@@ -102,7 +102,7 @@ def bucket_sums(
 
 
 def bucket_metrics(sums: Tensor) -> Metrics:
-    """``staleness/BUCKET/...`` from the (reduced) ``bucket_sums``.
+    """Metrics ``staleness/BUCKET/...`` from the (reduced) ``bucket_sums``.
 
     ``tokens`` is the bucket's share of all tokens (0 where there are none); ``clipped``, ``ratio_gap`` and
     ``entropy`` are means over the bucket's tokens, None where it has none.

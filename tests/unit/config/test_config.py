@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,22 @@ def test_a_step_ends_as_it_began(tmp_path: Path) -> None:
     slower = dataclasses.replace(reused, algorithm=run.algorithm)
     check_partial_step(changed_settings(slower), slower)
     assert changed_settings(dataclasses.replace(run, run_dir=tmp_path / "new")) == []
+
+
+def test_a_run_from_before_there_were_losses_has_bapo(tmp_path: Path) -> None:
+    """Its config.json has no ``algorithm.loss``: it goes on with BAPO's, and with no other."""
+    run = dataclasses.replace(GOOD, run_dir=tmp_path)
+    store_config(run)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["config"].pop("algorithm.loss") == "bapo"
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    check_same_run(run)
+    assert changed_settings(run) == []
+    other = dataclasses.replace(run, algorithm=AlgorithmConfig(loss="mine:Loss"))
+    with pytest.raises(ConfigError, match="algorithm.loss: 'bapo' in the run, 'mine:Loss' now"):
+        check_same_run(other)
+    assert changed_settings(other) == [("algorithm.loss", "bapo", "mine:Loss")]
 
 
 def test_a_run_directory_of_another_format_is_refused(tmp_path: Path) -> None:

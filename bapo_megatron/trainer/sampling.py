@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import DataConfig, EvaluationConfig, RolloutConfig, RunConfig
-from bapo_megatron.config.sglang import SglangConfig
 from bapo_megatron.data.difficulty import within_difficulty
 from bapo_megatron.data.prompts import PromptSet, load_prompts
 from bapo_megatron.data.suites import Suite, load_suite
@@ -42,7 +41,10 @@ def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[Sampler]:
     tokenizer = load_tokenizer(config.model.hf_path)
     problems = load_problems(config.data, config.reward.function, tokenizer)
     suites = load_suites(config.evaluation, config.data.max_prompt_tokens, tokenizer)
-    _print_left_out(problems, config.data)
+    if problems.too_long:
+        print(f"left out {problems.too_long} prompts of more than {config.data.max_prompt_tokens} tokens")
+    if left_out := problems.found - len(problems.prompts):
+        print(f"left out {left_out} prompts by their {config.data.difficulty}")
     with ExitStack() as opened:
         servers = None
         if config.rollout.engine == "sglang":
@@ -97,16 +99,7 @@ def build_weight_sync(
         return disk
     if not isinstance(sampler, SamplerClient):
         return BroadcastSync(None, None, disk, on_event)
-    return BroadcastSync(sampler, _sender(rollout.sglang, policy), disk, on_event)
-
-
-def _sender(sglang: SglangConfig, policy: MegatronPolicy) -> WeightBroadcast:
+    sglang = rollout.sglang
     address = sglang.address or ("127.0.0.1" if are_local(sglang.urls) else socket.gethostname())
-    return WeightBroadcast(policy.device, address, sglang.bucket_mb, 60 * sglang.update_minutes)
-
-
-def _print_left_out(problems: PromptSet, data: DataConfig) -> None:
-    if problems.too_long:
-        print(f"left out {problems.too_long} prompts of more than {data.max_prompt_tokens} tokens")
-    if left_out := problems.found - len(problems.prompts):
-        print(f"left out {left_out} prompts by their {data.difficulty}")
+    sender = WeightBroadcast(policy.device, address, sglang.bucket_mb, 60 * sglang.update_minutes)
+    return BroadcastSync(sampler, sender, disk, on_event)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 MANIFEST = "manifest.json"
@@ -52,119 +51,62 @@ def step_leftovers(folder: Path, suffix: str = "") -> Iterator[Path]:
     return folder.glob(f".step_*{suffix}")
 
 
-@dataclass(frozen=True)
 class RunPaths:
     """The paths in the run directory ``root``."""
 
-    root: Path
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration, with the format's version."""
-        return self.root / "config.json"
-
-    @property
-    def lock(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.lock = root / ".lock"
         """The file that the only writer holds locked."""
-        return self.root / ".lock"
-
-    @property
-    def metrics(self) -> Path:
-        """The metrics of each step, as JSON lines."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def updates(self) -> Path:
-        """The metrics of each update, as JSON lines."""
-        return self.root / "updates.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """The metrics of each evaluation during training, as JSON lines."""
-        return self.root / "evaluations.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """What happened to the run, with UTC times, as JSON lines."""
-        return self.root / "events.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
+        self.config = root / "config.json"
+        """The resolved configuration, with the format's version."""
+        self.metrics = root / "metrics.jsonl"
+        """The metrics of each step."""
+        self.updates = root / "updates.jsonl"
+        """The metrics of each update."""
+        self.evaluations = root / "evaluations.jsonl"
+        """The metrics of each evaluation during training."""
+        self.events = root / "events.jsonl"
+        """What happened to the run, with UTC times."""
+        self.tensorboard = root / "tensorboard"
         """TensorBoard's event files."""
-        return self.root / "tensorboard"
-
-    @property
-    def wandb_id(self) -> Path:
+        self.wandb_id = root / "wandb_id"
         """The id of the Weights & Biases run."""
-        return self.root / "wandb_id"
-
-    @property
-    def journal(self) -> Path:
-        """The sampler's write-ahead log and the batch of each step."""
-        return self.root / "journal"
-
-    @property
-    def weights(self) -> Path:
-        """The Hugging Face folder of the weights that the engines load."""
-        return self.root / "weights"
-
-    @property
-    def checkpoints(self) -> Path:
+        self.journal = root / "journal"
+        """The sampler's write-ahead log, and the batch of each step."""
+        self.weights = root / "weights"
+        """The weights that the engines load, as a Hugging Face folder."""
+        self.checkpoints = root / CHECKPOINTS
         """The checkpoints, a folder each."""
-        return self.root / CHECKPOINTS
+        self.evaluation = root / "evaluation"
+        """The responses to held-out problems, a file for each evaluated step."""
+        self.export = root / "export"
+        """The final policy, as a Hugging Face folder."""
+        self.step_exports = root / "exports"
+        """Checkpoints as Hugging Face folders."""
+        self.report = root / "report"
+        """The page and plots of ``bapo report``."""
+        self.logs = root / "logs"
+        """Logs of servers, and of Slurm jobs (JOB/RESTART/)."""
+        self.engines = root / "engines"
+        """The addresses of a Slurm job's rollout servers, a file each."""
+        self.slurm_state = root / "slurm.state"
+        """The state of the run's Slurm job, as name=value lines."""
+        self.stop = root / "stop"
+        """The file that asks a Slurm job not to come back."""
 
     def checkpoint(self, step: int, updates: int = 0) -> Path:
         """The checkpoint after ``step``, or after ``updates`` of the step after it."""
         return self.checkpoints / step_name(step, updates)
 
-    @property
-    def evaluation(self) -> Path:
-        """The responses to held-out problems, a file for each evaluated step."""
-        return self.root / "evaluation"
-
     def evaluation_responses(self, step: int) -> Path:
         """The responses to held-out problems at the weights of ``step``, as JSON lines."""
         return self.evaluation / f"{step_name(step)}.jsonl"
-
-    @property
-    def export(self) -> Path:
-        """The Hugging Face folder of the final policy."""
-        return self.root / "export"
-
-    @property
-    def step_exports(self) -> Path:
-        """The Hugging Face folders of checkpoints."""
-        return self.root / "exports"
 
     def step_export(self, step: int) -> Path:
         """The Hugging Face folder of the checkpoint of ``step``."""
         return self.step_exports / step_name(step)
 
-    @property
-    def report(self) -> Path:
-        """The page and pictures of ``bapo report``."""
-        return self.root / "report"
-
-    @property
-    def logs(self) -> Path:
-        """Logs of servers, and of Slurm jobs (JOB/RESTART/)."""
-        return self.root / "logs"
-
     def server_log(self, number: int) -> Path:
         """The log of a rollout server that the run started."""
         return self.logs / f"server-{number}.log"
-
-    @property
-    def engines(self) -> Path:
-        """The addresses of a Slurm job's rollout servers, a file each."""
-        return self.root / "engines"
-
-    @property
-    def slurm_state(self) -> Path:
-        """The state of the run's Slurm job, as name=value lines."""
-        return self.root / "slurm.state"
-
-    @property
-    def stop(self) -> Path:
-        """The file that asks a Slurm job not to come back."""
-        return self.root / "stop"

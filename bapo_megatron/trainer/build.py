@@ -24,7 +24,6 @@ from bapo_megatron.trainer.resume import (
     ResumePoint,
     check_restored,
     find_resume_point,
-    restore,
 )
 from bapo_megatron.trainer.sampling import build_weight_sync, open_sampler
 
@@ -64,7 +63,10 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
     policy = build_policy(config)
     clip_bounds = Clipping(config.algorithm, config.batch.hold_forwards)
     point = find_resume_point(config)
-    restore(point, policy, clip_bounds)
+    saved = point.checkpoint
+    if saved:
+        policy.load(saved.policy, saved.trainer["version"])
+        clip_bounds.load_state(saved.trainer["clipping"])
     with ExitStack() as opened:
         recorder = exports = sampler = None
         if is_main():
@@ -75,13 +77,13 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
         store = _checkpoint_store(config, point, exports)
         if recorder and point.has_work:
             sampler = opened.enter_context(open_sampler(config, recorder.event))
-            sampler.start(point.first_step, point.sampler_state)
+            sampler.start(point.first_step, saved.trainer["sampler"] if saved else None)
         on_event = recorder.event if recorder else lambda _event: None
         sync = build_weight_sync(
             config.rollout, paths.weights, config.model.hf_path, policy, sampler, on_event
         )
-        if point.checkpoint and point.has_work:
-            check_restored(config, policy, sampler, point.checkpoint)
+        if saved and point.has_work:
+            check_restored(config, policy, sampler, saved)
         sync.push(policy, point.first_step - 1)
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
         yield Run(
@@ -117,9 +119,10 @@ def _recorder(config: RunConfig, point: ResumePoint) -> Iterator[Recorder]:
 
 def _checkpoint_store(config: RunConfig, point: ResumePoint, exports: StepExports | None) -> CheckpointStore:
     """The checkpoints of a run; on rank 0 the exports of those that have none yet are begun."""
+    newest = point.checkpoint.moment if point.checkpoint else (0, 0)
     if exports is None:
-        return CheckpointStore(config.directory, config.checkpoint, point.moment)
+        return CheckpointStore(config.directory, config.checkpoint, newest)
     scores = evaluation_means(config.directory)
-    store = CheckpointStore(config.directory, config.checkpoint, point.moment, scores, exports.is_using)
+    store = CheckpointStore(config.directory, config.checkpoint, newest, scores, exports.is_using)
     exports.resume(store.steps())
     return store

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from datetime import timedelta
-from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import Protocol, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -51,14 +50,6 @@ class Progress:
     def close(self) -> None:
         """Leave the last state on the screen and release the terminal."""
         self._view.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _View(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bapo_megatron.checkpoint.reader import Checkpoint, latest_checkpoint
 from bapo_megatron.checkpoint.resume_check import fingerprint_differences, state_fingerprint
@@ -13,8 +13,6 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ResumeError
 from bapo_megatron.interfaces import Policy, Sampler
 from bapo_megatron.runtime.distributed import is_main, share
-from bapo_megatron.runtime.run_paths import Moment
-from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.trainer.metrics_log import evaluation_means
 from bapo_megatron.types import Metrics
 
@@ -34,31 +32,14 @@ class ResumePoint:
 
     checkpoint: Checkpoint | None
     """None for a new run."""
+    first_step: int
+    """The step to train next: 1 for a new run."""
+    partial_step: PartialStep | None
+    """The part of the first step that the checkpoint holds; None if it was written between steps."""
     has_work: bool
     """Whether steps are left, or the evaluation of the last one."""
     changed: list[Change]
     """Settings that differ from those that the run was stored with."""
-
-    @property
-    def moment(self) -> Moment:
-        """The steps and updates that the checkpoint holds."""
-        return self.checkpoint.moment if self.checkpoint else (0, 0)
-
-    @property
-    def first_step(self) -> int:
-        """The step to train next: 1 for a new run."""
-        return self.moment[0] + 1
-
-    @property
-    def partial_step(self) -> PartialStep | None:
-        """The part of the first step that the checkpoint holds; None if it was written between steps."""
-        stored = self.checkpoint and self.checkpoint.trainer["within"]
-        return PartialStep(*stored) if stored else None
-
-    @property
-    def sampler_state(self) -> dict[str, Any] | None:
-        """The sampler's state in the checkpoint."""
-        return self.checkpoint.trainer["sampler"] if self.checkpoint else None
 
 
 def find_resume_point(config: RunConfig) -> ResumePoint:
@@ -69,19 +50,13 @@ def find_resume_point(config: RunConfig) -> ResumePoint:
     if is_main():
         clear_leftovers(config.directory)
     latest = latest_checkpoint(config.directory)
-    steps_left = latest is None or latest.step < config.steps
-    has_work = steps_left or share(is_main() and _lacks_last_evaluation(config, latest))
-    point = ResumePoint(latest, has_work, share(changed_settings(config) if is_main() else None))
-    if point.partial_step:
-        check_partial_step(point.changed, config)
-    return point
-
-
-def restore(point: ResumePoint, policy: Policy, clip_bounds: Clipping) -> None:
-    """Load the checkpoint's state into the policy and the clipping bounds. Collective."""
-    if saved := point.checkpoint:
-        policy.load(saved.policy, saved.trainer["version"])
-        clip_bounds.load_state(saved.trainer["clipping"])
+    first_step = latest.step + 1 if latest else 1
+    partial = PartialStep(*latest.trainer["within"]) if latest and latest.trainer["within"] else None
+    has_work = first_step <= config.steps or share(is_main() and _lacks_last_evaluation(config, latest))
+    changed = share(changed_settings(config) if is_main() else None)
+    if partial:
+        check_partial_step(changed, config)
+    return ResumePoint(latest, first_step, partial, has_work, changed)
 
 
 def check_restored(config: RunConfig, policy: Policy, sampler: Sampler | None, saved: Checkpoint) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import DataConfig, EvaluationConfig, RolloutConfig, RunConfig
-from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.data.difficulty import within_difficulty
 from bapo_megatron.data.prompts import PromptSet, load_prompts
 from bapo_megatron.data.suites import Suite, load_suite
@@ -39,7 +38,10 @@ def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[Sampler]:
     tokenizer = load_tokenizer(config.model.hf_path)
     problems = load_problems(config.data, config.reward.function, tokenizer)
     suites = load_suites(config.evaluation, config.data.max_prompt_tokens, tokenizer)
-    _print_left_out(problems, config.data)
+    if problems.too_long:
+        print(f"left out {problems.too_long} prompts of more than {config.data.max_prompt_tokens} tokens")
+    if left_out := problems.found - len(problems.prompts):
+        print(f"left out {left_out} prompts by their {config.data.difficulty}")
     with engine_backend(config.rollout.engine).serve(config, has_cuda(), on_event) as servers:
 
         def on_sampler_event(event: dict[str, Any]) -> None:
@@ -90,16 +92,7 @@ def build_weight_sync(
         return disk
     if not isinstance(sampler, SamplerClient):
         return BroadcastSync(None, None, disk, on_event)
-    return BroadcastSync(sampler, _sender(rollout.engine_config, policy), disk, on_event)
-
-
-def _sender(engine: EngineConfig, policy: MegatronPolicy) -> WeightBroadcast:
+    engine = rollout.engine_config
     timeout_s = 60 * engine.update_minutes
-    return WeightBroadcast(policy.device, sender_address(engine), engine.bucket_mb, timeout_s)
-
-
-def _print_left_out(problems: PromptSet, data: DataConfig) -> None:
-    if problems.too_long:
-        print(f"left out {problems.too_long} prompts of more than {data.max_prompt_tokens} tokens")
-    if left_out := problems.found - len(problems.prompts):
-        print(f"left out {left_out} prompts by their {data.difficulty}")
+    sender = WeightBroadcast(policy.device, sender_address(engine), engine.bucket_mb, timeout_s)
+    return BroadcastSync(sampler, sender, disk, on_event)

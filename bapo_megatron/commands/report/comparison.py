@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +78,7 @@ def with_unique_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """The runs; to a name that several have, the name of the run's folder is added."""
     names = [run.name for run in runs]
     return [
-        RunRecord(
-            run.run_dir,
-            run.steps,
-            run.updates,
-            run.events,
-            run.config | {"name": f"{run.name} ({run.run_dir.resolve().name})"},
-        )
+        replace(run, config=run.config | {"name": f"{run.name} ({run.run_dir.resolve().name})"})
         if names.count(run.name) > 1
         else run
         for run in runs

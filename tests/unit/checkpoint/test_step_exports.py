@@ -166,7 +166,7 @@ def test_zero_exports_nothing(tmp_path: Path, model: Path, policy: Path) -> None
 def endless(owner: Owner, policy: Path) -> Owner:
     """The checkpoint of step 10 has a manifest that nobody writes: who reads it waits."""
     save(owner.store, 10, copy_of(policy), {})
-    manifest = owner.store.folder / "step_000010/manifest.json"
+    manifest = owner._folder / "step_000010/manifest.json"
     manifest.unlink()
     os.mkfifo(manifest)
     return owner
@@ -233,7 +233,7 @@ def test_a_failure_is_an_event_and_the_next_one_goes_on(
     owner: Owner, halted: psutil.Process, capfd: pytest.CaptureFixture[str]
 ) -> None:
     owner.reach(20)
-    (owner.store.folder / "step_000010/policy/common.pt").unlink()
+    (owner._folder / "step_000010/policy/common.pt").unlink()
     halted.resume()
     owner.wait()
     failed = owner.events[-3]

@@ -180,7 +180,7 @@ def _value(ended: Ended | None) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """The inverse of `sandbox_child._plain`; an object that equals nothing for what that has no form for."""
+    """The inverse of `sandbox.child._plain`; an object that equals nothing for what that has no form for."""
     if not isinstance(value, list):
         return value
     kind, items = value

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 
-from bapo_megatron.runtime.child_process import Child, ChildError, spread
+from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, with_import_path
 
 COMMAND = (sys.executable, "-m", "bapo_megatron.reward.worker")
 
@@ -24,7 +24,7 @@ class MathVerifyProcess:
     """The child, started with the first question. Any thread may ask; one question at a time."""
 
     def __init__(self) -> None:
-        self._child: Child | None = None
+        self._child: AnsweringChild | None = None
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self.failures = 0
@@ -47,7 +47,7 @@ class MathVerifyProcess:
         with self._lock:
             if self._child is None or self._owner != os.getpid():  # a fork must not share the pipes
                 self._owner = os.getpid()
-                self._child = Child(COMMAND, spread(os.environ))
+                self._child = AnsweringChild(COMMAND, with_import_path(os.environ))
                 self._child.ask(None, START_LIMIT_S)  # it compares, and scores nothing
             try:
                 return bool(self._child.ask(question, TIME_LIMIT_S))

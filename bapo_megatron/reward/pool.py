@@ -22,7 +22,7 @@ from bapo_megatron.reward.functions import is_built_in
 from bapo_megatron.reward.math_verify_process import COMMAND, START_LIMIT_S
 from bapo_megatron.reward.penalties import overlong_penalty
 from bapo_megatron.reward.scratch import Scratch, remove_abandoned
-from bapo_megatron.runtime.child_process import Child, ChildError, ChildTimeout, spread
+from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, ChildTimeout, with_import_path
 from bapo_megatron.types import Prompt
 
 Failure = Literal["raised", "time", "died", "not finite"]
@@ -139,7 +139,7 @@ class _Worker:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._child: Child | None = None
+        self._child: AnsweringChild | None = None
         self._scratch: Scratch | None = None
         self._given_up = False
         self._changing = threading.Lock()
@@ -151,7 +151,9 @@ class _Worker:
                 raise ChildError("the pool was closed")
             self._scratch = scratch = Scratch()
             try:
-                self._child = child = Child(COMMAND, spread({**os.environ, "TMPDIR": scratch.path}))
+                self._child = child = AnsweringChild(
+                    COMMAND, with_import_path({**os.environ, "TMPDIR": scratch.path})
+                )
             except BaseException:
                 self._remove_scratch()
                 raise

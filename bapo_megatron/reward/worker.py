@@ -22,7 +22,7 @@ from bapo_megatron.reward import functions
 from bapo_megatron.reward import math_verify_compare as comparison
 from bapo_megatron.reward.penalties import format_penalty
 from bapo_megatron.reward.sandbox.sandbox import Sandbox, SandboxError
-from bapo_megatron.runtime import lifeline
+from bapo_megatron.runtime.processes import die_with_parent
 
 Answerer = Callable[[dict[str, Any]], Any]
 
@@ -32,7 +32,7 @@ DETAIL_CHARACTERS = 500
 
 def main() -> None:
     """Serve questions until the input ends."""
-    lifeline.end_with(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     for number in (signal.SIGUSR1, signal.SIGTERM):  # told to every process of a job: the trainer's business
         signal.signal(number, lambda *_: None)
     questions, answers = _private_channel()

@@ -21,6 +21,7 @@ from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFail
 from bapo_megatron.runtime.exit_codes import end_with
 from bapo_megatron.runtime.out_of_memory import death
 from bapo_megatron.runtime.preemption import SIGNALS
+from bapo_megatron.runtime.processes import die_with_parent
 
 T = TypeVar("T")
 
@@ -99,6 +100,7 @@ def run_processes(
 def _entry(
     rank: int, worker: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str]
 ) -> None:
+    die_with_parent()  # torch asks for SIGINT, which a command started by nohup ignores
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
     try:

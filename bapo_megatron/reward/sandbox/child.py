@@ -17,19 +17,19 @@ import types
 from json import dumps
 from typing import Any
 
-from bapo_megatron.reward.sandbox import isolation as sandbox_walls
-from bapo_megatron.runtime import lifeline
+from bapo_megatron.reward.sandbox import isolation
+from bapo_megatron.runtime.processes import die_with_parent
 
 STANDARD_OUTPUT, TOLD = 1, 3
 
 
-def main(lifeline_end: int) -> None:
+def main(lifeline: int) -> None:
     """Make the walls, then serve the cases of one source."""
-    lifeline.end_with(lifeline_end)
+    die_with_parent(lifeline)
     for number in (signal.SIGUSR1, signal.SIGTERM):  # told to every process of a job: the trainer's business
         signal.signal(number, lambda *_: None)
     job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
-    notes = sandbox_walls.separate(job["box"])
+    notes = isolation.separate(job["box"])
     os.chdir(job["box"])
     server = os.fork()
     if server:
@@ -38,8 +38,9 @@ def main(lifeline_end: int) -> None:
             os.close(descriptor)
         os.waitpid(server, 0)
         os._exit(0)
-    sandbox_walls.die_with_parent()
-    missing = sandbox_walls.filter_note()
+    die_with_parent()
+    isolation.be_untraceable()
+    missing = isolation.filter_note()
     job["filters"] = not missing
     _answer(notes + missing)
     for line in iter(sys.stdin.buffer.readline, b""):
@@ -78,7 +79,7 @@ def _run(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
 def _content(descriptor: int) -> str:
     with open(descriptor, "rb", closefd=False) as file:
         file.seek(0)
-        return file.read(sandbox_walls.OUTPUT_BYTES).decode(errors="replace")
+        return file.read(isolation.OUTPUT_BYTES).decode(errors="replace")
 
 
 # --- the fork of a case --------------------------------------------------------------------------
@@ -98,7 +99,7 @@ def _be_alone(given: int, printed: int, told: int) -> None:
 
 def _be_the_case(job: dict[str, Any], case: dict[str, Any], token: str) -> None:
     """Run the source; then end as a script would, or tell the value of the case's expression."""
-    sandbox_walls.close_in(job["box"], job["memory_mb"], job["cpu_s"], job["filters"])
+    isolation.close_in(job["box"], job["memory_mb"], job["cpu_s"], job["filters"])
     expression = case["expression"]
     module = types.ModuleType("__main__" if expression is None else "solution")
     sys.modules["__main__"] = sys.modules[module.__name__] = module

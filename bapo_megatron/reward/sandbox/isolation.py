@@ -1,6 +1,6 @@
 """What keeps tested code inside: namespaces, resource limits, a filter of system calls, an audit hook.
 
-Runs in the sandbox's own process (sandbox_child.py) and imports nothing but the standard library. Each wall
+Runs in the sandbox's own process (child.py) and imports nothing but the standard library. Each wall
 that this kernel does not permit is said in a note; the others stand without it.
 """
 
@@ -10,7 +10,6 @@ import ctypes
 import errno
 import os
 import resource
-import signal
 import struct
 import sys
 from typing import Any
@@ -21,7 +20,7 @@ CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET, CLONE_THREAD = 0x20000000, 0x40000000, 0x00010000
 MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 0x4000, 1 << 18
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, SYS_MOUNT_SETATTR = -100, 0x8000, 1, 442
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION_3 = 0x20080522
 
@@ -103,9 +102,8 @@ def _close_file_system(box: str) -> None:
         _called(LIBC.mount(b"tmpfs", os.fsencode(box), b"tmpfs", flags, options), "mount tmpfs")
 
 
-def die_with_parent() -> None:
-    """Be killed when the parent ends; untraceable by those that come after."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def be_untraceable() -> None:
+    """Keep the processes that run tested code from tracing this one (PR_SET_DUMPABLE)."""
     LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 

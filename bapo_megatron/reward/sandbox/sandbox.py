@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import bapo_megatron
-from bapo_megatron.runtime.child_process import Child, ChildError
+from bapo_megatron.runtime.child_process import AnsweringChild, ChildError
 
 START_LIMIT_S = 20.0
 """For an interpreter and its walls on a busy machine."""
@@ -41,9 +41,9 @@ class Ended:
     code: int
     """Exit code; negative for a signal."""
     output: str
-    """What was printed, up to `sandbox_walls.OUTPUT_BYTES`."""
+    """What was printed, up to `isolation.OUTPUT_BYTES`."""
     value: str | None
-    """JSON of the expression's value, see `sandbox_child._plain`; None if it gave none."""
+    """JSON of the expression's value, see `child._plain`; None if it gave none."""
 
 
 class Sandbox:
@@ -64,7 +64,7 @@ class Sandbox:
         root = str(Path(bapo_megatron.__file__).resolve().parents[1])
         command = [sys.executable, "-I", "-B", "-X", "utf8", "-c", _BEGIN, root]
         try:
-            self._child = Child(command, _environment(box), Path(box), quiet=True)
+            self._child = AnsweringChild(command, _environment(box), Path(box), quiet=True)
         except BaseException:
             self._box.cleanup()
             raise

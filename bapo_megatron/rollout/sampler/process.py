@@ -42,6 +42,7 @@ from bapo_megatron.rollout.sampler.heartbeat import answering, tell
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.loop import GroupSampler
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
+from bapo_megatron.runtime.processes import die_with_parent
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def _failed(error: Exception) -> tuple[str, str, str]:
 
 def main() -> None:
     """The process, from its setup to the end of the pipe."""
+    die_with_parent()  # also where it is stopped, or hangs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what Ctrl-C means
     for number in (signal.SIGUSR1, signal.SIGTERM):  # Slurm may tell every process of a job to stop
         signal.signal(number, lambda *_: None)

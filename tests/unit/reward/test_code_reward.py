@@ -478,7 +478,7 @@ def test_without_namespaces_the_second_line_holds(monkeypatch: pytest.MonkeyPatc
     """A kernel that permits neither namespaces nor a filter, played by the bootstrap."""
     begin = sandbox_module._BEGIN.replace(
         "del sys",
-        "from bapo_megatron.reward import sandbox_walls as w\n"
+        "from bapo_megatron.reward.sandbox import isolation as w\n"
         "w.separate, w.filter_note = lambda box: ['no namespaces'], lambda: ['no filter']\ndel sys",
     )
     monkeypatch.setattr(sandbox_module, "_BEGIN", begin)

@@ -224,7 +224,7 @@ async def main():
     pool = RewardPool(RewardConfig(function=SCORE, workers=2), 100)
     await pool.start()
     texts = (f"{kind} {sys.argv[1]}/{kind}" for kind in ("hold", "child"))
-    await asyncio.gather(*(pool.judge(prompt(), text, 1) for text in texts))
+    await asyncio.gather(*(pool.score(prompt(), text, 1) for text in texts))
 
 asyncio.run(main())
 """

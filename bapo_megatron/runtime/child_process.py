@@ -111,7 +111,9 @@ class ChildProcess:
         """End it and its process group, and, if it is guarded, all that it has started."""
         if self._guarded and self.process.poll() is None:
             processes.kill_descendants(self.pid, _UNKILLABLE_S)
-            self.process.send_signal(signal.SIGCONT)  # if it was stopped: the guardian collects them, and ends
+            self.process.send_signal(
+                signal.SIGCONT
+            )  # if it was stopped: the guardian collects them, and ends
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_UNKILLABLE_S)
         with suppress(ProcessLookupError, PermissionError):

@@ -66,7 +66,7 @@ def guard(lifeline: int, command: Sequence[str]) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, changes)
         die_with_parent(parent=guardian)
         try:
-            os.execvp(command[0], command)
+            os.execvp(command[0], list(command))
         except OSError as error:
             print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(127)

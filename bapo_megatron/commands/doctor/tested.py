@@ -1,7 +1,8 @@
 """Which versions are permitted, and which were tested.
 
 The tests' versions are in ``constraints.txt``, those of SGLang's environment in
-``rollout/engines/sglang_cpu/requirements.txt``; both are installed with the package, and `make` installs from them.
+``rollout/engines/sglang_cpu/requirements.txt``; both are installed with the package, and `make` installs
+from them.
 What is permitted is in the metadata of this package (``setup.py``).
 """
 

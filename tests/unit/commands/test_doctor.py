@@ -94,7 +94,7 @@ MODULES = [*sorted(Path(machine.__file__).parent.glob("*.py")), *(Path(m.__file_
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: p.name)
 def test_the_doctor_starts_where_nothing_is_installed(path: Path) -> None:
-    """Imports at the top of its modules are the standard library's, its own, errors.py, and child processes."""
+    """Imports at the top of its modules are the standard library's, its own, and a few that do the same."""
     shared = {"bapo_megatron.errors", "bapo_megatron.runtime", *(m.__name__ for m in RUNS_CHILDREN)}
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):

@@ -337,7 +337,7 @@ FORGERIES = {
     "written result": WRITES.format("4"),
     "patched builtins": "import builtins, json\nfor name in ('bool', 'isinstance', 'eval', 'compile'):\n"
     "    setattr(builtins, name, lambda *_, **__: True)\njson.dumps = lambda *_: '4'\ndouble = lambda x: 5",
-    "patched harness": "import __main__, sys\n__main__._tell = sys.modules.get('bapo_megatron')\n"
+    "patched harness": "import __main__, sys\n__main__._write_value = sys.modules.get('bapo_megatron')\n"
     "import bapo_megatron.reward.sandbox.child as s\ns._plain = lambda _: 4",
 }
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.accounts import check_run
 from tests.support.metrics import results
-from tests.support.processes import sampler_of
+from tests.support.processes import heed_ctrl_c, sampler_of
 from tests.support.raw_journal import keeping_logs
 from tests.support.small_disk import fill, small_disk
 
@@ -61,7 +61,12 @@ def start(run_dir: Path, *flags: str, launcher: tuple[str, ...] = ()) -> subproc
     )
     command = [*bapo, "train", "recipes/demo_cpu.py", *SHORT, f"--run-dir={run_dir}", *flags]
     return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=heed_ctrl_c,
     )
 
 

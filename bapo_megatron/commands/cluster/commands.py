@@ -40,7 +40,7 @@ def status_command(arguments: Sequence[str]) -> None:
     """``bapo status RUN [--watch]``."""
     from bapo_megatron.commands.cluster.status import read_status
     from bapo_megatron.commands.cluster.status_text import render
-    from bapo_megatron.runtime.deadline import NoAnswer, within
+    from bapo_megatron.runtime.child_process import NoAnswer, within
 
     run, switches = _run_and_switches("status", arguments, "--watch")
     while True:

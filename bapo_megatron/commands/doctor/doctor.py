@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.commands.doctor.child import one_line
 from bapo_megatron.commands.doctor.machine import Disk, machine_rows
 from bapo_megatron.commands.doctor.namespaces import namespace_rows
 from bapo_megatron.commands.doctor.packages import package_rows
 from bapo_megatron.commands.doctor.recipe import Facts, examine
-from bapo_megatron.commands.doctor.rows import Row
+from bapo_megatron.commands.doctor.rows import Row, one_line
 from bapo_megatron.commands.doctor.servers import server_rows
 from bapo_megatron.commands.doctor.sglang import sglang_rows
 from bapo_megatron.commands.doctor.table import as_json, lines, verdict

@@ -8,7 +8,8 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.commands.doctor.child import one_line, within
+from bapo_megatron.commands.doctor.rows import one_line
+from bapo_megatron.runtime.child_process import within
 
 DEADLINE_S = 10.0
 _MOST_BYTES = 8 << 20

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.commands.doctor.child import one_line, within
-from bapo_megatron.commands.doctor.rows import Row
+from bapo_megatron.commands.doctor.rows import Row, one_line
+from bapo_megatron.runtime.child_process import within
 
 SECTION = "machine"
 DISK_DEADLINE_S = 10.0

@@ -12,8 +12,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from bapo_megatron.commands.doctor.child import one_line, run_module
-from bapo_megatron.commands.doctor.rows import Row, missing
+from bapo_megatron.commands.doctor.rows import Row, missing, one_line
+from bapo_megatron.runtime.child_process import run_module
 
 SECTION = "code sandbox"
 DEADLINE_S = 20.0
@@ -36,7 +36,7 @@ _SWITCHES = (
 
 def namespace_rows(required: bool) -> Iterator[Row]:
     """One row for each kind. ``required``: the recipe's reward runs programs."""
-    child = run_module("namespaces", [], DEADLINE_S)
+    child = run_module("bapo_megatron.commands.doctor.namespaces", [], DEADLINE_S)
     try:
         errors = json.loads(child.output)
     except ValueError:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from bapo_megatron.commands.doctor.child import one_line, run_child, run_module
-from bapo_megatron.commands.doctor.rows import Row, missing
+from bapo_megatron.commands.doctor.rows import Row, missing, one_line
 from bapo_megatron.commands.doctor.tested import TRAINING, Permitted, canonical, permitted, pins
+from bapo_megatron.runtime.child_process import run_command, run_module
 
 SECTION = "training"
 IMPORT_DEADLINE_S = 120.0
@@ -122,7 +122,7 @@ def try_imports(modules: Sequence[str], deadline_s: float = IMPORT_DEADLINE_S) -
     found: dict[str, Import] = {}
     end = time.monotonic() + deadline_s
     while left := [name for name in modules if name not in found]:
-        child = run_module("probe", left, max(end - time.monotonic(), _LEAST_S))
+        child = run_module("bapo_megatron.commands.doctor.probe", left, max(end - time.monotonic(), _LEAST_S))
         for line in child.output.splitlines():
             answer = json.loads(line)
             found[answer["module"]] = Import(answer["error"] and one_line(answer["error"]), answer["facts"])
@@ -171,7 +171,7 @@ def gpu_row(facts: Mapping[str, Any], driver: list[str]) -> Row:
 
 def driver_gpus() -> list[str]:
     """The GPUs that the driver lists, by name; none where there is no driver."""
-    child = run_child(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], 20.0)
+    child = run_command(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], 20.0)
     return [line.strip() for line in child.output.splitlines() if line.strip()] if not child.ended else []
 
 

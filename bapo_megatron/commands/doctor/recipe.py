@@ -17,9 +17,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.commands.doctor.child import one_line, run_module
-from bapo_megatron.commands.doctor.rows import Row
+from bapo_megatron.commands.doctor.rows import Row, one_line
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.child_process import run_module
 
 if TYPE_CHECKING:
     from bapo_megatron.config import RunConfig
@@ -56,7 +56,7 @@ def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[Row], Facts | None
     """A row for each problem, or one that says there is none. ConfigError if a flag is wrong."""
     if not recipe.is_file():
         raise ConfigError(f"recipe {recipe} does not exist")
-    child = run_module("recipe", [str(recipe), *flags], DEADLINE_S)
+    child = run_module("bapo_megatron.commands.doctor.recipe", [str(recipe), *flags], DEADLINE_S)
     if child.code == 2:
         raise ConfigError((child.errors or child.ended).strip())
     try:

@@ -1,4 +1,4 @@
-"""One line of the report."""
+"""The rows of the report, and the text of errors in them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ class Row:
     def __post_init__(self) -> None:
         if self.state == "ok":
             object.__setattr__(self, "fix", "")
+
+
+def one_line(error: object, limit: int = 200) -> str:
+    """An error as one short line, with its type where it says nothing itself."""
+    named = " ".join(str(error).split()) or type(error).__name__
+    return named if len(named) <= limit else f"{named[: limit - 1]}…"
 
 
 def missing(required: bool) -> State:

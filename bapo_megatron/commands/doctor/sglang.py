@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from bapo_megatron.commands.doctor.child import one_line, run_child
-from bapo_megatron.commands.doctor.rows import Row, missing
+from bapo_megatron.commands.doctor.rows import Row, missing, one_line
 from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, pins
+from bapo_megatron.runtime.child_process import run_command
 
 SECTION = "SGLang"
 DEADLINE_S = 30.0
@@ -38,7 +38,7 @@ def sglang_rows(required: bool, given: Path | None = None) -> Iterator[Row]:
     except Exception as error:  # ConfigError, or whatever a broken package of this environment raises
         yield Row(SECTION, "interpreter", missing(required), one_line(error), use, "make sglang")
         return
-    child = run_child([str(python), "-I", "-c", _ASK, *PACKAGES], DEADLINE_S)
+    child = run_command([str(python), "-I", "-c", _ASK, *PACKAGES], DEADLINE_S)
     versions = _versions(child.output)
     if child.ended or versions is None:
         found = f"{_shown(python)}: {one_line(child.reason() or 'no answer')}"

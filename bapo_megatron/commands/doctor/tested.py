@@ -1,7 +1,8 @@
 """Which versions are permitted, and which were tested.
 
 The tests' versions are in ``constraints.txt``, those of SGLang's environment in
-``rollout/sglang_cpu/requirements.txt``; both are installed with the package, and `make` installs from them.
+``rollout/engines/sglang_cpu/requirements.txt``; both are installed with the package, and `make` installs
+from them.
 What is permitted is in the metadata of this package (``setup.py``).
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[2]
 TRAINING = _PACKAGE / "constraints.txt"
-SGLANG = _PACKAGE / "rollout/sglang_cpu/requirements.txt"
+SGLANG = _PACKAGE / "rollout/engines/sglang_cpu/requirements.txt"
 
 
 def pins(path: Path) -> dict[str, str]:

@@ -40,6 +40,7 @@ from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.heartbeat import send, with_heartbeats
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
+from bapo_megatron.runtime.processes import die_with_parent
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ def _failed(error: Exception) -> tuple[str, str, str]:
 
 def main() -> None:
     """Run the process, from its setup to the end of the pipe."""
+    die_with_parent()  # also where it is stopped, or hangs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what Ctrl-C means
     for number in (signal.SIGUSR1, signal.SIGTERM):  # Slurm may tell every process of a job to stop
         signal.signal(number, lambda *_: None)

@@ -18,7 +18,7 @@ from bapo_megatron.commands.cluster.slurm_client import read_job_state
 from bapo_megatron.commands.cluster.status import read_status, tail_rows, writer
 from bapo_megatron.commands.cluster.status_text import ago, render
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.deadline import within
+from bapo_megatron.runtime.child_process import within
 
 NOW = 1_800_000_000.0
 STATE = "job=41\nrestart=2\nstatus=running\nend=1800003600\nnodes=n1 n2\nexcluded=n3\ncrash=1\ntime_limit=4\n"

@@ -92,7 +92,6 @@ class ServerSupervisor:
         """Why it is to be ended and started again."""
         self._may_hang = False
         """It has taken requests, or had the time to: from now on silence is no longer its start."""
-        # A process that was told to end with its parent ends with the thread that started it.
         self._thread = threading.Thread(target=self._keep, name=f"server-{number}", daemon=True)
         self._thread.start()
         self._kept.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,14 +20,17 @@ from safetensors.torch import load_file
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.accounts import check_run
+from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo
 from tests.support.metrics import results
+from tests.support.once import made_once
 from tests.support.processes import sampler_of
 from tests.support.raw_journal import keeping_logs
 from tests.support.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
+Command = ForkedCommand | subprocess.Popen[bytes]
+LIMIT_S = 900
 SHORT = [
     "--steps=5",
     "--checkpoint.every=2",
@@ -53,20 +57,27 @@ REQUIRED = {
 }
 
 
-def start(run_dir: Path, *flags: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
-    bapo = (
-        [sys.executable, "-m", "bapo_megatron.cli"]
-        if not launcher
-        else [*launcher, "-m", "bapo_megatron.cli"]
-    )
-    command = [*bapo, "train", "recipes/demo_cpu.py", *SHORT, f"--run-dir={run_dir}", *flags]
+def start(run_dir: Path, *flags: str, launcher: tuple[str, ...] = ()) -> Command:
+    """``bapo train`` with the short demo, forked; or in interpreters that ``launcher`` starts."""
+    words = ["train", "recipes/demo_cpu.py", *SHORT, f"--run-dir={run_dir}", *flags]
+    if not launcher:
+        return start_bapo(*words)
     return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        [*launcher, "-m", "bapo_megatron.cli", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 
-def finish(process: subprocess.Popen[bytes]) -> str:
-    output = process.communicate(timeout=400)[0].decode()
+def output_of(process: Command) -> str:
+    """All that it says until its end, which on a busy machine may be minutes away."""
+    return process.communicate(timeout=LIMIT_S)[0].decode()
+
+
+def finish(process: Command) -> str:
+    output = output_of(process)
     assert process.returncode == 0, output[-3000:]
     return output
 
@@ -84,15 +95,17 @@ def exported(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "export/model.safetensors")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was never stopped."""
-    run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    with audited(run_dir):
-        output = finish(start(run_dir))
-    assert "step 5/5" in output
-    assert "reward 0." in output
-    return run_dir
+    """A run that was never stopped, of an interpreter of its own: forked ones must make the same bits."""
+
+    def make(folder: Path) -> None:
+        with audited(folder / "run"):
+            output = finish(start(folder / "run", launcher=(sys.executable,)))
+        assert "step 5/5" in output
+        assert "reward 0." in output
+
+    return made_once(tmp_path_factory, "whole", make) / "run"
 
 
 def test_the_bounds_move(whole: Path) -> None:
@@ -230,7 +243,7 @@ def test_a_full_disk_stops_the_run_and_room_continues_it(
         process = start(run_dir)
         wait_for_steps(process, run_dir, 1)
         ballast = fill(disk, leave_kilobytes)
-        output = process.communicate(timeout=200)[0].decode()
+        output = output_of(process)
         assert process.returncode == 3, output[-3000:]
         assert f"could not be written to {run_dir}" in output
         assert "No space left on device (" in output or "a file was cut short (" in output
@@ -248,7 +261,7 @@ def test_two_ranks_end_with_one_message_when_a_checkpoint_fails(tmp_path: Path) 
         process = start(disk / "run", "--parallel.tensor=2")
         wait_for_steps(process, disk / "run", 1)
         fill(disk, 2500)
-        output = process.communicate(timeout=200)[0].decode()
+        output = output_of(process)
     assert process.returncode == 3, output[-3000:]
     assert output.count("stopped: ") == 1
     assert "could not be written to " in output
@@ -280,7 +293,7 @@ def test_ctrl_c_says_how_to_go_on(whole: Path, tmp_path: Path) -> None:
     process = start(run_dir)
     wait_for_steps(process, run_dir, 2)
     os.killpg(process.pid, signal.SIGINT)
-    output = process.communicate(timeout=60)[0].decode()
+    output = output_of(process)
     assert process.returncode == 130
     assert "the same command continues from its last checkpoint" in output
     assert "Traceback" not in output
@@ -288,10 +301,10 @@ def test_ctrl_c_says_how_to_go_on(whole: Path, tmp_path: Path) -> None:
     assert results(run_dir) == results(whole)
 
 
-def wait_for_steps(process: subprocess.Popen[bytes], run_dir: Path, steps: int) -> None:
+def wait_for_steps(process: Command, run_dir: Path, steps: int) -> None:
     """Until the metrics of ``steps`` steps are on disk, and from three on a checkpoint too."""
     log, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + LIMIT_S
     while (
         not log.exists()
         or log.read_bytes().count(b"\n") < steps
@@ -302,10 +315,11 @@ def wait_for_steps(process: subprocess.Popen[bytes], run_dir: Path, steps: int) 
         time.sleep(0.02)
 
 
-def test_a_finished_run_has_nothing_left_to_do(whole: Path) -> None:
-    before = results(whole)
-    finish(start(whole))
-    assert results(whole) == before
+def test_a_finished_run_has_nothing_left_to_do(whole: Path, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
+    finish(start(run_dir))
+    assert results(run_dir) == results(whole)
+    assert "resume" not in {row["kind"] for row in read_jsonl(run_dir / "events.jsonl")}
 
 
 def check_like(run_dir: Path, whole: Path) -> None:
@@ -350,7 +364,7 @@ def test_a_gap_stops_the_run_when_asked_and_else_warns(tmp_path: Path) -> None:
     run_dir = tmp_path / "gap"
     flags = ["--steps=2", "--parallel.data=2", "--algorithm.gap-max-limit=1e-9"]
     process = start(run_dir, *flags, "--algorithm.on-gap=stop")
-    output = process.communicate(timeout=200)[0].decode()
+    output = output_of(process)
     assert process.returncode == 2, output[-2000:]
     assert "error: step 1: engine and trainer differ" in output
     assert "Traceback" not in output
@@ -367,7 +381,7 @@ def test_sigint_to_the_command_alone_stops_its_processes(tmp_path: Path) -> None
     process = start(run_dir, "--parallel.tensor=2")
     wait_for_steps(process, run_dir, 1)
     os.kill(process.pid, signal.SIGINT)
-    output = process.communicate(timeout=60)[0].decode()
+    output = output_of(process)
     assert process.returncode == 130, output[-2000:]
     with pytest.raises(ProcessLookupError):
         for _ in range(100):  # the sampler ends when it notices that the trainer has
@@ -381,7 +395,7 @@ def test_one_run_directory_has_one_run(whole: Path, tmp_path: Path) -> None:
     wait_for_steps(first, run_dir, 1)
     os.killpg(first.pid, signal.SIGSTOP)  # so that it cannot end while the second starts
     second = start(run_dir, "--parallel.tensor=2")
-    output = second.communicate(timeout=200)[0].decode()
+    output = output_of(second)
     os.killpg(first.pid, signal.SIGCONT)
     assert second.returncode == 2, output[-2000:]
     assert "another process is writing to the run" in output

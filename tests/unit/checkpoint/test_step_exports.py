@@ -400,7 +400,7 @@ def test_the_end_of_a_run_waits_and_then_deletes_what_was_held(
 
 def test_who_waits_at_the_end_can_be_told_to_stop(owner: Owner, halted: psutil.Process) -> None:
     run = run_with(owner)
-    run.interrupt = Told(at=1)  # type: ignore[assignment]
+    run.preemption = Told(at=1)  # type: ignore[assignment]
     owner.store.newest = (20, 0)
     with pytest.raises(Preempted, match="saved after step 20"):
         wait_for_exports(run)

@@ -17,6 +17,7 @@ from torch import Tensor
 from bapo_megatron.rollout.weight_sync.broadcast import BroadcastError, WeightBroadcast
 from bapo_megatron.types import BroadcastGroup, BucketSpec
 from benchmarks.receiver import ReceiverProcess
+from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.distributed
 
@@ -155,7 +156,7 @@ def test_a_group_beside_the_default_one(start: Any, sender: WeightBroadcast) -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("lost", slow_but([0, 1, 2], 1))
 def test_a_receiver_is_lost(number: int, lost: int, start: Any, sender: WeightBroadcast) -> None:
     """Whichever it is: gloo sends along a tree, in which receivers pass data on."""
     receivers = start(3)

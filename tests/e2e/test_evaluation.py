@@ -20,7 +20,7 @@ from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo
 from tests.support.processes import servers_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 POLICY = ROOT / "recipes/demo/policy"
 PROBLEMS, SAMPLES = 30, 4
@@ -101,6 +101,7 @@ def test_killed_torn_and_continued(suites: Path, tmp_path: Path) -> None:
     assert "difference +0.0 points" in compared
 
 
+@pytest.mark.slow
 def test_real_servers(suites: Path, tmp_path: Path) -> None:
     try:
         sglang_python()

@@ -14,7 +14,7 @@ from tests.e2e.test_runs import ROOT, finish, start, wait_for_steps
 from tests.support.metrics import results
 from tests.support.small_disk import freezable_disk, freeze
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 MINUTE_S = 60.0
 
 

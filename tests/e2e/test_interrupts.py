@@ -17,6 +17,7 @@ from tests.e2e.test_runs import ROOT, check_like, exported, finish, output_of, s
 from tests.support.metrics import results
 from tests.support.once import made_once
 from tests.support.processes import ranks_of
+from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.e2e
 
@@ -30,7 +31,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_once(tmp_path_factory, "alone", make) / "run"
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_but([signal.SIGUSR1, signal.SIGTERM], signal.SIGUSR1))
 def test_a_signal_saves_within_a_step_and_the_run_goes_on(
     number: signal.Signals, alone: Path, tmp_path: Path
 ) -> None:
@@ -63,6 +64,7 @@ def test_a_job_that_is_about_to_end_makes_no_update_that_it_cannot_save(
     assert not (tmp_path / "late/checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_processes(alone: Path, tmp_path: Path) -> None:
     """One, then two, then four, on the same rollouts: to tolerance what two made of them."""
     run_dir, replay = tmp_path / "moved", f"--rollout.replay={alone}"
@@ -74,6 +76,7 @@ def test_a_run_goes_on_with_other_processes(alone: Path, tmp_path: Path) -> None
     assert [(row["step"], row["processes"]) for row in resumed] == [(3, 2), (5, 4)]
 
 
+@pytest.mark.slow
 def test_another_recipe_is_refused_and_allowed_when_named(tmp_path: Path) -> None:
     run_dir = tmp_path / "changed"
     finish(start(run_dir, "--steps=2"))
@@ -123,6 +126,7 @@ def _sign(checkpoint: Path, name: str) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_prints_its_stacks_and_ends(tmp_path: Path) -> None:
     """One rank is stopped: the other waits for it in a collective, and its watchdog ends it."""
     run_dir = tmp_path / "hung"

@@ -26,6 +26,7 @@ from tests.support.once import made_once
 from tests.support.processes import sampler_of
 from tests.support.raw_journal import keeping_logs
 from tests.support.small_disk import fill, small_disk
+from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.e2e
 
@@ -147,7 +148,7 @@ def test_the_export_loads_in_transformers(whole: Path) -> None:
     assert torch.isfinite(model(ids).logits).all()
 
 
-@pytest.mark.parametrize("killed_after", [1, 3])
+@pytest.mark.parametrize("killed_after", slow_but([1, 3], 3))
 def test_kill_9_and_restart_end_bitwise_equal(killed_after: int, whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
     with audited(run_dir):
@@ -182,6 +183,7 @@ def test_kill_9_of_the_sampler_costs_nothing(whole: Path, tmp_path: Path) -> Non
     assert kinds.count("sampler_died") == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_is_evaluated_computes_the_same(whole: Path, tmp_path: Path) -> None:
     """Killed behind its second evaluation, and continued. The best of the evaluated checkpoints stays."""
     run_dir, suite = tmp_path / "evaluated", tmp_path / "sums.jsonl"
@@ -211,6 +213,7 @@ def test_a_run_that_is_evaluated_computes_the_same(whole: Path, tmp_path: Path) 
     assert names == {f"step_{best:06d}", "step_000005"}
 
 
+@pytest.mark.slow
 def test_the_last_evaluation_is_made_again_if_it_was_cut(tmp_path: Path) -> None:
     """As a kill leaves it: the last step is saved, its evaluation is not written. Once there, it stays."""
     run_dir, suite = tmp_path / "run", tmp_path / "sums.jsonl"
@@ -233,7 +236,7 @@ def test_the_last_evaluation_is_made_again_if_it_was_cut(tmp_path: Path) -> None
     assert (log.read_bytes(), responses.stat().st_mtime_ns) == made
 
 
-@pytest.mark.parametrize("leave_kilobytes", [0, 2500])
+@pytest.mark.parametrize("leave_kilobytes", slow_but([0, 2500], 2500))
 def test_a_full_disk_stops_the_run_and_room_continues_it(
     leave_kilobytes: int, whole: Path, tmp_path: Path
 ) -> None:
@@ -255,6 +258,7 @@ def test_a_full_disk_stops_the_run_and_room_continues_it(
         assert results(run_dir, "updates.jsonl") == results(whole, "updates.jsonl")
 
 
+@pytest.mark.slow
 def test_two_ranks_end_with_one_message_when_a_checkpoint_fails(tmp_path: Path) -> None:
     """Only one of them knows what has failed."""
     with small_disk(tmp_path / "disk", 40 * 2**10) as disk:
@@ -268,6 +272,7 @@ def test_two_ranks_end_with_one_message_when_a_checkpoint_fails(tmp_path: Path) 
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_lagged_bounds_come_back(whole: Path, tmp_path: Path) -> None:
     """They follow from the update before, which a continuation has not made."""
     flags = [f"--rollout.replay={whole}", "--algorithm.bounds.scope=lagged", "--steps=4"]
@@ -343,6 +348,7 @@ def test_four_processes_agree_on_the_same_rollouts(whole: Path, tmp_path: Path) 
     assert json.loads((run_dir / "config.json").read_text())["config"]["parallel.tensor"] == 2
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_same_program(whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "torchrun"
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -359,6 +365,7 @@ def test_the_trainers_log_probs_are_the_engines(whole: Path, tmp_path: Path) -> 
     assert all(row["rollout/engine_gap_mean"] < 1e-4 for row in results(run_dir))
 
 
+@pytest.mark.slow
 def test_a_gap_stops_the_run_when_asked_and_else_warns(tmp_path: Path) -> None:
     """No maximum is told below 1e-6, so this limit is always passed."""
     run_dir = tmp_path / "gap"

@@ -15,7 +15,7 @@ from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.forked_commands import ForkedCommand, start_bapo
 from tests.support.processes import servers_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 SHORT = ["--steps=3", "--rollout.prompts-per-step=6", "--rollout.group-size=4", "--checkpoint.every=1"]
 
@@ -32,6 +32,7 @@ def start(run_dir: Path, *flags: str) -> ForkedCommand:
     return start_bapo("train", "recipes/demo_sglang_cpu.py", *SHORT, f"--run-dir={run_dir}", *flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["disk", "broadcast"])
 def test_two_servers_sample_what_the_policy_trains_on(tmp_path: Path, sync: str) -> None:
     """Killed after its second step, continued; the servers end with the run however it ends."""

@@ -72,6 +72,7 @@ def commands(script: str) -> list[str]:
     return [line for line in script.splitlines() if line and not line.startswith("#")]
 
 
+@pytest.mark.slow
 def test_a_real_run_on_two_nodes_and_then_on_one(cluster: Cluster, run: Path) -> None:
     """Two gloo processes, tensor parallel between the nodes; the probe's all-reduce before them. Another job
     continues it on one node."""

@@ -60,17 +60,16 @@ class ForkServer:
                 os.killpg(pid, signal.SIGKILL)
 
     def _fork(self, request: dict[str, object], output: int, told: int) -> list[str] | None:
-        parent = os.getpid()
+        parent, teller = os.getpid(), socket.socket(fileno=told)
         pid = os.fork()
         if pid == 0:
             os.setsid()
             die_with_parent(parent=parent)
-            os.close(told)
+            with teller:
+                teller.send(str(os.getpid()).encode())  # not before it leads its session
             self._become(request, output)
             return request["arguments"]  # type: ignore[return-value]
         os.close(output)
-        teller = socket.socket(fileno=told)
-        teller.send(str(pid).encode())
         self._running[os.pidfd_open(pid)] = (pid, teller)
         return None
 

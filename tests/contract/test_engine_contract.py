@@ -78,13 +78,15 @@ def tensors(folder: Path) -> list[tuple[str, Tensor]]:
     return [(name, tensor.detach().clone()) for name, tensor in reference_model(folder).named_parameters()]
 
 
-def in_thread(engine: BlockingEngine, requests: list[GenerateRequest]) -> Future[list[Generation]]:
-    """Begin to generate and return while it runs."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(engine.generate, requests)
-    pool.shutdown(wait=False)
-    time.sleep(0.4)
-    return future
+def generating(engine: BlockingEngine, requests: list[GenerateRequest]) -> Future[list[Generation]]:
+    """Begin to generate, and return when tokens have been sampled: of requests that were sent later, all.
+
+    They must leave room in the batch.
+    """
+    running = engine.begin(requests)
+    for number in range(2):  # the second is sent when the engine has the others for certain
+        engine.generate([request(f"probe {number}", new=5)])
+    return running
 
 
 # --- what an answer is ---------------------------------------------------------------------------
@@ -271,9 +273,9 @@ def test_a_malformed_request_is_named_and_harms_nothing(
 
 def test_abort_returns_partial_tokens(start: Start, make_model: MakeModel) -> None:
     folder = make_model("qwen2")
-    engine = start(folder)
+    engine = start(folder, max_batch=16)
     asked = [request("short", new=3), *[request(i, seed=i, new=FOREVER) for i in range(8)]]
-    running = in_thread(engine, asked)
+    running = generating(engine, asked)
     engine.abort()
     short, *victims = running.result(timeout=600)
     assert short.finish_reason == "length"
@@ -287,8 +289,10 @@ def test_abort_returns_partial_tokens(start: Start, make_model: MakeModel) -> No
 def test_requests_that_have_not_begun_return_no_token(start: Start, make_model: MakeModel) -> None:
     engine = start(make_model("qwen2"))
     engine.pause()
-    running = in_thread(engine, [request(i, new=FOREVER) for i in range(8)])
-    engine.abort()
+    running = engine.begin([request(i, new=FOREVER) for i in range(8)])
+    while not running.done():  # an abort may overtake them on their way
+        engine.abort()
+        time.sleep(0.2)
     answers = running.result(timeout=600)
     assert {(len(a.token_ids_R), a.finish_reason) for a in answers} == {(0, "abort")}
     engine.resume()
@@ -305,7 +309,7 @@ def test_aborted_responses_can_be_continued(kind: EngineKind, start: Start, make
     if not kind.seeded:
         pytest.skip(f"{kind.name} does not promise seeded sampling")
     engine = start(make_model("qwen2"))
-    running = in_thread(engine, [request(new=FOREVER, seed=11)])
+    running = generating(engine, [request(new=FOREVER, seed=11)])
     engine.abort()
     (part,) = running.result(timeout=600)
     done = part.token_ids_R[:20].tolist()
@@ -321,7 +325,7 @@ def test_pause_and_resume(start: Start, make_model: MakeModel) -> None:
     undisturbed = engine.generate(asked)
     enough = 2 * (time.monotonic() - before) + 0.3
     engine.pause()
-    running = in_thread(engine, asked)
+    running = engine.begin(asked)
     time.sleep(enough)
     assert not running.done()
     engine.resume()
@@ -332,7 +336,7 @@ def test_pause_and_resume(start: Start, make_model: MakeModel) -> None:
 
 def test_pause_holds_requests_in_flight(start: Start, make_model: MakeModel) -> None:
     engine = start(make_model("qwen2"))
-    running = in_thread(engine, [request(new=FOREVER)])
+    running = generating(engine, [request(new=FOREVER)])
     engine.pause()
     time.sleep(0.2)
     engine.update_weights(tensors(make_model("qwen2", seed=1)), 9)
@@ -398,9 +402,9 @@ def test_tokens_carry_the_version_that_sampled_them(start: Start, make_model: Ma
     old, new = make_model("qwen2"), make_model("qwen2", seed=1)
     engine = start(old)
     asked = request(new=FOREVER)
-    running = in_thread(engine, [asked])
+    running = generating(engine, [asked])
     engine.update_weights(tensors(new), 7)
-    time.sleep(0.3)
+    engine.generate([request("probe", new=5)])
     engine.abort()
     (answer,) = running.result(timeout=600)
     versions = answer.versions_R.tolist()
@@ -478,7 +482,7 @@ def test_many_threads_at_once(start: Start, make_model: MakeModel) -> None:
 
 def test_close_ends_what_runs(start: Start, make_model: MakeModel) -> None:
     engine = start(make_model("qwen2"))
-    running = in_thread(engine, [request(new=FOREVER)])
+    running = generating(engine, [request(new=FOREVER)])
     engine.close()
     assert running.result(timeout=600)[0].finish_reason == "abort"
     with pytest.raises(RuntimeError, match="closed"):

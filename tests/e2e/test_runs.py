@@ -391,7 +391,7 @@ def test_sigint_to_the_command_alone_stops_its_processes(tmp_path: Path) -> None
     output = output_of(process)
     assert process.returncode == 130, output[-2000:]
     with pytest.raises(ProcessLookupError):
-        for _ in range(100):  # the sampler ends when it notices that the trainer has
+        for _ in range(3000):  # the sampler ends when it notices that the trainer has
             os.killpg(process.pid, 0)  # nobody of its group is left
             time.sleep(0.1)
 

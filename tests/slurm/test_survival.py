@@ -31,7 +31,7 @@ def test_the_time_limit_is_met_with_a_checkpoint_and_a_requeue(cluster: Cluster,
     job = submit(
         cluster, run, "colocated.sbatch", [*ONE, *limits], stand_in(steps=40, step_s=1), BAPO_LEAD_S="15"
     )
-    assert job.wait(150)["JobState"] == "COMPLETED", job.log()
+    assert job.wait()["JobState"] == "COMPLETED", job.log()
     assert set(requeues(job)) == {"time_limit"}
     assert job.events("signal")[0]["signal"] == "USR1"
     assert 0 < job.events("signal")[0]["seconds_left"] < 60

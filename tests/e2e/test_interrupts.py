@@ -13,22 +13,13 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
-from tests.e2e.test_runs import ROOT, check_like, exported, finish, output_of, start, wait_for_steps
+from tests.support.forked_commands import ROOT
 from tests.support.metrics import results
-from tests.support.once import made_once
 from tests.support.processes import ranks_of
+from tests.support.short_runs import TWO, check_like, exported, finish, output_of, start, wait_for_steps
 from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.e2e
-
-TWO = ("--parallel.data=2",)
-
-
-@pytest.fixture(scope="session")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two processes that was left alone."""
-    make = lambda folder: finish(start(folder / "run", *TWO))  # noqa: E731
-    return made_once(tmp_path_factory, "alone", make) / "run"
 
 
 @pytest.mark.parametrize("number", slow_but([signal.SIGUSR1, signal.SIGTERM], signal.SIGUSR1))

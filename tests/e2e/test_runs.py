@@ -6,42 +6,24 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
-from tests.support.accounts import check_run
-from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo
+from tests.support.forked_commands import ROOT
 from tests.support.metrics import results
-from tests.support.once import made_once
 from tests.support.processes import sampler_of
-from tests.support.raw_journal import keeping_logs
+from tests.support.short_runs import audited, check_like, exported, finish, output_of, start, wait_for_steps
 from tests.support.small_disk import fill, small_disk
 from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.e2e
 
-Command = ForkedCommand | subprocess.Popen[bytes]
-LIMIT_S = 900
-SHORT = [
-    "--steps=5",
-    "--checkpoint.every=2",
-    "--evaluation.every=0",
-    "--rollout.prompts-per-step=6",
-    "--rollout.group-size=4",
-    "--optimizer.warmup-updates=20",  # the schedule's place must come back, too
-    "--optimizer.lr=2e-4",  # so that ratios leave 1, and the bounds move
-    "--algorithm.bounds.target=0.65",
-]
 REQUIRED = {
     "step",
     "reward/mean",
@@ -56,57 +38,6 @@ REQUIRED = {
     "time/step_s",
     "time/tokens_per_s",
 }
-
-
-def start(run_dir: Path, *flags: str, launcher: tuple[str, ...] = ()) -> Command:
-    """``bapo train`` with the short demo, forked; or in interpreters that ``launcher`` starts."""
-    words = ["train", "recipes/demo_cpu.py", *SHORT, f"--run-dir={run_dir}", *flags]
-    if not launcher:
-        return start_bapo(*words)
-    return subprocess.Popen(
-        [*launcher, "-m", "bapo_megatron.cli", *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def output_of(process: Command) -> str:
-    """All that it says until its end, which on a busy machine may be minutes away."""
-    return process.communicate(timeout=LIMIT_S)[0].decode()
-
-
-def finish(process: Command) -> str:
-    output = output_of(process)
-    assert process.returncode == 0, output[-3000:]
-    return output
-
-
-@contextmanager
-def audited(run_dir: Path) -> Iterator[None]:
-    """When the run is over, its journal is held to its rules."""
-    kept = run_dir.with_name("kept")
-    with keeping_logs(run_dir / "journal", kept):
-        yield
-    assert check_run(run_dir, kept).totals()["trained"] > 0
-
-
-def exported(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "export/model.safetensors")
-
-
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was never stopped, of an interpreter of its own: forked ones must make the same bits."""
-
-    def make(folder: Path) -> None:
-        with audited(folder / "run"):
-            output = finish(start(folder / "run", launcher=(sys.executable,)))
-        assert "step 5/5" in output
-        assert "reward 0." in output
-
-    return made_once(tmp_path_factory, "whole", make) / "run"
 
 
 def test_the_bounds_move(whole: Path) -> None:
@@ -306,38 +237,11 @@ def test_ctrl_c_says_how_to_go_on(whole: Path, tmp_path: Path) -> None:
     assert results(run_dir) == results(whole)
 
 
-def wait_for_steps(process: Command, run_dir: Path, steps: int) -> None:
-    """Until the metrics of ``steps`` steps are on disk, and from three on a checkpoint too."""
-    log, checkpoints = run_dir / "metrics.jsonl", run_dir / "checkpoints"
-    deadline = time.monotonic() + LIMIT_S
-    while (
-        not log.exists()
-        or log.read_bytes().count(b"\n") < steps
-        or (steps >= 3 and not list(checkpoints.glob("step_*")))
-    ):
-        assert process.poll() is None, process.communicate()[0].decode()[-3000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_a_finished_run_has_nothing_left_to_do(whole: Path, tmp_path: Path) -> None:
     run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
     finish(start(run_dir))
     assert results(run_dir) == results(whole)
     assert "resume" not in {row["kind"] for row in read_jsonl(run_dir / "events.jsonl")}
-
-
-def check_like(run_dir: Path, whole: Path) -> None:
-    """Same bounds, and the same metrics to tolerance."""
-    for ours, theirs in zip(results(run_dir), results(whole), strict=True):
-        assert ours["bapo/clip_low"] == theirs["bapo/clip_low"]
-        assert ours["bapo/clip_high"] == theirs["bapo/clip_high"]
-        for name in ("policy/entropy", "policy/grad_norm", "policy/kl", "policy/loss", "bapo/contribution"):
-            assert ours[name] == pytest.approx(theirs[name], rel=5e-3, abs=1e-5), name
-        assert ours["reward/mean"] == theirs["reward/mean"]
-    [first, *_], [theirs, *_] = (results(run, "updates.jsonl") for run in (run_dir, whole))
-    for name in ("policy/entropy", "policy/grad_norm", "policy/loss", "bapo/contribution"):
-        assert first[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
 
 
 def test_four_processes_agree_on_the_same_rollouts(whole: Path, tmp_path: Path) -> None:

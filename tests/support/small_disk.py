@@ -57,11 +57,15 @@ def freezable_disk(folder: Path, megabytes: int) -> Iterator[Path]:
         image.unlink()
 
 
-def freeze(disk: Path, seconds: float) -> subprocess.Popen[bytes]:
-    """Whatever writes to the disk hangs for so long. It thaws by itself, also if the test is killed."""
-    script = 'fsfreeze --freeze "$0" && echo frozen && sleep "$1"; fsfreeze --unfreeze "$0"'
+def freeze(disk: Path, limit_s: float) -> subprocess.Popen[bytes]:
+    """Whatever writes to the disk hangs until the process's stdin closes, or for so long.
+
+    So it thaws also if the test is killed, which is why no guardian ends the process.
+    """
+    script = 'fsfreeze --freeze "$0" && echo frozen && timeout "$1" cat; fsfreeze --unfreeze "$0"'
     process = subprocess.Popen(
-        ["sh", "-c", script, str(disk), str(seconds)],
+        ["sh", "-c", script, str(disk), str(limit_s)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
         env=unguarded(),

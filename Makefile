@@ -1,5 +1,10 @@
-# `make demo` and `make test` set everything up by themselves.
+# `make demo`, `make check`, `make test` and `make test-slow` set everything up by themselves.
 #
+#   make check      lint, types, unit and property tests: the loop of every day
+#   make test       all but what is slow
+#   make test-slow  what is slow: many kills, frozen disks, every family and temperature, long jobs
+#
+#   PYTEST_FLAGS="..."   more flags for pytest, e.g. -x, -k NAME, "-n 4" instead of a worker for each core
 #   PYTHON=python3.11     interpreter for the virtual environment (3.11 or newer)
 #   TORCH_FLAGS="..."     flags for pip when it installs torch, e.g. an index of CPU builds
 
@@ -17,7 +22,10 @@ DEMO_RUN := runs/demo_cpu
 NEMO_RUN_VENV := .venv-nemo-run
 NEMO_RUN_PINS := slurm/requirements.txt
 
-.PHONY: setup sglang nemo-run demo test slurm-test lint format gpu-check clean
+.PHONY: setup sglang nemo-run demo check test test-slow slurm-test lint format gpu-check clean
+
+# Workers are one for each core, and two more for tests that wait (tests/support/scheduling.py).
+PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
 
 setup: $(VENV)/.done
 
@@ -50,12 +58,19 @@ demo: setup
 	$(BIN)/bapo report $(DEMO_RUN)
 	@echo "The plots are in $(DEMO_RUN)/report: open $(DEMO_RUN)/report/index.html"
 
-test: setup sglang slurm-test
-	$(BIN)/python -m pytest -m "not slurm" -n 2 --dist loadscope --no-loadscope-reorder $(PYTEST_FLAGS)
+check: lint
+	$(PYTEST) tests/unit tests/property -m "not slow and not integration" -n logical $(PYTEST_FLAGS)
+
+test: setup sglang nemo-run
+	$(PYTEST) -m "not slow" -n auto $(PYTEST_FLAGS)
+
+test-slow: setup sglang nemo-run
+	$(PYTEST) -m slow -n auto $(PYTEST_FLAGS)
 
 # Real jobs on a Slurm of four nodes on this machine. Installs it where it may (root, apt), else skips and says so.
+# Part of the two above.
 slurm-test: setup nemo-run
-	$(BIN)/python -m pytest tests/slurm -n 3 $(PYTEST_FLAGS)
+	$(PYTEST) tests/slurm -n 3 $(PYTEST_FLAGS)
 
 lint: setup
 	$(BIN)/ruff check .

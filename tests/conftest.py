@@ -1,13 +1,19 @@
-"""How `--dist loadscope` shares tests out to processes, as in `make test`; no time limits of hypothesis."""
+"""What holds for every test: how they are shared out, who ends what they start, one thread, and the tiers."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")  # of runs: many are beside each other, each with small tensors
 
 import pytest
 import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.support.guardian import guard_session
+from tests.support.scheduling import make_scheduler, place_of, workers
 
 settings.register_profile("suite", deadline=None)  # machines are as slow as they are
 settings.load_profile("suite")
@@ -15,21 +21,22 @@ settings.load_profile("suite")
 # A fork of a process that has threads of OpenMP waits for ever when it wants its own; tests fork ranks.
 torch.set_num_threads(1)
 
-WITH_SERVERS = ("tests/contract/", "tests/e2e/")
+
+def pytest_configure() -> None:
+    """Before the first worker starts: what they start is known by what they inherit from here."""
+    guard_session()
 
 
-class Sharing(LoadScopeScheduling):
-    """Tests that start servers and whole runs go to one process; of the others a file's stay together."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return "servers" if nodeid.startswith(WITH_SERVERS) else nodeid.split("::")[0]
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Of ``-n auto`` and ``-n logical``."""
+    return workers(config.option.numprocesses)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
     """Under ``--dist loadscope``."""
-    return Sharing(config, log) if config.getvalue("dist") == "loadscope" else None
+    return make_scheduler(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest group comes first."""
-    items.sort(key=lambda item: not item.nodeid.startswith(WITH_SERVERS))
+    """The longest groups come first."""
+    items.sort(key=lambda item: place_of(item.nodeid))

@@ -121,7 +121,7 @@ def _add_clipped(
 
 
 def candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:
-    """Contribution sums P at every c_high, N at every c_low; of one weight's histogram [2, 2, candidates + 1]."""
+    """Contribution sums P at every c_high, N at every c_low, of one histogram [2, 2, candidates + 1]."""
     lows, highs = low_values(config), high_values(config)
     ratio_mass, mass = range(2)
     up_to, since = histogram.cumsum(-1), histogram.flip(-1).cumsum(-1).flip(-1)

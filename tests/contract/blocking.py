@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +36,10 @@ class BlockingEngine:
         if self._closed:
             raise RuntimeError("the engine is closed")
         return self._wait(self._generate(requests))
+
+    def begin(self, requests: Sequence[GenerateRequest]) -> Future[list[Generation]]:
+        """Send every request, before any other that is sent later; their answers come."""
+        return asyncio.run_coroutine_threadsafe(self._generate(requests), self._loop)
 
     def abort(self) -> None:
         self._wait(self.engine.abort())

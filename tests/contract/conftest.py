@@ -180,6 +180,14 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """In ``make test`` SGLang serves one model; a server of each other one is for ``make test-slow``."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    is_sglang = getattr(parameters.get("kind"), "name", None) == "sglang"
+    if is_sglang and (parameters.get("family", "qwen2") != "qwen2" or item.get_closest_marker("own_model")):
+        item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(params=ENGINES, ids=lambda kind: kind.name)
 def kind(request: pytest.FixtureRequest) -> EngineKind:
     """The engine under test."""

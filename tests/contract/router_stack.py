@@ -20,7 +20,7 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
 )
 from bapo_megatron.rollout.engines.sglang.wire import generate_payload, generation_of
 from bapo_megatron.runtime.distributed import free_port
-from bapo_megatron.types import GenerateRequest, Generation
+from bapo_megatron.types import GenerateRequest, Generation, SamplingParams
 
 EVERY_SECOND = (
     *("--health-check-interval-secs", "1", "--health-check-timeout-secs", "3"),
@@ -82,7 +82,7 @@ class Stack:
         log = self._folder / f"router-{len(self.routers)}.log"
         router = Node(ServerProcess(command, server_environment(cuda=False), url, log))
         self.routers.append(router)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not self._sees_both(router):
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
@@ -91,6 +91,14 @@ class Stack:
     def send(self, node: Node, asked: Sequence[GenerateRequest]) -> list[Future[Generation]]:
         """Begin to generate, all at once."""
         return [self._pool.submit(node.generate, one) for one in asked]
+
+    def send_begun(self, node: Node, asked: Sequence[GenerateRequest]) -> list[Future[Generation]]:
+        """Begin to generate, and return when both servers have sampled: each has done others meanwhile."""
+        running = self.send(node, asked)
+        for number in range(2 * len(self.servers)):
+            probe = GenerateRequest(f"probe {number}", asked[0].input_ids, SamplingParams(1.0, 10, ()))
+            self.servers[number % len(self.servers)].generate(probe)
+        return running
 
     def everywhere(self, path: str, body: Any = None) -> None:
         """The same call to both servers, which must take it."""

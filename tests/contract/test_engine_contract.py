@@ -78,13 +78,15 @@ def tensors(folder: Path) -> list[tuple[str, Tensor]]:
     return [(name, tensor.detach().clone()) for name, tensor in reference_model(folder).named_parameters()]
 
 
-def in_thread(engine: BlockingEngine, requests: list[GenerateRequest]) -> Future[list[Generation]]:
-    """Begin to generate and return while it runs."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(engine.generate, requests)
-    pool.shutdown(wait=False)
-    time.sleep(0.4)
-    return future
+def generating(engine: BlockingEngine, requests: list[GenerateRequest]) -> Future[list[Generation]]:
+    """Begin to generate, and return when tokens have been sampled: of requests that were sent later, all.
+
+    They must leave room in the batch.
+    """
+    running = engine.begin(requests)
+    for number in range(2):  # the second is sent when the engine has the others for certain
+        engine.generate([request(f"probe {number}", new=5)])
+    return running
 
 
 # --- what an answer is ---------------------------------------------------------------------------
@@ -171,6 +173,7 @@ def test_greedy_takes_the_most_probable_token_and_reports_temperature_1(
     assert_from_model(folder, [asked], [answer])
 
 
+@pytest.mark.own_model
 def test_sampling_follows_the_softmax(start: Start, make_model: MakeModel) -> None:
     """Chi-square over a vocabulary of 16; 44.3 is exceeded once in 10,000 by a true sampler."""
     folder = make_model("qwen2", vocab_size=16)
@@ -270,11 +273,11 @@ def test_a_malformed_request_is_named_and_harms_nothing(
 
 def test_abort_returns_partial_tokens(start: Start, make_model: MakeModel) -> None:
     folder = make_model("qwen2")
-    engine = start(folder)
+    engine = start(folder, max_batch=16)
     asked = [request("short", new=3), *[request(i, seed=i, new=FOREVER) for i in range(8)]]
-    running = in_thread(engine, asked)
+    running = generating(engine, asked)
     engine.abort()
-    short, *victims = running.result(timeout=20)
+    short, *victims = running.result(timeout=600)
     assert short.finish_reason == "length"
     assert {v.finish_reason for v in victims} == {"abort"}
     begun = [v for v in victims if len(v.token_ids_R)]
@@ -286,9 +289,11 @@ def test_abort_returns_partial_tokens(start: Start, make_model: MakeModel) -> No
 def test_requests_that_have_not_begun_return_no_token(start: Start, make_model: MakeModel) -> None:
     engine = start(make_model("qwen2"))
     engine.pause()
-    running = in_thread(engine, [request(i, new=FOREVER) for i in range(8)])
-    engine.abort()
-    answers = running.result(timeout=20)
+    running = engine.begin([request(i, new=FOREVER) for i in range(8)])
+    while not running.done():  # an abort may overtake them on their way
+        engine.abort()
+        time.sleep(0.2)
+    answers = running.result(timeout=600)
     assert {(len(a.token_ids_R), a.finish_reason) for a in answers} == {(0, "abort")}
     engine.resume()
 
@@ -304,9 +309,9 @@ def test_aborted_responses_can_be_continued(kind: EngineKind, start: Start, make
     if not kind.seeded:
         pytest.skip(f"{kind.name} does not promise seeded sampling")
     engine = start(make_model("qwen2"))
-    running = in_thread(engine, [request(new=FOREVER, seed=11)])
+    running = generating(engine, [request(new=FOREVER, seed=11)])
     engine.abort()
-    (part,) = running.result(timeout=20)
+    (part,) = running.result(timeout=600)
     done = part.token_ids_R[:20].tolist()
     (rest,) = engine.generate([request(ids=[1, 2, 3, *done], new=10, seed=11, prefix=len(done))])
     (uncut,) = engine.generate([request(new=30, seed=11)])
@@ -320,24 +325,24 @@ def test_pause_and_resume(start: Start, make_model: MakeModel) -> None:
     undisturbed = engine.generate(asked)
     enough = 2 * (time.monotonic() - before) + 0.3
     engine.pause()
-    running = in_thread(engine, asked)
+    running = engine.begin(asked)
     time.sleep(enough)
     assert not running.done()
     engine.resume()
-    again = running.result(timeout=20)
+    again = running.result(timeout=600)
     assert [len(a.token_ids_R) for a in again] == [len(a.token_ids_R) for a in undisturbed]
     assert {a.finish_reason for a in again} == {"length"}
 
 
 def test_pause_holds_requests_in_flight(start: Start, make_model: MakeModel) -> None:
     engine = start(make_model("qwen2"))
-    running = in_thread(engine, [request(new=FOREVER)])
+    running = generating(engine, [request(new=FOREVER)])
     engine.pause()
     time.sleep(0.2)
     engine.update_weights(tensors(make_model("qwen2", seed=1)), 9)
     time.sleep(0.2)
     engine.abort()
-    (answer,) = running.result(timeout=20)
+    (answer,) = running.result(timeout=600)
     assert 0 < len(answer.token_ids_R) < FOREVER
     assert set(answer.versions_R.tolist()) == {0}, "a token was sampled after pause"
     engine.resume()
@@ -371,6 +376,7 @@ def test_the_digest_tells_weights_apart_and_nothing_else(start: Start, make_mode
     assert len(first) > 20
 
 
+@pytest.mark.own_model
 def test_tied_weights_may_come_once_or_twice(start: Start, make_model: MakeModel) -> None:
     new = tensors(make_model("qwen2_tied", seed=1))
     assert "lm_head.weight" not in dict(new)
@@ -396,11 +402,11 @@ def test_tokens_carry_the_version_that_sampled_them(start: Start, make_model: Ma
     old, new = make_model("qwen2"), make_model("qwen2", seed=1)
     engine = start(old)
     asked = request(new=FOREVER)
-    running = in_thread(engine, [asked])
+    running = generating(engine, [asked])
     engine.update_weights(tensors(new), 7)
-    time.sleep(0.3)
+    engine.generate([request("probe", new=5)])
     engine.abort()
-    (answer,) = running.result(timeout=20)
+    (answer,) = running.result(timeout=600)
     versions = answer.versions_R.tolist()
     assert versions == sorted(versions)
     assert set(versions) == {0, 7}
@@ -464,10 +470,10 @@ def test_many_threads_at_once(start: Start, make_model: MakeModel) -> None:
         disturber = pool.submit(disturb)
         calls = [pool.submit(engine.generate, mixed_requests(9, new=25)) for _ in range(3)]
         try:
-            answers = [answer for call in calls for answer in call.result(timeout=60)]
+            answers = [answer for call in calls for answer in call.result(timeout=600)]
         finally:
             stop.set()
-        disturber.result(timeout=20)
+        disturber.result(timeout=600)
     assert len(answers) == 27
     for answer in answers:
         assert len(answer.token_ids_R) == 25
@@ -476,8 +482,8 @@ def test_many_threads_at_once(start: Start, make_model: MakeModel) -> None:
 
 def test_close_ends_what_runs(start: Start, make_model: MakeModel) -> None:
     engine = start(make_model("qwen2"))
-    running = in_thread(engine, [request(new=FOREVER)])
+    running = generating(engine, [request(new=FOREVER)])
     engine.close()
-    assert running.result(timeout=20)[0].finish_reason == "abort"
+    assert running.result(timeout=600)[0].finish_reason == "abort"
     with pytest.raises(RuntimeError, match="closed"):
         engine.generate([request()])

@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
@@ -17,6 +19,7 @@ from .conftest import Servers
 from .test_engine_contract import assert_from_model, mixed_requests
 
 
+@pytest.mark.slow
 def test_a_server_on_an_export_samples_from_the_model_that_went_in(
     servers: Servers, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:

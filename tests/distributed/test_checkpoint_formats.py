@@ -24,6 +24,7 @@ from tests.support.bapo_objective import loss_fn
 from tests.support.checkpoint_models import bits, load_tensors
 from tests.support.models import random_samples, save_tiny_model
 from tests.support.saves import complete
+from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
@@ -90,14 +91,18 @@ SINGLETON = {"singleton_local_shards": True}
 
 @pytest.mark.parametrize(
     ("family", "dtype", "parallel", "content", "layout"),
-    [
-        ("qwen2", "bfloat16", ParallelConfig(tensor=2, pipeline=2), STACKED, "stacked"),
+    slow_but(
+        [
+            ("qwen2", "bfloat16", ParallelConfig(tensor=2, pipeline=2), STACKED, "stacked"),
+            ("qwen3", "bfloat16", ParallelConfig(pipeline=2, virtual=2), STACKED, "stacked"),
+            ("llama", "float32", ParallelConfig(tensor=2, data=2, sequence=True), STACKED, "stacked"),
+            ("qwen2", "bfloat16", ParallelConfig(tensor=2, pipeline=2), PER_LAYER, "per_layer"),
+            ("qwen2", "bfloat16", ParallelConfig(tensor=2, pipeline=2), SINGLETON, "singleton"),
+            ("llama", "bfloat16", ParallelConfig(context=2), SINGLETON, "singleton"),
+        ],
         ("qwen3", "bfloat16", ParallelConfig(pipeline=2, virtual=2), STACKED, "stacked"),
-        ("llama", "float32", ParallelConfig(tensor=2, data=2, sequence=True), STACKED, "stacked"),
-        ("qwen2", "bfloat16", ParallelConfig(tensor=2, pipeline=2), PER_LAYER, "per_layer"),
-        ("qwen2", "bfloat16", ParallelConfig(tensor=2, pipeline=2), SINGLETON, "singleton"),
         ("llama", "bfloat16", ParallelConfig(context=2), SINGLETON, "singleton"),
-    ],
+    ),
 )
 def test_what_the_trainer_saves_is_read_bitwise(
     family: str,
@@ -129,7 +134,7 @@ def test_what_the_trainer_saves_is_read_bitwise(
     assert (found.equal, found.tensors) == (True, 4 * len(saved)), found
 
 
-@pytest.mark.parametrize("content", [STACKED, SINGLETON], ids=["stacked", "singleton"])
+@pytest.mark.parametrize("content", slow_but([STACKED, SINGLETON], STACKED), ids=["stacked", "singleton"])
 def test_a_resharded_checkpoint_continues_bitwise(
     content: dict[str, Any], models: dict[str, Path], samples: list[Sample], tmp_path: Path
 ) -> None:
@@ -164,17 +169,20 @@ TP2_PP2_VPP2 = ParallelConfig(tensor=2, pipeline=2, virtual=2)
 
 @pytest.mark.parametrize(
     ("family", "written", "others"),
-    [
-        ("qwen2", TP2_PP2, [ONE, PP2_VPP2, TP2_SP_DP2]),
+    slow_but(
+        [
+            ("qwen2", TP2_PP2, [ONE, PP2_VPP2, TP2_SP_DP2]),
+            ("qwen2", PP2_VPP2, [TP2_PP2, CP2_DP2]),
+            ("qwen2", TP2_SP_DP2, [PP4, PP2_VPP2]),
+            ("qwen2", CP2_DP2, [TP2_SP_DP2, DP2_PP2, TP2_PP2_VPP2]),
+            ("qwen2", ONE, [DP2_PP2, TP2_PP2]),
+            ("qwen3", TP2_PP2_VPP2, [TP2_CP2, PP4]),
+            ("qwen3", TP2_CP2, [PP2_VPP2]),
+            ("llama", PP4, [TP2_CP2, TP2_PP2_VPP2]),  # tied: the first and the last stage have the embedding
+            ("llama", TP2_CP2, [ONE, PP2_VPP2]),
+        ],
         ("qwen2", PP2_VPP2, [TP2_PP2, CP2_DP2]),
-        ("qwen2", TP2_SP_DP2, [PP4, PP2_VPP2]),
-        ("qwen2", CP2_DP2, [TP2_SP_DP2, DP2_PP2, TP2_PP2_VPP2]),
-        ("qwen2", ONE, [DP2_PP2, TP2_PP2]),
-        ("qwen3", TP2_PP2_VPP2, [TP2_CP2, PP4]),
-        ("qwen3", TP2_CP2, [PP2_VPP2]),
-        ("llama", PP4, [TP2_CP2, TP2_PP2_VPP2]),  # tied: the first and the last stage have the embedding
-        ("llama", TP2_CP2, [ONE, PP2_VPP2]),
-    ],
+    ),
 )
 def test_the_trainer_loads_its_checkpoints_at_any_layout(
     family: str,
@@ -217,11 +225,14 @@ def save_legacy(folder: Path, parallel: ParallelConfig, path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "parallel"),
-    [
+    slow_but(
+        [
+            ("qwen3", ParallelConfig(tensor=2)),
+            ("llama", ParallelConfig(tensor=2, pipeline=2)),
+            ("llama", ParallelConfig(pipeline=2, virtual=2)),
+        ],
         ("qwen3", ParallelConfig(tensor=2)),
-        ("llama", ParallelConfig(tensor=2, pipeline=2)),
-        ("llama", ParallelConfig(pipeline=2, virtual=2)),
-    ],
+    ),
 )
 def test_what_megatron_saves_for_each_rank_is_read_bitwise(
     family: str, parallel: ParallelConfig, models: dict[str, Path], tmp_path: Path
@@ -263,7 +274,8 @@ def load_legacy(folder: Path, parallel: ParallelConfig, path: Path) -> list[str]
 
 
 @pytest.mark.parametrize(
-    ("family", "tensor", "pipeline"), [("qwen2", 2, 2), ("llama", 1, 4), ("llama", 2, 1)]
+    ("family", "tensor", "pipeline"),
+    slow_but([("qwen2", 2, 2), ("llama", 1, 4), ("llama", 2, 1)], ("llama", 2, 1)),
 )
 def test_megatron_loads_the_ranks_files_that_we_write(
     family: str, tensor: int, pipeline: int, models: dict[str, Path], tmp_path: Path

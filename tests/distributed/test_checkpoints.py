@@ -20,6 +20,7 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from tests.support.bapo_objective import loss_fn
 from tests.support.models import random_samples, save_tiny_model
 from tests.support.saves import complete
+from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
@@ -66,12 +67,15 @@ def save_and_go_on(
 
 @pytest.mark.parametrize(
     ("dtype", "written"),
-    [
-        ("float32", ParallelConfig(tensor=2, pipeline=2)),
+    slow_but(
+        [
+            ("float32", ParallelConfig(tensor=2, pipeline=2)),
+            ("bfloat16", ParallelConfig(pipeline=2, virtual=2)),
+            ("bfloat16", ParallelConfig(tensor=2, data=2, sequence=True)),
+            ("float32", ParallelConfig(context=2, pipeline=2)),
+        ],
         ("bfloat16", ParallelConfig(pipeline=2, virtual=2)),
-        ("bfloat16", ParallelConfig(tensor=2, data=2, sequence=True)),
-        ("float32", ParallelConfig(context=2, pipeline=2)),
-    ],
+    ),
 )
 def test_a_checkpoint_continues_bitwise(
     dtype: str, written: ParallelConfig, qwen2: Path, samples: list[Sample], tmp_path: Path
@@ -83,6 +87,7 @@ def test_a_checkpoint_continues_bitwise(
     assert all(torch.equal(same[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_at_other_layouts(qwen2: Path, samples: list[Sample], tmp_path: Path) -> None:
     written = ParallelConfig(tensor=2, pipeline=2)
     path = tmp_path / "policy"
@@ -152,7 +157,7 @@ def _write_checkpoint(folder: Path, step: int, sizes: list[int]) -> None:
     (path / "manifest.json").write_text(json.dumps({"files": files}))
 
 
-@pytest.mark.parametrize("damaged", range(5))
+@pytest.mark.parametrize("damaged", slow_but(range(5), 0, 3))
 def test_ranks_share_the_reading_of_a_checkpoint(damaged: int, tmp_path: Path) -> None:
     """Whichever rank's share is damaged, all ranks take the same older one."""
     sizes = [100, 5000, 3000, 4000, 2000]

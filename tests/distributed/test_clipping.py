@@ -26,6 +26,7 @@ from bapo_megatron.types import Metrics, PackLayout, TokenStats
 from tests.support.bapo_objective import loss_fn
 from tests.support.metrics import known
 from tests.support.models import random_samples, save_tiny_model
+from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
@@ -84,12 +85,15 @@ def scoped(scope: Any) -> AlgorithmConfig:
 
 @pytest.mark.parametrize(
     "parallel",
-    [
-        ParallelConfig(),
-        ParallelConfig(data=2),
-        ParallelConfig(context=2),
+    slow_but(
+        [
+            ParallelConfig(),
+            ParallelConfig(data=2),
+            ParallelConfig(context=2),
+            ParallelConfig(tensor=2, sequence=True),
+        ],
         ParallelConfig(tensor=2, sequence=True),
-    ],
+    ),
     ids=["one", "dp2", "cp2", "tp2-sp"],
 )
 def test_held_forwards_make_the_same_updates(
@@ -108,12 +112,15 @@ def test_held_forwards_make_the_same_updates(
 
 @pytest.mark.parametrize(
     "parallel",
-    [
-        ParallelConfig(tensor=2, sequence=True),
+    slow_but(
+        [
+            ParallelConfig(tensor=2, sequence=True),
+            ParallelConfig(pipeline=2),
+            ParallelConfig(context=2),
+            ParallelConfig(data=2),
+        ],
         ParallelConfig(pipeline=2),
-        ParallelConfig(context=2),
-        ParallelConfig(data=2),
-    ],
+    ),
     ids=["tp2-sp", "pp2", "cp2", "dp2"],
 )
 def test_polarity_and_diagnostics_at_every_layout(
@@ -135,7 +142,10 @@ def test_polarity_and_diagnostics_at_every_layout(
 
 @pytest.mark.parametrize(
     "parallel",
-    [ParallelConfig(), ParallelConfig(data=2), ParallelConfig(context=2), ParallelConfig(pipeline=2)],
+    slow_but(
+        [ParallelConfig(), ParallelConfig(data=2), ParallelConfig(context=2), ParallelConfig(pipeline=2)],
+        ParallelConfig(data=2),
+    ),
     ids=["one", "dp2", "cp2", "pp2"],
 )
 def test_bounds_of_the_packs_in_hand(parallel: ParallelConfig, qwen2: Path, samples: list[Sample]) -> None:
@@ -192,7 +202,10 @@ def old_sums(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> t
 
 @pytest.mark.parametrize(
     "parallel",
-    [ParallelConfig(data=2, context=2), ParallelConfig(tensor=2, pipeline=2)],
+    slow_but(
+        [ParallelConfig(data=2, context=2), ParallelConfig(tensor=2, pipeline=2)],
+        ParallelConfig(data=2, context=2),
+    ),
     ids=["dp2-cp2", "tp2-pp2"],
 )
 def test_known_ratios_count_every_token_once(

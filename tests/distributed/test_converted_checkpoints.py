@@ -22,6 +22,7 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from checkpoints_tools import to_hf, to_megatron
 from tests.support.models import random_samples, save_tiny_model
 from tests.support.saves import complete
+from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
@@ -80,8 +81,8 @@ def load_and_look(
     return right, expected, log_probs(policy, samples)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "TP2 x PP2"))
+@pytest.mark.parametrize("family", slow_but(["qwen2", "qwen3", "llama"], "qwen3"))
 def test_megatron_loads_it(family: str, layout: str, tmp_path: Path) -> None:
     heads = {"num_key_value_heads": 4} if layout == "TP4" else {}
     folder = save_tiny_model(family, tmp_path / "hf", seed=1, **heads)
@@ -133,7 +134,7 @@ def test_states_of_transformer_engine_are_there(tmp_path: Path) -> None:
     assert found == [None] * (4 * 7 + 1)
 
 
-@pytest.mark.parametrize("layout", ["TP2 x PP2", "PP2 x VPP2"])
+@pytest.mark.parametrize("layout", slow_but(["TP2 x PP2", "PP2 x VPP2"], "PP2 x VPP2"))
 def test_what_megatron_saves_is_read_to_the_bit(layout: str, tmp_path: Path) -> None:
     """The weights as they are, and the optimizer's fp32 weights, which round to them."""
     folder = save_tiny_model("qwen2", tmp_path / "hf")

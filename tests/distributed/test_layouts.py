@@ -25,6 +25,7 @@ from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.bapo_objective import loss_fn
 from tests.support.models import random_samples, save_tiny_model
+from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
@@ -85,6 +86,7 @@ LAYOUTS = [
     *("dp2-tp2", "dp2-tp2-sp", "dp2-pp2", "dp2-cp2", "dp2-cp2 pack200 full"),
     *("tp2-sp-pp2-cp2", "tp2-sp-pp2-vpp2-cp2 full", "dp2-tp2-pp2", "dp2-pp2-cp2", "dp2-tp2-sp-cp2"),
 ]
+QUICK = ("one pack64", "tp2-sp full", "pp2-vpp2", "cp2 pack200", "dp3", "tp2-sp-pp2", "dp2-cp2")
 FAMILIES = ["qwen2", "qwen3", "llama"]
 
 
@@ -198,20 +200,20 @@ def check_agreement(ranks: list[Answer], reference: Answer, samples: list[Sample
     assert seen == set(range(len(samples)))
 
 
-@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("text", slow_but(LAYOUTS, *QUICK))
 def test_layout_agrees_with_one_process(
     text: str, qwen2: Path, samples: list[Sample], reference: Answer
 ) -> None:
     check_agreement(answers(text, qwen2, samples), reference, samples)
 
 
-@pytest.mark.parametrize("text", ["tp2-pp2", "tp2-sp-cp2"])
+@pytest.mark.parametrize("text", slow_but(["tp2-pp2", "tp2-sp-cp2"], "tp2-pp2"))
 def test_every_family_agrees(text: str, model: Path, samples: list[Sample]) -> None:
     [alone] = answers("one", model, samples)
     check_agreement(answers(text, model, samples), alone, samples)
 
 
-@pytest.mark.parametrize("text", ["dp3", "pp2-vpp2", "dp2-cp2"])
+@pytest.mark.parametrize("text", slow_but(["dp3", "pp2-vpp2", "dp2-cp2"], "dp3"))
 def test_dummy_packs_contribute_nothing(text: str, qwen2: Path, samples: list[Sample]) -> None:
     """One sample where the layout needs two or three packs: the rest are dummies, and change nothing."""
     few = samples[1:2]
@@ -242,7 +244,7 @@ def gradients(qwen2: Path, samples: list[Sample]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", HALF_PRECISION)
+@pytest.mark.parametrize("name", slow_but(HALF_PRECISION, "tp2 sp"))
 def test_gradients_in_bfloat16_are_close_to_float32(
     name: str, qwen2: Path, samples: list[Sample], gradients: dict[str, torch.Tensor]
 ) -> None:

@@ -29,6 +29,7 @@ from bapo_megatron.types import Group, Metrics, Prompt, Rollout, StepBatch
 from tests.support.metrics import known
 from tests.support.models import random_samples, save_tiny_model
 from tests.support.runs import run_of
+from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
@@ -127,16 +128,20 @@ def test_one_process_starts_every_step_at_ratio_one(alone: Answer) -> None:
 
 @pytest.mark.parametrize(
     "parallel",
-    [
-        ParallelConfig(data=2),
+    slow_but(
+        [
+            ParallelConfig(data=2),
+            ParallelConfig(data=3),
+            ParallelConfig(tensor=2, sequence=True),
+            ParallelConfig(pipeline=2),
+            ParallelConfig(pipeline=2, virtual=2),
+            ParallelConfig(context=2),
+            ParallelConfig(data=2, context=2),
+            ParallelConfig(data=2, tensor=2, pipeline=2),
+        ],
         ParallelConfig(data=3),
-        ParallelConfig(tensor=2, sequence=True),
-        ParallelConfig(pipeline=2),
         ParallelConfig(pipeline=2, virtual=2),
-        ParallelConfig(context=2),
-        ParallelConfig(data=2, context=2),
-        ParallelConfig(data=2, tensor=2, pipeline=2),
-    ],
+    ),
     ids=["dp2", "dp3", "tp2-sp", "pp2", "pp2-vpp2", "cp2", "dp2-cp2", "dp2-tp2-pp2"],
 )
 def test_every_layout_makes_the_same_updates(parallel: ParallelConfig, qwen2: Path, alone: Answer) -> None:

@@ -14,6 +14,7 @@ from bapo_megatron.hf.export import export_hf
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 from tests.support.models import random_samples, save_tiny_model, tiny_model
+from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
@@ -52,7 +53,7 @@ def worst_difference(folder: Path, samples: list[Sample], family: str, temperatu
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", slow_but([1.0, 0.6], 0.6))
 def test_log_probs_and_entropies_equal_transformers(family: str, temperature: float, tmp_path: Path) -> None:
     folder = save_tiny_model(family, tmp_path)
     samples = random_samples(12, seed=5)
@@ -123,7 +124,7 @@ def torch_updates(family: str, samples: list[Sample], loss_mean: str) -> tuple[l
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("loss_mean", ["token", "sequence"])
+@pytest.mark.parametrize("loss_mean", slow_but(["token", "sequence"], "token"))
 def test_updates_equal_transformers_with_adamw(family: str, loss_mean: str, tmp_path: Path) -> None:
     folder = save_tiny_model(family, tmp_path)
     samples = random_samples(10, seed=7)
@@ -189,7 +190,10 @@ def update_with_nan(
     return message, same, policy.version
 
 
-@pytest.mark.parametrize("parallel", [ONE, ParallelConfig(data=2), ParallelConfig(tensor=2, context=2)])
+@pytest.mark.parametrize(
+    "parallel",
+    slow_but([ONE, ParallelConfig(data=2), ParallelConfig(tensor=2, context=2)], ParallelConfig(data=2)),
+)
 @pytest.mark.parametrize(
     ("broken", "says"),
     [(nan_loss, "the loss of update 1 is nan"), (nan_gradient, "the gradient norm is nan")],
@@ -216,7 +220,7 @@ def export(folder: Path, parallel: ParallelConfig, output: Path, shard_bytes: in
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shard_bytes", [20_000, 2**30])
+@pytest.mark.parametrize("shard_bytes", slow_but([20_000, 2**30], 20_000))
 def test_export_loads_in_transformers_with_the_same_log_probs(
     family: str, shard_bytes: int, tmp_path: Path
 ) -> None:

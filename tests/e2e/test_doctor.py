@@ -37,6 +37,7 @@ def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_a_recipe_that_could_start(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     done = doctor(RECIPE, f"--run-dir={run_dir}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,31 +17,24 @@ from bapo_megatron.evaluation.model import model_digest
 from bapo_megatron.evaluation.responses import RESPONSES, SUMMARY
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo
 from tests.support.processes import servers_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "recipes/demo/policy"
 PROBLEMS, SAMPLES = 30, 4
 SHORT = ["--samples", str(SAMPLES), "--max-response-tokens", "48", "--temperature", "1", "--dtype", "float32"]
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "bapo_megatron.cli", *map(str, arguments)]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-
-
-def finish(process: subprocess.Popen[bytes], code: int = 0) -> str:
-    output = process.communicate(timeout=400)[0].decode()
+def finish(process: ForkedCommand, code: int = 0) -> str:
+    output = process.communicate(timeout=900)[0].decode()
     assert process.returncode == code, output[-3000:]
     return output
 
 
-def wait_for_responses(process: subprocess.Popen[bytes], path: Path, count: int) -> None:
-    deadline = time.monotonic() + 300
+def wait_for_responses(process: ForkedCommand, path: Path, count: int) -> None:
+    deadline = time.monotonic() + 900
     while not (path.exists() and path.read_bytes().count(b"\n") >= count):
         assert process.poll() is None, process.communicate()[0].decode()[-3000:]
         assert time.monotonic() < deadline
@@ -57,14 +48,14 @@ def suites(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "sums.jsonl"
     lines = (ROOT / "recipes/demo/eval.jsonl").read_text().splitlines(keepends=True)
     source.write_text("".join(lines[:PROBLEMS]))
-    finish(start("data", "prepare", source, "--output", folder / "sums", "--no-instruct"))
+    finish(start_bapo("data", "prepare", source, "--output", folder / "sums", "--no-instruct"))
     assert len(read_jsonl(folder / "sums" / DATA_FILE)) == PROBLEMS
     return folder
 
 
-def evaluation(suites: Path, output: Path, *flags: str) -> subprocess.Popen[bytes]:
+def evaluation(suites: Path, output: Path, *flags: str) -> ForkedCommand:
     where = ("--suite", "sums", "--suites", suites, "--output", output)
-    return start("eval", POLICY, *where, *SHORT, *flags)
+    return start_bapo("eval", POLICY, *where, *SHORT, *flags)
 
 
 def whole_responses(folder: Path, samples: int = SAMPLES) -> list[dict[str, Any]]:
@@ -106,10 +97,11 @@ def test_killed_torn_and_continued(suites: Path, tmp_path: Path) -> None:
     whole_responses(folder, SAMPLES + 1)
     refused = finish(evaluation(suites, tmp_path / "out", "--seed", "1"), 2)
     assert "sampling.seed: 0 then, 1 now" in refused
-    compared = finish(start("eval", "compare", tmp_path / "out", tmp_path / "out"))
+    compared = finish(start_bapo("eval", "compare", tmp_path / "out", tmp_path / "out"))
     assert "difference +0.0 points" in compared
 
 
+@pytest.mark.slow
 def test_real_servers(suites: Path, tmp_path: Path) -> None:
     try:
         sglang_python()

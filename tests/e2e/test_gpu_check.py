@@ -20,6 +20,7 @@ def gpu_check(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_without_a_gpu_all_but_the_kernels_runs() -> None:
     done = gpu_check("--device", "cpu")

@@ -13,24 +13,16 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
-from tests.e2e.test_runs import ROOT, check_like, exported, finish, start, wait_for_steps
+from tests.support.forked_commands import ROOT
 from tests.support.metrics import results
 from tests.support.processes import ranks_of
+from tests.support.short_runs import TWO, check_like, exported, finish, output_of, start, wait_for_steps
+from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.e2e
 
-TWO = ("--parallel.data=2",)
 
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two processes that was left alone."""
-    run_dir = tmp_path_factory.mktemp("runs") / "alone"
-    finish(start(run_dir, *TWO))
-    return run_dir
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_but([signal.SIGUSR1, signal.SIGTERM], signal.SIGUSR1))
 def test_a_signal_saves_within_a_step_and_the_run_goes_on(
     number: signal.Signals, alone: Path, tmp_path: Path
 ) -> None:
@@ -39,7 +31,7 @@ def test_a_signal_saves_within_a_step_and_the_run_goes_on(
     process = start(run_dir, *TWO)
     wait_for_steps(process, run_dir, 3)
     os.kill(process.pid, number)
-    output = process.communicate(timeout=300)[0].decode()
+    output = output_of(process)
     assert process.returncode == 85, output[-3000:]
     assert f"stopped: told to stop by {number.name}; saved after step" in output
     assert "Traceback" not in output
@@ -57,12 +49,13 @@ def test_a_job_that_is_about_to_end_makes_no_update_that_it_cannot_save(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")  # long ago
     process = start(tmp_path / "late", *TWO)
-    output = process.communicate(timeout=300)[0].decode()
+    output = output_of(process)
     assert process.returncode == 85
     assert "the job's time would end before the next update is saved" in output
     assert not (tmp_path / "late/checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_processes(alone: Path, tmp_path: Path) -> None:
     """One, then two, then four, on the same rollouts: to tolerance what two made of them."""
     run_dir, replay = tmp_path / "moved", f"--rollout.replay={alone}"
@@ -74,12 +67,13 @@ def test_a_run_goes_on_with_other_processes(alone: Path, tmp_path: Path) -> None
     assert [(row["step"], row["processes"]) for row in resumed] == [(3, 2), (5, 4)]
 
 
+@pytest.mark.slow
 def test_another_recipe_is_refused_and_allowed_when_named(tmp_path: Path) -> None:
     run_dir = tmp_path / "changed"
     finish(start(run_dir, "--steps=2"))
     other = ("--steps=4", "--optimizer.lr=1e-5")
     process = start(run_dir, *other)
-    output = process.communicate(timeout=300)[0].decode()
+    output = output_of(process)
     assert process.returncode == 2
     assert "optimizer.lr: 0.0002 in the run, 1e-05 now" in output
     assert "--allow-change optimizer.lr" in output
@@ -105,7 +99,7 @@ def test_what_does_not_come_back_as_it_was_saved_is_not_trained_on(tmp_path: Pat
     (newest / "trainer.json").write_text(json.dumps(trainer))
     _sign(newest, "trainer.json")
     process = start(run_dir, "--steps=3")
-    output = process.communicate(timeout=300)[0].decode()
+    output = output_of(process)
     assert process.returncode == 2
     assert "does not come back as it was saved" in output
     assert "log-probs of the canary" in output
@@ -123,6 +117,7 @@ def _sign(checkpoint: Path, name: str) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_prints_its_stacks_and_ends(tmp_path: Path) -> None:
     """One rank is stopped: the other waits for it in a collective, and its watchdog ends it."""
     run_dir = tmp_path / "hung"
@@ -130,7 +125,7 @@ def test_a_run_that_hangs_prints_its_stacks_and_ends(tmp_path: Path) -> None:
     wait_for_steps(process, run_dir, 1)
     _, second = ranks_of(process.pid)
     second.suspend()
-    output = process.communicate(timeout=300)[0].decode()
+    output = output_of(process)
     assert process.returncode == 1, output[-2000:]
     assert "Timeout (0:00:09)!" in output
     assert "bapo_megatron/train.py" in output  # where it hung

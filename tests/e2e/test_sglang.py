@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,11 +12,11 @@ import pytest
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from tests.support.forked_commands import ForkedCommand, start_bapo
 from tests.support.processes import servers_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
 SHORT = ["--steps=3", "--rollout.prompts-per-step=6", "--rollout.group-size=4", "--checkpoint.every=1"]
 
 
@@ -30,17 +28,11 @@ def _installed() -> None:
         pytest.skip(str(error))
 
 
-def start(run_dir: Path, *flags: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "bapo_megatron.cli", "train", "recipes/demo_sglang_cpu.py"]
-    return subprocess.Popen(
-        [*command, *SHORT, f"--run-dir={run_dir}", *flags],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+def start(run_dir: Path, *flags: str) -> ForkedCommand:
+    return start_bapo("train", "recipes/demo_sglang_cpu.py", *SHORT, f"--run-dir={run_dir}", *flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["disk", "broadcast"])
 def test_two_servers_sample_what_the_policy_trains_on(tmp_path: Path, sync: str) -> None:
     """Killed after its second step, continued; the servers end with the run however it ends."""
@@ -51,7 +43,7 @@ def test_two_servers_sample_what_the_policy_trains_on(tmp_path: Path, sync: str)
     assert len(servers_of(run_dir)) >= 2
     os.killpg(process.pid, signal.SIGKILL)  # the servers have groups of their own
     process.communicate()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while servers_of(run_dir):
         assert time.monotonic() < deadline, "servers outlived their run"
         time.sleep(0.2)
@@ -72,20 +64,20 @@ def test_two_servers_sample_what_the_policy_trains_on(tmp_path: Path, sync: str)
 
 def test_a_server_that_cannot_start_is_shown(tmp_path: Path) -> None:
     process = start(tmp_path / "run", "--rollout.sglang.flags", "nonsense")
-    output = process.communicate(timeout=200)[0].decode()
+    output = process.communicate(timeout=900)[0].decode()
     assert process.returncode != 0
     assert "unrecognized arguments: nonsense" in output
 
 
-def finish(process: subprocess.Popen[bytes]) -> str:
-    output = process.communicate(timeout=400)[0].decode()
+def finish(process: ForkedCommand) -> str:
+    output = process.communicate(timeout=900)[0].decode()
     assert process.returncode == 0, output[-3000:]
     return output
 
 
-def wait_for_steps(process: subprocess.Popen[bytes], run_dir: Path, steps: int) -> None:
+def wait_for_steps(process: ForkedCommand, run_dir: Path, steps: int) -> None:
     log = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 900
     while not log.exists() or log.read_bytes().count(b"\n") < steps:
         assert process.poll() is None, process.communicate()[0].decode()[-3000:]
         assert time.monotonic() < deadline

@@ -8,8 +8,7 @@ import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from checkpoints_tools import verify
-
-from .test_runs import finish, start
+from tests.support.short_runs import finish, start
 
 pytestmark = pytest.mark.e2e
 

@@ -58,7 +58,7 @@ def start(command: list[str]) -> subprocess.Popen[str]:
 
 
 def wait_for(event: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
-    deadline = time.monotonic() + 400
+    deadline = time.monotonic() + 900
     while not event():
         assert process is None or process.poll() is None, process.communicate()[0][-3000:]
         assert time.monotonic() < deadline
@@ -81,7 +81,7 @@ def test_a_killed_study_goes_on_to_its_document(command: list[str], tmp_path: Pa
     wait_for(lambda: not any(arm.is_running() and arm.status() != psutil.STATUS_ZOMBIE for arm in arms))
     before = (first / "metrics.jsonl").stat().st_mtime_ns
 
-    output = start(command).communicate(timeout=400)[0]
+    output = start(command).communicate(timeout=900)[0]
     assert "4 of 4 arms" in output, output[-3000:]
     assert (first / "metrics.jsonl").stat().st_mtime_ns == before
     assert f" {ARMS[0]} done" not in output

@@ -25,6 +25,7 @@ from bapo_megatron.policy.passes import Passes
 from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.types import TokenStats
 from tests.support.models import save_tiny_model
+from tests.support.tiers import slow_but
 
 pytestmark = [pytest.mark.e2e, pytest.mark.distributed]
 
@@ -63,11 +64,14 @@ def output(capfd: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize(
     "flags",
-    [
+    slow_but(
+        [
+            TP2_PP2,
+            ["--parallel.data=2", "--reference.tensor=2", "--reference.sequence"],
+            ["--parallel.context=2", "--parallel.pipeline=2"],
+        ],
         TP2_PP2,
-        ["--parallel.data=2", "--reference.tensor=2", "--reference.sequence"],
-        ["--parallel.context=2", "--parallel.pipeline=2"],
-    ],
+    ),
     ids=["tp2-pp2", "dp2-against-tp2-sp", "cp2-pp2"],
 )
 def test_a_sound_layout(
@@ -146,7 +150,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.parametrize("name", slow_but(BREAKS, "a shard", "a gradient"))
 def test_a_broken_layout_is_named(
     name: str, model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +167,7 @@ def test_a_broken_layout_is_named(
         assert "1 of " in last
 
 
+@pytest.mark.slow
 def test_a_log_prob_that_is_nan(
     model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +204,7 @@ def test_a_certificate_of_one_layout_is_checked_at_another(
     assert "first in the entropies: at sample 1, token 4 of 64" in output(capfd)
 
 
+@pytest.mark.slow
 def test_bfloat16_layouts_are_within_their_tolerance(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, printed = verify(model, *TP2_PP2, "--model.dtype=bfloat16"), output(capfd)
     assert code == 0, printed
@@ -206,6 +212,7 @@ def test_bfloat16_layouts_are_within_their_tolerance(model: Path, capfd: pytest.
     assert verify(model, *TP2_PP2, "--model.dtype=bfloat16", "--tolerance.token-mean=1e-6") == 1
 
 
+@pytest.mark.slow
 def test_under_torchrun_with_a_certificate(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "reference.npz"
     assert verify(model, f"--save={path}") == 0
@@ -215,6 +222,7 @@ def test_under_torchrun_with_a_certificate(model: Path, tmp_path: Path) -> None:
     assert agreed.stdout.count("all 6 quantities") == 1
 
 
+@pytest.mark.slow
 def test_every_rank_of_a_launcher_ends_with_the_same_code(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "reference.npz"
     assert verify(model, f"--save={path}") == 0
@@ -229,7 +237,7 @@ def test_every_rank_of_a_launcher_ends_with_the_same_code(model: Path, tmp_path:
         )
         for rank in range(2)
     ]
-    first, second = (process.communicate(timeout=200)[0].decode() for process in ranks)
+    first, second = (process.communicate(timeout=900)[0].decode() for process in ranks)
     assert [process.returncode for process in ranks] == [1, 1]
     assert "first in the log-probs: at sample 0, token 1 of 2" in first
     assert second == ""
@@ -250,7 +258,7 @@ def torchrun(model: Path, *flags: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=900,
     )
 
 

@@ -36,12 +36,12 @@ class Job:
         lines = self.cluster.call("squeue", "-h", "-j", self.number, "-o", "%N").splitlines()
         return self.cluster.call("scontrol", "show", "hostnames", lines[component]).split()
 
-    def wait(self, limit_s: float = 90) -> dict[str, str]:
+    def wait(self, limit_s: float = 900) -> dict[str, str]:
         """Until it has ended. Requeued jobs are not made to wait for their turn."""
         self.until(lambda: self.fields().get("JobState") in ENDED, limit_s)
         return self.fields()
 
-    def until(self, true: Callable[[], object], limit_s: float = 60) -> None:
+    def until(self, true: Callable[[], object], limit_s: float = 900) -> None:
         """Until something is so; AssertionError with what the job has said if it takes longer."""
         deadline = time.monotonic() + limit_s
         while not true():

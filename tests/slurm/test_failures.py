@@ -31,7 +31,7 @@ def test_a_rank_killed_for_memory_ends_the_others(cluster: Cluster, run: Path, g
     flags = stand_in(steps=50, every=1, crash_at=3, harm="memory")
     waits = {"BAPO_WAIT_S": "900", "BAPO_CRASH_WAIT_S": "2"}
     job = submit(cluster, run, "colocated.sbatch", [*ONE, "--nodelist=n1"], flags, **waits)
-    assert job.wait(120)["JobState"] == "FAILED", job.log()
+    assert job.wait()["JobState"] == "FAILED", job.log()
     if made := list(Path("/sys/fs/cgroup/memory").glob("bapo-test-*")):
         assert all("oom_kill 1" in (group / "memory.oom_control").read_text() for group in made)
     assert [(row["rank"], row["exit_code"]) for row in job.events("ranks_ended")] == [(1, 137)] * 2

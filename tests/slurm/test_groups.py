@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slurm
 TWO_AND_TWO = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", ":", "--nodes=2", "--gpus-per-node=8"]
 
 
+@pytest.mark.slow
 def test_a_lost_rollout_node_costs_nothing_and_a_trainer_node_a_requeue(cluster: Cluster, run: Path) -> None:
     flags = stand_in(steps=70, step_s=0.5, every=1)
     job = submit(cluster, run, "train.sbatch", TWO_AND_TWO, flags)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.guardian import unguarded
+
 
 @contextmanager
 def small_disk(folder: Path, kilobytes: int) -> Iterator[Path]:
@@ -55,11 +57,18 @@ def freezable_disk(folder: Path, megabytes: int) -> Iterator[Path]:
         image.unlink()
 
 
-def freeze(disk: Path, seconds: float) -> subprocess.Popen[bytes]:
-    """Whatever writes to the disk hangs for so long. It thaws by itself, also if the test is killed."""
-    script = 'fsfreeze --freeze "$0" && echo frozen && sleep "$1"; fsfreeze --unfreeze "$0"'
+def freeze(disk: Path, limit_s: float) -> subprocess.Popen[bytes]:
+    """Whatever writes to the disk hangs until the process's stdin closes, or for so long.
+
+    So it thaws also if the test is killed, which is why no guardian ends the process.
+    """
+    script = 'fsfreeze --freeze "$0" && echo frozen && timeout "$1" cat; fsfreeze --unfreeze "$0"'
     process = subprocess.Popen(
-        ["sh", "-c", script, str(disk), str(seconds)], stdout=subprocess.PIPE, start_new_session=True
+        ["sh", "-c", script, str(disk), str(limit_s)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env=unguarded(),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"frozen\n"

@@ -27,6 +27,8 @@ PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 _BECOME = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
 """Inside new namespaces: take a host name and a table of hosts, then become the command."""
 _DAEMONS = ("munged", "slurmctld", "slurmd")
+START_S = 300
+"""How long anything of the cluster may take on a busy machine."""
 
 
 def reason_not_to_run() -> str | None:
@@ -72,7 +74,7 @@ class Cluster:
         self._run("/usr/sbin/slurmctld", "-f", self.environment["SLURM_CONF"])
         for node in self.nodes:
             self._start_node(node)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + START_S
         while len(self._idle()) < len(self.nodes):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"only {self._idle()} of {self.nodes} came up:\n{self._logs()}")
@@ -93,7 +95,7 @@ class Cluster:
     def call(self, *command: str) -> str:
         """The output of a client, empty if it fails."""
         return subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=30
+            command, env=self.environment, capture_output=True, text=True, timeout=START_S
         ).stdout
 
     def fail(self, node: str) -> None:
@@ -103,7 +105,7 @@ class Cluster:
         answer to its last ping, still on its way, brings the node back.
         """
         self._kill_all(node)
-        seen, deadline = 0, time.monotonic() + 30
+        seen, deadline = 0, time.monotonic() + START_S
         while seen < 3:
             assert time.monotonic() < deadline, f"{node} does not stay down:\n{self._logs()}"
             seen += 1
@@ -116,7 +118,7 @@ class Cluster:
         """Start its slurmd again, and wait until it takes jobs."""
         self._start_node(node)
         self.call("scontrol", "update", f"NodeName={node}", "State=RESUME")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + START_S
         while node not in self._idle() and time.monotonic() < deadline:
             time.sleep(0.2)
 

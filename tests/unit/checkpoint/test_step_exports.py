@@ -331,6 +331,7 @@ def test_it_does_not_outlive_the_trainer(endless: Owner, tmp_path: Path, model: 
     assert not child.is_running()
 
 
+@pytest.mark.slow
 def test_a_kill_of_the_trainer_at_any_moment_ends_it_and_the_next_run_makes_it_whole(tmp_path: Path) -> None:
     big = save_random_model(tmp_path / "hf", **BIG)
     to_megatron(big, tmp_path / "megatron")

@@ -97,6 +97,7 @@ def moments(convert: Convert, output: Path, settings: Settings) -> Iterator[int]
         moment += 1
 
 
+@pytest.mark.integration
 def test_a_kill_at_any_moment_leaves_all_or_nothing(convert: Convert, model: Path, tmp_path: Path) -> None:
     convert(tmp_path / "whole", Settings())
     whole = folder_bytes(tmp_path / "whole")
@@ -124,6 +125,7 @@ def test_a_kill_at_any_moment_leaves_all_or_nothing(convert: Convert, model: Pat
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.slow
 def test_a_kill_while_replacing_loses_neither(convert: Convert, tmp_path: Path) -> None:
     output = tmp_path / "output"
     convert(output, Settings())
@@ -142,6 +144,7 @@ def test_a_kill_while_replacing_loses_neither(convert: Convert, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 
+@pytest.mark.slow
 def test_a_kill_at_a_random_time(tmp_path: Path, model: Path) -> None:
     """Threads copy at the time, which the moments above cannot tell apart."""
     big = save_random_model(tmp_path / "hf", hidden_size=1024, intermediate_size=2048, vocab_size=5000)

@@ -18,6 +18,8 @@ from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder
 from checkpoints_tools.formats.safetensors_writer import Sharding, plan_safetensors
 from tests.support.checkpoint_models import config_of
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 # Qwen2.5-32B.
 CONFIG = config_of(

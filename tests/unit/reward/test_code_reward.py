@@ -21,6 +21,8 @@ from bapo_megatron.reward.code_tests import Asserted, Called, Printed, check_tes
 from bapo_megatron.reward.sandbox import sandbox as sandbox_module
 from bapo_megatron.reward.sandbox.sandbox import Sandbox
 
+pytestmark = pytest.mark.integration
+
 REPOSITORY = Path(__file__).parents[3]
 
 ADD = json.dumps({"inputs": ["1 2\n", "10 -3\n"], "outputs": ["3\n", "7\n"]})

@@ -21,6 +21,8 @@ from bapo_megatron.reward.functions import ground_truth_check, load_function
 from bapo_megatron.reward.pool import RewardPool, RewardResult
 from bapo_megatron.types import Prompt
 
+pytestmark = pytest.mark.integration
+
 SCORE = "tests.support.reward_functions:score"
 REPOSITORY = Path(__file__).parents[3]
 

@@ -12,7 +12,10 @@ import pytest
 
 from tests.support.audit import Audit
 from tests.support.mortal import WAYS, MortalRun
+from tests.support.tiers import slow_but
 from tests.support.virtual_time import run_virtually
+
+pytestmark = pytest.mark.integration
 
 STEPS = 6
 
@@ -29,7 +32,9 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("rules", RULES, ids=lambda rules: "-".join(map(str, rules.values())))
+@pytest.mark.parametrize(
+    "rules", slow_but(RULES, *RULES[::5]), ids=lambda rules: "-".join(map(str, rules.values()))
+)
 def test_deaths_at_random_writes(
     tmp_path: Path, rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

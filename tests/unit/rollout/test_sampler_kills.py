@@ -17,6 +17,9 @@ from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups, s
 from tests.support import accounts
 from tests.support.raw_journal import keep_logs
 from tests.support.sampling import ScriptedEngine, World, prompt_ids, until
+from tests.support.tiers import slow_but
+
+pytestmark = pytest.mark.integration
 
 SETTINGS = {"prompts_per_step": 3, "group_size": 2, "max_response_tokens": 12, "segment_tokens": 2}
 
@@ -37,7 +40,7 @@ def check_accounts(world: World, logs: Path | None = None) -> Counter[str]:
     return accounts.check_accounts(logs or world.journal, world.journal, config, prompts).totals()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", slow_but(range(12), 0, 1, 2))
 def test_kills_at_any_moment(tmp_path: Path, seed: int) -> None:
     """Samplers are killed at random, some with their last record torn; the run continues from its files."""
     random = np.random.default_rng(seed)

@@ -14,6 +14,8 @@ import pytest
 from bapo_megatron.commands.cluster.slurm_client import read_job_state
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 
+pytestmark = pytest.mark.integration
+
 SLURM = Path(__file__).parents[3] / "slurm"
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 

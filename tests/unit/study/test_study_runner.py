@@ -20,6 +20,8 @@ from benchmarks.study.lives import Life
 from benchmarks.study.plan import Arm
 from benchmarks.study.runner import Clock, Failure, Process, log_of, run_arms
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[3]
 
 

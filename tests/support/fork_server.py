@@ -1,0 +1,123 @@
+"""The fork server: ``bapo`` commands in processes forked from one that has imported everything.
+
+To import torch, Megatron and transformers takes ten seconds of a core, and a test starts several commands.
+``python -m tests.support.fork_server FD`` serves a test process (forked_commands.py) through the socket FD.
+A request is a message of JSON with the arguments, the directory and the environment, and two descriptors: the
+command's output, and a socket that is told its process id and, when it has ended, its exit code. Commands
+have sessions of their own, and end with the server, which ends with the test process.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+from bapo_megatron.runtime.processes import die_with_parent
+
+_LONGEST = 1 << 20
+"""Bytes of a request."""
+
+_IMPORTED = (
+    *("bapo_megatron.train", "bapo_megatron.trainer.build", "bapo_megatron.trainer.preflight"),
+    *("transformers.models.auto.tokenization_auto", "torch.utils.tensorboard"),
+)
+"""What commands import late, with all that these import."""
+
+
+class ForkServer:
+    """Forks a process for each request, and tells how it has ended."""
+
+    def __init__(self, requests: socket.socket) -> None:
+        self._requests = requests
+        self._running: dict[int, tuple[int, socket.socket]] = {}
+        """By a descriptor that is readable when the process has ended: its id, and whom to tell."""
+
+    def next_command(self) -> list[str] | None:
+        """In each forked process the arguments of its command; in the server None, when tests have ended."""
+        while True:
+            ready, _, _ = select.select([self._requests, *self._running], [], [])
+            for ended in ready:
+                if ended is not self._requests:
+                    self._collect(ended)
+            if self._requests in ready:
+                message, descriptors, _, _ = socket.recv_fds(self._requests, _LONGEST, 2)
+                if not message:
+                    return None
+                if (arguments := self._fork(json.loads(message), *descriptors)) is not None:
+                    return arguments
+
+    def kill_all(self) -> None:
+        """End every command and its session."""
+        for pid, _ in self._running.values():
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _fork(self, request: dict[str, object], output: int, told: int) -> list[str] | None:
+        parent, teller = os.getpid(), socket.socket(fileno=told)
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            die_with_parent(parent=parent)
+            with teller:
+                teller.send(str(os.getpid()).encode())  # not before it leads its session
+            self._become(request, output)
+            return request["arguments"]  # type: ignore[return-value]
+        os.close(output)
+        self._running[os.pidfd_open(pid)] = (pid, teller)
+        return None
+
+    def _become(self, request: dict[str, object], output: int) -> None:
+        """What distinguishes the command's process from the server's."""
+        self._requests.close()
+        for ended, (_, teller) in self._running.items():
+            os.close(ended)
+            teller.close()
+        for number in (1, 2):
+            os.dup2(output, number)
+        os.close(output)
+        os.chdir(str(request["directory"]))
+        os.environ.clear()
+        os.environ.update(request["environment"])  # type: ignore[arg-type]
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _collect(self, ended: int) -> None:
+        pid, teller = self._running.pop(ended)
+        os.close(ended)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with teller, suppress(OSError):  # the test may be over
+            teller.send(str(code).encode())
+
+
+def _import_all() -> None:
+    """What commands import, before they are asked for."""
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE")
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+
+
+def main() -> int:
+    """See the top of the file. In a forked process: its command."""
+    die_with_parent()
+    server = ForkServer(socket.socket(fileno=int(sys.argv[1])))
+    _import_all()
+    arguments = server.next_command()
+    if arguments is None:
+        server.kill_all()
+        return 0
+    from bapo_megatron import cli
+
+    sys.argv = ["bapo", *arguments]
+    return cli.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

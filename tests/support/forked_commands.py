@@ -1,0 +1,86 @@
+"""``bapo`` commands for tests, forked from a process that has imported everything (fork_server.py).
+
+For tests that do not ask how an interpreter starts. What ``start_bapo("train", ...)`` returns is used like
+``subprocess.Popen``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+class ForkedCommand:
+    """A running command: the part of ``subprocess.Popen[bytes]`` that tests use. Its session is its own."""
+
+    def __init__(self, arguments: tuple[str, ...], told: socket.socket, output: int) -> None:
+        self.args = ("bapo", *arguments)
+        self._told, self._output = told, output
+        self._read: list[bytes] = []
+        self.pid = int(self._next_number())
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it lives."""
+        if self.returncode is None and select.select([self._told], [], [], 0)[0]:
+            self.returncode = self._next_number()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, when it has ended; TimeoutExpired after ``timeout`` seconds."""
+        if self.returncode is None and not select.select([self._told], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[bytes, None]:
+        """All that it and its children have written, when they have ended."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._output >= 0:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._output], [], [], left)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0, b"".join(self._read))
+            self._read.append(part := os.read(self._output, 1 << 16))
+            if not part:
+                os.close(self._output)
+                self._output = -1
+        self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return b"".join(self._read), None
+
+    def _next_number(self) -> int:
+        message = self._told.recv(32)
+        if not message:
+            raise RuntimeError(f"the fork server has ended, and {self.args} with it")
+        return int(message)
+
+
+def start_bapo(*arguments: str | Path, directory: Path = ROOT) -> ForkedCommand:
+    """Start ``bapo ARGUMENTS`` with this process's environment."""
+    words = tuple(map(str, arguments))
+    request = {"arguments": words, "directory": str(directory), "environment": dict(os.environ)}
+    told, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    output, written = os.pipe()
+    socket.send_fds(_server(), [json.dumps(request).encode()], [written, theirs.fileno()])
+    theirs.close()
+    os.close(written)
+    return ForkedCommand(words, told, output)
+
+
+@cache
+def _server() -> socket.socket:
+    """The socket of this process's fork server, which ends when the socket closes."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.fork_server", str(theirs.fileno())]
+    subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    theirs.close()
+    return ours

@@ -1,0 +1,71 @@
+"""How ``--dist loadscope`` deals tests out to workers, as in ``make test``.
+
+Tests of a file stay together, so that its fixtures are made once. Tests that share SGLang servers go to one
+worker; of the files in ``APART`` every test goes where there is room; and tests that mostly wait go to
+workers beyond the number of cores.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
+
+WAITING = ("tests/slurm/", "tests/e2e/test_frozen_disk.py")
+"""They wait for other programs most of the time."""
+
+WAITING_WORKERS = 2
+
+SHARES_SERVERS = ("tests/contract/test_engine_contract.py", "tests/contract/test_broadcast.py")
+"""The tests of these files that take an SGLang server take the same ones."""
+
+APART = (*WAITING, "tests/e2e/test_runs.py", "tests/e2e/test_interrupts.py")
+"""Each test takes long, and what several share is made once a session (once.py)."""
+
+FIRST = ("tests/slurm/", "tests/e2e/", "tests/contract/", "tests/distributed/")
+"""The folders whose tests take longest, in the order in which they begin; all others follow."""
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def workers(kind: str) -> int:
+    """The number of workers of ``-n logical``: one for each core; of ``-n auto`` also those that wait."""
+    return cores() + (WAITING_WORKERS if kind == "auto" else 0)
+
+
+def scope_of(nodeid: str) -> str:
+    """Tests of one scope run on one worker, in their order."""
+    path = nodeid.partition("::")[0]
+    if path in SHARES_SERVERS and "[local" not in nodeid:
+        return "servers"
+    return nodeid if path.startswith(APART) else path
+
+
+def place_of(nodeid: str) -> int:
+    """The key that tests are sorted by: what takes longest begins first."""
+    return next((place for place, folder in enumerate(FIRST) if nodeid.startswith(folder)), len(FIRST))
+
+
+class WaitingApart(LoadScopeScheduling):
+    """Gives the last workers the tests that wait, and the others the rest, as long as there are both."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return scope_of(nodeid)
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        waits = int(node.gateway.id.removeprefix("gw")) % self.numnodes >= self.numnodes - WAITING_WORKERS
+        fitting = (scope for scope in self.workqueue if scope.startswith(WAITING) == waits)
+        if (scope := next(fitting, None)) is not None:
+            self.workqueue.move_to_end(scope, last=False)
+        super()._assign_work_unit(node)
+
+
+def make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    """For ``--dist loadscope`` with workers enough that some may wait."""
+    return WaitingApart(config, log) if config.getvalue("dist") == "loadscope" else None

@@ -1,0 +1,67 @@
+"""Commands that are forked from a process that has imported everything."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo
+
+pytestmark = pytest.mark.integration
+DEADLINE_S = 900
+
+
+def endless(run_dir: Path) -> ForkedCommand:
+    return start_bapo("train", "recipes/demo_cpu.py", "--steps=9999", f"--run-dir={run_dir}")
+
+
+def test_its_output_and_exit_code_come_back(tmp_path: Path) -> None:
+    command = start_bapo("train", "absent.py", directory=tmp_path)
+    assert command.communicate(DEADLINE_S) == (b"error: recipe absent.py does not exist\n", None)
+    assert command.returncode == command.wait() == command.poll() == 2
+    assert command.communicate(DEADLINE_S)[0]  # as often as one likes
+
+
+def test_it_has_the_directory_and_the_variables_of_the_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHO_ASKS", "a test")
+    (tmp_path / "here.py").write_text("import os\nraise SystemExit(os.environ['WHO_ASKS'] + os.getcwd())\n")
+    command = start_bapo("train", "here.py", directory=tmp_path)
+    assert f"a test{tmp_path}" in command.communicate(DEADLINE_S)[0].decode()
+    assert command.returncode == 1
+
+
+def test_a_signal_reaches_it_and_its_end_is_told(tmp_path: Path) -> None:
+    command = endless(tmp_path / "run")
+    assert command.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        command.wait(0.01)
+    assert os.getpgid(command.pid) == os.getsid(command.pid) == command.pid
+    os.killpg(command.pid, signal.SIGKILL)
+    assert command.wait(DEADLINE_S) == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_it_ends_with_the_test_process(tmp_path: Path) -> None:
+    code = (
+        "import sys; from tests.support.forked_commands import start_bapo\n"
+        f"flags = ('train', 'recipes/demo_cpu.py', '--steps=9999', '--run-dir={tmp_path / 'run'}')\n"
+        "print(start_bapo(*flags).pid, flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes) as test:
+        assert test.stdout is not None
+        command = psutil.Process(int(test.stdout.readline()))
+        os.kill(test.pid, signal.SIGKILL)
+    deadline = time.monotonic() + DEADLINE_S
+    while command.is_running() and command.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

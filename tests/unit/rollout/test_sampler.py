@@ -45,6 +45,7 @@ def test_groups_hold_what_the_engine_said(tmp_path: Path) -> None:
         world = World(tmp_path, [engine])
         async with world.sampling():
             batch = await world.batch(1)
+            assert world.sampler.state()["served"] == 1  # its record is committed before its file is served
         assert prompt_ids(batch) == [0, 1, 2, 3]
         for group in batch.groups:
             assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0, 0.0]

@@ -1,4 +1,4 @@
-"""The alarm on the gap between engine and trainer (``algo/engine_gap.py``)."""
+"""The alarm on the gap between engine and trainer (``algo/measurements/engine_gap.py``)."""
 
 from __future__ import annotations
 

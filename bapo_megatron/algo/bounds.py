@@ -204,7 +204,7 @@ def paper() -> BoundsConfig:
 
 
 def balanced() -> BoundsConfig:
-    """Preset that balances the gradient: the positive share of the weight of tokens that train (Eq. 5)."""
+    """Preset that balances the gradient: the positive share of the tokens that train (Eq. 5)."""
     return BoundsConfig(measure="gradient", share="absolute", weight="uniform")
 
 

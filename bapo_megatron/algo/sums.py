@@ -1,7 +1,6 @@
 """Contribution sums of Algorithm 1 by histograms: one bin between neighbouring candidates of a bound.
 
-Cumulative sums over the bins give the sum at every candidate.
-Legend and conventions are those of ``bapo.py``.
+Cumulative sums over the bins give the sum at every candidate. Legend and conventions: ``bapo.py``.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ def _add_clipped(
 
 
 def candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:
-    """Contribution sums P at every c_high, N at every c_low, of one histogram [2, 2, candidates + 1]."""
+    """Sums P at every c_high and N at every c_low, from one weight's histogram [2, 2, candidates + 1]."""
     lows, highs = low_values(config), high_values(config)
     ratio_mass, mass = range(2)
     up_to, since = histogram.cumsum(-1), histogram.flip(-1).cumsum(-1).flip(-1)

@@ -137,7 +137,7 @@ def _means(updates: Sequence[Metrics], expected: Sequence[str]) -> Metrics:
 def check_engine_gap(
     config: AlgorithmConfig, step: int, updates: Sequence[Metrics], recorder: Recorder | None
 ) -> None:
-    """The engine mismatch check (``algo/engine_gap.py``), once the step is recorded.
+    """The engine mismatch check (``algo/measurements/engine_gap.py``), once the step is recorded.
 
     A gap above its limits is a warning, or GapError on every rank. ``updates``: the metrics of the step's
     updates, equal on every rank.

@@ -90,7 +90,7 @@ class Training:
     def _begin(self) -> float:
         self._step += 1
         start = perf_counter()
-        self.store.begin((self._step, 0), self._policy.save, {"step": self._step})
+        self.store.begin((self._step, 0), {"policy": self._policy.save}, {"step": self._step})
         return perf_counter() - start
 
     def save_at_once(self) -> Save:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
@@ -24,7 +24,7 @@ from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.interfaces import Saving
 from bapo_megatron.runtime.distributed import share
 from bapo_megatron.runtime.files import write_atomically
-from bapo_megatron.runtime.run_paths import POLICY, TRAINER_STATE, Moment, RunPaths, step_entries
+from bapo_megatron.runtime.run_paths import TRAINER_STATE, Moment, RunPaths, step_entries
 from bapo_megatron.runtime.storage import writing
 
 _POLL_S = 0.05
@@ -64,8 +64,12 @@ class CheckpointStore:
         self.newest = newest
         """The newest checkpoint that was begun, or that the run continues from."""
 
-    def begin(self, moment: Moment, save_policy: Callable[[Path], Saving], trainer: dict[str, Any]) -> None:
+    def begin(
+        self, moment: Moment, folders: Mapping[str, Callable[[Path], Saving]], trainer: dict[str, Any]
+    ) -> None:
         """Begin to write the checkpoint of ``moment``; ``finalize`` ends it, and has ended the one before.
+
+        ``folders``: the name of each folder of the checkpoint, and what begins to write it. Collective.
 
         RunStopped, on the rank that meets it, if the disk does not take it; older checkpoints stay.
         """
@@ -75,9 +79,9 @@ class CheckpointStore:
         with writing(f"the checkpoint of step {moment[0]}", final):
             on_main(lambda: self._make_empty(temporary))
             on_main(lambda: write_atomically(temporary / TRAINER_STATE, json.dumps(trainer, indent=2)))
-            saving = save_policy(temporary / POLICY)
+            savings = [write(temporary / name) for name, write in folders.items()]
         about = {"step": moment[0], "updates": moment[1], "code_version": __version__}
-        self._pending, self.newest = PendingCheckpoint(saving, temporary, final, about), moment
+        self._pending, self.newest = PendingCheckpoint(savings, temporary, final, about), moment
 
     def finalize(self, wait: bool) -> Saved | None:
         """Give the checkpoint that was begun its name, if all ranks have written it, or ``wait`` until then.

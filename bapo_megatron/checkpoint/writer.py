@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter, sleep
@@ -33,9 +33,11 @@ class PendingCheckpoint:
     """A checkpoint that is being written while training continues. All ranks make the same calls in the same
     order."""
 
-    def __init__(self, saving: Saving, temporary: Path, final: Path, about: dict[str, Any]) -> None:
-        """``about``: what the manifest holds besides the files."""
-        self._saving, self._temporary, self.final = saving, temporary, final
+    def __init__(
+        self, savings: Sequence[Saving], temporary: Path, final: Path, about: dict[str, Any]
+    ) -> None:
+        """``savings``: of its folders. ``about``: what the manifest holds besides the files."""
+        self._savings, self._temporary, self.final = savings, temporary, final
         self._about = about
         self._began = perf_counter()
         self.seconds = 0.0
@@ -46,7 +48,7 @@ class PendingCheckpoint:
     def advance(self) -> bool:
         """Advance as far as all ranks can without waiting; whether the checkpoint is whole. Collective."""
         if self._digests is None:
-            if not _on_every_rank(self._saving.is_written()):
+            if not _on_every_rank(all(saving.is_written() for saving in self._savings)):
                 return False
             self._finish_parts()
             dist.barrier()  # rank 0 has written its part of the whole
@@ -65,7 +67,8 @@ class PendingCheckpoint:
 
     def _finish_parts(self) -> None:
         try:
-            self._saving.finish()
+            for saving in self._savings:
+                saving.finish()
         except CheckpointException as error:
             if not error.failures:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which rank 0's end reaches this one

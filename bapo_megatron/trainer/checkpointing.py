@@ -13,7 +13,7 @@ from bapo_megatron.checkpoint.resume_check import state_fingerprint
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.interfaces import Sampler
 from bapo_megatron.runtime.distributed import share
-from bapo_megatron.runtime.run_paths import Moment
+from bapo_megatron.runtime.run_paths import POLICY, Moment
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.resume import PartialStep
 
@@ -33,7 +33,7 @@ def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) ->
         "within": partial,
         "certificate": state_fingerprint(run.config, run.policy, sampler),
     }
-    run.checkpoints.begin(_moment(step, partial), run.policy.save, state)
+    run.checkpoints.begin(_moment(step, partial), {POLICY: run.policy.save}, state)
     if not run.config.checkpoint.background:
         finalize_checkpoint(run, wait=True)
     if run.recorder:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import Any
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.backend import EngineBackend
 from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
+from bapo_megatron.runtime.dotted_path import load_dotted_path
 
 BACKENDS = {
     "local": "bapo_megatron.rollout.engines.local.backend:LocalBackend",
@@ -25,25 +22,15 @@ BACKENDS = {
 def engine_backend(engine: str) -> EngineBackend:
     """The backend that `rollout.engine` names. ConfigError that says why it cannot be had."""
     path = BACKENDS.get(engine, engine)
-    module_name, _, name = path.partition(":")
-    if not (module_name and name):
+    if ":" not in path:
         raise ConfigError(
             f"rollout.engine={engine!r} is unknown: give {', '.join(BACKENDS)}, or the path of a subclass of "
             f"EngineBackend as package.module:Name"
         )
-    if os.getcwd() not in sys.path and "" not in sys.path:  # however the program was started
-        sys.path.append(os.getcwd())
-    try:
-        module: Any = importlib.import_module(module_name)
-    except Exception as error:  # a module raises what it likes
-        raise ConfigError(
-            f"rollout.engine={engine}: importing {module_name} failed with {error!r}; mend the module, or "
-            f"start where it can be found (the present directory and PYTHONPATH are searched)"
-        ) from error
-    backend = getattr(module, name, None)
+    backend = load_dotted_path("rollout.engine", path, "class")
     if not (isinstance(backend, type) and issubclass(backend, EngineBackend)):
         raise ConfigError(
-            f"rollout.engine={engine}: {name} of {module_name} is no subclass of EngineBackend "
+            f"rollout.engine={engine}: {backend!r} is no subclass of EngineBackend "
             f"(bapo_megatron/rollout/engines/backend.py); name one that is"
         )
     return backend()

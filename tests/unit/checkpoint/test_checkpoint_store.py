@@ -165,7 +165,7 @@ class Slow(Written):
 
 def test_the_training_goes_on_until_it_is_whole(store: CheckpointStore) -> None:
     saving = Slow()
-    store.begin((30, 0), lambda path: (write_policy(b"slow")(path), saving)[1], {})
+    store.begin((30, 0), {"policy": lambda path: (write_policy(b"slow")(path), saving)[1]}, {})
     for _ in range(3):
         assert store.finalize(wait=False) is None
         assert latest_of(store).step == 20
@@ -177,8 +177,22 @@ def test_the_training_goes_on_until_it_is_whole(store: CheckpointStore) -> None:
     assert latest_of(store).step == 30
 
 
+def test_every_folder_must_be_written_and_is_in_the_manifest(store: CheckpointStore) -> None:
+    saving = Slow()
+    folders = {"policy": write_policy(b"x"), "more": lambda path: (write_policy(b"more")(path), saving)[1]}
+    store.begin((30, 0), folders, {})
+    for _ in range(3):
+        assert store.finalize(wait=False) is None
+    saving.is_done = True
+    assert store.finalize(wait=True) is not None
+    latest = latest_of(store)
+    assert latest is not None
+    (latest.path / "more/deep/weights.bin").write_bytes(b"less")
+    assert latest_of(store).step == 20  # damage to any folder is found
+
+
 def test_one_within_a_step_comes_after_the_step_before_and_before_its_own(store: CheckpointStore) -> None:
-    store.begin((20, 3), write_policy(b"within"), {"within": 1})
+    store.begin((20, 3), {"policy": write_policy(b"within")}, {"within": 1})
     store.finalize(wait=True)
     latest = latest_of(store)
     assert latest is not None

@@ -284,7 +284,7 @@ def test_checkpoints_that_were_passed_over_are_not_exported(
 ) -> None:
     before = Owner(tmp_path, model, policy, every=0, keep_last=0)
     for moment in ((10, 0), (10, 3), (20, 0)):
-        before.store.begin(moment, copy_of(policy), {})
+        before.store.begin(moment, {"policy": copy_of(policy)}, {})
         before.store.finalize(wait=True)
     assert Owner(tmp_path, model, policy, newest=(10, 3)).store.steps() == [10]
 
@@ -373,10 +373,10 @@ def test_the_loop_offers_what_has_become_whole_and_never_waits(
     owner: Owner, policy: Path, halted: psutil.Process
 ) -> None:
     run = run_with(owner)
-    owner.store.begin((20, 0), copy_of(policy), {})
+    owner.store.begin((20, 0), {"policy": copy_of(policy)}, {})
     finalize_checkpoint(run, wait=True)  # returns, though the export of step 10 does not go on
     assert owner.exports.is_using(20)
-    owner.store.begin((20, 2), copy_of(policy), {})
+    owner.store.begin((20, 2), {"policy": copy_of(policy)}, {})
     finalize_checkpoint(run, wait=True)
     assert owner.kinds() == [("export_started", 10)]
     assert owner.checkpoints() == ["step_000010", "step_000020", "step_000020_update_002"]

@@ -43,8 +43,8 @@ def test_names_and_paths() -> None:
         ("", "is unknown"),
         ("a.module:", "is unknown"),
         ("no_such_module:Backend", r"rollout.engine=no_such_module:Backend: importing no_such_module failed"),
-        ("tests.support.plain_engine:PlainEngine", "PlainEngine of .* is no subclass of EngineBackend"),
-        ("tests.support.plain_engine:Nothing", "Nothing of .* is no subclass of EngineBackend"),
+        ("tests.support.plain_engine:PlainEngine", "PlainEngine.* is no subclass of EngineBackend"),
+        ("tests.support.plain_engine:Nothing", "tests.support.plain_engine has no class Nothing"),
     ],
 )
 def test_an_engine_that_cannot_be_had(engine: str, says: str) -> None:

@@ -13,7 +13,7 @@ from checkpoints_tools.core.atomic_output import atomic_output, check_space
 from checkpoints_tools.core.blocks import BlockTensor
 from checkpoints_tools.core.copying import copy_tensors
 from checkpoints_tools.core.output_plan import OutputPlan, holes
-from checkpoints_tools.core.progress import Progress, format_bytes
+from checkpoints_tools.core.progress import ByteProgress, format_bytes
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,9 @@ def convert(
     )
     if settings.dry_run:
         return result
-    shown = Progress(sum(tensor.nbytes for tensor in plan.tensors.values())) if settings.progress else None
+    shown = (
+        ByteProgress(sum(tensor.nbytes for tensor in plan.tensors.values())) if settings.progress else None
+    )
     with atomic_output(output):
         plan.create()
         copy_tensors(tensors, plan.tensors, settings.thread_count(), shown.add if shown else _nobody)

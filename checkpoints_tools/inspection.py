@@ -16,7 +16,7 @@ from typing import Any
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import FAMILIES, read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
-from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, Record
+from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, PickledObject
 from checkpoints_tools.formats.distcp import GlobalTensor, read_common, read_metadata
 from checkpoints_tools.formats.locate import LATEST, Format, Location, hf_reference, locate
 from checkpoints_tools.formats.mp_rank import RankFiles
@@ -193,7 +193,7 @@ def _written_at(common: Mapping[str, Any]) -> dict[str, int]:
     found: dict[str, Any] = {}
     if isinstance(ours, dict):
         found = {name: ours.get(name) for name in _PARALLEL}
-    elif isinstance(arguments, Record):
+    elif isinstance(arguments, PickledObject):
         found = {name: arguments.field(field) for name, field in _PARALLEL.items()}
     return {name: value for name, value in found.items() if type(value) is int}
 

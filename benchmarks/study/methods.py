@@ -61,7 +61,7 @@ METHODS = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class StalenessSetting:
     """Where staleness comes from, and how much of it there is."""
 
     label: str
@@ -119,12 +119,12 @@ def _segment_flags(base: RunConfig) -> tuple[str, ...]:
 
 
 SETTINGS = {
-    "fresh": Setting("on-policy"),
-    "stale_3": Setting("up to 3 updates stale", 2, 2),
-    "stale_7": Setting("up to 7 updates stale", 2, 4),
-    "stale_15": Setting("up to 15 updates stale", 4, 4),
-    "partial": Setting("partial rollout, and reuse up to 3", 2, 2, in_segments=True),
-    "fresh_matched": Setting("on-policy, as many updates as `stale_7`", split=4),
+    "fresh": StalenessSetting("on-policy"),
+    "stale_3": StalenessSetting("up to 3 updates stale", 2, 2),
+    "stale_7": StalenessSetting("up to 7 updates stale", 2, 4),
+    "stale_15": StalenessSetting("up to 15 updates stale", 4, 4),
+    "partial": StalenessSetting("partial rollout, and reuse up to 3", 2, 2, in_segments=True),
+    "fresh_matched": StalenessSetting("on-policy, as many updates as `stale_7`", split=4),
 }
 REUSE = ("fresh", "stale_3", "stale_7", "stale_15")
 """Rising staleness by reuse."""

@@ -57,7 +57,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     """All arms, and what they have in common."""
 
     options: StudyOptions
@@ -78,7 +78,7 @@ class Plan:
         }
 
 
-def make_plan(options: StudyOptions) -> Plan:
+def make_plan(options: StudyOptions) -> StudyPlan:
     """The arms, seed by seed: if the study is cut, all methods have the same seeds.
 
     Methods share seeds, and so prompts. ConfigError if the recipe does not serve.
@@ -95,7 +95,7 @@ def make_plan(options: StudyOptions) -> Plan:
     arms = [_arm(options, base, *pair, seed) for seed in range(options.seeds) for pair in pairs]
     if not arms:
         raise ConfigError("--methods and --settings leave no arm: `fresh_matched` needs the method grpo")
-    return Plan(options, base, tuple(arms))
+    return StudyPlan(options, base, tuple(arms))
 
 
 def _arm(options: StudyOptions, base: RunConfig, method: str, setting: str, seed: int) -> Arm:
@@ -127,7 +127,7 @@ def _save_flags(base: RunConfig, steps: int) -> list[str]:
     return flags
 
 
-def store_plan(plan: Plan) -> None:
+def store_plan(plan: StudyPlan) -> None:
     """Write study.json, and make the folder of the document: better now than after the runs. ConfigError if
     that cannot be done, or if the study there is another."""
     described = check_same_study(plan)
@@ -141,7 +141,7 @@ def store_plan(plan: Plan) -> None:
     write_atomically(plan.options.folder / PLAN, json.dumps(described, indent=2) + "\n")
 
 
-def check_same_study(plan: Plan) -> dict[str, Any]:
+def check_same_study(plan: StudyPlan) -> dict[str, Any]:
     """What study.json is to hold. ConfigError if the folder has a study whose arms were made otherwise.
 
     Methods, settings and seeds may be added or left out: arms that are there stay.

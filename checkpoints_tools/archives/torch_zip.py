@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bapo_megatron.errors import CheckpointError
-from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, Record, load_pickle
+from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, PickledObject, load_pickle
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _PICKLE = "data.pkl"
@@ -74,7 +74,7 @@ def read_archive(stream: BinaryIO, file: Path, name: str, start: int = 0, length
     try:
         window = io.BufferedReader(_Window(stream.fileno(), start, length), 4096)
         with zipfile.ZipFile(window) as archive:
-            return _Reader(archive, window, file, source, start, length).read()
+            return _MemberReader(archive, window, file, source, start, length).read()
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(f"{source} is no archive of torch.save, or damaged: {error}") from None
     except (struct.error, ValueError, OverflowError, EOFError, OSError) as error:
@@ -89,7 +89,7 @@ def read_tensor(stream: BinaryIO, file: Path, name: str, start: int, length: int
     return value
 
 
-class _Reader:
+class _MemberReader:
     """Turns the members of one archive into objects."""
 
     def __init__(
@@ -149,7 +149,7 @@ class _Reader:
 
     def _tensors(self, value: Any) -> Any:
         """``value`` with its tensors found. A part that occurs twice is still one part."""
-        if not isinstance(value, Record | dict | list | tuple):
+        if not isinstance(value, PickledObject | dict | list | tuple):
             return value
         if id(value) not in self._done:
             # Kept beside what it becomes: the id of a deleted object would be given to another.

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from checkpoints_tools.core.blocks import ITEM_BYTES, BlockTensor
-from checkpoints_tools.core.copying import BUFFER_BYTES, Band, OpenFiles, bands, in_a_hole, move_rows
+from checkpoints_tools.core.copying import BUFFER_BYTES, OpenFiles, RowBand, bands, in_a_hole, move_rows
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _compare(
     return TensorReport(here.name, difference, found)
 
 
-def _element(band: Band, dtype: str, first: memoryview, second: memoryview) -> str:
+def _element(band: RowBand, dtype: str, first: memoryview, second: memoryview) -> str:
     """Row, column and both values of the first element that differs."""
     low, high = 0, len(first)  # the first difference is in bytes low to high
     while high - low > 1:

@@ -129,7 +129,7 @@ class _WriteBehind:
         self._spans: dict[Path, tuple[int, int]] = {}
         self._waiting = 0
 
-    def copied(self, band: Band) -> None:
+    def copied(self, band: RowBand) -> None:
         """This band is in the page cache."""
         for block in band.written:
             begin = block.position + (band.row - block.row) * block.stride
@@ -145,7 +145,7 @@ class _WriteBehind:
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class RowBand:
     """Whole rows of a tensor, none of them an edge of a block, that fit into a buffer."""
 
     name: str
@@ -168,7 +168,7 @@ class Band:
         return self.columns * ITEM_BYTES[self.written_type]
 
 
-def bands(source: BlockTensor, destination: BlockTensor) -> Iterator[Band]:
+def bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand]:
     rows = source.shape[0]
     columns = source.shape[1] if len(source.shape) == 2 else 1
     blocks = (*source.blocks, *destination.blocks)
@@ -178,7 +178,7 @@ def bands(source: BlockTensor, destination: BlockTensor) -> Iterator[Band]:
     for begin, end in pairwise(edges):
         read, written = readers.at(begin), writers.at(begin)
         for row in range(begin, end, step):
-            yield Band(
+            yield RowBand(
                 source.name,
                 row,
                 min(step, end - row),
@@ -204,7 +204,7 @@ class _Sweep:
         return self._here
 
 
-def _copy(band: Band, files: OpenFiles, buffer: memoryview) -> memoryview:
+def _copy(band: RowBand, files: OpenFiles, buffer: memoryview) -> memoryview:
     """Move one band. Returns the buffer, which had to grow if a single row is longer."""
     if all(in_a_hole(band, block, files) for block in band.read) or _copy_in_kernel(band, files):
         return buffer
@@ -220,7 +220,7 @@ def _copy(band: Band, files: OpenFiles, buffer: memoryview) -> memoryview:
     return buffer
 
 
-def _copy_in_kernel(band: Band, files: OpenFiles) -> bool:
+def _copy_in_kernel(band: RowBand, files: OpenFiles) -> bool:
     """Move a band that lies in one piece here and there without reading it: half the work.
 
     Returns whether it was moved; file systems of different kinds, for one, do not do it.
@@ -253,7 +253,7 @@ def _copy_in_kernel(band: Band, files: OpenFiles) -> bool:
     return True
 
 
-def in_a_hole(band: Band, block: Block, files: OpenFiles) -> bool:
+def in_a_hole(band: RowBand, block: Block, files: OpenFiles) -> bool:
     """Does the file system keep no data for a block's share of the band, which then reads as zeros?"""
     span = (band.rows - 1) * block.stride + block.columns * ITEM_BYTES[band.read_type]
     return files.is_hole(block.file, block.position + (band.row - block.row) * block.stride, span)
@@ -264,7 +264,7 @@ Transfer = Callable[[int, Sequence[memoryview], int], int]
 
 
 def move_rows(
-    transfer: Transfer, descriptor: int, block: Block, band: Band, data: memoryview, dtype: str
+    transfer: Transfer, descriptor: int, block: Block, band: RowBand, data: memoryview, dtype: str
 ) -> None:
     """Between a block's share of the band in its file and that in memory."""
     item = ITEM_BYTES[dtype]

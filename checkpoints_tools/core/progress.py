@@ -12,7 +12,7 @@ _LOG_S = 10.0
 """Between two lines: rewritten in a terminal, one after the other in a log file."""
 
 
-class Progress:
+class ByteProgress:
     """Counts bytes, from any thread."""
 
     def __init__(self, total: int, stream: TextIO | None = None) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bapo_megatron.errors import CheckpointError
-from checkpoints_tools.archives.pickle_allow_list import Record, load_pickle
+from checkpoints_tools.archives.pickle_allow_list import PickledObject, load_pickle
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive, read_tensor
 
 METADATA = ".metadata"
@@ -31,7 +31,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TensorChunk:
     """A rectangle of a global tensor."""
 
     offsets: tuple[int, ...]
@@ -46,7 +46,7 @@ class GlobalTensor:
     key: str
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorChunk, ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def read_metadata(folder: Path) -> Metadata:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     metadata = load_pickle(data, str(path))
-    if not isinstance(metadata, Record) or metadata.class_name != _DCP + "Metadata":
+    if not isinstance(metadata, PickledObject) or metadata.class_name != _DCP + "Metadata":
         raise CheckpointError(f"{path} describes no checkpoint of torch.distributed")
     entries, storage = metadata.field("state_dict_metadata"), metadata.field("storage_data")
     if not isinstance(entries, dict) or not isinstance(storage, dict):
@@ -78,7 +78,7 @@ def read_metadata(folder: Path) -> Metadata:
     ranges = _Ranges(folder, path, storage)
     tensors, objects = {}, {}
     for key, entry in entries.items():
-        if not isinstance(key, str) or not isinstance(entry, Record):
+        if not isinstance(key, str) or not isinstance(entry, PickledObject):
             raise CheckpointError(f"{path}: key {key!r} is damaged")
         if entry.class_name == _DCP + "BytesStorageMetadata":
             objects[key] = ranges.find(key, None)
@@ -113,7 +113,7 @@ class ChunkFiles:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def locate(self, tensor: GlobalTensor, chunk: Chunk) -> StoredTensor:
+    def locate(self, tensor: GlobalTensor, chunk: TensorChunk) -> StoredTensor:
         """Where the elements of ``chunk`` lie, row after row. CheckpointError if its archive is damaged."""
         place = chunk.place
         name = f"{tensor.key} at {list(chunk.offsets)}"
@@ -155,9 +155,9 @@ class _Ranges:
         self.source = source
         self._folder = folder
         self._sizes: dict[str, int] = {}
-        self._of: dict[tuple[str, tuple[int, ...] | None], Record] = {}
+        self._of: dict[tuple[str, tuple[int, ...] | None], PickledObject] = {}
         for index, info in storage.items():
-            if not isinstance(index, Record) or not isinstance(info, Record):
+            if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
                 raise CheckpointError(f"{source}: its table of files is damaged")
             offset = index.field("offset")
             if not isinstance(index.field("fqn"), str) or not (offset is None or _is_shape(offset)):
@@ -198,9 +198,9 @@ class _Ranges:
         return self._sizes[name]
 
 
-def _tensor(key: str, entry: Record, ranges: _Ranges) -> GlobalTensor:
+def _tensor(key: str, entry: PickledObject, ranges: _Ranges) -> GlobalTensor:
     shape, records, properties = (entry.field(name) for name in ("size", "chunks", "properties"))
-    values = properties.state if isinstance(properties, Record) else None
+    values = properties.state if isinstance(properties, PickledObject) else None
     dtype = values[0] if isinstance(values, tuple) and values else None
     if not _is_shape(shape) or not isinstance(records, list) or not isinstance(dtype, str):
         raise CheckpointError(f"{ranges.source}: tensor {key} is damaged")
@@ -208,8 +208,8 @@ def _tensor(key: str, entry: Record, ranges: _Ranges) -> GlobalTensor:
     return GlobalTensor(key, dtype, shape, chunks)
 
 
-def _chunk(key: str, shape: tuple[int, ...], record: Any, ranges: _Ranges) -> Chunk:
-    if not isinstance(record, Record):
+def _chunk(key: str, shape: tuple[int, ...], record: Any, ranges: _Ranges) -> TensorChunk:
+    if not isinstance(record, PickledObject):
         raise CheckpointError(f"{ranges.source}: a chunk of {key} is damaged")
     offsets, sizes = record.field("offsets"), record.field("sizes")
     if not (_is_shape(offsets) and _is_shape(sizes) and len(offsets) == len(sizes) == len(shape)):
@@ -219,7 +219,7 @@ def _chunk(key: str, shape: tuple[int, ...], record: Any, ranges: _Ranges) -> Ch
             f"{ranges.source}: the chunk of {key} at {list(offsets)}, of shape {list(sizes)}, lies outside "
             f"of {list(shape)}"
         )
-    return Chunk(offsets, sizes, ranges.find(key, offsets))
+    return TensorChunk(offsets, sizes, ranges.find(key, offsets))
 
 
 def _is_shape(value: Any) -> bool:

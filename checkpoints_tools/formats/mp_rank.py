@@ -32,7 +32,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ModelChunk:
     """The parameters of a chunk of the model on one tensor-parallel rank."""
 
     file: Path
@@ -74,7 +74,7 @@ class RankFiles:
         """The file of a rank."""
         return self._folders[tensor, pipeline] / STATE_FILE
 
-    def chunk(self, tensor: int, pipeline: int, virtual: int) -> Chunk:
+    def chunk(self, tensor: int, pipeline: int, virtual: int) -> ModelChunk:
         """One of the model's chunks."""
         file, state = self.file(tensor, pipeline), self._states[tensor, pipeline]
         names = _chunk_names(state, file)
@@ -90,7 +90,7 @@ class RankFiles:
         for name, value in weights.items():
             if not isinstance(value, StoredTensor):
                 raise CheckpointError(f"{file}: {name} is no tensor")
-        return Chunk(file, weights)
+        return ModelChunk(file, weights)
 
 
 class MpRank:

@@ -58,11 +58,11 @@ def plan_mp_rank(
     would have written it. ConfigError if the model cannot be cut so.
     """
     ranks.check(shape)
-    return _Planner(tensors, shape, folder, ranks).plan(arguments, iteration)
+    return _MpRankPlanner(tensors, shape, folder, ranks).plan(arguments, iteration)
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard:
+class _RankShard:
     """A parameter on one rank."""
 
     key: str
@@ -77,7 +77,7 @@ class _Shard:
         return prod(self.local) * ITEM_BYTES[self.dtype]
 
 
-class _Planner:
+class _MpRankPlanner:
     def __init__(
         self, tensors: Mapping[str, BlockTensor], shape: ModelShape, folder: Path, ranks: Ranks
     ) -> None:
@@ -125,7 +125,7 @@ class _Planner:
             for name, blocks in zip(parameter.hf_names, parts, strict=True):
                 self.blocks.setdefault(name.format(layer=shard.layer), []).extend(blocks)
 
-    def _shards(self, pipeline: int) -> Iterator[_Shard]:
+    def _shards(self, pipeline: int) -> Iterator[_RankShard]:
         """What a stage holds."""
         count = self.shape.layers // self.ranks.pipeline
         last = pipeline == self.ranks.pipeline - 1
@@ -144,7 +144,7 @@ class _Planner:
             elif pipeline > 0:
                 yield self._shard(_EMBEDDING, _OUTPUT)
 
-    def _shard(self, name: str, key: str, layer: int = 0) -> _Shard:
+    def _shard(self, name: str, key: str, layer: int = 0) -> _RankShard:
         parameter = self.table[name]
         if name in VOCABULARY:
             padded = (self.ranks.vocabulary_rows, *parameter.shape[1:])
@@ -153,4 +153,4 @@ class _Planner:
         if parameter.tp_dim is not None:
             local[parameter.tp_dim] //= self.ranks.tensor
         dtype = shared_type(self.source, [hf_name.format(layer=layer) for hf_name in parameter.hf_names])
-        return _Shard(key, parameter, layer, dtype, tuple(local))
+        return _RankShard(key, parameter, layer, dtype, tuple(local))

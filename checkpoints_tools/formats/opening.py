@@ -16,7 +16,7 @@ _TIED_COPY = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class OpenedCheckpoint:
     """What a checkpoint holds, under Hugging Face names."""
 
     location: Location
@@ -40,7 +40,7 @@ class Checkpoint:
         return {state: self.content.optimizer_tensors(state) for state in OPTIMIZER_STATES}
 
 
-def open_checkpoint(path: Path, step: str = LATEST, reference: Path | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, step: str = LATEST, reference: Path | None = None) -> OpenedCheckpoint:
     """The checkpoint that ``path`` means (``locate.py``), after its tensors are known to be there.
 
     ``reference`` names the folder of config.json for a checkpoint that carries none. CheckpointError names
@@ -61,4 +61,4 @@ def open_checkpoint(path: Path, step: str = LATEST, reference: Path | None = Non
             tensors = read_safetensors_folder(location.folder)
             if shape.tied:
                 tensors.pop(_TIED_COPY, None)
-    return Checkpoint(location, model, shape, content, tensors)
+    return OpenedCheckpoint(location, model, shape, content, tensors)

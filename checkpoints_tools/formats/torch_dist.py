@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping as Parameter
 from bapo_megatron.hf.parameter_map import Segment, checkpoint_key, mapping_table
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.core.segments import check_cover, cut_into_sources
 from checkpoints_tools.formats.distcp import ChunkFiles, GlobalTensor, Metadata, read_common, read_metadata
-from checkpoints_tools.formats.locate import LATEST, Format, hf_reference, locate
 
 OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
 """The fp32 weights, and the two moments of Adam."""
@@ -169,20 +168,6 @@ class TorchDist:
                     f"{self.folder}: tensor {part.key} has shape {list(held.shape)}, config.json asks for "
                     f"{list(wanted)}"
                 )
-
-
-def read_torch_dist(path: Path, step: str = LATEST, reference: Path | None = None) -> TorchDist:
-    """The torch_dist checkpoint that ``path`` means (``locate.py``), for the model of its config.json.
-
-    ``reference`` names a folder with that file, for a checkpoint that carries none. CheckpointError for
-    anything else than a whole torch_dist checkpoint of that model.
-    """
-    location = locate(path, step)
-    if location.format is not Format.TORCH_DIST:
-        raise CheckpointError(
-            f"{location.folder} is a checkpoint of format {location.format}, not torch_dist"
-        )
-    return TorchDist(location.folder, read_model_shape(hf_reference(location, reference)))
 
 
 def optimizer_format(metadata: Metadata, common: Mapping[str, Any]) -> str | None:

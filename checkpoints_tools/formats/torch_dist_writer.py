@@ -68,10 +68,10 @@ def plan_torch_dist(
 
     CheckpointError if tensors that share a parameter differ in type.
     """
-    return _Planner(tensors, shape, folder, grid, contents).plan()
+    return _TorchDistPlanner(tensors, shape, folder, grid, contents).plan()
 
 
-class _Planner:
+class _TorchDistPlanner:
     def __init__(
         self,
         tensors: Mapping[str, BlockTensor],

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile
-from bapo_megatron.commands.plan.job import Job, find_shape
-from bapo_megatron.commands.plan.options import PlanOptions
+from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape
 from bapo_megatron.commands.plan.plan import make_plan
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError

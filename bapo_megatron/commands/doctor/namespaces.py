@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bapo_megatron.commands.doctor.child import one_line, run_module
-from bapo_megatron.commands.doctor.rows import Row, missing
+from bapo_megatron.commands.doctor.rows import DoctorRow, missing
 
 SECTION = "code sandbox"
 DEADLINE_S = 20.0
@@ -34,7 +34,7 @@ _SWITCHES = (
 """Settings of the kernel, the value that forbids, and what permits."""
 
 
-def namespace_rows(required: bool) -> Iterator[Row]:
+def namespace_rows(required: bool) -> Iterator[DoctorRow]:
     """One row for each kind. ``required``: the recipe's reward runs programs."""
     child = run_module("namespaces", [], DEADLINE_S)
     try:
@@ -45,13 +45,13 @@ def namespace_rows(required: bool) -> Iterator[Row]:
         yield namespace_row(name, error, required)
 
 
-def namespace_row(name: str, error: int | str, required: bool, sysctl: Path = _SYSCTL) -> Row:
+def namespace_row(name: str, error: int | str, required: bool, sysctl: Path = _SYSCTL) -> DoctorRow:
     """``error``: 0 if the kernel granted it, its error number, or why it could not be asked."""
     needed = "to run programs that a model has written"
     if error == 0:
-        return Row(SECTION, name, "ok", "granted", needed)
+        return DoctorRow(SECTION, name, "ok", "granted", needed)
     found = f"refused: {os.strerror(error)}" if isinstance(error, int) else error
-    return Row(SECTION, name, missing(required), found, needed, _fix(sysctl))
+    return DoctorRow(SECTION, name, missing(required), found, needed, _fix(sysctl))
 
 
 def _fix(sysctl: Path) -> str:

@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from bapo_megatron.commands.doctor.child import one_line, run_child, run_module
-from bapo_megatron.commands.doctor.rows import Row, missing
+from bapo_megatron.commands.doctor.rows import DoctorRow, missing
 from bapo_megatron.commands.doctor.tested import TRAINING, Permitted, canonical, permitted, pins
 
 SECTION = "training"
@@ -71,7 +71,7 @@ PACKAGES = (
 )
 
 
-def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[Row]:
+def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[DoctorRow]:
     """Python, then a row for each package."""
     yield python_row(sys.version_info[:3])
     ranges, tested = permitted(), pins(TRAINING)
@@ -98,13 +98,13 @@ class Import:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def python_row(version: tuple[int, ...]) -> Row:
+def python_row(version: tuple[int, ...]) -> DoctorRow:
     """Whether this interpreter is new enough."""
     oldest = ".".join(map(str, OLDEST_PYTHON))
     found, needed = ".".join(map(str, version)), f"{oldest} or newer"
     if version >= OLDEST_PYTHON:
-        return Row(SECTION, "Python", "ok", found, needed)
-    return Row(SECTION, "Python", "problem", found, needed, f"make setup PYTHON=python{oldest}")
+        return DoctorRow(SECTION, "Python", "ok", found, needed)
+    return DoctorRow(SECTION, "Python", "problem", found, needed, f"make setup PYTHON=python{oldest}")
 
 
 def installed_version(name: str) -> str | None:
@@ -134,39 +134,39 @@ def try_imports(modules: Sequence[str], deadline_s: float = IMPORT_DEADLINE_S) -
 
 def package_row(
     package: Package, version: str | None, imported: Import, allowed: Permitted | None, tested: str | None
-) -> Row:
+) -> DoctorRow:
     """What is said of one package."""
     required = not package.purpose
     needed = _needed(package, allowed, tested)
     fix = _fix(package, allowed, tested)
     if version is None:
-        return Row(SECTION, package.name, missing(required), "not installed", needed, fix)
+        return DoctorRow(SECTION, package.name, missing(required), "not installed", needed, fix)
     if imported.error:
         found = f"{version}, and its import fails: {imported.error}"
         again = fix.replace("pip install", "pip install --force-reinstall", 1)
-        return Row(SECTION, package.name, missing(required or package.on_gpu), found, needed, again)
+        return DoctorRow(SECTION, package.name, missing(required or package.on_gpu), found, needed, again)
     if allowed is not None and version != "unknown" and not allowed.holds(version):
-        return Row(SECTION, package.name, missing(required), version, needed, fix)
-    return Row(SECTION, package.name, "ok", version, needed)
+        return DoctorRow(SECTION, package.name, missing(required), version, needed, fix)
+    return DoctorRow(SECTION, package.name, "ok", version, needed)
 
 
-def gpu_row(facts: Mapping[str, Any], driver: list[str]) -> Row:
+def gpu_row(facts: Mapping[str, Any], driver: list[str]) -> DoctorRow:
     """torch's build, and the GPUs that it sees; ``driver`` are those that the driver sees."""
     gpus = facts.get("gpus", [])
     if gpus:
         name, memory = gpus[0]
         found = f"CUDA {facts['cuda']}, NCCL {facts['nccl']}, {len(gpus)} x {name} ({memory} GB)"
-        return Row(SECTION, "torch's GPUs", "ok", found)
+        return DoctorRow(SECTION, "torch's GPUs", "ok", found)
     build = f"built for CUDA {facts['cuda']}" if facts.get("cuda") else "CPU build"
     if not driver:
-        return Row(SECTION, "torch's GPUs", "ok", f"{build}, no GPU here: runs train on the CPU")
+        return DoctorRow(SECTION, "torch's GPUs", "ok", f"{build}, no GPU here: runs train on the CPU")
     fix = (
         "update the GPU driver to one for CUDA " + str(facts["cuda"])
         if facts.get("cuda")
         else "install a CUDA build of torch: make setup TORCH_FLAGS=..."
     )
     found = f"{build}, sees none of {len(driver)} GPUs ({driver[0]})"
-    return Row(SECTION, "torch's GPUs", "optional", found, "GPUs that torch can use", fix)
+    return DoctorRow(SECTION, "torch's GPUs", "optional", found, "GPUs that torch can use", fix)
 
 
 def driver_gpus() -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.commands.doctor.child import one_line, run_module
-from bapo_megatron.commands.doctor.rows import Row
+from bapo_megatron.commands.doctor.rows import DoctorRow
 from bapo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Facts:
     """What its run directory will hold, without rollouts and logs."""
 
 
-def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[Row], Facts | None]:
+def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], Facts | None]:
     """A row for each problem, or one that says there is none. ConfigError if a flag is wrong."""
     if not recipe.is_file():
         raise ConfigError(f"recipe {recipe} does not exist")
@@ -66,19 +66,19 @@ def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[Row], Facts | None
         fix = (
             f"bapo train {recipe} shows the whole error; most often a package of the first section is broken"
         )
-        return [Row(SECTION, str(recipe), "problem", found, "a recipe that can be checked", fix)], None
+        return [DoctorRow(SECTION, str(recipe), "problem", found, "a recipe that can be checked", fix)], None
     facts = Facts(**answer["facts"]) if answer["facts"] else None
     return list(recipe_rows(str(recipe), answer["problems"])), facts
 
 
-def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[Row]:
+def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
     """What ``bapo train`` would say."""
     if not problems:
         checked = "fields, model, tokenizer, layout, dataset and run directory fit together"
-        yield Row(SECTION, name, "ok", checked)
+        yield DoctorRow(SECTION, name, "ok", checked)
     for problem in problems:
         fix = "change the recipe, or lay a flag over it: the message says which and how"
-        yield Row(SECTION, name, "problem", problem, "what `bapo train` accepts", fix)
+        yield DoctorRow(SECTION, name, "problem", problem, "what `bapo train` accepts", fix)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ State = Literal["ok", "optional", "problem"]
 
 
 @dataclass(frozen=True)
-class Row:
+class DoctorRow:
     """What was found about one thing, what is needed of it, and what to do."""
 
     section: str

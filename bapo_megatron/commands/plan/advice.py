@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from bapo_megatron.commands.plan.job import Job
-from bapo_megatron.commands.plan.plan import Plan, make_plan
+from bapo_megatron.commands.plan.plan import JobPlan, make_plan
 from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import ConfigError
@@ -43,7 +43,7 @@ class Change:
     """GPUs that it then takes."""
 
 
-def smallest_changes(plan: Plan) -> list[Change]:
+def smallest_changes(plan: JobPlan) -> list[Change]:
     """The smallest change that makes the training fit; and the smallest on the same GPUs, if it is another.
 
     Small is: fewest flags, then fewest GPUs, then least GPU time for a token with no communication hidden.
@@ -68,7 +68,7 @@ def smallest_changes(plan: Plan) -> list[Change]:
     return changes[:1] if len(changes) == 2 and changes[0] == changes[1] else changes
 
 
-def fastest_layouts(plan: Plan, count: int) -> list[Plan]:
+def fastest_layouts(plan: JobPlan, count: int) -> list[JobPlan]:
     """The ``count`` layouts of the same GPUs that fit and cost least, links fully exposed."""
     plans = [make_plan(job) for job in _layouts(plan.job) if not problems(job)]
     fitting = [other for other in plans if not any(other.misfits())]

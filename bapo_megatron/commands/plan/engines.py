@@ -15,7 +15,7 @@ from bapo_megatron.hf.config import ModelShape
 
 
 @dataclass(frozen=True)
-class Engines:
+class EnginePlan:
     """All engines of the run."""
 
     gpus: int
@@ -48,7 +48,7 @@ def cache_bytes_per_token(shape: ModelShape) -> int:
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
 
 
-def engines(job: Job) -> Engines:
+def engines(job: Job) -> EnginePlan:
     """As many as the options say, each of ``rollout.sglang.tensor`` GPUs."""
     options, gpu = job.options, job.gpu
     size = job.run.rollout.sglang.tensor
@@ -66,7 +66,7 @@ def engines(job: Job) -> Engines:
     rate = count * running / step
     longest = job.run.rollout.max_response_tokens
     alone = (weights + longest / 2 * per_token / size) / bandwidth
-    return Engines(
+    return EnginePlan(
         gpus=gpus,
         count=count,
         weights=weights,

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from bapo_megatron.commands.plan.activations import Spec, kept
 from bapo_megatron.commands.plan.hardware import GB
-from bapo_megatron.commands.plan.job import Job
-from bapo_megatron.commands.plan.schedule import in_flight
+from bapo_megatron.commands.plan.job import Job, in_flight
 from bapo_megatron.commands.plan.sizes import StageParameters, largest_parameter, stage_parameters
 
 _FP32 = 4

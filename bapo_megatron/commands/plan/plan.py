@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.commands.plan.engines import Engines, engines
+from bapo_megatron.commands.plan.engines import EnginePlan, engines
 from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import StageMemory, host_bytes, stage_memory
@@ -15,7 +15,7 @@ from bapo_megatron.commands.plan.traffic import Traffic, sync_traffic, update_tr
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """Everything about one job."""
 
     job: Job
@@ -23,7 +23,7 @@ class Plan:
     speed: Speed
     traffic: list[Traffic]
     sync: Traffic
-    engines: Engines
+    engines: EnginePlan
     host: float
     """Bytes of host memory that a node needs while it saves."""
 
@@ -86,9 +86,9 @@ class Plan:
         )
 
 
-def make_plan(job: Job) -> Plan:
-    """Plan ``job``. Arithmetic only: no GPU, no weights, no processes."""
-    return Plan(
+def make_plan(job: Job) -> JobPlan:
+    """JobPlan ``job``. Arithmetic only: no GPU, no weights, no processes."""
+    return JobPlan(
         job=job,
         stages=[stage_memory(job, stage) for stage in range(job.parallel.pipeline)],
         speed=speed(job),
@@ -99,7 +99,7 @@ def make_plan(job: Job) -> Plan:
     )
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def as_dict(plan: JobPlan) -> dict[str, Any]:
     """The plan as plain numbers, in bytes, FLOPs and seconds."""
     misfits = [*plan.misfits(), *filter(None, [plan.engine_misfit()])]
     return {

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bapo_megatron.commands.plan.job import Job
-from bapo_megatron.commands.plan.schedule import slots
+from bapo_megatron.commands.plan.job import Job, slots
 from bapo_megatron.commands.plan.traffic import forward_passes, update_traffic
 from bapo_megatron.policy.flops import (
     attention_flops,

@@ -16,7 +16,7 @@ from typing import Any
 from bapo_megatron.algo.bounds import Bounds, search_bounds, sum_count
 from bapo_megatron.commands.verify.comparison import (
     TOLERANCES,
-    Row,
+    QuantityRow,
     Tolerances,
     compare,
     first_difference,
@@ -222,7 +222,7 @@ def _conclude(reference: LayoutReference, ours: LayoutReference, config: VerifyC
     return 0 if first_difference(rows) is None else 1
 
 
-def _verdict(rows: Sequence[Row], reference: LayoutReference) -> str:
+def _verdict(rows: Sequence[QuantityRow], reference: LayoutReference) -> str:
     lines = [f"a tie: {row.quantity}: {row.detail}" for row in rows if row.verdict == "tie"]
     first = first_difference(rows)
     tokens = sum(sample.positions for sample in reference.samples)

@@ -55,7 +55,7 @@ TOLERANCES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class QuantityRow:
     """One line of the table: a quantity, how far the layouts are apart, and what is allowed."""
 
     quantity: str
@@ -75,7 +75,7 @@ def compare(
     totals: Totals,
     config: BoundsConfig,
     tolerances: Tolerances,
-) -> list[Row]:
+) -> list[QuantityRow]:
     """A row for each quantity, upstream first. ``config`` is that of both searches."""
     samples, said = reference.samples, reference.tokens
     ours, theirs = totals, reference.totals
@@ -89,12 +89,12 @@ def compare(
     ]
 
 
-def first_difference(rows: Sequence[Row]) -> Row | None:
+def first_difference(rows: Sequence[QuantityRow]) -> QuantityRow | None:
     """The most upstream row that differs; what lies downstream of it may only follow from it."""
     return next((row for row in rows if row.verdict == "DIFFERS"), None)
 
 
-def render(rows: Sequence[Row]) -> str:
+def render(rows: Sequence[QuantityRow]) -> str:
     """The rows as an aligned table."""
     table = [("quantity", "reference", "this layout", "worst abs", "worst rel", "tolerance", "ok")]
     for row in rows:
@@ -117,7 +117,7 @@ def _token_row(
     ours: Sequence[np.ndarray],
     samples: Sequence[Sample],
     tolerances: Tolerances,
-) -> Row:
+) -> QuantityRow:
     there, here = (np.concatenate(values).astype(np.float64) for values in (reference, ours))
     apart = np.abs(here - there)
     bad = np.flatnonzero(~(apart <= tolerances.of_tokens(np.abs(there))))  # nan is bad
@@ -137,7 +137,7 @@ def _token_row(
             f"than {tolerances.token_mean:g}; most at {_place(worst, samples)}: {there[worst]:.7g} in the "
             f"reference, {here[worst]:.7g} here"
         )
-    return Row(
+    return QuantityRow(
         name,
         f"mean {there.mean():.6g}",
         f"mean {here.mean():.6g}",
@@ -165,7 +165,7 @@ def _total_row(
     ours: float | np.ndarray,
     tolerances: Tolerances,
     names: Sequence[str] = (),
-) -> Row:
+) -> QuantityRow:
     there, here = (np.atleast_1d(np.asarray(value, np.float64)) for value in (reference, ours))
     apart = np.abs(here - there)
     bad = np.flatnonzero(~(apart <= tolerances.of_totals(np.abs(there))))
@@ -174,7 +174,7 @@ def _total_row(
         which = f"{names[bad[0]]}, the first of {len(bad)} that differ: " if names else ""
         detail = f"{which}{there[bad[0]]:.9g} in the reference, {here[bad[0]]:.9g} here"
     mean = "mean " if names else ""
-    return Row(
+    return QuantityRow(
         name,
         f"{mean}{there.mean():.6g}",
         f"{mean}{here.mean():.6g}",
@@ -193,7 +193,7 @@ def _sum_names(config: BoundsConfig) -> Iterator[str]:
         yield from (f"N(c_low={low:g}) {reading}" for low in low_values(config))
 
 
-def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> Row:
+def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> QuantityRow:
     there, here = np.array([theirs.low, theirs.high]), np.array([ours.low, ours.high])
     verdict: Literal["ok", "tie", "DIFFERS"] = "ok"
     detail = ""
@@ -201,7 +201,7 @@ def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: 
         detail = f"({there[0]:g}, {there[1]:g}) in the reference, ({here[0]:g}, {here[1]:g}) here"
         tie = _tie(theirs, ours, config, tolerances)
         verdict, detail = ("tie", f"{detail}: {tie}") if tie else ("DIFFERS", detail)
-    return Row(
+    return QuantityRow(
         "bounds (low, high)",
         f"{theirs.low:g}, {theirs.high:g}",
         f"{ours.low:g}, {ours.high:g}",

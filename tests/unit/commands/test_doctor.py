@@ -15,7 +15,7 @@ import pytest
 
 from bapo_megatron.commands.doctor import machine
 from bapo_megatron.commands.doctor.child import Child, one_line, run_child, within
-from bapo_megatron.commands.doctor.doctor import Command, guarded, run_doctor
+from bapo_megatron.commands.doctor.doctor import DoctorArguments, guarded, run_doctor
 from bapo_megatron.commands.doctor.packages import (
     PACKAGES,
     Import,
@@ -27,7 +27,7 @@ from bapo_megatron.commands.doctor.packages import (
     try_imports,
 )
 from bapo_megatron.commands.doctor.probe import torch_facts
-from bapo_megatron.commands.doctor.rows import Row
+from bapo_megatron.commands.doctor.rows import DoctorRow
 from bapo_megatron.commands.doctor.table import as_json, lines, verdict
 from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, Permitted, canonical, permitted, pins
 from bapo_megatron.errors import ConfigError
@@ -247,9 +247,9 @@ def test_one_line() -> None:
 
 
 ROWS = [
-    Row("one", "torch", "ok", "2.13.0", "tested: 2.13.0", "is dropped"),
-    Row("one", "wandb", "optional", "not installed", "for logging", "pip install wandb"),
-    Row("two", "http://a-rather-long-name:30000", "problem", "no answer", "a server", "start it"),
+    DoctorRow("one", "torch", "ok", "2.13.0", "tested: 2.13.0", "is dropped"),
+    DoctorRow("one", "wandb", "optional", "not installed", "for logging", "pip install wandb"),
+    DoctorRow("two", "http://a-rather-long-name:30000", "problem", "no answer", "a server", "start it"),
 ]
 
 
@@ -291,13 +291,15 @@ def test_a_section_that_breaks_costs_itself() -> None:
 
 
 def test_the_command_line() -> None:
-    assert Command.of([]) == Command(None)
-    assert Command.of(["--json"]) == Command(None, (), True)
-    wanted = Command(Path("a.py"), ("--steps", "3"), True)
-    assert Command.of(["a.py", "--steps", "3", "--json"]) == Command.of(["--json", "a.py", "--steps", "3"])
-    assert Command.of(["a.py", "--json", "--steps", "3"]) == wanted
+    assert DoctorArguments.of([]) == DoctorArguments(None)
+    assert DoctorArguments.of(["--json"]) == DoctorArguments(None, (), True)
+    wanted = DoctorArguments(Path("a.py"), ("--steps", "3"), True)
+    assert DoctorArguments.of(["a.py", "--steps", "3", "--json"]) == DoctorArguments.of(
+        ["--json", "a.py", "--steps", "3"]
+    )
+    assert DoctorArguments.of(["a.py", "--json", "--steps", "3"]) == wanted
     with pytest.raises(ConfigError, match="--steps: the recipe comes first"):
-        Command.of(["--steps", "3"])
+        DoctorArguments.of(["--steps", "3"])
 
 
 def test_help_needs_nothing(capsys: pytest.CaptureFixture[str]) -> None:

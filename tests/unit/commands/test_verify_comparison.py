@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.commands.verify.comparison import (
-    Row,
+    QuantityRow,
     Tolerances,
     compare,
     first_difference,
@@ -25,7 +25,7 @@ QUANTITIES = ["log-probs", "entropies", "contribution sums", "bounds (low, high)
 
 def rows_of(
     ours: LayoutReference, reference: LayoutReference | None = None, **tolerances: float
-) -> list[Row]:
+) -> list[QuantityRow]:
     return compare(reference or handmade(), ours.tokens, ours.totals, BOUNDS, Tolerances(**tolerances))
 
 

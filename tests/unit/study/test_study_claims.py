@@ -29,7 +29,7 @@ from benchmarks.study.figures import _draw_curves, draw_against_staleness, draw_
 from benchmarks.study.measures import ArmRecord
 from benchmarks.study.methods import BAPO, METHODS, SETTINGS, STALE
 from benchmarks.study.options import StudyOptions
-from benchmarks.study.plan import Plan, make_plan
+from benchmarks.study.plan import StudyPlan, make_plan
 from benchmarks.study.runner import Failure
 
 FLAT = dict.fromkeys((*SMALLEST, "final_reward", "mean_reward", "final_entropy", "first_entropy"), 0.5) | {
@@ -255,7 +255,7 @@ def test_the_spread_by_hand() -> None:
 # --- the command on a study that is there ---------------------------------------------------------
 
 
-def write_run(plan: Plan, number: int, entropy: float) -> None:
+def write_run(plan: StudyPlan, number: int, entropy: float) -> None:
     """A finished arm on disk whose entropy ends at so much of its start."""
     arm = plan.arms[number]
     arm.run_dir.mkdir(parents=True)

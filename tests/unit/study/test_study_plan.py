@@ -104,10 +104,10 @@ def test_a_quick_study_is_small() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (StudyOptions(seeds=0), "--seeds 0 must be at least 1"),
-        (StudyOptions(parallel=0), "--parallel 0"),
-        (StudyOptions(steps=0), "--steps 0"),
-        (StudyOptions(lr=0.0), "--lr 0.0 must be above 0"),
+        (StudyOptions(seeds=0), "seeds=0 must be at least 1"),
+        (StudyOptions(parallel=0), "parallel=0"),
+        (StudyOptions(steps=0), "steps=0"),
+        (StudyOptions(lr=0.0), "lr=0.0 must be above 0"),
         (StudyOptions(methods=("ppo",)), "--methods ppo: choose from grpo clip_higher"),
         (StudyOptions(settings=("stale_7", "stale_7")), "each once"),
         (StudyOptions(settings=()), "name at least one"),

@@ -1,4 +1,5 @@
-"""A checkpoint written anew: in another grid of chunks, with another padding, or in another format."""
+"""The reshard: a checkpoint rewritten in another grid of chunks, with another padding, or in another
+format."""
 
 from __future__ import annotations
 

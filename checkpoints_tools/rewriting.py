@@ -1,4 +1,5 @@
-"""The common state of one torch_dist checkpoint, for another with the same content."""
+"""The common state (``common.pt``) of a torch_dist checkpoint, rewritten for another with the same
+content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron as a Hugging Face folder that transformers and inference engines load."""
+"""The conversion of a Megatron checkpoint to a Hugging Face folder that transformers and engines load."""
 
 from __future__ import annotations
 

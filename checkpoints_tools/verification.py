@@ -1,4 +1,4 @@
-"""Whether two checkpoints, of any formats, hold the same model bit for bit."""
+"""The comparison of two checkpoints, of any formats: do they hold the same model bit for bit?"""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SHOWN = 10
 
 @dataclass
 class Verification:
-    """What the comparison of two checkpoints found."""
+    """The result of comparing two checkpoints."""
 
     first: Path
     second: Path
     tensors: int = 0
     nbytes: int = 0
-    """Of the weights, and of the optimizer's state where both checkpoints have it, in the first."""
+    """Bytes compared: the weights, and the optimizer's state where both checkpoints have it."""
     differences: list[Difference] = field(default_factory=list)
     digests: dict[str, tuple[str, str]] = field(default_factory=dict)
     """SHA-256 of each tensor's elements, in the first and in the second; only where asked for."""
@@ -39,7 +39,7 @@ class Verification:
         return not self.differences
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
+        """All fields as JSON values."""
         return {
             "first": str(self.first),
             "second": str(self.second),

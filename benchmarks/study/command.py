@@ -1,4 +1,4 @@
-"""`bapo study staleness`."""
+"""The command `bapo study staleness`: run the arms that are missing, then write the document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.study.claims import findings
 from benchmarks.study.lives import Life, Main
 from benchmarks.study.measures import read_arm
 from benchmarks.study.options import StudyOptions
-from benchmarks.study.plan import Arm, StudyPlan, check_same_study, make_plan, store_plan
+from benchmarks.study.plan import Arm, StudyPlan, check_same_study, make_study_plan, store_plan
 from benchmarks.study.runner import Failure, log_of, run_arms
 
 USAGE = "usage: bapo study staleness [flags]; `bapo study staleness --help` lists them"
@@ -32,7 +32,7 @@ def study_command(arguments: Sequence[str], main: Main) -> int:
             return 0
         raise ConfigError(USAGE)
     options = tyro.cli(StudyOptions, prog="bapo study staleness", args=list(arguments[1:])).resolved()
-    plan = make_plan(options)
+    plan = make_study_plan(options)
     if options.analyse:
         check_same_study(plan)
         write_study(plan, [])

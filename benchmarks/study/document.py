@@ -1,4 +1,4 @@
-"""What a study has found, as a Markdown document. Every number and verdict is worked out of the runs."""
+"""The study's Markdown document. Every number and verdict is worked out of the runs."""
 
 from __future__ import annotations
 

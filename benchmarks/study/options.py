@@ -19,10 +19,10 @@ QUICK_STEPS, QUICK_SEEDS = 6, 2
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """What is run, where, and what is written."""
+    """The flags of the study: what is run, where, and what is written."""
 
     folder: Path = Path("runs/study")
-    """Where the arms are; a study that is there is continued."""
+    """Folder of the arms; a study that is there is continued."""
     recipe: Path = RECIPE
     """Task, model and learning rate of all arms."""
     seeds: Annotated[int, Ge(1)] = 5
@@ -32,25 +32,25 @@ class StudyOptions:
     lr: Annotated[float | None, Gt(0)] = None
     """Peak learning rate. None: the recipe's."""
     parallel: Annotated[int, Ge(1)] = 2
-    """Arms at a time."""
+    """Arms that run at the same time."""
     methods: tuple[str, ...] = tuple(METHODS)
-    """Of grpo, clip_higher, paper, balanced, balanced_half, published_code, papo_grpo, papo."""
+    """Methods: grpo, clip_higher, paper, balanced, balanced_half, published_code, papo_grpo, papo."""
     settings: tuple[str, ...] = tuple(SETTINGS)
-    """Of fresh, stale_3, stale_7, stale_15, partial, fresh_matched."""
+    """Staleness settings: fresh, stale_3, stale_7, stale_15, partial, fresh_matched."""
     quick: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Only grpo and balanced, fresh and stale_7, two seeds of six steps: to see that it works."""
     analyse: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Run nothing; write the document of the arms that are done, also while others run."""
     write: Path | None = None
-    """The document. None: FOLDER/study.md. Its pictures lie beside it, in figures/."""
+    """Path of the document. None: FOLDER/study.md. Its pictures lie beside it, in figures/."""
 
     @property
     def document(self) -> Path:
-        """Where the document goes."""
+        """Path of the document."""
         return self.write or self.folder / "study.md"
 
     def resolved(self) -> StudyOptions:
-        """With ``quick`` spelled out."""
+        """The options with ``quick`` spelled out."""
         if not self.quick:
             return self
         return replace(

@@ -1,4 +1,4 @@
-"""The arms of a study: one `bapo train` command for each method, setting and seed. study.json holds them."""
+"""The plan of a study: one `bapo train` command for each method, setting and seed, stored in study.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EVALUATIONS = (4, 3, 2, 1)
 
 @dataclass(frozen=True)
 class Arm:
-    """One run of the study."""
+    """One arm: a run of one method, setting and seed."""
 
     method: str
     setting: str
@@ -35,15 +35,15 @@ class Arm:
     command: tuple[str, ...]
     """Arguments of ``bapo``."""
     work: float = 1.0
-    """About how long it takes, in a unit of all arms."""
+    """Rough duration, in a unit of all arms."""
 
     @property
     def name(self) -> str:
-        """Names the run directory."""
+        """Name of the run directory."""
         return self.run_dir.name
 
     evaluates: bool = False
-    """Whether the weights of its last step are asked held-out problems."""
+    """Whether the weights of its last step are evaluated on held-out problems."""
 
     def is_done(self) -> bool:
         """Whether the weights of its last step are exported and, if they are to be, evaluated."""
@@ -58,7 +58,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """All arms, and what they have in common."""
+    """The plan of a study: all its arms, and what they have in common."""
 
     options: StudyOptions
     base: RunConfig
@@ -78,8 +78,8 @@ class StudyPlan:
         }
 
 
-def make_plan(options: StudyOptions) -> StudyPlan:
-    """The arms, seed by seed: if the study is cut, all methods have the same seeds.
+def make_study_plan(options: StudyOptions) -> StudyPlan:
+    """The plan of a study, seed by seed: if it is cut, all methods have the same seeds.
 
     Methods share seeds, and so prompts. ConfigError if the recipe does not serve.
     """

@@ -1,4 +1,4 @@
-"""Reads pickles without running anything that they name.
+"""A pickle reader that runs nothing of what a pickle names.
 
 Checkpoints of torch hold pickles, and a pickle may call any function of any module. Here nothing is ever
 imported for a file: a name in a pickle stands for a constant (``torch.bfloat16`` is "BF16"), for a builtin
@@ -33,7 +33,7 @@ DTYPES = {
 DTYPE_BYTES = {
     "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Bytes of an element of each."""
+"""Bytes of an element, by safetensors' name of its type."""
 
 _STORAGES = {
     "BFloat16Storage": "BF16",
@@ -86,11 +86,11 @@ _USELESS_OPCODES = (
 
 
 class PickledObject:
-    """Stands for an object of a class that a pickle names: what it was made from, none of its code."""
+    """An object of a class that a pickle names: what it was made from, none of its code."""
 
     __slots__ = ("arguments", "state")
     class_name = ""
-    """Module and name, as the pickle gives them."""
+    """Module and name of the class, as the pickle gives them."""
 
     arguments: tuple[Any, ...]
     state: Any
@@ -112,7 +112,7 @@ class PickledObject:
 
 
 def load_pickle(data: bytes, source: str, persistent: Callable[[Any], Any] | None = None) -> Any:
-    """The object in ``data``, of builtin values, safetensors' names of data types, and PickledObjects.
+    """The object in ``data``: builtin values, safetensors' names of data types, and ``PickledObject``.
 
     ``persistent`` turns a persistent identifier (torch's storages) into an object. CheckpointError, which
     names ``source``, for a damaged pickle and for one that names a class that no checkpoint needs.

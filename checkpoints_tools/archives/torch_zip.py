@@ -1,4 +1,4 @@
-"""Finds the bytes of tensors in an archive of ``torch.save``, without torch.
+"""A reader of ``torch.save`` archives that finds the bytes of tensors, without torch.
 
 Such an archive is a zip file: ``data.pkl`` describes the objects, ``data/0`` and so on hold the storages of
 the tensors, uncompressed. It may be a file, or lie in a file of torch_dist behind others.
@@ -27,16 +27,16 @@ _MOST_PICKLE_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in an archive: where its elements are."""
+    """A tensor in an archive: the place, type and shape of its elements."""
 
     file: Path
     position: int
     """Byte in the file at which its first element begins."""
     dtype: str
-    """As safetensors calls it."""
+    """Type by safetensors' name."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """In elements, one for each dimension."""
+    """Strides in elements, one for each dimension."""
 
     @property
     def contiguous(self) -> bool:
@@ -90,7 +90,7 @@ def read_tensor(stream: BinaryIO, file: Path, name: str, start: int, length: int
 
 
 class _MemberReader:
-    """Turns the members of one archive into objects."""
+    """The reader of one archive's members as objects."""
 
     def __init__(
         self, archive: zipfile.ZipFile, window: BinaryIO, file: Path, source: str, start: int, length: int

@@ -1,4 +1,4 @@
-"""The files of a torch_dist checkpoint: what ``.metadata`` says of them, and where each tensor's bytes are.
+"""The files of a torch_dist checkpoint: its ``.metadata``, and where each tensor's bytes are.
 
 ``.metadata`` lists global tensors by key, each with its chunks (rectangles), and for each chunk a range of a
 ``.distcp`` file that is one archive of torch.save.
@@ -22,17 +22,17 @@ _DCP = "torch.distributed.checkpoint.metadata."
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an archive lies."""
+    """The place of an archive: file and bytes."""
 
     file: Path
     start: int
     length: int
-    """In bytes."""
+    """Length in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """A rectangle of a global tensor."""
+    """One stored chunk of a global tensor: a rectangle, and the place of its archive."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -41,7 +41,7 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """A tensor by its key in the checkpoint."""
+    """A tensor of the checkpoint by its key, as chunks."""
 
     key: str
     dtype: str
@@ -51,11 +51,11 @@ class GlobalTensor:
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a torch_dist checkpoint holds."""
+    """The content of a torch_dist checkpoint: tensors and objects by key."""
 
     tensors: dict[str, GlobalTensor]
     objects: dict[str, Place]
-    """The archives of what is no tensor, by key."""
+    """Places of the archives that are no tensors, by key."""
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -101,7 +101,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 class ChunkFiles:
-    """Finds the elements of chunks; each file is opened once."""
+    """A locator of the elements of chunks; each file is opened once."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -114,7 +114,8 @@ class ChunkFiles:
         self._stack.close()
 
     def locate(self, tensor: GlobalTensor, chunk: TensorChunk) -> StoredTensor:
-        """Where the elements of ``chunk`` lie, row after row. CheckpointError if its archive is damaged."""
+        """The place of the elements of ``chunk``, row after row. CheckpointError if its archive is
+        damaged."""
         place = chunk.place
         name = f"{tensor.key} at {list(chunk.offsets)}"
         stored = read_tensor(self._stream(place.file), place.file, name, place.start, place.length)
@@ -130,7 +131,7 @@ class ChunkFiles:
         return stored
 
     def read(self, place: Place) -> bytes:
-        """An archive as it is; for what is no tensor, and small."""
+        """The bytes of an archive; for what is no tensor, and small."""
         if place.length > _MOST_OBJECT_BYTES:
             raise CheckpointError(
                 f"{place.file}: an object of {place.length:,} bytes is too long to carry along"
@@ -149,7 +150,7 @@ class ChunkFiles:
 
 
 class _Ranges:
-    """From a key and an offset to the part of a file that holds it."""
+    """A map from a key and an offset to the part of a file that holds it."""
 
     def __init__(self, folder: Path, source: Path, storage: dict[Any, Any]) -> None:
         self.source = source

@@ -1,4 +1,4 @@
-"""Reads legacy checkpoints of Megatron-LM: a ``torch.save`` file for each tensor- and pipeline-parallel rank.
+"""The reader of Megatron-LM's legacy checkpoints: a ``torch.save`` file for each TP and PP rank.
 
     mp_rank_00/model_optim_rng.pt  mp_rank_01/...            TP 2
     mp_rank_00_000/...  mp_rank_00_001/...  mp_rank_01_000/  TP 2 x PP 2
@@ -33,7 +33,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
-    """The parameters of a chunk of the model on one tensor-parallel rank."""
+    """One pipeline chunk of the model on one tensor-parallel rank: its parameters by name."""
 
     file: Path
     parameters: dict[str, StoredTensor]
@@ -75,7 +75,7 @@ class RankFiles:
         return self._folders[tensor, pipeline] / STATE_FILE
 
     def chunk(self, tensor: int, pipeline: int, virtual: int) -> ModelChunk:
-        """One of the model's chunks."""
+        """One of the model's chunks on one rank."""
         file, state = self.file(tensor, pipeline), self._states[tensor, pipeline]
         names = _chunk_names(state, file)
         if len(names) != self.virtual:
@@ -94,7 +94,7 @@ class RankFiles:
 
 
 class MpRank:
-    """One legacy checkpoint, as a model. CheckpointError names what is unknown or of another shape."""
+    """A legacy checkpoint as a model. CheckpointError names what is unknown or of another shape."""
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         self.files = RankFiles(folder)

@@ -1,4 +1,5 @@
-"""Plans a legacy checkpoint of Megatron-LM: the weights alone, in one file for each TP and PP rank."""
+"""The writer of Megatron-LM's legacy checkpoints: plans the weights alone, in one file for each TP and PP
+rank."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ _LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 @dataclass(frozen=True)
 class Ranks:
-    """How the model is cut, and how many rows its vocabulary is padded to."""
+    """The layout of a legacy checkpoint: how the model is cut, and the padding of its vocabulary."""
 
     tensor: int
     pipeline: int
     vocabulary_rows: int
 
     def check(self, shape: ModelShape) -> None:
-        """ConfigError if the model cannot be cut so."""
+        """Raise ConfigError if the model cannot be cut so."""
         cut_by_tensor = {"KV groups": shape.kv_heads, "MLP": shape.ffn, "vocabulary": self.vocabulary_rows}
         for what, size in cut_by_tensor.items():
             if size % self.tensor:
@@ -63,10 +64,10 @@ def plan_mp_rank(
 
 @dataclass(frozen=True, slots=True)
 class _RankShard:
-    """A parameter on one rank."""
+    """The shard of a parameter on one rank."""
 
     key: str
-    """In the rank's file, where layers count from 0."""
+    """Key in the rank's file, where layers count from 0."""
     parameter: Parameter
     layer: int
     dtype: str

@@ -1,4 +1,4 @@
-"""Any checkpoint, whatever its format, as the tensors that it holds."""
+"""The door to any checkpoint, whatever its format, as the tensors that it holds."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _TIED_COPY = "lm_head.weight"
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """What a checkpoint holds, under Hugging Face names."""
+    """An opened checkpoint: its tensors under Hugging Face names."""
 
     location: Location
     reference: Path
     """Folder of the model's config.json."""
     shape: ModelShape
     content: TorchDist | MpRank | None
-    """As its format's reader has it; None for a Hugging Face folder."""
+    """The checkpoint as its format's reader has it; None for a Hugging Face folder."""
     tensors: dict[str, BlockTensor]
-    """The weights. A tied model's output layer is not among them, also where a file holds a copy."""
+    """The weights. A tied model's output layer is not among them, even where a file holds a copy."""
 
     @property
     def has_whole_optimizer(self) -> bool:

@@ -1,4 +1,4 @@
-"""Reads a torch_dist checkpoint of megatron-core as Hugging Face tensors, weights and optimizer alike.
+"""The reader of torch_dist, megatron-core's format: weights and optimizer as Hugging Face tensors.
 
 Three layouts of the layers occur. *stacked*: one key for all, with the layer as the first dimension.
 *per_layer*: a key for each. *singleton*: as per_layer, and gate and up projection under keys of their own
@@ -28,7 +28,7 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters whose rows are tokens, and may be more than the vocabulary's."""
 
 OPTIMIZER = "optimizer.state."
-"""Begins the keys of the optimizer, before a state and a key of the model."""
+"""Prefix of the optimizer's keys, before a state and a key of the model."""
 
 RESHARDABLE = "fully_reshardable"
 
@@ -47,7 +47,7 @@ class _Part:
 
 
 class TorchDist:
-    """One torch_dist folder. Reading it checks that every tensor of the model is there, whole.
+    """A torch_dist folder as a model. Reading it checks that every tensor of the model is there, whole.
 
     CheckpointError names what is missing, unknown, damaged or of another shape.
     """
@@ -182,14 +182,14 @@ def optimizer_format(metadata: Metadata, common: Mapping[str, Any]) -> str | Non
 
 
 def layers_layout(metadata: Metadata, prefix: str) -> str:
-    """``stacked``, ``per_layer`` or ``singleton``."""
+    """The layout of the layers: ``stacked``, ``per_layer`` or ``singleton``."""
     if prefix + _FC1.format(layer=0) + "_w" in metadata.tensors:
         return "singleton"
     return "per_layer" if prefix + _FC1.format(layer=0) in metadata.tensors else "stacked"
 
 
 def find_prefix(metadata: Metadata, folder: Path) -> str:
-    """What stands before the keys of the model. CheckpointError if there is none of megatron-core."""
+    """The prefix of the model's keys. CheckpointError if there is none of megatron-core."""
     for prefix in _PREFIXES:
         if prefix + _EMBEDDING in metadata.tensors:
             return prefix

@@ -1,4 +1,4 @@
-"""The command: ``bapo doctor [RECIPE] [flags of the recipe] [--json]``."""
+"""The doctor's command: ``bapo doctor [RECIPE] [flags of the recipe] [--json]``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bapo_megatron.commands.doctor.recipe import Facts, examine
 from bapo_megatron.commands.doctor.rows import DoctorRow
 from bapo_megatron.commands.doctor.servers import server_rows
 from bapo_megatron.commands.doctor.sglang import sglang_rows
-from bapo_megatron.commands.doctor.table import as_json, lines, verdict
+from bapo_megatron.commands.doctor.table import as_json, lines, summary_line
 from bapo_megatron.errors import ConfigError
 
 USAGE = """\
@@ -28,7 +28,7 @@ start. `bapo train RECIPE --help` lists the flags.
 
 @dataclass(frozen=True)
 class DoctorArguments:
-    """What was asked for."""
+    """The parsed command line of ``bapo doctor``."""
 
     recipe: Path | None
     flags: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class DoctorArguments:
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> DoctorArguments:
-        """From the command line. ConfigError if flags come without a recipe."""
+        """Parse the command line. ConfigError if flags come without a recipe."""
         left = [argument for argument in arguments if argument != "--json"]
         if left and left[0].startswith("-"):
             raise ConfigError(f"{left[0]}: the recipe comes first; {USAGE.splitlines()[0]}")
@@ -57,12 +57,13 @@ def run_doctor(arguments: Sequence[str]) -> int:
     else:
         for line in lines(_kept(all_rows(command), rows)):
             print(line, flush=True)
-        print(f"\n{verdict(rows, str(command.recipe or 'a run'))}")
+        print(f"\n{summary_line(rows, str(command.recipe or 'a run'))}")
     return 1 if any(row.state == "problem" for row in rows) else 0
 
 
 def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
-    """Every row. The recipe is examined first, because it says what is needed, and told of last."""
+    """Every row of the report. The recipe is examined first, since it says what is needed, and printed
+    last."""
     told, facts = ([], None) if command.recipe is None else examine(command.recipe, command.flags)
     yield from guarded("training", package_rows)
     yield from guarded("SGLang", lambda: sglang_rows(*_sglang_needs(facts)))

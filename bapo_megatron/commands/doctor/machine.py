@@ -1,4 +1,4 @@
-"""What the machine has, and what it grants to this user."""
+"""Checks of the machine: memory, limits, shared memory, disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECTION = "machine"
 DISK_DEADLINE_S = 10.0
 """A network file system whose server is gone answers never."""
 SHARED_MEMORY_MB = 1024
-"""Of /dev/shm. NCCL and gloo meet there; containers have 64 MB unless told otherwise."""
+"""Least size of /dev/shm. NCCL and gloo meet there; containers have 64 MB unless told otherwise."""
 OPEN_FILES = 4096
 """Sockets of requests in flight, shards, logs; the usual limit of 1,024 is reached by a large batch."""
 _GB = 1e9
@@ -28,7 +28,7 @@ class Disk:
 
     directory: Path = Path("runs")
     needed_gb: float | None = None
-    """None where no recipe says."""
+    """Gigabytes that the run writes; None where no recipe says."""
 
 
 def machine_rows(disk: Disk | None = None) -> Iterator[DoctorRow]:

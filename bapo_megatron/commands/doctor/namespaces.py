@@ -1,4 +1,4 @@
-"""Whether the kernel lets this user shut a program in: user and network namespaces.
+"""Check of the sandbox: whether the kernel grants this user the user and network namespaces it needs.
 
 ``python -m bapo_megatron.commands.doctor.namespaces`` tries both, in a process that then ends, and prints one
 JSON object: the error number of each, 0 where it is granted.
@@ -35,7 +35,7 @@ _SWITCHES = (
 
 
 def namespace_rows(required: bool) -> Iterator[DoctorRow]:
-    """One row for each kind. ``required``: the recipe's reward runs programs."""
+    """One row for each kind of namespace. ``required``: the recipe's reward runs programs."""
     child = run_module("namespaces", [], DEADLINE_S)
     try:
         errors = json.loads(child.output)
@@ -46,7 +46,7 @@ def namespace_rows(required: bool) -> Iterator[DoctorRow]:
 
 
 def namespace_row(name: str, error: int | str, required: bool, sysctl: Path = _SYSCTL) -> DoctorRow:
-    """``error``: 0 if the kernel granted it, its error number, or why it could not be asked."""
+    """One row. ``error``: 0 if the kernel granted it, its error number, or why it could not be asked."""
     needed = "to run programs that a model has written"
     if error == 0:
         return DoctorRow(SECTION, name, "ok", "granted", needed)
@@ -63,7 +63,7 @@ def _fix(sysctl: Path) -> str:
 
 
 def try_namespaces() -> dict[str, int]:
-    """Enter both, the second with the rights that the first gives."""
+    """Error numbers of entering both kinds, the second with the rights that the first gives."""
     libc = ctypes.CDLL(None, use_errno=True)
     found = {}
     for name, flag in (("user namespaces", _CLONE_NEWUSER), ("network namespaces", _CLONE_NEWNET)):

@@ -1,4 +1,4 @@
-"""The environment that trains: Python, torch, and what else is imported there."""
+"""Checks of the training environment: Python, torch, and what else is imported there."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from bapo_megatron.commands.doctor.tested import TRAINING, Permitted, canonical,
 
 SECTION = "training"
 IMPORT_DEADLINE_S = 120.0
-"""For all imports together, on a busy machine with a slow disk."""
+"""Seconds for all imports together, on a busy machine with a slow disk."""
 _LEAST_S = 5.0
-"""For those that are left when one has used the time up."""
+"""Seconds for the imports that are left when one has used the time up."""
 OLDEST_PYTHON = (3, 11)
 
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution, and what it is for."""
+    """A distribution that is looked for, and its use."""
 
     name: str
     module: str | None = None
-    """What is imported to see whether it works; None: it is looked up, not imported."""
+    """The module that is imported to see whether it works; None: it is looked up, not imported."""
     purpose: str = ""
-    """Of an optional one. One without a purpose is required."""
+    """The use of an optional package. One without a purpose is required."""
     install: str = ""
     """Arguments of ``pip install``, where the name and the tested version are not enough."""
     on_gpu: bool = False
@@ -92,7 +92,7 @@ def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[DoctorRow]:
 
 @dataclass(frozen=True)
 class Import:
-    """How an import went."""
+    """The outcome of one import."""
 
     error: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -135,7 +135,7 @@ def try_imports(modules: Sequence[str], deadline_s: float = IMPORT_DEADLINE_S) -
 def package_row(
     package: Package, version: str | None, imported: Import, allowed: Permitted | None, tested: str | None
 ) -> DoctorRow:
-    """What is said of one package."""
+    """The row of one package."""
     required = not package.purpose
     needed = _needed(package, allowed, tested)
     fix = _fix(package, allowed, tested)

@@ -1,4 +1,4 @@
-"""One line of the report."""
+"""Rows of the doctor's report: one check each, with its state and its fix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ State = Literal["ok", "optional", "problem"]
 
 @dataclass(frozen=True)
 class DoctorRow:
-    """What was found about one thing, what is needed of it, and what to do."""
+    """One row of the report: what was found about one thing, what is needed of it, and what to do."""
 
     section: str
     name: str
@@ -27,5 +27,5 @@ class DoctorRow:
 
 
 def missing(required: bool) -> State:
-    """The state of what is not there."""
+    """The state of a thing that is not there."""
     return "problem" if required else "optional"

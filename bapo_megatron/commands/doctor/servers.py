@@ -1,4 +1,4 @@
-"""The SGLang servers that a recipe names: are they there, and do they fit it?
+"""Checks of the SGLang servers that a recipe names: are they there, and do they fit it?
 
 What is read is SGLang 0.5.23's: `/ready`, `/model_info`, `/server_info`.
 """
@@ -53,7 +53,7 @@ def rows_of(url: str, facts: Facts) -> tuple[list[DoctorRow], str | None]:
         server = get(f"{url}/get_server_info")  # its older name
     version = _text(model.fields.get("weight_version"))
     rows += [
-        version_row(url, version),
+        weight_version_row(url, version),
         model_row(url, model.fields, facts),
         *_context_rows(url, server.fields, facts),
         *_setting_rows(url, server.fields, facts),
@@ -61,8 +61,8 @@ def rows_of(url: str, facts: Facts) -> tuple[list[DoctorRow], str | None]:
     return rows, version
 
 
-def version_row(url: str, version: str | None) -> DoctorRow:
-    """Weight versions are numbers, which the engine counts on."""
+def weight_version_row(url: str, version: str | None) -> DoctorRow:
+    """The weight version of a server. Versions are numbers, which the engine counts on."""
     if version is not None and version.isdecimal():
         return DoctorRow(SECTION, url, "ok", f"weight version {version}")
     found = f"weight version {version!r}" if version is not None else "no weight version"
@@ -71,7 +71,7 @@ def version_row(url: str, version: str | None) -> DoctorRow:
 
 
 def model_row(url: str, model: dict[str, Any], facts: Facts) -> DoctorRow:
-    """Whether it serves the recipe's model: by type, and by shape where its folder is seen from here."""
+    """Whether a server has the recipe's model: by type, and by shape where its folder is seen from here."""
     folder = str(model.get("model_path", "unknown"))
     needed = "the recipe's model"
     fix = "start it with the recipe: bapo rollout-server RECIPE"

@@ -1,4 +1,4 @@
-"""SGLang's own environment, asked with a short program of its interpreter. SGLang is never imported."""
+"""Checks of SGLang's environment by a short program of its interpreter. SGLang is never imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, pins
 SECTION = "SGLang"
 DEADLINE_S = 30.0
 PACKAGES = {"sglang": True, "torch": True, "sglang-router": False}
-"""What is looked up there, and whether servers need it."""
+"""Packages that are looked up there, and whether servers need them."""
 
 _ASK = """
 import json, sys
@@ -47,10 +47,10 @@ def sglang_rows(required: bool, given: Path | None = None) -> Iterator[DoctorRow
     yield DoctorRow(SECTION, "interpreter", "ok", f"{_shown(python)}, Python {versions['python']}", use)
     tested = {"torch": pins(TRAINING).get("torch"), **pins(SGLANG)}
     for name, needed in PACKAGES.items():
-        yield version_row(name, versions.get(name), tested.get(name), required, needed)
+        yield sglang_package_row(name, versions.get(name), tested.get(name), required, needed)
 
 
-def version_row(
+def sglang_package_row(
     name: str, version: str | None, tested: str | None, required: bool, needed: bool
 ) -> DoctorRow:
     """One package of SGLang's environment. Its wire format changes between versions: others are untested."""

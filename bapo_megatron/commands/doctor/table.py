@@ -1,4 +1,4 @@
-"""The report as text for a terminal, and as JSON for a program."""
+"""The doctor's report as text for a terminal, and as JSON for a program. Needs the standard library alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STATE, _NAME, _FOUND, _NEEDED = 10, 20, 44, 34
 
 
 def lines(rows: Iterable[DoctorRow]) -> Iterator[str]:
-    """The table, line by line as rows come in: a section's title, then its rows and their fixes."""
+    """The report, line by line as rows come in: a section's title, then its rows and their fixes."""
     section = None
     for row in rows:
         if row.section != section:
@@ -24,8 +24,8 @@ def lines(rows: Iterable[DoctorRow]) -> Iterator[str]:
         yield from _row(row)
 
 
-def verdict(rows: Sequence[DoctorRow], subject: str) -> str:
-    """The last line. ``subject`` is what could start, `a run` or the recipe's."""
+def summary_line(rows: Sequence[DoctorRow], subject: str) -> str:
+    """The last line of the report. ``subject`` is what could start, `a run` or the recipe's."""
     problems = sum(row.state == "problem" for row in rows)
     optional = sum(row.state == "optional" for row in rows)
     aside = f" ({optional} optional: missing, low or untested)" if optional else ""
@@ -35,7 +35,7 @@ def verdict(rows: Sequence[DoctorRow], subject: str) -> str:
 
 
 def as_json(rows: Sequence[DoctorRow]) -> str:
-    """Everything as one JSON object: `ok`, and `rows` with the fields of ``DoctorRow``."""
+    """The report as one JSON object: `ok`, and `rows` with the fields of ``DoctorRow``."""
     ok = all(row.state != "problem" for row in rows)
     return json.dumps({"ok": ok, "rows": [asdict(row) for row in rows]}, indent=2)
 

@@ -1,4 +1,5 @@
-"""Other settings of the same job: the smallest change that fits, and the fastest layouts of as many GPUs."""
+"""Search over the layouts of a job: the smallest change that fits, and the fastest layouts of as many
+GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _MOST_TENSOR = 8  # beyond a node its traffic would leave NVLink
 
 
 def problems(job: Job) -> list[str]:
-    """What makes the layout impossible, whatever the memory."""
+    """Reasons why the layout is impossible, whatever the memory."""
     found = list(layout_problems(job.parallel, job.shape))
     try:
         job.run.check()
@@ -36,11 +37,11 @@ def problems(job: Job) -> list[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """Flags that make a plan fit."""
+    """A change of settings that makes a plan fit, as flags."""
 
     flags: list[str]
     gpus: int
-    """GPUs that it then takes."""
+    """Training GPUs after the change."""
 
 
 def smallest_changes(plan: JobPlan) -> list[Change]:

@@ -12,7 +12,7 @@ import tyro
 from bapo_megatron.commands.plan.advice import fastest_layouts, problems, smallest_changes
 from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape
 from bapo_megatron.commands.plan.plan import as_dict, make_plan
-from bapo_megatron.commands.plan.table import render
+from bapo_megatron.commands.plan.table import plan_text
 from bapo_megatron.commands.recipe_flags import parse_flags, recipe_path
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
@@ -21,7 +21,7 @@ from bapo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class PlanCommand:
-    """The recipe's flags and the plan's, under one roof and without a prefix."""
+    """All flags of ``bapo plan``: those of the recipe and its own, without a prefix."""
 
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
     options: Annotated[PlanOptions, tyro.conf.arg(name="")] = field(default_factory=PlanOptions)
@@ -41,5 +41,5 @@ def plan_command(arguments: Sequence[str]) -> int:
     if command.options.as_json:
         print(json.dumps({**as_dict(plan), "advice": [vars(change) for change in advice]}, indent=2))
     else:
-        print(render(plan, advice, fastest_layouts(plan, command.options.compare)), end="")
+        print(plan_text(plan, advice, fastest_layouts(plan, command.options.compare)), end="")
     return 0 if fits and plan.engine_misfit() is None else 1

@@ -28,10 +28,11 @@ _MEAN_RESPONSE = 1 / 4
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the recipe does not say: the machines, and what is assumed of the run."""
+    """The flags of ``bapo plan`` beside the recipe's: the machines, and assumptions, so that they can be
+    doubted."""
 
     gpu: Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb"] = "h100-80gb"
-    """GPU type of the trainer and of the engines; eight make a node."""
+    """Type of the GPUs that train and sample; eight make a node."""
     mfu: Annotated[float, Gt(0), Le(1)] = 0.4
     """Share of the GPU's bf16 peak that it reaches while it computes. Recomputation and the pipeline's
     idle time come on top."""
@@ -40,7 +41,7 @@ class PlanOptions:
     mean_response_tokens: Annotated[int | None, Ge(1)] = None
     """Mean length of a response. None: a quarter of the longest."""
     engine_gpus: Annotated[int | None, Ge(1)] = None
-    """GPUs that sample. None: as many as train."""
+    """GPUs that run engines. None: as many as train."""
     engine_memory_fraction: Annotated[float, Gt(0), Le(1)] = 0.85
     """Share of a GPU's memory for an engine's weights and KV cache."""
     engine_bandwidth: Annotated[float, Gt(0), Le(1)] = 0.6
@@ -69,7 +70,7 @@ def find_shape(recipe: Path, hf_path: Path) -> ModelShape:
 
 @dataclass(frozen=True)
 class Job:
-    """One recipe on one kind of GPU."""
+    """The job to plan: one recipe and its model's shape on one kind of GPU."""
 
     run: RunConfig
     shape: ModelShape
@@ -82,7 +83,7 @@ class Job:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The layout."""
+        """The parallel layout."""
         return self.run.parallel
 
     @property
@@ -112,7 +113,7 @@ class Job:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a pack on one rank."""
+        """Tokens of a pack on one CP rank."""
         return self.run.batch.pack_tokens / self.parallel.context
 
     @property
@@ -133,12 +134,12 @@ class Job:
 
     @property
     def responses(self) -> int:
-        """Responses of a step."""
+        """Responses of a step: prompts x group size."""
         return self.run.rollout.prompts_per_step * self.run.rollout.group_size
 
     @property
     def updates(self) -> int:
-        """Updates of a step."""
+        """Updates of a step: reuse epochs x updates in each."""
         return self.run.algorithm.reuse_epochs * self.run.algorithm.updates_per_epoch
 
     @property
@@ -149,7 +150,7 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """Packs of a replica in an update; the interleaved schedule wants a multiple of PP."""
+        """Packs that a replica runs in an update; the interleaved schedule wants a multiple of PP."""
         multiple = self.parallel.pipeline if self.parallel.virtual > 1 else 1
         per_pack = self.run.batch.pack_tokens * self.replicas * multiple
         return multiple * max(1, -int(-self.tokens_per_update // per_pack))
@@ -164,7 +165,7 @@ class Job:
 
 
 def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
-    """Forward passes of one model chunk that wait on ``stage`` for their backward pass, at most.
+    """Most forward passes of one model chunk that wait on ``stage`` for their backward pass.
 
     1F1B: those of the warm-up, PP - stage - 1, and the one that runs. Interleaved: the warm-up has
     2 (PP - stage - 1) + (virtual - 1) PP chunks, each 1 / virtual of the stage's layers.

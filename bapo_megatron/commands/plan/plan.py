@@ -16,7 +16,7 @@ from bapo_megatron.commands.plan.traffic import Traffic, sync_traffic, update_tr
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Everything about one job."""
+    """The plan of one job: its memory, speed, traffic and engines."""
 
     job: Job
     stages: list[StageMemory]
@@ -29,17 +29,17 @@ class JobPlan:
 
     @property
     def budget(self) -> float:
-        """Bytes that a GPU may use."""
+        """Bytes of a GPU's memory that the plan may use."""
         return self.job.options.memory_fraction * self.job.gpu.memory
 
     @property
     def host_budget(self) -> float:
-        """Bytes that a node's host may use."""
+        """Bytes of a node's host memory that the plan may use."""
         return self.job.options.memory_fraction * self.job.gpu.host_memory
 
     @property
     def train_seconds(self) -> float:
-        """All updates of a step."""
+        """Seconds of all updates of a step."""
         return self.job.updates * self.speed.update_seconds
 
     @property
@@ -50,7 +50,7 @@ class JobPlan:
 
     @property
     def cost(self) -> float:
-        """GPU-seconds for each token, links fully exposed: what layouts are ranked by."""
+        """GPU-seconds for each token, with no communication hidden: the rank of a layout."""
         busy = self.speed.update_seconds + self.speed.link_seconds
         return busy / self.speed.update_seconds / self.speed.tokens_per_second
 
@@ -87,7 +87,7 @@ class JobPlan:
 
 
 def make_plan(job: Job) -> JobPlan:
-    """JobPlan ``job``. Arithmetic only: no GPU, no weights, no processes."""
+    """The plan of ``job``. Arithmetic only: no GPU, no weights, no processes."""
     return JobPlan(
         job=job,
         stages=[stage_memory(job, stage) for stage in range(job.parallel.pipeline)],

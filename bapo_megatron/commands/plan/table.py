@@ -1,4 +1,4 @@
-"""A plan as text for people: one row a stage, then traffic, speed, engines, and the verdict."""
+"""The text of a plan for people: one row a stage, then traffic, speed, engines, and the verdict."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _PARTS = (
 )
 
 
-def render(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]) -> str:
-    """The whole text."""
+def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]) -> str:
+    """The whole text of a plan."""
     sections = [
         _title(plan),
         _memory(plan),
@@ -45,7 +45,7 @@ def render(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]) -
 
 
 def layout_name(job: Job) -> str:
-    """A layout in one short line."""
+    """A parallel layout in one short line."""
     p = job.parallel
     virtual = f" x {p.virtual}" if p.virtual > 1 else ""
     sequence = " + SP" if p.sequence else ""

@@ -28,7 +28,7 @@ from bapo_megatron.commands.doctor.packages import (
 )
 from bapo_megatron.commands.doctor.probe import torch_facts
 from bapo_megatron.commands.doctor.rows import DoctorRow
-from bapo_megatron.commands.doctor.table import as_json, lines, verdict
+from bapo_megatron.commands.doctor.table import as_json, lines, summary_line
 from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, Permitted, canonical, permitted, pins
 from bapo_megatron.errors import ConfigError
 
@@ -269,8 +269,8 @@ def test_the_table() -> None:
 
 def test_the_verdict() -> None:
     said = "1 problem: a run could not start (1 optional: missing, low or untested)"
-    assert verdict(ROWS, "a run") == said
-    assert verdict(ROWS[:1], "a.py") == "no problem: a.py could start"
+    assert summary_line(ROWS, "a run") == said
+    assert summary_line(ROWS[:1], "a.py") == "no problem: a.py could start"
 
 
 def test_json() -> None:

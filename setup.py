@@ -25,7 +25,11 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["bapo_megatron*", "checkpoints_tools*"]),
     package_data={
-        "bapo_megatron": ["report/*.html", "constraints.txt", "rollout/sglang_cpu/requirements.txt"]
+        "bapo_megatron": [
+            "commands/report/*.html",
+            "constraints.txt",
+            "rollout/engines/sglang_cpu/requirements.txt",
+        ]
     },
     install_requires=[
         "torch>=2.6,<2.14",

@@ -58,6 +58,7 @@ PACKAGES = (
     Package("tensorboard", "torch.utils.tensorboard"),
     Package("typeguard", "typeguard"),
     Package("tyro", "tyro"),
+    Package("annotated-types", "annotated_types"),
     Package(
         "transformer-engine",
         "transformer_engine.pytorch",

@@ -1,8 +1,8 @@
 """Versions of packages: those that are permitted, and those that were tested.
 
 The tests' versions are in ``constraints.txt``, those of SGLang's environment in
-``rollout/sglang_cpu/requirements.txt``; both are installed with the package, and `make` installs from them.
-What is permitted is in the metadata of this package (``setup.py``).
+``rollout/engines/sglang_cpu/requirements.txt``; both are installed with the package, and `make` installs from
+them. What is permitted is in the metadata of this package (``setup.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[2]
 TRAINING = _PACKAGE / "constraints.txt"
-SGLANG = _PACKAGE / "rollout/sglang_cpu/requirements.txt"
+SGLANG = _PACKAGE / "rollout/engines/sglang_cpu/requirements.txt"
 
 
 def pins(path: Path) -> dict[str, str]:

@@ -169,6 +169,7 @@ class RowBand:
 
 
 def row_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand]:
+    """The bands of a tensor, from its first row to its last, for both ways in which it is cut into blocks."""
     rows = source.shape[0]
     columns = source.shape[1] if len(source.shape) == 2 else 1
     blocks = (*source.blocks, *destination.blocks)

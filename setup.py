@@ -38,6 +38,7 @@ setup(
         "packaging",
         "psutil>=5",  # without it a checkpoint of megatron-core hangs
         "aiohttp>=3.10,<4",
+        "annotated-types>=0.6,<1",
         "einops>=0.8,<1",
         "orjson>=3.10,<4",
         "safetensors>=0.5,<1",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from annotated_types import Ge, Gt, Lt
 
 
 @dataclass(frozen=True)
@@ -13,13 +15,13 @@ class PapoConfig:
     enabled: bool = False
     """Reweight the advantages. The bounds are then searched with the reweighted ones, which takes a forward
     pass also where the ratio is known."""
-    strength: float = 0.5
+    strength: Annotated[float, Ge(0), Lt(1)] = 0.5
     """Largest change of a branch's weight: below 1, so that neither branch is lost."""
-    target_entropy: float | None = None
+    target_entropy: Annotated[float | None, Gt(0)] = None
     """Entropy that is held, nats per token. None: that of the run's first update."""
-    band: float = 0.5
+    band: Annotated[float, Gt(0)] = 0.5
     """Distance from the target, as a part of it, at which the weights change by all of `strength`."""
-    memory: float = 0.9
+    memory: Annotated[float, Ge(0), Lt(1)] = 0.9
     """Weight of the past in the moving mean of the updates' entropies."""
 
 

@@ -3,7 +3,8 @@
 from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig
 from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.config.run import (
+from bapo_megatron.config.run import RunConfig, SftConfig
+from bapo_megatron.config.sections import (
     AlgorithmConfig,
     BatchConfig,
     DataConfig,
@@ -12,8 +13,6 @@ from bapo_megatron.config.run import (
     ParallelConfig,
     RewardConfig,
     RolloutConfig,
-    RunConfig,
-    SftConfig,
 )
 from bapo_megatron.config.sglang import SglangConfig
 

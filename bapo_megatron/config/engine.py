@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
 
 
 @dataclass(frozen=True)
@@ -13,19 +15,19 @@ class EngineConfig:
 
     urls: tuple[str, ...] = ()
     """Servers that run already, e.g. http://node7:30000. None: the run starts servers of its own."""
-    max_in_flight: int = 256
+    max_in_flight: Annotated[int, Ge(1)] = 256
     """Requests at a server at a time."""
-    request_minutes: float = 60.0
+    request_minutes: Annotated[float, Gt(0)] = 60.0
     """Longest wait for the answer to one request, in the server's queue and at work. Then it is aborted, and
     continued from the tokens that it has."""
-    update_minutes: float = 10.0
+    update_minutes: Annotated[float, Gt(0)] = 10.0
     """Longest wait for a server to load new weights."""
-    lost_minutes: float = 30.0
+    lost_minutes: Annotated[float, Gt(0)] = 30.0
     """Longest wait while no server works; then the run saves a checkpoint and ends."""
     sync: Literal["disk", "broadcast"] = "disk"
     """How weights reach the servers. `disk`: a folder in the run directory, which they must see. `broadcast`:
     over NCCL between GPUs, gloo on a CPU; from disk after all, if that fails."""
-    bucket_mb: float = 512.0
+    bucket_mb: Annotated[float, Gt(0)] = 512.0
     """Megabytes (2^20 bytes) of each of the two buffers of a broadcast."""
     address: str | None = None
     """Address of rank 0's machine, as servers reach it, for a broadcast. None: its host name, or 127.0.0.1 if

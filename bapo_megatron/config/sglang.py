@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Lt
 
 from bapo_megatron.config.engine import EngineConfig
 
@@ -14,15 +16,15 @@ from bapo_megatron.config.engine import EngineConfig
 class SglangConfig(EngineConfig):
     """SGLang servers, for `rollout.engine=sglang`."""
 
-    servers: int = 1
+    servers: Annotated[int, Ge(1)] = 1
     """Servers that the run starts on rank 0's machine, each on `tensor` GPUs."""
     python: Path | None = None
     """Interpreter of SGLang's environment. None: BAPO_SGLANG_PYTHON, or .venv-sglang/bin/python."""
-    tensor: int = 1
+    tensor: Annotated[int, Ge(1)] = 1
     """Tensor parallel size of a server."""
-    first_gpu: int = 0
+    first_gpu: Annotated[int, Ge(0)] = 0
     """The first GPU of the first server that the run starts."""
-    memory_fraction: float = 0.85
+    memory_fraction: Annotated[float, Gt(0), Lt(1)] = 0.85
     """Share of a GPU's memory for weights and KV cache."""
     context: int | None = None
     """Longest sequence in tokens. None: the longest of the run."""
@@ -31,14 +33,12 @@ class SglangConfig(EngineConfig):
     on_update: Literal["retract", "in_place"] = "retract"
     """Responses in flight when weights change. `retract`: their keys and values are computed again under
     the new weights. `in_place`: they keep the old ones; faster, but such servers have no prefix cache."""
-    start_minutes: float = 15.0
+    start_minutes: Annotated[float, Gt(0)] = 15.0
     """Longest wait for a server to load its model."""
 
     def problems(self, longest_request: int) -> Iterator[str]:
         """Mistakes in the fields, each beginning with the field's name."""
         yield from super().problems(longest_request)
-        if self.memory_fraction >= 1:
-            yield f"memory_fraction={self.memory_fraction} must be below 1"
         if self.context is not None and self.context < longest_request:
             yield (
                 f"context={self.context} is less than data.max_prompt_tokens and the longest response of "

@@ -22,7 +22,7 @@ from bapo_megatron.runtime.run_paths import CHECKPOINTS, MANIFEST, POLICY, momen
 from checkpoints_tools.formats.distcp import METADATA
 
 LATEST = "latest"
-"""As a step: the newest whole checkpoint."""
+"""The step that means the newest whole checkpoint."""
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -31,7 +31,7 @@ _ITERATION = re.compile(r"iter_(\d+)")
 
 
 class Format(StrEnum):
-    """How the tensors of a checkpoint are stored."""
+    """The format of a checkpoint."""
 
     HF = "HF"
     TORCH_DIST = "torch_dist"
@@ -40,17 +40,17 @@ class Format(StrEnum):
 
 @dataclass(frozen=True)
 class Location:
-    """One checkpoint on disk."""
+    """The location of one checkpoint on disk."""
 
     folder: Path
-    """Directly holds the files of the weights."""
+    """Folder that directly holds the files of the weights."""
     format: Format
     iteration: int | None
-    """As its folder's name or the tracker file says: an iteration of Megatron, a step of a run."""
+    """Iteration of Megatron or step of a run, by the folder's name or the tracker file."""
 
 
 def locate(path: Path, step: str = LATEST) -> Location:
-    """The checkpoint that ``path`` means.
+    """The location of the checkpoint that ``path`` means.
 
     Where it holds several, ``step`` chooses: ``latest`` or a number. CheckpointError if there is none, or if
     the one chosen is not whole.

@@ -1,4 +1,4 @@
-"""The logs of a run's newest start, and the end of a run on request."""
+"""The logs of a run's newest start, and the cancellation of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
 
 
 def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
-    """The end of each log."""
+    """Print the end of each log."""
     logs = newest_logs(run, every_rank)
     if not logs:
         raise ConfigError(f"{run} has no logs: a run that was started by hand writes to its terminal")
@@ -44,7 +44,7 @@ def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
 def follow_logs(
     run: Path, out: TextIO, every_rank: bool = False, has_work: Callable[[], bool] = lambda: True
 ) -> None:
-    """What is written from now on, also by later starts, until interrupted."""
+    """Print what is written from now on, also by later starts, until interrupted."""
     show_logs(run, out, every_rank)
     seen = {path: path.stat().st_size for path in newest_logs(run, every_rank)}
     last: Path | None = None
@@ -66,7 +66,7 @@ def follow_logs(
 
 
 def cancel(run: Path, at_once: bool = False) -> str:
-    """End the run: it saves first, unless ``at_once``. Says what was done."""
+    """End the run: it saves first, unless ``at_once``. Returns what was done."""
     if not run.is_dir():
         raise ConfigError(f"run directory {run} does not exist")
     job = read_job_state(run)

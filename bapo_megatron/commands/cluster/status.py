@@ -1,4 +1,5 @@
-"""How a run is: read from its directory, and from Slurm where there is one. Nothing is changed or locked."""
+"""The status of a run, from its directory, and from Slurm where there is one. Nothing is changed or
+locked."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 
 FRESH_S = 60.0
-"""A server renews its entry in RUN/engines more often than this, or is gone."""
+"""Age of an entry in RUN/engines at which its server counts as gone, seconds."""
 _TAIL_BYTES = 1 << 18
 _TROUBLE = (
     *(
@@ -37,13 +38,13 @@ _WORDS = ("cause", "why", "reason", "message", "engine", "server", "nodes")
 
 @dataclass(frozen=True)
 class Status:
-    """What a person wants to know. None where nothing is known."""
+    """The status of a run. None where nothing is known."""
 
     run: Path
     job: JobState | None
-    """None: never started by Slurm."""
+    """The Slurm job; None: never started by Slurm."""
     state: str
-    """Of the job, or of the local process, in words."""
+    """State of the job, or of the local process, in words."""
     seconds_left: float | None
     step: int
     steps: int | None
@@ -51,14 +52,14 @@ class Status:
     checkpoint: int | None
     checkpoint_age_s: float | None
     engines: tuple[int, int] | None
-    """Alive, and known: of RUN/engines, or by what the sampler said last."""
+    """Engines alive, and known: by RUN/engines, or by the sampler's last metrics."""
     trouble: str | None
-    """The last event of a bad kind."""
+    """The last event of a kind that means trouble."""
     trouble_age_s: float | None
 
 
 def read_status(run: Path, now: float | None = None) -> Status:
-    """The present status. ConfigError if ``run`` is no run directory."""
+    """The present status of ``run``. ConfigError if it is no run directory."""
     now = time.time() if now is None else now
     paths = RunPaths(run)
     if not any(path.exists() for path in (paths.config, paths.slurm_state, paths.events)):
@@ -87,7 +88,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
 
 
 def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The last rows of a log, newest first, as far as they lie in its end; without what is torn."""
+    """The last rows of a JSON-lines log, newest first, from its last 256 KiB; torn lines are left out."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [flags of bapo train]``."""
+"""The submission: ``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [flags of bapo train]``."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _TEMPLATES = Path(__file__).parents[3] / "slurm"
 
 @dataclass(frozen=True)
 class SubmitCommand:
-    """What was asked for."""
+    """The parsed command line of ``bapo submit``."""
 
     recipe: Path
     cluster: Path
     dry_run: bool
     force: bool
     flags: tuple[str, ...]
-    """The rest, for `bapo train`."""
+    """Flags of `bapo train`."""
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> SubmitCommand:
-        """From the command line."""
+        """Parse the command line."""
         if not arguments or arguments[0].startswith("-"):
             raise ConfigError(f"{USAGE}; the recipe comes first")
         cluster: str | None = None
@@ -59,7 +59,7 @@ class SubmitCommand:
 
 
 def submit(command: SubmitCommand, config: RunConfig) -> str:
-    """The job's id; with ``dry_run`` the script that would be submitted."""
+    """Submit the job and return its id; with ``dry_run`` the script that would be submitted."""
     if not _TEMPLATES.is_dir():
         raise ConfigError(
             f"{_TEMPLATES} does not exist: `bapo submit` works from a checkout of the project, installed "

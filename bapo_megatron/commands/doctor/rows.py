@@ -1,4 +1,4 @@
-"""The rows of the report, and the text of errors in them."""
+"""Rows of the doctor's report: one check each, with its state and its fix; errors as one line."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ State = Literal["ok", "optional", "problem"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """What was found about one thing, what is needed of it, and what to do."""
+class DoctorRow:
+    """One row of the report: what was found about one thing, what is needed of it, and what to do."""
 
     section: str
     name: str
@@ -33,5 +33,5 @@ def one_line(error: object, limit: int = 200) -> str:
 
 
 def missing(required: bool) -> State:
-    """The state of what is not there."""
+    """The state of a thing that is not there."""
     return "problem" if required else "optional"

@@ -103,8 +103,8 @@ def _metric_rows(run: RunRecord, window: int) -> Iterator[MetricRow]:
         )
 
 
-def report_command(arguments: Sequence[str]) -> Path:
-    """The command ``bapo report RUN [RUN ...] [--output DIR]``; returns the page that was written."""
+def report_command(arguments: Sequence[str]) -> None:
+    """The command ``bapo report RUN [RUN ...] [--output DIR]``: write the page, and print where it is."""
     usage = "usage: bapo report RUN [RUN ...] [--output DIR], with directories of runs"
     runs, output = [Path(argument) for argument in arguments], None
     if "--output" in arguments:
@@ -115,8 +115,9 @@ def report_command(arguments: Sequence[str]) -> Path:
     if not runs or any(str(run).startswith("-") for run in runs):
         refuse_arguments(arguments, usage)
     if len(runs) == 1:
-        return write_report(runs[0], output)
-    return write_comparison(runs, output or common_folder(runs) / "comparison")
+        print(write_report(runs[0], output))
+    else:
+        print(write_comparison(runs, output or common_folder(runs) / "comparison"))
 
 
 def common_folder(runs: Sequence[Path]) -> Path:

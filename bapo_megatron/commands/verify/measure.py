@@ -1,4 +1,4 @@
-"""What one layout says of a batch: every token's log-prob and entropy, and the totals of one update.
+"""Measurement of one layout on a batch: every token's log-prob and entropy, and the totals of one update.
 
 Any policy and any samples will do. The update changes the policy, so it is the last thing to ask of it.
 """

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from bapo_megatron.commands.doctor import machine
-from bapo_megatron.commands.doctor.doctor import Command, guarded, run_doctor
+from bapo_megatron.commands.doctor.doctor import DoctorArguments, guarded, run_doctor
 from bapo_megatron.commands.doctor.packages import (
     PACKAGES,
     Import,
@@ -26,8 +26,8 @@ from bapo_megatron.commands.doctor.packages import (
     try_imports,
 )
 from bapo_megatron.commands.doctor.probe import torch_facts
-from bapo_megatron.commands.doctor.rows import Row, one_line
-from bapo_megatron.commands.doctor.table import as_json, lines, verdict
+from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
+from bapo_megatron.commands.doctor.table import as_json, lines, summary_line
 from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, Permitted, canonical, permitted, pins
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime import child_process, processes
@@ -253,9 +253,9 @@ def test_one_line() -> None:
 
 
 ROWS = [
-    Row("one", "torch", "ok", "2.13.0", "tested: 2.13.0", "is dropped"),
-    Row("one", "wandb", "optional", "not installed", "for logging", "pip install wandb"),
-    Row("two", "http://a-rather-long-name:30000", "problem", "no answer", "a server", "start it"),
+    DoctorRow("one", "torch", "ok", "2.13.0", "tested: 2.13.0", "is dropped"),
+    DoctorRow("one", "wandb", "optional", "not installed", "for logging", "pip install wandb"),
+    DoctorRow("two", "http://a-rather-long-name:30000", "problem", "no answer", "a server", "start it"),
 ]
 
 
@@ -275,8 +275,8 @@ def test_the_table() -> None:
 
 def test_the_verdict() -> None:
     said = "1 problem: a run could not start (1 optional: missing, low or untested)"
-    assert verdict(ROWS, "a run") == said
-    assert verdict(ROWS[:1], "a.py") == "no problem: a.py could start"
+    assert summary_line(ROWS, "a run") == said
+    assert summary_line(ROWS[:1], "a.py") == "no problem: a.py could start"
 
 
 def test_json() -> None:
@@ -297,13 +297,15 @@ def test_a_section_that_breaks_costs_itself() -> None:
 
 
 def test_the_command_line() -> None:
-    assert Command.of([]) == Command(None)
-    assert Command.of(["--json"]) == Command(None, (), True)
-    wanted = Command(Path("a.py"), ("--steps", "3"), True)
-    assert Command.of(["a.py", "--steps", "3", "--json"]) == Command.of(["--json", "a.py", "--steps", "3"])
-    assert Command.of(["a.py", "--json", "--steps", "3"]) == wanted
+    assert DoctorArguments.of([]) == DoctorArguments(None)
+    assert DoctorArguments.of(["--json"]) == DoctorArguments(None, (), True)
+    wanted = DoctorArguments(Path("a.py"), ("--steps", "3"), True)
+    assert DoctorArguments.of(["a.py", "--steps", "3", "--json"]) == DoctorArguments.of(
+        ["--json", "a.py", "--steps", "3"]
+    )
+    assert DoctorArguments.of(["a.py", "--json", "--steps", "3"]) == wanted
     with pytest.raises(ConfigError, match="--steps: the recipe comes first"):
-        Command.of(["--steps", "3"])
+        DoctorArguments.of(["--steps", "3"])
 
 
 def test_help_needs_nothing(capsys: pytest.CaptureFixture[str]) -> None:

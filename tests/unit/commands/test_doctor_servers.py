@@ -16,7 +16,7 @@ import pytest
 from bapo_megatron.commands.doctor import http
 from bapo_megatron.commands.doctor.http import get
 from bapo_megatron.commands.doctor.recipe import Facts, facts_of, problems_of, recipe_rows
-from bapo_megatron.commands.doctor.rows import Row
+from bapo_megatron.commands.doctor.rows import DoctorRow
 from bapo_megatron.commands.doctor.servers import longest_sequence, server_rows
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
 from bapo_megatron.config import RunConfig
@@ -92,7 +92,7 @@ def facts(*urls: str, **more: Any) -> Facts:
     return dataclasses.replace(usual, **more)
 
 
-def bad(rows: Iterator[Row]) -> list[Row]:
+def bad(rows: Iterator[DoctorRow]) -> list[DoctorRow]:
     return [row for row in rows if row.state != "ok"]
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from annotated_types import Ge, Gt, Le, Lt
 
 from bapo_megatron.algo.bapo import paper
 from bapo_megatron.checkpoint.run_directory import (
@@ -33,7 +34,7 @@ from bapo_megatron.config import (
     SglangConfig,
 )
 from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.config.validation import flat
+from bapo_megatron.config.validation import flat, out_of_range
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
@@ -74,6 +75,14 @@ def test_a_good_reward_passes() -> None:
         (
             {"rollout": RolloutConfig(max_response_tokens=200, temperature=0.0)},
             "temperature=0.0 must be above 0",
+        ),
+        (
+            {"rollout": RolloutConfig(max_response_tokens=200, sglang=SglangConfig(memory_fraction=1.0))},
+            "rollout.sglang.memory_fraction=1.0 must be above 0 and below 1",
+        ),
+        (
+            {"rollout": RolloutConfig(max_response_tokens=200, segment_tokens=0)},
+            "segment_tokens=0 must be at",
         ),
         ({"optimizer": OptimizerConfig(lr=1e-6, min_lr=1e-5)}, "optimizer.min_lr=1e-05 is above"),
         ({"optimizer": OptimizerConfig(lr=float("nan"))}, "optimizer.lr=nan is not a finite number"),
@@ -208,6 +217,23 @@ def test_a_bad_recipe_is_named(text: str, message: str, tmp_path: Path) -> None:
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load_recipe(tmp_path / "none.py", RunConfig)
+
+
+def test_a_range_stands_at_the_field() -> None:
+    @dataclasses.dataclass
+    class Knobs:
+        share: Annotated[float | None, Gt(0), Le(1)] = None
+        count: Annotated[int, Ge(2)] = 2
+        part: Annotated[float, Lt(1)] = -5.0
+        free: float = -7.0
+
+    assert list(out_of_range(Knobs())) == list(out_of_range(Knobs(1.0, 3, 0.99))) == []
+    assert list(out_of_range(Knobs(0.0, 1, 1.0, float("nan")))) == [
+        "share=0.0 must be above 0 and at most 1",
+        "count=1 must be at least 2",
+        "part=1.0 must be below 1",
+        "free=nan is not a finite number",
+    ]
 
 
 def test_flat_names_are_dotted() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.config import RolloutConfig, RunConfig
+from bapo_megatron.config import RolloutConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
@@ -79,11 +79,10 @@ def test_a_prompt_that_is_always_too_old_is_given_up(tmp_path: Path) -> None:
 
 def test_a_budget_that_no_long_response_can_keep_is_refused() -> None:
     rollout = RolloutConfig(budget_tokens=100, max_staleness=2, max_response_tokens=301)
-    config = RunConfig("x", None, None, rollout=rollout)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"rollout.max_staleness=3$"):
-        from bapo_megatron.config.validation import _staleness_problems, raise_problems
+        from bapo_megatron.config.validation import raise_problems, staleness_problems
 
-        raise_problems(list(_staleness_problems(config)))
+        raise_problems(list(staleness_problems(rollout)))
 
 
 @pytest.mark.parametrize(

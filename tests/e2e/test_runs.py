@@ -167,7 +167,8 @@ def test_the_last_evaluation_is_made_again_if_it_was_cut(tmp_path: Path) -> None
     assert (log.read_bytes(), responses.stat().st_mtime_ns) == made
 
 
-@pytest.mark.parametrize("leave_kilobytes", slow_but([0, 2500], 2500))
+@pytest.mark.slow
+@pytest.mark.parametrize("leave_kilobytes", [0, 2500])
 def test_a_full_disk_stops_the_run_and_room_continues_it(
     leave_kilobytes: int, whole: Path, tmp_path: Path
 ) -> None:
@@ -300,6 +301,7 @@ def test_sigint_to_the_command_alone_stops_its_processes(tmp_path: Path) -> None
             time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_one_run_directory_has_one_run(whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "twice"
     first = start(run_dir)

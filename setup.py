@@ -25,7 +25,11 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["bapo_megatron*", "checkpoints_tools*"]),
     package_data={
-        "bapo_megatron": ["report/*.html", "constraints.txt", "rollout/sglang_cpu/requirements.txt"]
+        "bapo_megatron": [
+            "commands/report/*.html",
+            "constraints.txt",
+            "rollout/engines/sglang_cpu/requirements.txt",
+        ]
     },
     install_requires=[
         "torch>=2.6,<2.14",
@@ -34,6 +38,7 @@ setup(
         "packaging",
         "psutil>=5",  # without it a checkpoint of megatron-core hangs
         "aiohttp>=3.10,<4",
+        "annotated-types>=0.6,<1",
         "einops>=0.8,<1",
         "orjson>=3.10,<4",
         "safetensors>=0.5,<1",

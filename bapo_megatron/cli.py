@@ -1,5 +1,5 @@
-"""The ``bapo`` command. Imports stay inside the commands: help must answer at once, and processes that
-write checkpoints import this module again."""
+"""The ``bapo`` command: a table of commands, and how each ends. A command's module is imported when it is
+called: help must answer at once, and processes that write checkpoints import this module again."""
 
 from __future__ import annotations
 
@@ -7,18 +7,29 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Sequence
+from importlib import import_module
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.exit_codes import end_with
 
-if TYPE_CHECKING:
-    from bapo_megatron.commands.verify.check import VerifyConfig
-    from bapo_megatron.config import RunConfig, SftConfig
-
-C = TypeVar("C")
+COMMANDS = {
+    "train": "commands.train:train_command",
+    "sft": "commands.sft:sft_command",
+    "report": "commands.report.page:report_command",
+    "submit": "commands.cluster.commands:submit_command",
+    "status": "commands.cluster.commands:status_command",
+    "logs": "commands.cluster.commands:logs_command",
+    "cancel": "commands.cluster.commands:cancel_command",
+    "rollout-server": "commands.rollout_server:rollout_server_command",
+    "plan": "commands.plan.command:plan_command",
+    "verify-parallel": "commands.verify.command:verify_command",
+    "data": "data.prepare.command:data_command",
+    "eval": "evaluation.command:eval_command",
+    "study": "commands.study:study_command",
+    "doctor": "commands.doctor.doctor:run_doctor",
+}
+"""Each command's function, as ``module:name`` below this package: arguments to exit code, or None for 0."""
 
 USAGE = """\
 usage: bapo COMMAND ...
@@ -63,32 +74,18 @@ def run(arguments: Sequence[str]) -> int:
     128 + N a rank was killed by signal N; other errors propagate.
     ``verify-parallel`` ends with SystemExit(1) where a layout differs.
     """
-    commands: dict[str, Callable[[Sequence[str]], int | None]] = {
-        "train": _train,
-        "sft": _sft,
-        "report": _report,
-        "rollout-server": _rollout_server,
-        "plan": _plan,
-        "verify-parallel": _verify_parallel,
-        "data": _data,
-        "eval": _eval,
-        "study": _study,
-        "doctor": _doctor,
-        "submit": _on_cluster("submit"),
-        "status": _on_cluster("status"),
-        "logs": _on_cluster("logs"),
-        "cancel": _on_cluster("cancel"),
-    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if arguments else 2
     try:
-        if arguments[0] not in commands:
-            raise ConfigError(f"unknown command {arguments[0]!r}; there are {', '.join(commands)}")
+        if arguments[0] not in COMMANDS:
+            raise ConfigError(f"unknown command {arguments[0]!r}; there are {', '.join(COMMANDS)}")
         if arguments[0] == "data":
             os.environ.setdefault("HF_HUB_OFFLINE", "0")  # its sources may be on the hub
-        _quiet()
-        return commands[arguments[0]](arguments[1:]) or 0
+        quiet()
+        module, _, function = COMMANDS[arguments[0]].partition(":")
+        code: int | None = getattr(import_module(f"bapo_megatron.{module}"), function)(arguments[1:])
+        return code or 0
     except (ConfigError, Preempted, RunStopped) as error:
         return end_with(error)
     except KeyboardInterrupt:
@@ -98,242 +95,8 @@ def run(arguments: Sequence[str]) -> int:
         return 130
 
 
-def _train(arguments: Sequence[str]) -> None:
-    from bapo_megatron.checkpoint.run_directory import check_writable
-    from bapo_megatron.config import RunConfig
-    from bapo_megatron.policy.layout import data_parallel_size
-    from bapo_megatron.runtime.distributed import launched_world_size, run_processes
-    from bapo_megatron.trainer.preflight import check_run
-
-    config = _configured("train", RunConfig, arguments)
-    launched = launched_world_size()
-    first = launched is None or os.environ["RANK"] == "0"
-    data = data_parallel_size(config.parallel, launched)
-    check_run(config, read_dataset=first)
-    check_writable(config.directory)
-    if launched is not None:
-        train_process(config)
-    else:
-        run_processes(train_process, (config,), data * config.parallel.model_size)
-
-
-def train_process(config: RunConfig) -> None:
-    """One rank of a training run, from its process group to its end."""
-    from contextlib import nullcontext
-
-    from bapo_megatron.checkpoint.run_directory import only_writer
-    from bapo_megatron.commands.finish import finish
-    from bapo_megatron.policy.layout import parallel_processes
-    from bapo_megatron.runtime.distributed import is_main
-    from bapo_megatron.runtime.out_of_memory import naming_memory
-    from bapo_megatron.runtime.preemption import PreemptionSignal
-    from bapo_megatron.runtime.storage import writing
-    from bapo_megatron.train import train
-    from bapo_megatron.trainer.build import open_run
-
-    _quiet()
-    preemption = PreemptionSignal()
-    with (
-        preemption.heeding(),
-        naming_memory(),
-        writing("a file of the run, or its output,", config.directory),
-        parallel_processes(config.parallel),
-        only_writer(config.directory) if is_main() else nullcontext(),
-        open_run(config, preemption) as run,
-    ):
-        train(run)
-        finish(run)
-
-
-def _sft(arguments: Sequence[str]) -> None:
-    from bapo_megatron.config import SftConfig
-    from bapo_megatron.policy.layout import data_parallel_size
-    from bapo_megatron.runtime.distributed import launched_world_size, run_processes
-    from bapo_megatron.trainer.preflight import check_sft
-
-    config = _configured("sft", SftConfig, arguments)
-    launched = launched_world_size()
-    data = data_parallel_size(config.parallel, launched)
-    check_sft(config)
-    if launched is not None:
-        sft_process(config)
-    else:
-        run_processes(sft_process, (config,), data * config.parallel.model_size)
-
-
-def sft_process(config: SftConfig) -> None:
-    """One rank of a warm start."""
-    from bapo_megatron.policy.layout import parallel_processes
-    from bapo_megatron.runtime.storage import writing
-    from bapo_megatron.trainer.sft import run_sft
-
-    _quiet()
-    with writing("the model", config.output), parallel_processes(config.parallel):
-        run_sft(config)
-
-
-def _report(arguments: Sequence[str]) -> None:
-    from bapo_megatron.commands.report.page import report_command
-
-    print(report_command(arguments))
-
-
-def _rollout_server(arguments: Sequence[str]) -> None:
-    from bapo_megatron.config import RunConfig
-    from bapo_megatron.config.recipe import load_recipe
-    from bapo_megatron.policy.device import has_cuda
-    from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand, serve
-
-    recipe = _recipe("rollout-server", arguments)
-    default = ServeCommand(load_recipe(recipe, RunConfig))
-    command = _flags("rollout-server", recipe, ServeCommand, default, arguments)
-    command.run.check()
-    serve(command, has_cuda())
-
-
-def _plan(arguments: Sequence[str]) -> int:
-    import json
-
-    from bapo_megatron.commands.plan.advice import fastest_layouts, problems, smallest_changes
-    from bapo_megatron.commands.plan.job import Job, find_shape
-    from bapo_megatron.commands.plan.options import PlanCommand
-    from bapo_megatron.commands.plan.plan import as_dict, make_plan
-    from bapo_megatron.commands.plan.table import render
-    from bapo_megatron.config import RunConfig
-    from bapo_megatron.config.recipe import load_recipe
-
-    recipe = _recipe("plan", arguments)
-    command = _flags("plan", recipe, PlanCommand, PlanCommand(load_recipe(recipe, RunConfig)), arguments)
-    command.options.check()
-    job = Job(command.run, find_shape(recipe, command.run.model.hf_path), command.options)
-    if found := problems(job):
-        raise ConfigError("\n".join(found))
-    plan = make_plan(job)
-    fits = not any(plan.misfits())
-    advice = [] if fits else smallest_changes(plan)
-    if command.options.as_json:
-        print(json.dumps({**as_dict(plan), "advice": [vars(change) for change in advice]}, indent=2))
-    else:
-        print(render(plan, advice, fastest_layouts(plan, command.options.compare)), end="")
-    return 0 if fits and plan.engine_misfit() is None else 1
-
-
-def _verify_parallel(arguments: Sequence[str]) -> None:
-    from bapo_megatron.commands.verify.check import VerifyConfig, check_verify
-    from bapo_megatron.config import RunConfig
-    from bapo_megatron.config.recipe import load_recipe
-    from bapo_megatron.policy.layout import data_parallel_size
-    from bapo_megatron.runtime.distributed import launched_world_size, run_processes
-
-    recipe = _recipe("verify-parallel", arguments)
-    default = VerifyConfig.of(load_recipe(recipe, RunConfig))
-    config = _flags("verify-parallel", recipe, VerifyConfig, default, arguments)
-    launched = launched_world_size()
-    processes = data_parallel_size(config.parallel, launched) * config.parallel.model_size
-    check_verify(config, launched is not None)
-    if launched is not None:
-        verify_process(config)
-    elif config.by_hand:
-        _verify_by_hand(config, processes)
-    else:
-        run_processes(verify_process, (config,), processes, apart=True)
-
-
-def _verify_by_hand(config: VerifyConfig, processes: int) -> None:
-    """Run the reference, then the recipe's layout against it."""
-    import dataclasses
-    import tempfile
-
-    from bapo_megatron.runtime.distributed import run_processes
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "reference.npz"
-        reference = dataclasses.replace(config, parallel=config.reference, save=path)
-        count = config.reference.model_size * (config.reference.data or 1)
-        print(f"the reference, in {count} process(es), then the recipe's layout, in {processes}", flush=True)
-        run_processes(verify_process, (reference,), count, apart=True)
-        compared = dataclasses.replace(config, certificate=path)
-        run_processes(verify_process, (compared,), processes, apart=True)
-
-
-def verify_process(config: VerifyConfig) -> None:
-    """One rank of a layout's check. SystemExit(1), on every rank, if the layout differs."""
-    from bapo_megatron.commands.verify.check import verify_layout
-    from bapo_megatron.policy.layout import parallel_processes
-
-    _quiet()
-    with parallel_processes(config.parallel):
-        code = verify_layout(config)
-    if code:
-        sys.exit(code)
-
-
-def _doctor(arguments: Sequence[str]) -> int:
-    from bapo_megatron.commands.doctor.doctor import run_doctor
-
-    return run_doctor(arguments)
-
-
-def _data(arguments: Sequence[str]) -> None:
-    from bapo_megatron.data.prepare.command import data_command
-
-    data_command(arguments)
-
-
-def _eval(arguments: Sequence[str]) -> None:
-    from bapo_megatron.evaluation.command import eval_command
-
-    eval_command(arguments)
-
-
-def _study(arguments: Sequence[str]) -> int:
-    from benchmarks.study.command import study_command
-
-    return study_command(arguments, run)
-
-
-def _on_cluster(name: str) -> Callable[[Sequence[str]], None]:
-    def command(arguments: Sequence[str]) -> None:
-        from bapo_megatron.commands.cluster import commands
-
-        getattr(commands, f"{name}_command")(arguments)
-
-    return command
-
-
-def _configured(command: str, kind: type[C], arguments: Sequence[str]) -> C:
-    """The recipe's configuration with the flags laid over it."""
-    from bapo_megatron.config.recipe import load_recipe
-
-    recipe = _recipe(command, arguments)
-    return _flags(command, recipe, kind, load_recipe(recipe, kind), arguments)
-
-
-def _recipe(command: str, arguments: Sequence[str]) -> Path:
-    """The recipe's path, which comes first."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(f"usage: bapo {command} RECIPE [flags]\n\n`bapo {command} RECIPE --help` lists the flags.")
-        sys.exit(0 if arguments else 2)
-    if arguments[0].startswith("-"):
-        raise ConfigError(f"usage: bapo {command} RECIPE [flags]; the recipe comes first")
-    return Path(arguments[0])
-
-
-def _flags(command: str, recipe: Path, kind: type[C], default: C, arguments: Sequence[str]) -> C:
-    """``default`` with the flags after the recipe laid over it."""
-    import tyro
-
-    return tyro.cli(
-        type(default),
-        prog=f"bapo {command} {recipe}",
-        description=f"Defaults are those of {recipe}.",
-        default=default,
-        args=list(arguments[1:]),
-    )
-
-
-def _quiet() -> None:
-    """Libraries warn once for each process of what is missing on a CPU; it is known and meant."""
+def quiet() -> None:
+    """Silence the warnings of libraries, once for each process, of what is missing on a CPU."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin starve their neighbours

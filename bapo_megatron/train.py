@@ -1,4 +1,4 @@
-"""The loop. Data flows one way, once per step:
+"""The training loop. Data flows one way, once per step:
 
 prompts -> rollouts -> rewards -> advantages -> packed micro-batches -> bounds -> loss -> optimizer
 -> weights to the engines -> checkpoint -> metrics
@@ -8,21 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bapo_megatron.algo.objective import update_metrics
-from bapo_megatron.algo.staleness import age_metrics
+from bapo_megatron.algo.measurements.staleness import age_metrics
 from bapo_megatron.data.packing import Sample, pack_samples, samples_of, split_into_updates
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.checkpointing import checkpoint, finalize, stop_if_told
+from bapo_megatron.trainer.checkpointing import (
+    WAIT_S,
+    begin_checkpoint,
+    finalize_checkpoint,
+    stop_if_preempted,
+    wait_for_sampler,
+)
 from bapo_megatron.trainer.evaluation import evaluate
-from bapo_megatron.trainer.mismatch_check import check_gap
 from bapo_megatron.trainer.old_log_probs import with_old_log_probs
-from bapo_megatron.trainer.recorder import StepClock, step_metrics
-from bapo_megatron.trainer.waiting import WAIT_S, wait_for_sampler
+from bapo_megatron.trainer.recorder import StepClock, check_engine_gap, step_metrics
+from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.types import Metrics, MicroBatch, StepBatch
 
 
 def train(run: Run) -> None:
-    """Run every step that is left, on every rank alike. Interrupted, when it is saved, if told to stop."""
+    """Train every step that is left, on every rank alike. Preempted, after a checkpoint, if asked to stop."""
     for step in range(run.first_step, run.config.steps + 1):
         evaluate(run, step - 1)
         clock = StepClock()
@@ -33,29 +37,30 @@ def train(run: Run) -> None:
         run.sync.push(run.policy, step)
         clock.lap("sync")
         if run.recorder:
-            run.recorder.step(step, updates, step_metrics(batch, updates, clock, run.config.algorithm.bounds))
-        check_gap(run.config.algorithm, step, updates, run.recorder)
+            names = run.clip_bounds.objective.metric_names()
+            run.recorder.step(step, updates, step_metrics(batch, updates, clock, names))
+        check_engine_gap(run.config.algorithm, step, updates, run.recorder)
         if _is_due(run, step):
-            checkpoint(run, step)
-        finalize(run, wait=step == run.config.steps)
+            begin_checkpoint(run, step)
+        finalize_checkpoint(run, wait=step == run.config.steps)
     if run.has_work:
         evaluate(run, run.config.steps)
 
 
 def next_batch(run: Run, step: int) -> StepBatch:
-    """The groups of ``step``, on every rank. RunStopped, after a checkpoint, if there will be none."""
+    """The batch of ``step``, on every rank. RunStopped, after a checkpoint, if there will be none."""
     batch: StepBatch = wait_for_sampler(run, step - 1, lambda sampler: sampler.next_batch(step, WAIT_S))
     return batch
 
 
 def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
-    """Every update of one step: reuse_epochs passes of updates_per_epoch updates each.
+    """Train on the batch of ``step``: reuse_epochs passes of updates_per_epoch updates each; their metrics.
 
-    A step that a checkpoint has cut goes on behind its last update.
+    A step that was trained partly before a checkpoint continues after its last update.
     """
     algorithm = run.config.algorithm
-    version, done = run.within or (run.policy.version, [])
-    run.within = None
+    version, done = run.partial_step or PartialStep(run.policy.version, [])
+    run.partial_step = None
     groups = [samples_of(group, algorithm.advantage) for group in batch.groups]
     if algorithm.old_log_probs == "trainer":
         groups = with_old_log_probs(
@@ -68,15 +73,15 @@ def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
     ]
     for epoch, part in parts[len(done) :]:
         if done and algorithm.old_log_probs == "rollout":  # those of the trainer belong to the step's start
-            stop_if_told(run, step - 1, (version, done))
+            stop_if_preempted(run, step - 1, PartialStep(version, done))
         done.append({"epoch": epoch, **update(run, part, version)})
     return done
 
 
 def update(run: Run, groups: Sequence[Sequence[Sample]], step_version: int) -> Metrics:
-    """Pack the groups, find the clipping bounds at the present weights, make one optimizer step.
+    """Train one update: pack the groups, find the clipping bounds, make one optimizer step; its metrics.
 
-    ``step_version``: of the policy at the beginning of the step.
+    ``step_version``: the policy's version at the start of the step.
     """
     policy, config = run.policy, run.config
     samples = [sample for group in groups for sample in group]
@@ -91,12 +96,12 @@ def update(run: Run, groups: Sequence[Sequence[Sample]], step_version: int) -> M
 
 
 def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool) -> Metrics:
-    """One update on packs, with the clipping bounds that belong to it."""
+    """Make one optimizer step on ``packs``, with the loss of the update; its metrics."""
     loss, found = run.clip_bounds.loss(run.policy, packs, on_policy)
     result = run.policy.update(packs, loss)
     weights = run.clip_bounds.observe(result.sums)
     return {
-        **update_metrics(result.sums, found, run.config.algorithm.bounds),
+        **run.clip_bounds.objective.metrics(result.sums, found),
         **weights,
         "policy/grad_norm": result.grad_norm,
         "policy/lr": result.learning_rate,

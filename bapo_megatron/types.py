@@ -1,4 +1,4 @@
-"""The nouns that travel between the parts of a run.
+"""The data types of a run: prompts, rollouts, groups, micro-batches, losses, weight broadcasts.
 
 Shapes (suffix of a name): ``_P`` tokens of a prompt, ``_R`` tokens of a response, ``_T`` tokens of a pack.
 Token ids, log-probabilities and versions of a rollout are numpy arrays: they are sent between processes
@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_origin, get_type_hints
 
 import numpy as np
+import torch
 from torch import Tensor
 
 Metrics = dict[str, float | None]
@@ -23,12 +24,12 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem of the dataset, tokenized with the chat template."""
+    """A training problem, tokenized with the chat template."""
 
     prompt_id: int
     """Row number in the dataset file."""
     token_ids_P: np.ndarray
-    """int32."""
+    """Token ids up to where the response begins, int32."""
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +37,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. There is no top-p or top-k: the log-probs must be those of the sampled distribution."""
+    """The sampling parameters of a request.
+
+    There is no top-p or top-k: the log-probs must be those of the sampled distribution.
+    """
 
     temperature: float
     max_new_tokens: int
@@ -47,7 +51,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """Continue ``input_ids`` (a prompt, or a prompt and the response so far)."""
+    """A generation request: continue ``input_ids`` (a prompt, or a prompt and the response so far)."""
 
     request_id: str
     input_ids: np.ndarray
@@ -58,32 +62,34 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """One segment: what an engine returned for one request, finished or not."""
+    """A segment of a response: an engine's answer to one request, finished or not."""
 
     request_id: str
     token_ids_R: np.ndarray
-    """int32; includes the stop token that ended it."""
+    """Token ids, int32, with the stop token that ended the response."""
     log_probs_R: np.ndarray
-    """float32, natural log, of the softmax of logits / temperature."""
+    """Log-probs of the tokens, float32, natural log, of the softmax of logits / temperature."""
     versions_R: np.ndarray
-    """int32, weight version that sampled each token."""
+    """Weight version that sampled each token, int32."""
     finish_reason: FinishReason
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A whole response with what its sampling policy thought of it, and its reward."""
+    """A finished response with the log-probs and weight versions of its tokens, and its reward."""
 
     token_ids_R: np.ndarray
     log_probs_R: np.ndarray
     versions_R: np.ndarray
     finish_reason: FinishReason
     reward: float
+    loss_mask_R: np.ndarray | None = None
+    """Loss mask, bool: False for what is not trained on (a tool's output in the response). None: all True."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ``G`` responses to one prompt (Algorithm 1, line 5)."""
+    """A GRPO group: the ``G`` responses to one prompt (Algorithm 1, line 5)."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -91,14 +97,14 @@ class Group:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one step trains on, and what its sampling measured."""
+    """The training batch of one step, with the metrics of its sampling."""
 
     groups: tuple[Group, ...]
     metrics: Metrics
 
 
 class TokenStats(NamedTuple):
-    """What the policy says of each token of a pack, at the rollout temperature, aligned with the labels."""
+    """Per-token log-probs and entropies of the policy at the rollout temperature, aligned with the labels."""
 
     log_prob_T: Tensor
     """log pi(label); differentiable in an update."""
@@ -106,40 +112,74 @@ class TokenStats(NamedTuple):
     """Entropy of the next-token distribution, nats; never differentiable."""
 
 
+class Column(NamedTuple):
+    """The dtype of a per-token column of a pack, and the value of the tokens that are not trained on."""
+
+    dtype: torch.dtype
+    fill: int = 0
+
+
 @dataclass(frozen=True)
 class MicroBatch:
-    """One ``thd`` pack. Every per-token field stands at the position of the token that *predicts* it.
+    """A micro-batch: one ``thd`` pack. Its annotated fields are the table of per-token columns (``COLUMNS``).
+
+    A column's value stands at the position of the token that *predicts* the token it is about. Prompts,
+    padding, dummies and response tokens that a loss mask excludes hold fill values in every column but the
+    ids and the position, so they count nowhere.
 
     Documents lie one after the other; document ``d`` takes ``cu_seqlens[d]:cu_seqlens[d + 1]``, the padding
-    at its own end included. Padding at the end of the pack is cut into documents of its own. ``mask_T`` is 0
-    on prompts, padding and dummies, so such tokens count nowhere.
+    at its own end included. Padding at the end of the pack is cut into documents of its own.
+
+    A new column is one field here, and one line in ``data.packing.trained_columns``, which gives its values.
     """
 
-    token_T: Tensor
-    """int64 input ids."""
-    label_T: Tensor
-    """int64: the id of the token after this one."""
-    position_T: Tensor
-    """int64: position in the document, for RoPE."""
-    mask_T: Tensor
-    """float32: 1 where the label is a response token, else 0."""
-    weight_T: Tensor
-    """float32: the weight of the token in the loss (1 for a mean over tokens), its importance weight
-    included; 0 where the mask is 0."""
-    advantage_T: Tensor
-    """float32."""
-    rollout_log_prob_T: Tensor
-    """float32: log pi_rollout(label), by the engine that sampled it."""
-    old_log_prob_T: Tensor
-    """float32: log pi_old(label), the denominator of the loss's ratio: pi_rollout, or what the trainer itself
-    said at the beginning of the step."""
-    version_T: Tensor
-    """int32: policy version that sampled the label."""
+    token_T: Annotated[Tensor, Column(torch.int64)]
+    """Input ids of the model."""
+    label_T: Annotated[Tensor, Column(torch.int64)]
+    """The id of the token after this one."""
+    position_T: Annotated[Tensor, Column(torch.int64)]
+    """Position in the document, for RoPE."""
+    mask_T: Annotated[Tensor, Column(torch.float32)]
+    """The loss mask: 1 where the label is a response token that is trained on, else 0."""
+    weight_T: Annotated[Tensor, Column(torch.float32)]
+    """The weight of the token in the loss (1 for a mean over tokens), its importance weight included."""
+    advantage_T: Annotated[Tensor, Column(torch.float32)]
+    """The advantage of the response that the label belongs to."""
+    rollout_log_prob_T: Annotated[Tensor, Column(torch.float32)]
+    """log pi_rollout(label), by the engine that sampled it."""
+    old_log_prob_T: Annotated[Tensor, Column(torch.float32)]
+    """log pi_old(label), the denominator of the loss's ratio: pi_rollout, or what the trainer itself said at
+    the beginning of the step."""
+    version_T: Annotated[Tensor, Column(torch.int32)]
+    """Policy version that sampled the label."""
+    sequence_T: Annotated[Tensor, Column(torch.int64, fill=-1)]
+    """Index of the label's sequence among the ``sequences`` of the update, unique over packs and replicas.
+
+    The sum of a value over each sequence, of the tokens at hand, is
+    ``value_T.new_zeros(batch.sequences + 1).index_add_(0, batch.sequence_T + 1, value_T)[1:]``.
+    Under context parallelism a rank holds only some tokens of a sequence, and the output layer hands a loss
+    only a chunk of them at a time. The index is the same everywhere, so such sums, as elements of a
+    ``TokenFn``'s vector, add up to those of whole sequences.
+    """
     cu_seqlens: tuple[int, ...]
-    """[documents + 1]."""
+    """Bounds of the documents, cumulative, [documents + 1]."""
     rows: tuple[tuple[int, int, int], ...]
     """For each real document: index of its sample in the update, offset in the pack, predicting tokens
     (without the document's padding)."""
+    sequences: int
+    """Samples of the whole update, on all replicas."""
+
+    @classmethod
+    def of(
+        cls,
+        cu_seqlens: tuple[int, ...],
+        rows: tuple[tuple[int, int, int], ...] = (),
+        sequences: int = 0,
+        **columns: Tensor,
+    ) -> MicroBatch:
+        """A pack with these columns; every other column holds its fill value throughout."""
+        filled = {n: torch.full((cu_seqlens[-1],), c.fill, dtype=c.dtype) for n, c in COLUMNS.items()}
+        return cls(**filled | columns, cu_seqlens=cu_seqlens, rows=rows, sequences=sequences)
 
     @property
     def max_seqlen(self) -> int:
@@ -147,31 +187,46 @@ class MicroBatch:
         return max(end - start for start, end in pairwise(self.cu_seqlens))
 
     def take(self, index: slice | Tensor) -> MicroBatch:
-        """The tokens of ``index``: every per-token field indexed alike. The rest still tells of the pack."""
-        fields: dict[str, Any] = {n: value[index] for n, value in vars(self).items() if n.endswith("_T")}
-        return replace(self, **fields)
+        """The tokens at ``index``, of every column alike; the other fields still describe the whole pack."""
+        return self._each(lambda column_T: column_T[index])
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The micro-batch with every column on ``device``; copies may still be under way."""
+        return self._each(lambda column_T: column_T.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        columns: dict[str, Any] = {name: change(getattr(self, name)) for name in COLUMNS}
+        return replace(self, **columns)
+
+
+COLUMNS: dict[str, Column] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(MicroBatch, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
+"""The table of per-token columns: the annotated fields of ``MicroBatch``."""
 
 
 @dataclass(frozen=True)
 class PackLayout:
-    """How an update is cut into packs: which of them are this rank's, and what their shape must obey."""
+    """The packing constraints of a data-parallel rank: which packs are its own, and rules for their shape."""
 
     data_rank: int = 0
-    """Which replica of the model this process belongs to."""
+    """The data-parallel rank: which replica of the model this process belongs to."""
     data_size: int = 1
     """Replicas of the model; each has the same number of packs."""
     length_multiple: int = 1
-    """What the length of a pack must be divisible by (TP under sequence parallelism); itself a multiple of
+    """The length of a pack is a multiple of this (TP under sequence parallelism); itself a multiple of
     ``document_multiple``."""
     count_multiple: int = 1
-    """What the number of packs of a replica must be divisible by (PP in the interleaved schedule)."""
+    """The number of packs of a replica is a multiple of this (PP in the interleaved schedule)."""
     document_multiple: int = 1
-    """What the length of each document must be divisible by (2 CP in zigzag context parallelism)."""
+    """The length of each document is a multiple of this (2 CP under context parallelism)."""
     fixed_length: bool = False
-    """All packs of an update, on all ranks, have one length (interleaved schedule)."""
+    """Whether all packs of an update, on all ranks, have one length (interleaved schedule)."""
     quadratic: float = 0.0
-    """Cost of attention: a document of n tokens costs n + quadratic n^2, in a token's linear work. A 32B
-    model has 65 GFLOP for a token, and 0.655 MFLOP n for its attention: 1e-5."""
+    """Relative cost of attention: a document of n tokens costs n + quadratic n^2, in a token's linear work.
+    A 32B model has 65 GFLOP for a token, and 0.655 MFLOP n for its attention: 1e-5."""
 
     def __post_init__(self) -> None:
         if self.length_multiple % self.document_multiple:
@@ -183,39 +238,39 @@ class PackLayout:
 
 @dataclass(frozen=True)
 class BroadcastGroup:
-    """Where the receivers of a broadcast meet its sender, which is rank 0 of the group."""
+    """The process group of a weight broadcast: where the receivers meet the sender, which is its rank 0."""
 
     address: str
-    """Of the sender, as the receivers reach it."""
+    """Host of the sender, as the receivers reach it."""
     port: int
     name: str
     world_size: int
-    """The sender, and every tensor-parallel rank of every receiver."""
+    """Number of ranks: the sender, and every tensor-parallel rank of every receiver."""
     backend: str
-    """``nccl`` or ``gloo``."""
+    """Communication backend: ``nccl`` or ``gloo``."""
 
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Tensors that travel in one broadcast: their bytes lie end to end, in this order, without gaps."""
+    """The layout of a broadcast bucket: its tensors' bytes lie end to end, in this order, without gaps."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
-    """As torch names them, without ``torch.``."""
+    """Types as torch names them, without ``torch.``."""
     shapes: tuple[tuple[int, ...], ...]
     nbytes: int
 
 
 TokenFn = Callable[[TokenStats, MicroBatch], Tensor]
-"""Turns the policy's view of some tokens into a vector that is additive over tokens, packs and ranks."""
+"""A loss or a measurement: a function of tokens whose vector is additive over tokens, packs and ranks."""
 
 
 @dataclass(frozen=True)
 class SearchedLoss:
-    """A loss that is known only when the policy's log-probs are: clipping bounds are searched first."""
+    """A loss with parameters that are searched on the policy's log-probs first: the clipping bounds."""
 
     measure: TokenFn
-    """What the search needs to know of the tokens."""
+    """The sums that the search needs."""
     loss_of: Callable[[Tensor], TokenFn]
     """The loss, from the sums of ``measure``."""
     over: Literal["update", "micro_batch"]
@@ -224,7 +279,7 @@ class SearchedLoss:
 
 
 class UpdateResult(NamedTuple):
-    """What an optimizer step reports; equal on every rank."""
+    """The report of an optimizer step, equal on every rank."""
 
     sums: Tensor
     """float64: the loss function's additive vector summed over the update; element 0 is the loss sum."""

@@ -19,10 +19,12 @@ from pathlib import Path
 from time import perf_counter
 
 from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.checkpoint import store as checkpoint
+from bapo_megatron.checkpoint import reader
+from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import AlgorithmConfig, BatchConfig, CheckpointConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.clip_bounds import Clipping
 from benchmarks.common import (
     in_turns,
@@ -36,7 +38,7 @@ from benchmarks.common import (
 )
 
 READERS = (1, 2, 4)
-OF_A_RANK = checkpoint.READERS
+OF_A_RANK = reader.READERS
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Training:
         samples = random_samples(8, 512, size.vocab)
         self._packs = pack_samples(samples, batch.pack_tokens, layout=self._policy.pack_layout)
         self._loss, _ = Clipping(AlgorithmConfig(bounds=grpo()), False).loss(self._policy, self._packs, True)
-        self.store = checkpoint.CheckpointStore(folder, CheckpointConfig(keep_last=1))
+        self._run_dir = folder
+        self.store = CheckpointStore(folder, CheckpointConfig(keep_last=1))
         self._step = 0
 
     def update(self) -> float:
@@ -87,7 +90,7 @@ class Training:
     def _begin(self) -> float:
         self._step += 1
         start = perf_counter()
-        self.store.begin((self._step, 0), self._policy.save, {"step": self._step})
+        self.store.begin((self._step, 0), {"policy": self._policy.save}, {"step": self._step})
         return perf_counter() - start
 
     def save_at_once(self) -> Save:
@@ -112,12 +115,14 @@ class Training:
 
     def nbytes(self) -> int:
         """Of the newest checkpoint."""
-        return sum(path.stat().st_size for path in self.store.folder.rglob("*") if path.is_file())
+        return sum(
+            path.stat().st_size for path in RunPaths(self._run_dir).checkpoints.rglob("*") if path.is_file()
+        )
 
     def verify(self, readers: int) -> None:
         """Read it back, so many files at a time."""
-        checkpoint.READERS = readers
-        assert self.store.latest() is not None
+        reader.READERS = readers
+        assert reader.latest_checkpoint(self._run_dir) is not None
 
 
 def measured(size: Size) -> tuple[str, str]:

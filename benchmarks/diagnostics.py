@@ -15,9 +15,11 @@ from pathlib import Path
 
 import torch
 
-from bapo_megatron.algo.bapo import clipped_tokens, grpo
-from bapo_megatron.algo.diagnostics import diagnostic_sums
-from bapo_megatron.algo.objective import contribution_fn, search
+from bapo_megatron.algo.bapo import grpo
+from bapo_megatron.algo.losses.bapo import BapoLoss
+from bapo_megatron.algo.measurements import PackView
+from bapo_megatron.algo.measurements.diagnostics import diagnostic_sums
+from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.types import TokenStats
@@ -39,14 +41,12 @@ def diagnostics(policy: MegatronPolicy, size: Size, chunk_tokens: int) -> Callab
             chunk = pack.take(slice(start, start + chunk_tokens))
             noise_T = 0.2 * torch.randn(chunk.mask_T.shape, generator=generator)
             chunks.append((TokenStats(chunk.old_log_prob_T + noise_T, torch.rand_like(noise_T)), chunk))
-    config = grpo()
-    bounds = search(contribution_fn(config)(*chunks[0]), config).bounds
+    loss = BapoLoss(AlgorithmConfig(bounds=grpo()))
+    found = loss.search.known
 
     def measure() -> None:
         for stats, chunk in chunks:
-            log_ratio_T = stats.log_prob_T - chunk.old_log_prob_T
-            clipped_T = clipped_tokens(log_ratio_T, chunk.advantage_T, chunk.mask_T, bounds)
-            diagnostic_sums(stats, log_ratio_T, clipped_T, chunk, bounds, 0)
+            diagnostic_sums(PackView(stats, chunk, loss.terms(stats, chunk, found), found, 0))
 
     return measure
 

@@ -49,7 +49,7 @@ def fused(hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor) -> None:
 
 def chunked(hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor) -> None:
     ones_T = torch.ones_like(label_T, dtype=torch.float32)
-    batch = MicroBatch(
+    batch = MicroBatch.of(
         token_T=label_T,
         label_T=label_T,
         position_T=label_T,

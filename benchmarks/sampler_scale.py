@@ -35,8 +35,9 @@ from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset, ModelLimits
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, open_session
-from bapo_megatron.rollout.sampler.loop import GroupSampler
+from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.process import collect_seldom
+from bapo_megatron.runtime.run_paths import step_entries
 from bapo_megatron.types import Prompt
 from benchmarks.common import machine, no_options, write
 from benchmarks.fake_engines import EOS
@@ -46,7 +47,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Load:
-    """Engines, and how they and the run behave."""
+    """A load: how many engines, how fast they answer, and the settings of the run."""
 
     engines: int
     places: int
@@ -68,7 +69,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured, over the measured seconds."""
+    """The measurements of one load, over the measured seconds."""
 
     tokens_per_s: float
     """Written to the journal."""
@@ -85,20 +86,20 @@ class Found:
 
 
 class Tokenizer:
-    """Decoding is left out: it is one call a response."""
+    """A tokenizer that decodes nothing: decoding is one call a response."""
 
     eos_token_id = EOS
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        """Nothing."""
+        """The empty text."""
         return ""
 
 
 class Coin:
-    """Rewards at random, so that groups are kept."""
+    """A scorer of random rewards, so that groups are kept."""
 
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-        """Heads or tails."""
+        """0 or 1, at random."""
         return RewardResult(float(random.random() < 0.5))
 
 
@@ -152,16 +153,16 @@ def _busy_part() -> Iterator[str]:
     yield f"{load.engines} engines with {load.places} requests each, lengths log-normal (median"
     yield f"{load.median:.0f}, sigma {load.sigma}), cut at {load.longest}; {load.prompts} groups of 16 a"
     yield f"step, {load.train_s} s of training a step; to sample one takes 2.1 s if all places are filled."
-    yield "Supply: responses that may be in the making for each place, (staleness + 1) x responses of a step"
+    yield "Admitted: responses that may be open for each place, (staleness + 1) x responses of a step"
     yield "/ places."
     yield ""
-    yield "| partial rollout | supply | engine time busy | places filled | tokens/s | steps | engines lost |"
+    yield "| partial rollout | admitted | engines busy | places filled | tokens/s | steps | engines lost |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
     for name, way in ways.items():
         found = measure(way)
-        supply = (way.staleness + 1) * way.prompts * 16 / (way.engines * way.places)
+        admitted = (way.staleness + 1) * way.prompts * 16 / (way.engines * way.places)
         yield (
-            f"| {name} | {supply:.0f} | {found.working:.1%} | {found.filled:.1%} "
+            f"| {name} | {admitted:.0f} | {found.working:.1%} | {found.filled:.1%} "
             f"| {found.tokens_per_s:,.0f} | {found.steps} | {found.lost} |"
         )
 
@@ -190,7 +191,7 @@ async def _measure(load: Load, url: str, folder: Path) -> Found:
     events: Counter[str] = Counter()
     async with _sampler(load, url, folder, events) as (sampler, session):
         steps: list[int] = []
-        trainer = asyncio.create_task(_train(load, sampler, steps))
+        trainer = asyncio.create_task(_train(load, sampler, folder / "journal", steps))
         await asyncio.sleep(load.warm_s)
         process = psutil.Process()
         before, taken = sampler.state()["tokens"]["sampled"], len(steps)
@@ -214,8 +215,8 @@ async def _measure(load: Load, url: str, folder: Path) -> Found:
         return found
 
 
-async def _train(load: Load, sampler: GroupSampler, steps: list[int]) -> None:
-    """A trainer that only waits."""
+async def _train(load: Load, sampler: GroupSampler, journal: Path, steps: list[int]) -> None:
+    """A trainer that only waits, and deletes the files of its steps."""
     step = 0
     while True:
         step += 1
@@ -225,7 +226,7 @@ async def _train(load: Load, sampler: GroupSampler, steps: list[int]) -> None:
         await asyncio.sleep(load.train_s)
         await sampler.load_weights(Path(f"v{step}"), step, step)
         await sampler.checkpointed(0)
-        for path in sampler._folder.glob("step_*.npz"):
+        for _, path in step_entries(journal, ".npz"):
             path.unlink()
 
 
@@ -261,7 +262,6 @@ async def _sampler(
     await sampler.start(1, None)
     await sampler.load_weights(Path("v0"), 0, 0)
     yield sampler, session
-    sampler._closing = True
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
     await session.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 from checkpoints_tools.formats.safetensors_folder import INDEX
 
 FOLDER = "hf"
-"""In the folder of a Megatron checkpoint."""
+"""Name of their folder in a Megatron checkpoint."""
 
 _PATTERNS = (
     "config.json",

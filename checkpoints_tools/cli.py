@@ -1,4 +1,4 @@
-"""The ``bapo-ckpt`` command."""
+"""The ``bapo-ckpt`` command: dispatch and exit codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command. The exit code: 0 done, 1 verify found a difference, 2 bad input, 130 interrupted.
+    """Run one command; returns the exit code: 0 done, 1 verify found a difference, 2 bad input, 130
+    interrupted.
 
     Other errors propagate.
     """

@@ -20,31 +20,31 @@ from checkpoints_tools.verification import verify
 
 
 class Command(Protocol):
-    """What the arguments of a command are parsed into."""
+    """The parsed arguments of a command, which can run it."""
 
     def run(self) -> int:
-        """Do it. Returns the exit code."""
+        """Run the command. Returns the exit code."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Of every command that writes."""
+    """Flags of every command that writes."""
 
     overwrite: bool = False
     """Replace an output that is a checkpoint."""
     dry_run: bool = False
     """Check everything, print the plan and the space that it needs, write nothing."""
     threads: int = 0
-    """That copy; 0 for one per processor, but 4 to 8."""
+    """Threads that copy; 0 for one per processor, but 4 to 8."""
 
     def settings(self) -> Settings:
-        """For the Python API."""
+        """The flags as settings of the Python API."""
         return Settings(self.overwrite, self.dry_run, self.threads, progress=True)
 
 
 @dataclass(frozen=True)
 class ToMegatron:
-    """A Hugging Face folder as a torch_dist checkpoint that megatron-core loads at any layout."""
+    """Convert a Hugging Face folder to a torch_dist checkpoint that megatron-core loads at any layout."""
 
     hf_dir: tyro.conf.Positional[Path]
     """Folder of the model: config.json and safetensors."""
@@ -62,7 +62,7 @@ class ToMegatron:
 
 @dataclass(frozen=True)
 class ToHf:
-    """A checkpoint of Megatron, or of a run, as a Hugging Face folder."""
+    """Convert a checkpoint of Megatron, or of a run, to a Hugging Face folder."""
 
     checkpoint: tyro.conf.Positional[Path]
     """Its folder or one above it, of Megatron-LM or of a run."""
@@ -101,7 +101,7 @@ class ToHf:
 
 @dataclass(frozen=True)
 class Inspect:
-    """What a checkpoint is. Reads descriptions alone, no weights."""
+    """Say what a checkpoint is. Reads descriptions alone, no weights."""
 
     path: tyro.conf.Positional[Path]
     """Folder of a checkpoint, a model or a run."""
@@ -121,7 +121,8 @@ class Inspect:
 
 @dataclass(frozen=True)
 class Verify:
-    """Whether two checkpoints, of any formats, hold the same model bit for bit: exit code 0 if so, else 1."""
+    """Compare two checkpoints, of any formats, bit for bit: exit code 0 if they hold the same model, else
+    1."""
 
     first: tyro.conf.Positional[Path]
     """Folder of a checkpoint, a model or a run."""
@@ -138,7 +139,7 @@ class Verify:
     step: str = "latest"
     """Which checkpoint, if there are several: a number, or latest."""
     threads: int = 0
-    """That read; 0 for one per processor, but 4 to 8."""
+    """Threads that read; 0 for one per processor, but 4 to 8."""
 
     def run(self) -> int:
         """Compare, and print what was found."""
@@ -158,7 +159,7 @@ class Verify:
 
 @dataclass(frozen=True)
 class Reshard:
-    """A checkpoint in another grid of chunks, with another padding, or as legacy mp_rank folders.
+    """Rewrite a checkpoint in another grid of chunks, with another padding, or as legacy mp_rank folders.
 
     The trainer loads torch_dist at any TP, PP, VPP, CP and DP as it is: that needs no reshard.
     """

@@ -1,4 +1,5 @@
-"""What all conversions share: look, plan, and then copy into a folder that appears whole or not at all."""
+"""The steps that all conversions share: check, plan, and copy into a folder that appears whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -13,31 +14,31 @@ from checkpoints_tools.core.atomic_output import atomic_output, check_space
 from checkpoints_tools.core.blocks import BlockTensor
 from checkpoints_tools.core.copying import copy_tensors
 from checkpoints_tools.core.output_plan import OutputPlan, holes
-from checkpoints_tools.core.progress import Progress, format_bytes
+from checkpoints_tools.core.progress import ByteProgress, format_bytes
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a conversion is carried out, whatever the formats."""
+    """The settings of a conversion, whatever its formats."""
 
     overwrite: bool = False
     """Replace an output that is a checkpoint."""
     dry_run: bool = False
     """Check everything, say what would be written, write nothing."""
     threads: int = 0
-    """That copy; 0 for one per processor, but 4 to 8."""
+    """Threads that copy; 0 for one per processor, but 4 to 8."""
     progress: bool = False
-    """Show it on stderr."""
+    """Show progress on stderr."""
 
     def check(self) -> None:
-        """ConfigError for a number of threads that cannot be."""
+        """Raise ConfigError for an impossible number of threads."""
         if not 0 <= self.threads <= 256:
             raise ConfigError(
                 f"--threads {self.threads}: give a number from 1 to 256, or 0 to have it chosen"
             )
 
     def thread_count(self) -> int:
-        """Threads that copy."""
+        """The number of threads that copy."""
         return self.threads or min(8, max(4, len(os.sched_getaffinity(0))))  # they wait for the disk, too
 
 
@@ -46,17 +47,17 @@ DEFAULTS = Settings()
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written, or in a dry run would be."""
+    """The result of a conversion: what was written, or in a dry run would be."""
 
     source: Path
     output: Path
     tensors: int
     parameters: int
     nbytes: int
-    """Of the output's files."""
+    """Bytes of the output's files."""
     files: int
     free: int
-    """Bytes that were free before."""
+    """Bytes that were free before it."""
 
     def __str__(self) -> str:
         return (
@@ -85,7 +86,9 @@ def convert(
     )
     if settings.dry_run:
         return result
-    shown = Progress(sum(tensor.nbytes for tensor in plan.tensors.values())) if settings.progress else None
+    shown = (
+        ByteProgress(sum(tensor.nbytes for tensor in plan.tensors.values())) if settings.progress else None
+    )
     with atomic_output(output):
         plan.create()
         copy_tensors(tensors, plan.tensors, settings.thread_count(), shown.add if shown else _nobody)

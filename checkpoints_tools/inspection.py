@@ -1,4 +1,4 @@
-"""What a checkpoint is: its format, where it comes from, the model, the optimizer, sizes, and a tree of keys.
+"""The inspection of a checkpoint: format, origin, model, optimizer, sizes, and a tree of keys.
 
 Only descriptions are read, no weights. So an inspection is quick, and says nothing of damaged weights: for
 that, compare the checkpoint with another.
@@ -16,7 +16,7 @@ from typing import Any
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import FAMILIES, read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
-from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, Record
+from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, PickledObject
 from checkpoints_tools.formats.distcp import GlobalTensor, read_common, read_metadata
 from checkpoints_tools.formats.locate import LATEST, Format, Location, hf_reference, locate
 from checkpoints_tools.formats.mp_rank import RankFiles
@@ -24,7 +24,7 @@ from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder
 from checkpoints_tools.formats.torch_dist import VOCABULARY, find_prefix, layers_layout, optimizer_format
 
 OBJECT = "object"
-"""The type of what is no tensor."""
+"""The dtype of a key that is no tensor."""
 
 # A layer, the place of an object on its grid, a state of the optimizer.
 _MEMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=/shard_)\d+|(?<=optimizer\.state\.)[a-z0-9_]+")
@@ -41,21 +41,21 @@ _PARALLEL = {
 
 @dataclass(frozen=True)
 class KeyGroup:
-    """Keys that differ alone in the layer, say, or in the optimizer's state that they hold."""
+    """A group of keys that differ in a number alone, such as the layer."""
 
     key: str
-    """With ``*`` for what differs."""
+    """The keys' common name, with ``*`` for what differs."""
     dtype: str
-    """Of the elements, or OBJECT."""
+    """Type of the elements, or OBJECT."""
     shape: tuple[int, ...]
     count: int
     chunks: int
-    """Pieces in which each is stored."""
+    """Chunks in which each key is stored."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What ``inspect_checkpoint`` found."""
+    """The result of ``inspect_checkpoint``."""
 
     folder: str
     format: str
@@ -67,26 +67,26 @@ class Inspection:
     model: dict[str, Any] | None
     """The fields of config.json that shape the model; None if the checkpoint carries none."""
     parameters: int
-    """Of the model where it is known, else elements of the weights as stored."""
+    """Parameters of the model where it is known, else elements of the weights as stored."""
     dtypes: dict[str, int]
     """Bytes of the weights by type."""
     vocabulary_rows: int | None
     """Rows of the embedding as stored, with padding."""
     optimizer: str | None
-    """The format of its state; None without one."""
+    """Format of the optimizer's state; None without one."""
     optimizer_bytes: int
     total_bytes: int
-    """Of all files."""
+    """Bytes of all files."""
     keys: tuple[KeyGroup, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """All fields, as JSON has them."""
+        """All fields as JSON values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class _Content:
-    """What the formats have in common for an inspection."""
+    """The content of a checkpoint that an inspection needs, in any format."""
 
     layout: str | None
     common: Mapping[str, Any]
@@ -98,7 +98,7 @@ class _Content:
 
 
 def inspect_checkpoint(path: Path, step: str = LATEST, reference: Path | None = None) -> Inspection:
-    """Look at the checkpoint that ``path`` means (``locate.py``).
+    """Inspect the checkpoint that ``path`` means (``locate.py``).
 
     ``reference`` names the folder of config.json for a checkpoint that carries none. CheckpointError if there
     is no checkpoint, or if what describes it is damaged.
@@ -193,7 +193,7 @@ def _written_at(common: Mapping[str, Any]) -> dict[str, int]:
     found: dict[str, Any] = {}
     if isinstance(ours, dict):
         found = {name: ours.get(name) for name in _PARALLEL}
-    elif isinstance(arguments, Record):
+    elif isinstance(arguments, PickledObject):
         found = {name: arguments.field(field) for name, field in _PARALLEL.items()}
     return {name: value for name, value in found.items() if type(value) is int}
 

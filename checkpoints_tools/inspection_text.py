@@ -1,4 +1,4 @@
-"""An inspection as text for people."""
+"""The text of an inspection, for people."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Node: TypeAlias = "dict[str, _Node | None]"
 
 
 def as_text(found: Inspection) -> str:
-    """The facts, one a line, then the keys as a tree."""
+    """The inspection as text: the facts, one a line, then the keys as a tree."""
     return "\n".join([*_facts(found), "keys", *_tree(found.keys)])
 
 

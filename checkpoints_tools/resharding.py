@@ -1,4 +1,5 @@
-"""A checkpoint written anew: in another grid of chunks, with another padding, or in another format."""
+"""The reshard: a checkpoint rewritten in another grid of chunks, with another padding, or in another
+format."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from checkpoints_tools.formats.distcp import ChunkFiles
 from checkpoints_tools.formats.locate import LATEST, TRACKER
 from checkpoints_tools.formats.mp_rank import MpRank
 from checkpoints_tools.formats.mp_rank_writer import Ranks, plan_mp_rank
-from checkpoints_tools.formats.opening import Checkpoint, open_checkpoint
+from checkpoints_tools.formats.opening import OpenedCheckpoint, open_checkpoint
 from checkpoints_tools.formats.torch_dist import OPTIMIZER, OPTIMIZER_STATES, RESHARDABLE, TorchDist
 from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
 from checkpoints_tools.rewriting import common_for_stacked
@@ -91,7 +92,7 @@ def _check(to: str, grid: int, tensor: int, pipeline: int, multiple: int | None)
         )
 
 
-def _check_source(source: Checkpoint, to: str, weights_only: bool) -> None:
+def _check_source(source: OpenedCheckpoint, to: str, weights_only: bool) -> None:
     """ConfigError for an optimizer that would be lost, and for what another command does."""
     content, folder = source.content, source.location.folder
     if content is None and to == "torch_dist":
@@ -111,7 +112,7 @@ def _check_source(source: Checkpoint, to: str, weights_only: bool) -> None:
             )
 
 
-def _contents(source: Checkpoint, weights_only: bool) -> Contents:
+def _contents(source: OpenedCheckpoint, weights_only: bool) -> Contents:
     """What stands beside the weights: all that a torch_dist source has there, or what a new one needs."""
     content = source.content
     if weights_only or not isinstance(content, TorchDist):
@@ -128,7 +129,7 @@ def _contents(source: Checkpoint, weights_only: bool) -> Contents:
     return Contents(common_for_stacked(content), states, objects)
 
 
-def _optimizer_tensors(source: Checkpoint) -> dict[str, BlockTensor]:
+def _optimizer_tensors(source: OpenedCheckpoint) -> dict[str, BlockTensor]:
     """The optimizer's state, each tensor named by its key's prefix and by the weight that it is of."""
     return {
         f"{OPTIMIZER}{state}.{name}": replace(tensor, name=f"{OPTIMIZER}{state}.{name}")

@@ -1,11 +1,12 @@
-"""The common state of one torch_dist checkpoint, for another with the same content."""
+"""The common state (``common.pt``) of a torch_dist checkpoint, rewritten for another with the same
+content."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
-from checkpoints_tools.archives.pickle_allow_list import Record
+from checkpoints_tools.archives.pickle_allow_list import PickledObject
 from checkpoints_tools.archives.pickle_writer import Call, Instance, Name
 from checkpoints_tools.archives.torch_archive import object_archive
 from checkpoints_tools.archives.torch_dist_metadata import CONTENT
@@ -45,7 +46,7 @@ def _writable(value: Any) -> Any:
         return type(value)(_writable(inner) for inner in value)
     if isinstance(value, StoredTensor):
         raise CheckpointError("it holds a tensor")
-    if not isinstance(value, Record):
+    if not isinstance(value, PickledObject):
         return value
     module, _, name = value.class_name.rpartition(".")
     if not value.arguments:

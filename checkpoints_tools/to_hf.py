@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron as a Hugging Face folder that transformers and inference engines load."""
+"""The conversion of a Megatron checkpoint to a Hugging Face folder that transformers and engines load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
 from checkpoints_tools.core.atomic_output import check_output, temporary_folder
 from checkpoints_tools.core.blocks import BlockTensor
 from checkpoints_tools.formats.locate import LATEST, Format
-from checkpoints_tools.formats.opening import Checkpoint, open_checkpoint
+from checkpoints_tools.formats.opening import OpenedCheckpoint, open_checkpoint
 from checkpoints_tools.formats.safetensors_folder import INDEX, SINGLE, read_weight_map
 from checkpoints_tools.formats.safetensors_writer import Sharding, plan_safetensors
 from checkpoints_tools.formats.torch_dist import TorchDist
@@ -69,7 +69,7 @@ def to_hf(
     return convert(source, tensors, plan, output, settings)
 
 
-def _masters(opened: Checkpoint) -> dict[str, BlockTensor]:
+def _masters(opened: OpenedCheckpoint) -> dict[str, BlockTensor]:
     """The optimizer's fp32 weights."""
     if not isinstance(opened.content, TorchDist):
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""A Hugging Face folder as a torch_dist checkpoint that megatron-core loads at any layout."""
+"""The conversion of a Hugging Face folder to a torch_dist checkpoint that megatron-core loads at any
+layout."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from checkpoints_tools.carried import FOLDER, carried_files, carried_index
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
 from checkpoints_tools.core.atomic_output import check_output, temporary_folder
 from checkpoints_tools.core.blocks import BlockTensor
-from checkpoints_tools.core.comparing import first_difference
+from checkpoints_tools.core.comparing import tensor_difference
 from checkpoints_tools.formats.locate import TRACKER
 from checkpoints_tools.formats.safetensors_folder import read_safetensors_folder
 from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
@@ -66,7 +67,7 @@ def model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
     if problems:
         more = f"\n... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(f"model folder {folder}:\n" + "\n".join(problems[:_SHOWN]) + more)
-    if copy is not None and (difference := first_difference(copy, found[_EMBEDDING])):
+    if copy is not None and (difference := tensor_difference(copy, found[_EMBEDDING])):
         raise CheckpointError(
             f"model folder {folder}: config.json ties {_OUTPUT} to {_EMBEDDING}, but it {difference}"
         )
@@ -74,7 +75,7 @@ def model_tensors(folder: Path, shape: ModelShape) -> dict[str, BlockTensor]:
 
 
 def arguments(shape: ModelShape) -> Mapping[str, Any]:
-    """What Megatron-LM looks up in, or compares with, the arguments that a checkpoint was saved with."""
+    """The arguments of a Megatron-LM run that it looks up in a checkpoint, or compares with its own."""
     return {
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,

@@ -1,4 +1,4 @@
-"""Whether two checkpoints, of any formats, hold the same model bit for bit."""
+"""The comparison of two checkpoints, of any formats: do they hold the same model bit for bit?"""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from bapo_megatron.errors import CheckpointError
 from checkpoints_tools.conversion import DEFAULTS, Settings
 from checkpoints_tools.core.blocks import BlockTensor
 from checkpoints_tools.core.comparing import Difference, TensorReport, compare_tensors
-from checkpoints_tools.core.progress import Progress
+from checkpoints_tools.core.progress import ByteProgress
 from checkpoints_tools.formats.locate import LATEST, Format, hf_reference, locate
-from checkpoints_tools.formats.opening import Checkpoint, open_checkpoint
+from checkpoints_tools.formats.opening import OpenedCheckpoint, open_checkpoint
 
 _SHOWN = 10
 
 
 @dataclass
 class Verification:
-    """What the comparison of two checkpoints found."""
+    """The result of comparing two checkpoints."""
 
     first: Path
     second: Path
     tensors: int = 0
     nbytes: int = 0
-    """Of the weights, and of the optimizer's state where both checkpoints have it, in the first."""
+    """Bytes compared: the weights, and the optimizer's state where both checkpoints have it."""
     differences: list[Difference] = field(default_factory=list)
     digests: dict[str, tuple[str, str]] = field(default_factory=dict)
     """SHA-256 of each tensor's elements, in the first and in the second; only where asked for."""
@@ -39,7 +39,7 @@ class Verification:
         return not self.differences
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
+        """All fields as JSON values."""
         return {
             "first": str(self.first),
             "second": str(self.second),
@@ -93,7 +93,7 @@ def verify(
         pairs |= {f"optimizer {state} ": (t, others[state]) for state, t in here.optimizer().items()}
         result.optimizer = "compared: fp32 weights and both moments of Adam"
     total = sum(tensor.nbytes for tensors, _ in pairs.values() for tensor in tensors.values())
-    shown = Progress(total) if settings.progress else None
+    shown = ByteProgress(total) if settings.progress else None
     for prefix, (ours, theirs) in pairs.items():
         for report in _reports(ours, theirs, settings, digests, shown):
             name = prefix + report.name
@@ -114,13 +114,15 @@ def _reports(
     theirs: Mapping[str, BlockTensor],
     settings: Settings,
     digests: bool,
-    shown: Progress | None,
+    shown: ByteProgress | None,
 ) -> Iterator[TensorReport]:
     done = shown.add if shown else (lambda nbytes: None)
     return compare_tensors(ours, theirs, settings.thread_count(), digests, done)
 
 
-def _open(first: Path, second: Path, given: Path | None, step: str) -> tuple[Checkpoint, Checkpoint]:
+def _open(
+    first: Path, second: Path, given: Path | None, step: str
+) -> tuple[OpenedCheckpoint, OpenedCheckpoint]:
     """Both checkpoints; one that carries no config.json is read with that of the other."""
     references: list[Path | None] = []
     for path in (first, second):
@@ -137,7 +139,7 @@ def _open(first: Path, second: Path, given: Path | None, step: str) -> tuple[Che
     )
 
 
-def _why_not(here: Checkpoint, there: Checkpoint) -> str:
+def _why_not(here: OpenedCheckpoint, there: OpenedCheckpoint) -> str:
     """Why the optimizers cannot be compared; empty if they can."""
     for name, checkpoint in (("first", here), ("second", there)):
         if checkpoint.location.format is Format.HF:

@@ -4,6 +4,7 @@ set -u
 role=$1
 shift
 . "$BAPO_LIB/settings.sh"
+. "$BAPO_LIB/run_paths.sh"
 . "$BAPO_LIB/events.sh"
 
 told() {  # signal: hand it to the rank; before there is one, there is nothing to save
@@ -51,7 +52,7 @@ answers() {  # port, path: whether the server answers with 200
 }
 
 register() {  # port, state
-    local file=$BAPO_RUN/engines/$SLURMD_NODENAME-$1.json
+    local file=$BAPO_RUN/$BAPO_ENGINES_FOLDER/$SLURMD_NODENAME-$1.json
     printf '{"url": "http://%s:%s", "node": "%s", "job": %s, "state": "%s"}\n' \
         "$SLURMD_NODENAME" "$1" "$SLURMD_NODENAME" "$SLURM_JOB_ID" "$2" >"$file.tmp" && mv "$file.tmp" "$file"
 }
@@ -84,7 +85,7 @@ keep_server() {  # number, recipe and flags: one server, started again whenever 
 
 rollout() {  # all servers of one node
     local number
-    mkdir -p "$BAPO_RUN/engines"
+    mkdir -p "$BAPO_RUN/$BAPO_ENGINES_FOLDER"
     for ((number = 0; number < BAPO_SERVERS_PER_NODE; number++)); do keep_server "$number" "$@" & done
     wait
 }

@@ -1,4 +1,7 @@
-"""Advantages of the responses to one prompt, from their rewards. Legend: ``_G`` responses of a group."""
+"""Group-relative advantages (GRPO, Dr. GRPO) of the responses to one prompt.
+
+Legend: ``_G`` responses of a group.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import numpy as np
 from bapo_megatron.algo.filters import is_uniform
 
 STD_EPSILON = 1e-6
-"""Added to the standard deviation, so that nearly equal rewards give no huge advantages."""
+"""Epsilon of GRPO's standard deviation: nearly equal rewards give no huge advantages."""
 
 
 def group_advantages(rewards: Sequence[float] | np.ndarray, kind: Literal["grpo", "dr_grpo"]) -> np.ndarray:
-    """How much better each response is than its group.
+    """Group-relative advantages: how much better each response is than its group.
 
     - ``grpo`` (arXiv 2402.03300): ``(reward - mean) / (std + 1e-6)``
     - ``dr_grpo`` (arXiv 2503.20783): ``reward - mean``

@@ -1,4 +1,6 @@
-"""BAPO on tensors: the sums that Algorithm 1 needs, and the clipped loss. No torch.distributed.
+"""BAPO's maths on tensors: the contribution sums of Algorithm 1 and the clipped loss; re-exports the presets.
+
+Sums are additive over packs and ranks: whoever calls adds them up.
 
 Legend: ``_T`` tokens of a pack. Per token: ``r = pi_theta / pi_rollout`` (given as its logarithm), the
 advantage ``A`` and a mask, which is 0 for tokens that do not count (whatever their other fields hold,
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import get_args
 
 import torch
@@ -45,13 +46,12 @@ __all__ = [
     "BoundsConfig",
     "all_measures",
     "balanced",
-    "clip_fractions",
     "clip_higher",
-    "clip_sums",
     "clipped_tokens",
     "contribution_sums",
     "contributions",
     "fixed",
+    "gradient_factor",
     "grpo",
     "high_values",
     "low_values",
@@ -73,7 +73,7 @@ def contribution_sums(
     mask_T: Tensor,
     config: BoundsConfig,
 ) -> Tensor:
-    """The sums of positive and negative tokens at every candidate bound, in one pass over the tokens.
+    """Contribution sums of positive and negative tokens at every candidate bound, in one pass.
 
     With ``w = mask * pi_rollout`` or ``w = mask`` (``config.weight``):
 
@@ -102,7 +102,7 @@ def contribution_sums(
 
 
 def all_measures(config: BoundsConfig) -> list[BoundsConfig]:
-    """``config``, then the same with each other combination of measure and weight."""
+    """Variants of ``config``: itself, then each other combination of measure and weight."""
     variants = [
         dataclasses.replace(config, measure=measure, weight=weight)
         for measure in get_args(Measure)
@@ -119,7 +119,7 @@ def measured_sums(
     mask_T: Tensor,
     config: BoundsConfig,
 ) -> Tensor:
-    """``contribution_sums`` of every config in ``all_measures(config)``, one after the other.
+    """Contribution sums under every measure and weight: of every config in ``all_measures(config)``.
 
     The first ``sum_count(config)`` numbers are those for ``search_bounds``; the rest is for
     ``contributions``. Costs little more than ``contribution_sums``.
@@ -131,7 +131,7 @@ def measured_sums(
 
 
 def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[str, float]:
-    """The contribution of the positive tokens at ``bounds`` under every reading of Eq. 8.
+    """Contributions of the positive tokens at ``bounds`` under every reading of Eq. 8.
 
     Args:
         sums: the (reduced) vector of ``measured_sums``.
@@ -156,7 +156,7 @@ def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[st
 
 
 def policy_loss(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
-    """Minus the clipped surrogate of Eq. 4, summed over tokens with ``mask_T`` as their weight.
+    """The PPO-clip loss: minus the clipped surrogate of Eq. 4, summed with ``mask_T`` as weight.
 
     ``loss = -sum_t mask_t min(r_t A_t, clip(r_t, c_low, c_high) A_t)``. With a dual clip ``c`` a token with
     ``A < 0`` and ``r > c`` has the value ``c A``.
@@ -187,12 +187,8 @@ def policy_loss(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds
 
 
 @torch.no_grad()
-def clip_sums(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
-    """Counts behind ``clip_fractions``: float64, additive over packs and ranks.
-
-    Returns:
-        ``[tokens, positive tokens, negative tokens, positive clipped above, negative clipped below]``,
-        where a token counts once if its mask is not 0, and positive and negative are signs of advantage.
+def clipped_tokens(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
+    """bool: the tokens that a bound clips, c_high where A > 0 or c_low where A < 0; not the dual clip.
 
     Raises:
         ValueError: if shapes differ.
@@ -200,26 +196,24 @@ def clip_sums(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: 
     check_shapes(log_ratio_T, advantage_T, mask_T)
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
     above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
-    counted = (mask_T != 0, advantage_T > 0, advantage_T < 0, above_T, below_T)
-    return torch.stack([flags_T.sum() for flags_T in counted]).double()
+    return above_T | below_T
 
 
-def clip_fractions(sums: Tensor | Sequence[float]) -> dict[str, float]:
-    """Fractions of all counted tokens, from the (reduced) ``clip_sums``; 0 where there are no tokens."""
-    tokens, positive, _, above, below = (float(number) for number in sums)
-    tokens = max(tokens, 1.0)
-    return {
-        "bapo/clip_fraction_high": above / tokens,
-        "bapo/clip_fraction_low": below / tokens,
-        "bapo/positive_token_fraction": positive / tokens,
-    }
+@torch.no_grad()
+def gradient_factor(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
+    """The factor of each token's gradient: ``r X``, such that ``d loss / d log pi = -mask A r X``.
 
+    ``X`` (Eq. 7) is 0 where a bound, the dual clip or ``LOG_RATIO_LIMIT`` stops the gradient, else 1.
 
-def clipped_tokens(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
-    """bool: the tokens that ``clip_sums`` counts as clipped, above or below."""
+    Returns:
+        float64 [T].
+    """
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
     above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
-    return above_T | below_T
+    alive_T = ~(above_T | below_T) & (log_ratio_T.abs() <= LOG_RATIO_LIMIT)
+    if bounds.dual_clip is not None:
+        alive_T &= (advantage_T >= 0) | (log_ratio_T <= math.log(bounds.dual_clip))
+    return ratio(log_ratio_T) * alive_T
 
 
 def _clipped(log_ratio_T: Tensor, advantage_T: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:

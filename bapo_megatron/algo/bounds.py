@@ -14,16 +14,17 @@ Order = Literal["high_first", "low_first"]
 
 
 class FloatArray(Protocol):
-    """A 1-D tensor or array of floats: this module does without torch."""
+    """A 1-D tensor or array of floats, for a module that must not import torch."""
 
     def tolist(self) -> list[float]:
-        """Its elements as Python floats."""
+        """The elements as Python floats."""
 
 
 @dataclass(frozen=True)
 class BoundsConfig:
-    """How the clipping bounds of an update are found. Every reading of Eq. 8 is a setting here.
+    """Clipping bounds of the updates: ranges, target, and how they are searched (Eq. 8, Algorithm 1).
 
+    Every reading of Eq. 8 is a setting here.
     Paper symbols stand beside their names. Equal start and end make a bound fixed: with both fixed
     nothing is searched, and the loss is that of PPO with asymmetric clipping.
     """
@@ -39,9 +40,9 @@ class BoundsConfig:
     order: Order = "high_first"
     """Which bound moves first: Algorithm 1 raises c_high first, the published code c_low."""
     scope: Literal["update", "lagged", "micro_batch"] = "update"
-    """Over which tokens the bounds are searched: those of the whole update on all ranks; those of the update
-    before, at the weights before it (an approximation that saves a forward pass); or those of the packs that
-    all ranks process at the same time."""
+    """Tokens that the search sees. ``update``: all of the update, on all ranks. ``lagged``: those of the
+    update before, at the weights before it (an approximation that saves a forward pass). ``micro_batch``: the
+    packs that all ranks process at the same time."""
     target: float = 0.4  # rho_0
     """Contribution of positive tokens at which the search stops."""
     low_start: float = 0.6  # a-
@@ -96,18 +97,18 @@ class Bounds:
     rounds: int = 0
     """Moves of a bound that the search made."""
     reached: bool = False
-    """Whether the contribution is at least the target."""
+    """True if the contribution is at least the target."""
     dual_clip: float | None = None
-    """As in the config: it is part of the loss, not of the search."""
+    """Dual clip of the config: a part of the loss, not of the search."""
 
 
 def low_values(config: BoundsConfig) -> list[float]:
-    """The values that c_low may take, ascending; one for a fixed bound."""
+    """Candidates of c_low, ascending; one for a fixed bound."""
     return _grid(config.low_start, config.low_end, config.low_step)
 
 
 def high_values(config: BoundsConfig) -> list[float]:
-    """The values that c_high may take, ascending; one for a fixed bound."""
+    """Candidates of c_high, ascending; one for a fixed bound."""
     return _grid(config.high_start, config.high_end, config.high_step)
 
 
@@ -127,7 +128,7 @@ def _twelve_digits(value: float) -> float:
 
 
 def sum_count(config: BoundsConfig) -> int:
-    """How many sums describe every pair of bounds: 37 + 16 = 53 with the paper's ranges."""
+    """Number of sums that describe every pair of bounds: 37 + 16 = 53 with the paper's ranges."""
     return len(high_values(config)) + len(low_values(config))
 
 
@@ -148,7 +149,7 @@ def share(positive: float, negative: float, kind: Share) -> float:
 
 
 def search_bounds(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> Bounds:
-    """Algorithm 1, lines 9 to 17, on the sums of a whole update.
+    """The search for the bounds (Algorithm 1, lines 9 to 17) on the sums of a whole update.
 
     Args:
         sums: ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]``, the sums of the positive
@@ -198,17 +199,17 @@ def search_path(config: BoundsConfig) -> Iterator[tuple[int, int]]:
 
 
 def paper() -> BoundsConfig:
-    """Eq. 8 and Algorithm 1 to the letter, with the ranges and the target of Sec. 5.1."""
+    """Preset of the paper: Eq. 8 and Algorithm 1 to the letter, ranges and target of Sec. 5.1."""
     return BoundsConfig(measure="surrogate", share="signed", weight="rollout_probability")
 
 
 def balanced() -> BoundsConfig:
-    """The share of the gradient: of the tokens that train (Eq. 5), how much of their weight is positive."""
+    """Preset that balances the gradient: the positive share of the tokens that train (Eq. 5)."""
     return BoundsConfig(measure="gradient", share="absolute", weight="uniform")
 
 
 def published_code() -> BoundsConfig:
-    """What the authors' repository runs (WooooDyy/BAPO, recipe/bapo/config/bapo_trainer.yaml).
+    """Preset of the authors' repository (WooooDyy/BAPO, recipe/bapo/config/bapo_trainer.yaml).
 
     The target 1.0 of P / N is the one of that file and of the default of its config class; the example
     script there sets 0.5, c_low in [0.8, 0.95] and a step of 0.1 for c_high. That code ends a range that
@@ -232,15 +233,15 @@ def published_code() -> BoundsConfig:
 
 
 def fixed(low: float, high: float) -> BoundsConfig:
-    """Bounds that never move: PPO with asymmetric clipping. The contribution is still measured."""
+    """Preset of fixed bounds: PPO with asymmetric clipping. The contribution is still measured."""
     return BoundsConfig(low_start=low, low_end=low, high_start=high, high_end=high)
 
 
 def grpo() -> BoundsConfig:
-    """The symmetric bounds of GRPO: ratios in [0.8, 1.2]."""
+    """Preset of GRPO: fixed symmetric bounds, ratios in [0.8, 1.2]."""
     return fixed(0.8, 1.2)
 
 
 def clip_higher() -> BoundsConfig:
-    """Clip-higher of DAPO (arXiv 2503.14476): ratios in [0.8, 1.28]."""
+    """Preset of DAPO's clip-higher (arXiv 2503.14476): fixed bounds, ratios in [0.8, 1.28]."""
     return fixed(0.8, 1.28)

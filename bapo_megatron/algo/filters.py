@@ -1,4 +1,4 @@
-"""Which groups of responses are worth training on."""
+"""Dynamic sampling's filter (DAPO): groups whose rewards are all equal have no gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bapo_megatron.types import Group
 
 
 def is_uniform(rewards: Sequence[float] | np.ndarray) -> bool:
-    """Whether all rewards are equal: every advantage is then zero, and the group teaches nothing."""
+    """Whether all rewards are equal: every advantage is then zero, and the group has no gradient."""
     return len(rewards) == 0 or bool(np.all(np.asarray(rewards) == rewards[0]))
 
 

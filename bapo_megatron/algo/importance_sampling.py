@@ -1,4 +1,4 @@
-"""Truncated importance sampling: the weight of a token whose behaviour policy is not the ratio's old policy.
+"""Truncated importance sampling (TIS): token weights where pi_rollout is not the ratio's pi_old.
 
 Legend: ``_R`` tokens of a response.
 """
@@ -13,7 +13,7 @@ import numpy as np
 def truncated_importance(
     old_log_prob_R: np.ndarray, rollout_log_prob_R: np.ndarray, cap: float
 ) -> np.ndarray:
-    """``min(pi_old / pi_rollout, cap)`` of each token.
+    """Truncated importance weights ``min(pi_old / pi_rollout, cap)``, one for each token.
 
     Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; the separation
     of the behaviour policy from the policy that the ratio starts at is that of Hilton et al., "Batch

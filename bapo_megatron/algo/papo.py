@@ -7,7 +7,7 @@ sign of that first-order effect is the token's polarity:
 
 with ``H`` the entropy of the distribution that ``y`` was sampled from. +1 expands the entropy: likely tokens
 that are punished, unlikely ones that are rewarded. -1 contracts it. Both branches stay in the update, with
-weights that follow the run's entropy (``polarity_control.py``):
+weights that follow the run's entropy (``papo_schedule.py``):
 
     A' = A w_expanding  where the polarity is +1,   A w_contracting  where it is -1
 
@@ -30,7 +30,7 @@ from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 
 @torch.no_grad()
 def polarity(log_prob_T: Tensor, entropy_T: Tensor, advantage_T: Tensor) -> Tensor:
-    """Sign of each token's first-order effect on the entropy of its distribution.
+    """Polarity of each token: the sign of its first-order effect on the entropy of its distribution.
 
     Args:
         log_prob_T: log pi(y) of the sampled token, nats.
@@ -44,7 +44,7 @@ def polarity(log_prob_T: Tensor, entropy_T: Tensor, advantage_T: Tensor) -> Tens
 
 
 def reweighted(fn: TokenFn, weights: BranchWeights) -> TokenFn:
-    """``fn`` of the same tokens with the advantages of each branch multiplied by its weight.
+    """PAPO's advantage transform: ``fn`` with the advantages of each branch multiplied by its weight.
 
     The weights are constants of the loss: no gradient passes through the polarity. Signs of advantages stay,
     so every token keeps the bound that clips it.

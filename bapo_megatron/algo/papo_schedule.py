@@ -1,37 +1,39 @@
-"""When PAPO presses which branch: from the run's entropy to the weights of both. Plain Python."""
+"""PAPO's schedule: the weights of both branches from the run's entropy. Plain Python."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from annotated_types import Ge, Gt, Lt
 
 
 @dataclass(frozen=True)
 class PapoConfig:
-    """PAPO (arXiv 2605.11775): advantages of entropy-expanding and entropy-contracting tokens reweighted."""
+    """Settings of PAPO (arXiv 2605.11775): entropy-expanding and -contracting advantages are reweighted."""
 
     enabled: bool = False
     """Reweight the advantages. The bounds are then searched with the reweighted ones, which takes a forward
     pass also where the ratio is known."""
-    strength: float = 0.5
+    strength: Annotated[float, Ge(0), Lt(1)] = 0.5
     """Largest change of a branch's weight: below 1, so that neither branch is lost."""
-    target_entropy: float | None = None
+    target_entropy: Annotated[float | None, Gt(0)] = None
     """Entropy that is held, nats per token. None: that of the run's first update."""
-    band: float = 0.5
+    band: Annotated[float, Gt(0)] = 0.5
     """Distance from the target, as a part of it, at which the weights change by all of `strength`."""
-    memory: float = 0.9
+    memory: Annotated[float, Ge(0), Lt(1)] = 0.9
     """Weight of the past in the moving mean of the updates' entropies."""
 
 
 class BranchWeights(NamedTuple):
-    """What the advantages of the tokens of each branch are multiplied by."""
+    """Factors of the advantages of each branch's tokens."""
 
     expanding: float
     contracting: float
 
 
 def phase(entropy: float, target: float, band: float) -> float:
-    """Where the entropy stands: ``clip((target - entropy) / (band target), -1, 1)``; 1 is far too low.
+    """The phase of an entropy: ``clip((target - entropy) / (band target), -1, 1)``; 1 is far too low.
 
     Args:
         entropy: nats per token.
@@ -44,7 +46,7 @@ def phase(entropy: float, target: float, band: float) -> float:
 
 
 class PapoSchedule:
-    """The phase of a run, and the weights of its next update. Starts at phase 0."""
+    """The entropy-driven schedule of a run: its phase, and the branch weights of its next update."""
 
     def __init__(self, config: PapoConfig) -> None:
         self._config = config
@@ -53,30 +55,30 @@ class PapoSchedule:
 
     @property
     def phase(self) -> float:
-        """Where the moving mean of the entropy stands; 0 before the first update."""
+        """The phase of the moving mean of the entropy; 0 before the first update."""
         if self._entropy is None or self._target is None:
             return 0.0
         return phase(self._entropy, self._target, self._config.band)
 
     @property
     def weights(self) -> BranchWeights:
-        """``1 + strength phase`` for tokens that expand the entropy, ``1 - strength phase`` for others."""
+        """Branch weights: ``1 + strength phase`` (expanding), ``1 - strength phase`` (contracting)."""
         change = self._config.strength * self.phase
         return BranchWeights(1.0 + change, 1.0 - change)
 
     def observe(self, entropy: float) -> None:
-        """Take note of the mean entropy, in nats per token, that an update measured before its step."""
+        """Add to the moving mean the entropy, in nats per token, that an update measured before its step."""
         if self._target is None:
             self._target = entropy
         memory = self._config.memory
         self._entropy = entropy if self._entropy is None else memory * self._entropy + (1 - memory) * entropy
 
     def state(self) -> dict[str, Any] | None:
-        """What a continuation needs to know; plain JSON. None before the first update."""
+        """The state that a continued run needs; plain JSON. None before the first update."""
         return None if self._entropy is None else {"entropy": self._entropy, "target": self._target}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Go on after ``state``. A target of the configuration counts before the stored one."""
+        """Restore ``state``. A target of the configuration counts before the stored one."""
         if state is not None:
             self._entropy = state["entropy"]
             self._target = self._config.target_entropy or state["target"]

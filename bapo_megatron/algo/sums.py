@@ -1,5 +1,6 @@
-"""The sums behind Algorithm 1: for each interval between neighbouring candidates what lies in it, then
-cumulative sums for every candidate. Legend and conventions are those of ``bapo.py``.
+"""Contribution sums of Algorithm 1 by histograms: one bin between neighbouring candidates of a bound.
+
+Cumulative sums over the bins give the sum at every candidate. Legend and conventions: ``bapo.py``.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from bapo_megatron.algo.bounds import BoundsConfig, Weight, high_values, low_val
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, ratio, unmasked
 
 CHUNK_TOKENS = 2**16
-"""Tokens taken at a time on a CPU, so that their float64 copies stay in the cache; other devices take all
-at once."""
+"""Chunk size on a CPU, in tokens: their float64 copies stay in the cache. Other devices take all at once."""
 
 _NEGATIVE, _POSITIVE = 0, 1
 
@@ -29,7 +29,7 @@ def histograms(
     config: BoundsConfig,
     weights: Sequence[Weight],
 ) -> Tensor:
-    """Sums of ``w |A| r`` and of ``w |A|`` over the tokens between two neighbouring candidates.
+    """Histograms of ``w |A| r`` and ``w |A|`` over log r, with the candidates of the bounds as bin edges.
 
     Most tokens are clipped by no candidate. Plain sums over them suffice, and stand for the middle
     interval; only the others are sorted into theirs.
@@ -120,7 +120,7 @@ def _add_clipped(
 
 
 def candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:
-    """P at every c_high and N at every c_low, from the histogram [2, 2, candidates + 1] of one weight."""
+    """Sums P at every c_high and N at every c_low, from one weight's histogram [2, 2, candidates + 1]."""
     lows, highs = low_values(config), high_values(config)
     ratio_mass, mass = range(2)
     up_to, since = histogram.cumsum(-1), histogram.flip(-1).cumsum(-1).flip(-1)
@@ -136,7 +136,7 @@ def candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:
 
 
 def _thresholds(config: BoundsConfig) -> tuple[list[float], list[float]]:
-    """log r from which on a token is alive at each c_low, and from which on it is clipped at each c_high."""
+    """Thresholds of log r: from them on a token is alive at each c_low, and clipped at each c_high."""
     lows, highs = low_values(config), high_values(config)
     if lows[-1] >= highs[0]:
         raise ValueError(f"candidates of c_low (to {lows[-1]}) and c_high (from {highs[0]}) overlap")
@@ -146,12 +146,12 @@ def _thresholds(config: BoundsConfig) -> tuple[list[float], list[float]]:
 
 @functools.lru_cache(maxsize=16)
 def _edges(config: BoundsConfig, device: torch.device) -> Tensor:
-    """All thresholds, ascending: a token is past one if its log r >= it."""
+    """Bin edges: all thresholds, ascending; a token is past one if its log r >= it."""
     lows, highs = _thresholds(config)
     return torch.tensor(lows + highs, dtype=torch.float64, device=device)
 
 
 def _unclipped(config: BoundsConfig) -> tuple[float, float]:
-    """Smallest and largest log r that no candidate clips, whatever the sign of the advantage."""
+    """Range of log r that no candidate clips, whatever the sign of the advantage."""
     lows, highs = _thresholds(config)
     return lows[-1], math.nextafter(highs[0], -math.inf)

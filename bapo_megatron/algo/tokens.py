@@ -1,4 +1,4 @@
-"""What the sums and the loss share: masked tokens, and ratios that stay finite."""
+"""Per-token helpers of sums and losses: masking, ratios that stay finite, likely tokens."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""``log r`` is clamped to plus or minus this before ``exp``, in sums and loss: the ratio stays finite.
+"""Largest |log r| in nats: sums and loss clamp ``log r`` to it before ``exp``, so the ratio stays finite.
 A token beyond it has no gradient."""
 
 ROUNDING = 1e-4
-"""Nats. What log-probs and entropies of bfloat16 or float32 models differ by for no reason of the policy."""
+"""Rounding error, in nats, of log-probs and entropies of bfloat16 or float32 models."""
 
 
 def unmasked(mask_T: Tensor, *fields: Tensor) -> list[Tensor]:
-    """The fields as float64, 0 at masked tokens. Selected, not multiplied: 0 * nan would be nan."""
+    """The fields as float64 with 0 at masked tokens (selected, not multiplied: 0 * nan would be nan)."""
     live_T = mask_T != 0
     return [torch.where(live_T, field_T, 0.0).double() for field_T in fields]
 
 
 def ratio(log_ratio_T: Tensor) -> Tensor:
-    """r, from its logarithm."""
+    """The ratio r from its logarithm, clamped by ``LOG_RATIO_LIMIT``."""
     return log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def likely(log_prob_T: Tensor, entropy_T: Tensor) -> Tensor:
-    """bool: high probability in the sense of Definition 1, ``log pi(y) > E[log pi] = -H``, up to rounding.
+    """bool: tokens of high probability (Definition 1), ``log pi(y) > E[log pi] = -H`` up to rounding.
 
     Where the policy is certain both sides are 0 but for rounding, and most tokens of a language model are
     such: they count as likely.
@@ -34,7 +34,7 @@ def likely(log_prob_T: Tensor, entropy_T: Tensor) -> Tensor:
 
 
 def check_shapes(*fields: Tensor) -> None:
-    """ValueError unless all fields have one shape."""
+    """Check that all fields have one shape; ValueError if not."""
     shapes = [tuple(field.shape) for field in fields]
     if len(set(shapes)) > 1:
         raise ValueError(f"the fields of the tokens differ in shape: {shapes}")

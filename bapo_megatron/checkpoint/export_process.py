@@ -1,8 +1,8 @@
-"""One export of a checkpoint beside the training, in a process of its own that no run has to wait for.
+"""The process that exports one checkpoint as a Hugging Face folder while training continues.
 
     python -m bapo_megatron.checkpoint.export_process CHECKPOINT OUTPUT MODEL PARENT
 
-It imports no torch and moves bytes from file to file, so it takes tens of megabytes however large the model.
+It imports no torch and copies bytes from file to file, so it needs tens of megabytes for a model of any size.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from bapo_megatron.runtime.processes import die_with_parent
 from checkpoints_tools import Settings, to_hf
 
 _NICENESS = 19
-"""The last to get a processor, and, as the kernel derives one from the other, the last to get the disk."""
+"""The lowest priority for processors and, as the kernel derives it from that, for the disk."""
 _THREADS = 2
 
 
 def main(checkpoint: str, output: str, model: str, parent: str) -> int:
-    """Write ``output`` from ``checkpoint``, with the files of the folder ``model``. The exit code.
+    """Write ``output`` from ``checkpoint``, with config and tokenizer of the folder ``model``; the exit code.
 
-    ``parent``: the process that waits for it; it ends with that.
+    ``parent``: id of the trainer's process; this one ends with it.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half written is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the half-written output is removed on the way
     die_with_parent(parent=int(parent))  # or it would meet the export of the next trainer
     os.nice(_NICENESS)
     try:

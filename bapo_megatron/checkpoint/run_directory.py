@@ -1,14 +1,12 @@
-"""One run, one directory, one process that writes to it.
+"""The run directory: its one writer, its stored configuration, and which settings may change on a resume.
 
-run/  config.json  metrics.jsonl  updates.jsonl  events.jsonl  journal/  checkpoints/  tensorboard/
-      report/  export/  exports/
+``runtime/run_paths.py`` has the names of the files.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,25 +16,27 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_paths import RunPaths
 
 FORMAT = 2
-"""Version of the directory's layout. A program that meets another refuses."""
+"""Version of the directory's layout; a directory of another version is refused."""
 
-CHECKPOINT_NAME = re.compile(r"step_(\d{6,})(?:_update_(\d{3,}))?")
-"""Of a checkpoint's folder: finished steps, and updates of the step after them."""
+_ADDED: dict[str, Any] = {"algorithm.loss": "bapo"}
+"""Fields that directories of this format may lack, from before they existed, and what held then."""
 
 Change = tuple[str, Any, Any]
-"""A field's name, what it was, what it is."""
+"""A changed field: its name, its stored value, its value now."""
 
-# What may differ when a run is continued: how far, where, how fast, how it is shown, what it waits for; but
-# not what it computes. Names that end with a dot or an underscore stand for all that begin so.
+# Fields that may differ when a run continues: how far, where, how fast, how it is shown, what it waits for;
+# not what it computes. A name that ends with a dot or an underscore stands for all names that begin with it.
 _STEPS = "steps"
 _MAY_CHANGE = (
     *(_STEPS, "name", "run_dir", "allow_change", "hang_minutes"),
     *("parallel.", "checkpoint.", "logging.", "evaluation.", "batch."),
     *("algorithm.gap_", "algorithm.on_gap"),
     *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),
-    *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps", "rollout.sglang."),
+    *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps"),
+    *("rollout.sglang.", "rollout.custom_engine."),
 )
 _MAY_NOT_CHANGE = ("rollout.sglang.on_update",)  # tokens after new weights attend to other keys and values
 
@@ -45,15 +45,15 @@ def check_writable(directory: Path) -> None:
     """ConfigError if the run directory cannot be made or written to."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / ".lock").touch()
+        RunPaths(directory).lock.touch()
     except OSError as error:
         raise ConfigError(f"the run directory {directory} cannot be written: {error}; name another") from None
 
 
 @contextmanager
 def only_writer(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock, or ConfigError if another process writes to the run."""
-    with (directory / ".lock").open("w") as lock:
+    """The directory's lock, held for the block. ConfigError if another process writes to the run."""
+    with RunPaths(directory).lock.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -64,9 +64,9 @@ def only_writer(directory: Path) -> Iterator[None]:
 def check_same_run(config: RunConfig) -> None:
     """ConfigError if the run directory belongs to a run that computes something else."""
     stored = read_config(config.directory)
-    metrics = config.directory / "metrics.jsonl"
+    metrics = RunPaths(config.directory).metrics
     if stored is None or not metrics.exists() or metrics.stat().st_size == 0:
-        return  # no step was made yet: nothing to contradict
+        return  # no step was made yet
     different = [change for change in changes(config, stored) if not _may_change(change[0], config)]
     if different:
         raise ConfigError(
@@ -79,8 +79,8 @@ def check_same_run(config: RunConfig) -> None:
 
 
 def changes(config: RunConfig, stored: dict[str, Any]) -> list[Change]:
-    """Fields that differ from a stored configuration."""
-    ours = _as_json(config)
+    """The fields that differ from a stored configuration, by name."""
+    ours = _plain_values(config)
     return [
         (name, stored.get(name), ours.get(name))
         for name in sorted(stored.keys() | ours.keys())
@@ -100,13 +100,13 @@ def _may_change(name: str, config: RunConfig) -> bool:
 
 
 def changed_settings(config: RunConfig) -> list[Change]:
-    """How the configuration differs from the one that is stored; of a new run not at all."""
+    """The fields that differ from the stored configuration; none for a new run."""
     before = read_config(config.directory)
     return changes(config, before) if before else []
 
 
-def check_within_step(changed: list[Change], config: RunConfig) -> None:
-    """ConfigError if a step that a checkpoint has cut would go on in another way than it began."""
+def check_partial_step(changed: list[Change], config: RunConfig) -> None:
+    """ConfigError if a partly trained step would be finished with other settings than it was begun with."""
     names = {name for name, *_ in changed} & set(config.allow_change)
     if named := sorted(name for name in names if name.startswith("algorithm.") or name == "seed"):
         raise ConfigError(
@@ -117,13 +117,13 @@ def check_within_step(changed: list[Change], config: RunConfig) -> None:
 
 def store_config(config: RunConfig) -> None:
     """Write the resolved configuration into the run directory."""
-    stored = {"format": FORMAT, "config": _as_json(config)}
-    write_atomically(config.directory / "config.json", json.dumps(stored, indent=2) + "\n")
+    stored = {"format": FORMAT, "config": _plain_values(config)}
+    write_atomically(RunPaths(config.directory).config, json.dumps(stored, indent=2) + "\n")
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:
     """The stored configuration by dotted names; None if the directory holds no run."""
-    path = directory / "config.json"
+    path = RunPaths(directory).config
     if not path.exists():
         return None
     try:
@@ -133,9 +133,9 @@ def read_config(directory: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path} cannot be read: {error!r}") from None
     if version != FORMAT:
         raise ConfigError(f"{path} has run format {version}, this version of the program reads {FORMAT}")
-    return dict(config)
+    return {**_ADDED, **config}
 
 
-def _as_json(config: RunConfig) -> dict[str, Any]:
+def _plain_values(config: RunConfig) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(json.dumps(flat(config), default=str))
     return values

@@ -1,10 +1,10 @@
-"""Hugging Face folders of a run's checkpoints, made while the training goes on.
+"""Hugging Face exports of a run's checkpoints, made in the background while training continues.
 
     exports/step_000120/   config, tokenizer, safetensors: whole or absent
 
-A child process of low priority makes them, one at a time, from the files of the checkpoint; the trainer gives
-neither memory nor time. While one is in the making one more may wait; a newer one takes its place. So however
-slow the disk, at most two checkpoints are held back from deletion.
+A child process of low priority converts one checkpoint at a time, from file to file; it takes neither memory
+nor time of the trainer. One more checkpoint may wait, and a newer one replaces it. So at most two checkpoints
+are kept from deletion, however slow the disk is.
 """
 
 from __future__ import annotations
@@ -20,89 +20,90 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-_CLEANING_S = 20.0
-"""What a process that is told to end may take to remove what it has half written."""
+from bapo_megatron.runtime.run_paths import RunPaths, step_leftovers
 
-Note = Callable[[dict[str, Any]], None]
-"""Takes an event: its kind and its fields."""
+_CLEANING_S = 20.0
+"""How long a process that is asked to end may take to remove its half-written output."""
+
+OnEvent = Callable[[dict[str, Any]], None]
+"""Records an event: its kind and its fields."""
 
 
 @dataclass(frozen=True)
 class _Ended:
-    """What became of a process."""
+    """The result of an export's process."""
 
     exit_code: int
-    said: str
-    """On stderr."""
+    stderr: str
     seconds: float
 
 
 class StepExports:
-    """The exports of one run. Lives on rank 0; no method waits but ``close``."""
+    """The exports of one run, on rank 0. Only ``close`` waits for a process."""
 
-    def __init__(self, run_dir: Path, model: Path, every: int, note: Note) -> None:
+    def __init__(self, run_dir: Path, model: Path, every: int, on_event: OnEvent) -> None:
         """``model``: the Hugging Face folder that the run started from. ``every``: steps; 0 for none."""
-        self.folder = run_dir / "exports"
-        self._checkpoints = run_dir / "checkpoints"
-        self._model, self._every, self._note = model, every, note
+        self._paths = RunPaths(run_dir)
+        self.folder = self._paths.step_exports
+        self._model, self._every, self._on_event = model, every, on_event
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="export")
         self._process: subprocess.Popen[str] | None = None
         self._ended: Future[_Ended] | None = None
         self._step = 0
-        """That is in the making."""
+        """The step that the process exports."""
         self._next: int | None = None
-        """That waits."""
+        """The step that waits."""
 
     def path(self, step: int) -> Path:
-        """Where the export of ``step`` is, or will be."""
-        return self.folder / f"step_{step:06d}"
+        """The folder of the export of ``step``."""
+        return self._paths.step_export(step)
 
-    def holds(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` is still needed."""
+    def is_using(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` is still to be read."""
         return step == self._next or (self._process is not None and step == self._step)
 
     def is_busy(self) -> bool:
-        """Whether one is in the making or waits."""
+        """Whether an export runs or waits."""
         return self._process is not None
 
     def resume(self, steps: Iterable[int]) -> None:
-        """Make what a run that ended has left undone: of the newest two of ``steps`` that need an export."""
-        for leftover in self.folder.glob(".step_*.bapo-ckpt.tmp"):
+        """Export what the run before has not: the newest two of ``steps``, which have checkpoints."""
+        for leftover in step_leftovers(self.folder, ".bapo-ckpt.tmp"):
             shutil.rmtree(leftover)
         missing = sorted(s for s in steps if self._is_due(s) and not (self.path(s) / "config.json").exists())
         for step in missing[-2:]:
             self.offer(step)
 
     def offer(self, step: int) -> None:
-        """The checkpoint of ``step`` is whole: export it, if it is one of those."""
+        """Export the checkpoint of ``step``, which is whole, if ``every`` asks for it."""
         if not self._is_due(step):
             return
         if self._process is None:
             self._start(step)
             return
         if self._next is not None:
-            self._note({"kind": "export_skipped", "step": self._next, "newer": step})
+            self._on_event({"kind": "export_skipped", "step": self._next, "newer": step})
         self._next = step
 
     def poll(self) -> None:
-        """Note what has ended, and begin what waits for it."""
+        """Record the end of an export, and start the one that waits."""
         if self._ended is None or not self._ended.done():
             return
         ended, step = self._ended.result(), self._step
         self._process = self._ended = None
         fields = {"step": step, "seconds": round(ended.seconds, 3)}
         if ended.exit_code == 0:
-            self._note({"kind": "export_done", **fields, "path": str(self.path(step))})
+            self._on_event({"kind": "export_done", **fields, "path": str(self.path(step))})
         else:
-            said = ended.said.strip() or f"it ended with exit code {ended.exit_code}"
-            self._note({"kind": "export_failed", **fields, "message": said.splitlines()[-1]})
-            print(f"warning: the export of step {step} has failed: {said}", file=sys.stderr, flush=True)
+            why = ended.stderr.strip() or f"it ended with exit code {ended.exit_code}"
+            self._on_event({"kind": "export_failed", **fields, "message": why.splitlines()[-1]})
+            print(f"warning: the export of step {step} has failed: {why}", file=sys.stderr, flush=True)
         if self._next is not None:
             waiting, self._next = self._next, None
             self._start(waiting)
 
     def close(self) -> None:
-        """End what is in the making, and leave nothing of it; a run that continues makes it anew."""
+        """End the running export without a trace; a run that continues starts it again."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -115,9 +116,9 @@ class StepExports:
         return self._every > 0 and step % self._every == 0
 
     def _start(self, step: int) -> None:
-        checkpoint = self._checkpoints / f"step_{step:06d}"
+        checkpoint = self._paths.checkpoint(step)
         arguments = [str(checkpoint), str(self.path(step)), str(self._model), str(os.getpid())]
-        # In a session of its own: signals to the run's processes are not meant for it.
+        # Its own session, so that signals to the run's processes do not reach it.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bapo_megatron.checkpoint.export_process", *arguments],
             stdin=subprocess.DEVNULL,
@@ -129,9 +130,9 @@ class StepExports:
         )
         self._step = step
         self._ended = self._waiter.submit(_wait, self._process, perf_counter())
-        self._note({"kind": "export_started", "step": step})
+        self._on_event({"kind": "export_started", "step": step})
 
 
 def _wait(process: subprocess.Popen[str], began: float) -> _Ended:
-    said = process.communicate()[1]
-    return _Ended(process.returncode, said, perf_counter() - began)
+    stderr = process.communicate()[1]
+    return _Ended(process.returncode, stderr, perf_counter() - began)

@@ -1,4 +1,5 @@
-"""A checkpoint on its way to the disk: its parts are written, digests are taken, then it gets its name."""
+"""The writer of one checkpoint in the background: its parts, then their digests, then the manifest and the
+name."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import hashlib
 import json
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter, sleep
@@ -18,41 +19,43 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.interfaces import Saving
 from bapo_megatron.runtime.files import sync_file, sync_folder, write_atomically
-
-MANIFEST = "manifest.json"
+from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_leftovers
 
 _RANK_0_FIRST_S = 120.0
-"""torch tells what went wrong to rank 0 alone. The other ranks give it time to say so and to end the run: who
-fails first decides the exit code."""
+"""How long other ranks wait for rank 0 to end the run after a failed save: torch gives the reason to rank 0
+alone, and the process that fails first decides the exit code."""
 
 Digests = dict[str, dict[str, Any]]
 """Size and SHA-256 by file name."""
 
 
 class PendingCheckpoint:
-    """One checkpoint, while the training goes on. All ranks call the same methods in the same order."""
+    """A checkpoint that is being written while training continues. All ranks make the same calls in the same
+    order."""
 
-    def __init__(self, saving: Saving, temporary: Path, final: Path, about: dict[str, Any]) -> None:
-        """``about``: what the manifest says besides the files."""
-        self._saving, self._temporary, self.final = saving, temporary, final
+    def __init__(
+        self, savings: Sequence[Saving], temporary: Path, final: Path, about: dict[str, Any]
+    ) -> None:
+        """``savings``: of its folders. ``about``: what the manifest holds besides the files."""
+        self._savings, self._temporary, self.final = savings, temporary, final
         self._about = about
         self._began = perf_counter()
         self.seconds = 0.0
-        """Until it was on disk with its digests, on the slowest rank."""
+        """From its beginning until it was on disk with its digests, on the slowest rank."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="digests")
         self._digests: Future[tuple[Digests, float]] | None = None
 
     def advance(self) -> bool:
-        """Go on as far as all ranks can without waiting; whether the checkpoint is whole. Collective."""
+        """Advance as far as all ranks can without waiting; whether the checkpoint is whole. Collective."""
         if self._digests is None:
-            if not _everywhere(self._saving.is_written()):
+            if not _on_every_rank(all(saving.is_written() for saving in self._savings)):
                 return False
             self._finish_parts()
             dist.barrier()  # rank 0 has written its part of the whole
             files = sorted(path for path in self._temporary.rglob("*") if path.is_file())
             mine = files[dist.get_rank() :: dist.get_world_size()]
-            self._digests = self._thread.submit(self._digested, mine)
-        if not _everywhere(self._digests.done()):
+            self._digests = self._thread.submit(self._sync_and_digest, mine)
+        if not _on_every_rank(self._digests.done()):
             return False
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, self._digests.result())
@@ -64,15 +67,16 @@ class PendingCheckpoint:
 
     def _finish_parts(self) -> None:
         try:
-            self._saving.finish()
+            for saving in self._savings:
+                saving.finish()
         except CheckpointException as error:
             if not error.failures:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which rank 0's end reaches this one
                 sleep(_RANK_0_FIRST_S)
             raise
 
-    def _digested(self, files: list[Path]) -> tuple[Digests, float]:
-        """Those of ``files``, each synced to disk, and when that was done."""
+    def _sync_and_digest(self, files: list[Path]) -> tuple[Digests, float]:
+        """The digests of ``files``, each synced to disk, and the seconds since the checkpoint was begun."""
         found = {}
         for path in files:
             sync_file(path)
@@ -90,14 +94,21 @@ class PendingCheckpoint:
 
 
 def on_main(action: Callable[[], None]) -> None:
-    """Do it on rank 0 while the others wait; an error there ends them all."""
+    """Run ``action`` on rank 0 while the others wait; an error there ends them all. Collective."""
     if dist.get_rank() == 0:
         action()
     dist.barrier()
 
 
+def clear_leftovers(run_dir: Path) -> None:
+    """Delete the checkpoints that a process which was killed, or met a full disk, left half-written or
+    half-deleted."""
+    for leftover in step_leftovers(RunPaths(run_dir).checkpoints):
+        shutil.rmtree(leftover)
+
+
 def remove(path: Path) -> None:
-    """Delete a checkpoint; its name goes first, so that no half of it is ever met under it."""
+    """Delete a checkpoint. It is renamed first, so that no half of it is found under its name."""
     hidden = path.with_name(f".{path.name}.deleted")
     path.rename(hidden)
     shutil.rmtree(hidden)
@@ -109,8 +120,8 @@ def digest(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _everywhere(here: bool) -> bool:
-    """Whether it is so on every rank."""
-    told = torch.tensor([here], dtype=torch.int32)
-    dist.all_reduce(told, dist.ReduceOp.MIN)
-    return bool(told.item())
+def _on_every_rank(value: bool) -> bool:
+    """Whether ``value`` is true on every rank. Collective."""
+    everywhere = torch.tensor([value], dtype=torch.int32)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere.item())

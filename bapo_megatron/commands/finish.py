@@ -1,4 +1,4 @@
-"""What a run does after its last step: the Hugging Face folder, and its result in figures."""
+"""The end of a run: the Hugging Face export of the policy, and a summary of the result."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from bapo_megatron.commands.report.page import headline
 from bapo_megatron.hf.export import export_hf
 from bapo_megatron.runtime.distributed import share
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.checkpointing import stop_if_told
+from bapo_megatron.trainer.checkpointing import stop_if_preempted
 
 _POLL_S = 1.0
 
 
 def finish(run: Run) -> None:
-    """Export the policy and say on rank 0 what came of the run. Collective.
+    """Export the policy, print a summary, and wait for the exports of earlier steps. Collective.
 
-    Ends when the exports of earlier steps have ended, too. Interrupted if it is told to stop before.
+    Preempted if the run is asked to stop before.
     """
-    output = run.config.directory / "export"
+    output = RunPaths(run.config.directory).export
     export_hf(run.policy.hf_weights(), run.config.model.hf_path, output)
     if run.recorder:
         run.recorder.export(run.config.steps, output)
@@ -28,13 +29,13 @@ def finish(run: Run) -> None:
 
 
 def wait_for_exports(run: Run) -> None:
-    """Until none is in the making; then the checkpoints that they have held go. Collective."""
+    """Wait until no export runs; then delete the checkpoints that were kept for them. Collective."""
     if not share(run.exports.is_busy() if run.exports else False):
         return
     if run.exports:
         print("waiting for the exports of earlier steps", flush=True)
     while share(run.exports.is_busy() if run.exports else False):
-        stop_if_told(run, run.config.steps)
+        stop_if_preempted(run, run.config.steps)
         sleep(_POLL_S)
         if run.exports:
             run.exports.poll()
@@ -43,12 +44,12 @@ def wait_for_exports(run: Run) -> None:
 
 
 def _summary(run: Run) -> str:
-    directory = run.config.directory
-    figures = headline(read_jsonl(directory / "metrics.jsonl"))
+    paths = RunPaths(run.config.directory)
+    figures = headline(read_jsonl(paths.metrics))
     first, last = (f"{figures[key] or 0.0:.2f}" for key in ("reward_first", "reward_last"))
     return (
         f"reward {first} -> {last} in {run.config.steps} steps, "
         f"{run.policy.version} updates\n"
-        f"Hugging Face model: {directory / 'export'}\n"
-        f"plots: bapo report {directory}"
+        f"Hugging Face model: {paths.export}\n"
+        f"plots: bapo report {paths.root}"
     )

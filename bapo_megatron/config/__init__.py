@@ -1,8 +1,10 @@
 """The configuration of a run: the dataclasses that recipes fill in, their checks, and the recipe loader."""
 
+from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig
 from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.config.run import (
+from bapo_megatron.config.run import RunConfig, SftConfig
+from bapo_megatron.config.sections import (
     AlgorithmConfig,
     BatchConfig,
     DataConfig,
@@ -11,8 +13,6 @@ from bapo_megatron.config.run import (
     ParallelConfig,
     RewardConfig,
     RolloutConfig,
-    RunConfig,
-    SftConfig,
 )
 from bapo_megatron.config.sglang import SglangConfig
 
@@ -21,6 +21,7 @@ __all__ = [
     "BatchConfig",
     "CheckpointConfig",
     "DataConfig",
+    "EngineConfig",
     "EvaluationConfig",
     "LoggingConfig",
     "ModelConfig",

@@ -1,51 +1,55 @@
-"""What a run leaves behind: checkpoints, evaluations, logs. Part of config.py."""
+"""The sections of a run's configuration about its outputs: checkpoints, evaluations, logs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept for a continuation."""
+    """Checkpoints: how often they are made, which are kept, which are exported."""
 
-    every: int = 10
+    every: Annotated[int, Ge(1)] = 10
     """Steps between checkpoints; the last step always has one."""
-    keep_last: int = 2
-    """Older ones are deleted once a newer one is whole; 0 keeps all."""
-    keep_every: int | None = None
-    """Those of every so many steps are kept for ever."""
-    keep_best: int = 0
-    """So many are kept whose weights have the highest `eval/mean` (see `evaluation`)."""
-    export_every: int = 0
+    keep_last: Annotated[int, Ge(0)] = 2
+    """Newest checkpoints that are kept; older ones are deleted once a newer one is whole. 0 keeps all."""
+    keep_every: Annotated[int | None, Ge(1)] = None
+    """Steps between checkpoints that are never deleted. None: there are none."""
+    keep_best: Annotated[int, Ge(0)] = 0
+    """Checkpoints that are kept for the highest `eval/mean` of their weights (see `evaluation`)."""
+    export_every: Annotated[int, Ge(0)] = 0
     """Steps between Hugging Face folders, exports/step_NNNNNN in the run directory, which a process of low
     priority makes of the checkpoint. A multiple of `every`; 0 for none but that of the run's end."""
     background: bool = True
-    """Write while the training goes on. Meanwhile the machine's memory holds what is saved once more."""
+    """Write in the background while training continues; meanwhile host memory holds a copy of what is
+    saved."""
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Held-out problems, asked at the weights of every so many steps. The training waits for the answers."""
+    """Evaluation during training on held-out problems. Training waits for the answers."""
 
-    every: int = 0
+    every: Annotated[int, Ge(0)] = 0
     """Steps between evaluations; the weights that the run begins with are evaluated too. 0, and whenever
     `rollout.replay` leaves a run without engines: never."""
     suites: tuple[str, ...] = ()
     """Suites that `bapo data prepare` has written, by name, or files with the format of `data.path`."""
-    samples: int = 4
+    samples: Annotated[int, Ge(1)] = 4
     """Responses to each problem."""
-    temperature: float | None = None
-    """None: that of the rollouts."""
-    max_response_tokens: int | None = None
-    """None: that of the rollouts."""
+    temperature: Annotated[float | None, Ge(0)] = None
+    """Sampling temperature. None: that of the rollouts."""
+    max_response_tokens: Annotated[int | None, Ge(1)] = None
+    """Longest response, in tokens. None: that of the rollouts."""
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Where metrics go besides metrics.jsonl and updates.jsonl."""
+    """Metric loggers besides metrics.jsonl and updates.jsonl."""
 
     tensorboard: bool = True
-    """Event files in the run directory."""
+    """Write TensorBoard event files into the run directory."""
     wandb_project: str | None = None
-    """Weights & Biases project, if given and installed."""
+    """Weights & Biases project to log to; needs `wandb`."""

@@ -16,7 +16,7 @@ C = TypeVar("C")
 
 
 def load_recipe(path: Path, kind: type[C]) -> C:
-    """What ``recipe()`` of the file at ``path`` returns. ConfigError if that is no ``kind``."""
+    """The configuration that ``recipe()`` in ``path`` returns. ConfigError if that is no ``kind``."""
     if not path.is_file():
         raise ConfigError(f"recipe {path} does not exist")
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)

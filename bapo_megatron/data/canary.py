@@ -1,10 +1,10 @@
-"""The canary: a small batch of random sequences on which layouts are compared. It needs no dataset.
+"""The canary batch: random sequences on which ``bapo verify`` compares parallel layouts, without a dataset.
 
 Random tokens are improbable under any model, so log-probs of the policy that "sampled" them cannot be made
 up beforehand. They are the log-probs that the reference layout measured, less a drawn log-ratio; every other
-layout takes the same numbers from the reference's certificate. So all layouts get equal inputs.
+layout reads the same numbers from the layout reference. So all layouts get equal inputs.
 
-The log-ratios and advantages are drawn so that the answer hangs on no rounding. No ratio lies near a
+The log-ratios and advantages are drawn so that the result does not depend on rounding: no ratio lies near a
 candidate bound, and the search stops between two candidates, after it has moved.
 """
 
@@ -28,30 +28,30 @@ _SPREAD = 0.6
 
 @dataclass(frozen=True)
 class CanarySpec:
-    """What the sequences are drawn from. The same spec draws the same batch."""
+    """The parameters of a canary batch. The same spec draws the same batch."""
 
     seed: int
     tokens: int
-    """Of all sequences together, about; a last remainder below two tokens is left out."""
+    """Tokens of all sequences together, about; a last remainder below two tokens is left out."""
     longest: int
     """Tokens of the longest sequence."""
     vocab: int
-    """Token ids are below this."""
+    """Vocabulary size: token ids are below this."""
 
 
 @dataclass(frozen=True)
 class CanarySequence:
-    """One random sequence, before any model has seen it."""
+    """A random sequence of the canary, before any model has seen it."""
 
     token_ids: np.ndarray
-    """int32, prompt and response."""
+    """Token ids of prompt and response, int32."""
     log_ratio_R: np.ndarray
-    """float64: log pi_theta - log pi_rollout that each response token shall have at the reference."""
+    """log pi_theta - log pi_rollout that each response token shall have at the reference, float64."""
     advantage: float
 
 
 def canary_sequences(spec: CanarySpec, bounds: BoundsConfig) -> list[CanarySequence]:
-    """The batch of ``spec``: the shortest sequence there is, the longest, and others in between."""
+    """The canary batch of ``spec``: the shortest sequence there is, the longest, and others in between."""
     generator = np.random.default_rng([spec.seed, spec.tokens, spec.longest, spec.vocab])
     return [
         _sequence(generator, length, 1.0 if number % 2 else -1.0, spec.vocab, bounds)
@@ -60,14 +60,14 @@ def canary_sequences(spec: CanarySpec, bounds: BoundsConfig) -> list[CanarySeque
 
 
 def unscored(sequences: Sequence[CanarySequence]) -> list[Sample]:
-    """Samples for a first forward pass, whose log-probs nobody reads."""
+    """Samples for the reference's first forward pass, with zeros in place of rollout log-probs."""
     return [_sample(one, np.zeros(len(one.log_ratio_R), np.float32)) for one in sequences]
 
 
 def scored(
     sequences: Sequence[CanarySequence], log_probs: Sequence[np.ndarray], bounds: BoundsConfig, loss_mean: str
 ) -> list[Sample]:
-    """Samples with the log-probs of a rollout, from those that the reference measured at each position."""
+    """Samples with rollout log-probs, made from those that the reference measured at each position."""
     samples = [
         _sample(one, (log_prob[-len(one.log_ratio_R) :] - one.log_ratio_R).astype(np.float32))
         for one, log_prob in zip(sequences, log_probs, strict=True)
@@ -120,7 +120,7 @@ def _sample(sequence: CanarySequence, rollout_log_prob_R: np.ndarray) -> Sample:
 def _positive_scale(
     sequences: Sequence[CanarySequence], samples: Sequence[Sample], bounds: BoundsConfig, loss_mean: str
 ) -> float:
-    """What to multiply positive advantages with, so that the search moves and stops between candidates.
+    """The factor of positive advantages with which the search moves and stops between candidates.
 
     The sums P are linear in it. With it the target lies halfway (in P / N) between the best pair of bounds
     so far and the next better one, about three quarters along the search, where both bounds have moved.
@@ -146,7 +146,7 @@ def _positive_scale(
 def _sums(
     sequences: Sequence[CanarySequence], samples: Sequence[Sample], bounds: BoundsConfig, loss_mean: str
 ) -> list[float]:
-    """The contribution sums, up to one factor, straight from the log-ratios."""
+    """The contribution sums of the batch, up to one factor, computed from the log-ratios."""
     counts = [sample.response_tokens for sample in samples]
     weights = [1.0 if loss_mean == "token" else 1.0 / count for count in counts]
     log_ratio, advantage, rollout_log_prob, weight = (
@@ -163,7 +163,7 @@ def _sums(
 
 
 def _quotient_at_target(target: float, share: Share) -> float:
-    """P / N at which the share reaches ``target``, the smallest one."""
+    """The smallest P / N at which the contribution reaches ``target``."""
     if share == "absolute":
         return target / (1 - target)
     return target / (1 + target) if share == "signed" else target

@@ -1,4 +1,4 @@
-"""The fields of a row of Skywork-OR1-RL-Data, each with what can be wrong with it."""
+"""Validated fields of a dataset row in the schema of Skywork-OR1-RL-Data."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from bapo_megatron.data.rows import Row
 
 
 class RowError(Exception):
-    """What is wrong with a row; told on with its file and number."""
+    """An invalid dataset row. Who catches it adds the file and the row's number."""
 
 
 def field_of(row: Row, name: str, kind: type, kind_name: str) -> Any:
-    """The value of ``row[name]``, which must be of type ``kind``."""
+    """The value of ``row[name]``. RowError if it is not of type ``kind``."""
     value = row.get(name)
     if not isinstance(value, kind):
         found = "missing" if value is None else f"of type {type(value).__name__}"
@@ -22,7 +22,7 @@ def field_of(row: Row, name: str, kind: type, kind_name: str) -> Any:
 
 
 def messages_of(row: Row) -> list[dict[str, str]]:
-    """The chat messages of ``prompt``, at least one, none empty."""
+    """The chat messages of ``prompt``. RowError if there are none or one is empty."""
     messages: list[dict[str, str]] = field_of(row, "prompt", list, "a list of {role, content}")
     if not messages:
         raise RowError("prompt is empty; it must hold at least one message {role, content}")
@@ -37,7 +37,7 @@ def messages_of(row: Row) -> list[dict[str, str]]:
 
 
 def ground_truth_of(row: Row) -> str:
-    """The text of ``reward_model.ground_truth``: one answer, or the tests of a program."""
+    """The ground truth, ``reward_model.ground_truth``, as text: one answer, or the tests of a program."""
     value = field_of(row, "reward_model", dict, 'an object with "ground_truth"').get("ground_truth")
     answer = _unwrapped(value)
     if not isinstance(answer, str) or not answer.strip():
@@ -46,7 +46,7 @@ def ground_truth_of(row: Row) -> str:
 
 
 def _unwrapped(value: object) -> object:
-    """The answer in ``'["34"]'``, the form in which Skywork stores some; else the value itself."""
+    """The answer inside ``'["34"]'``, the form in which Skywork stores some; else the value itself."""
     inner: object = value
     if isinstance(value, str) and value.lstrip().startswith('["'):
         try:
@@ -63,7 +63,7 @@ def _unwrapped(value: object) -> object:
 
 
 def extra_info_of(row: Row) -> dict[str, Any]:
-    """Plain JSON, without the keys that only other rows have (Arrow fills them with None)."""
+    """The row's ``extra_info`` as plain JSON, without keys of other rows (Arrow fills those with None)."""
     info = row.get("extra_info")
     if info is not None and not isinstance(info, dict):
         raise RowError(f"extra_info is of type {type(info).__name__}; it must be an object")

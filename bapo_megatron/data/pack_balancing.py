@@ -1,4 +1,6 @@
-"""Level the weights of groups of packs: exchanges between the heaviest group and a lighter one.
+"""Pack balancing: exchanges of documents and packs that bring groups of packs to equal weight.
+
+The heaviest group exchanges with a lighter one. A group is a rank's packs, or one pack alone.
 
 Two groups weighing H > L that shift the weight s from one to the other differ by |(H - L) - 2 s| afterwards.
 Each exchange is the feasible one that makes this least; the heaviest group never gets heavier.
@@ -15,44 +17,46 @@ import numpy as np
 Pack = list[int]
 """Indices of the documents of a pack."""
 
-# Bounds the time of a call to some tenths of a second; unlike a clock it stops every rank at the same plan.
-# In pairs of documents that are looked at; comparing two groups takes as long as _CALL of them besides.
 MAX_WORK = 10_000_000
+"""Limit of the pairs of documents that a call compares: some tenths of a second. Unlike a clock it stops
+every rank at the same plan."""
 _CALL = 5_000
+"""Pairs of documents that take as long as comparing two groups does besides."""
 
 _NOTHING = -1
 
 
 @dataclass(frozen=True)
 class Documents:
-    """What exchanges must know of each document."""
+    """The documents to pack: their lengths, their weights, and the capacity of a pack."""
 
     tokens: np.ndarray
-    """int64, what it takes in a pack."""
+    """Tokens that each takes in a pack, int64."""
     weights: np.ndarray
-    """int64, what is to be leveled."""
+    """Weight of each, int64; groups are brought to equal sums of it."""
     capacity: int
     """Tokens that a pack holds."""
 
     def weight(self, pack: Pack) -> int:
-        """Weight of all documents of ``pack``."""
+        """Total weight of the documents of ``pack``."""
         return int(self.weights[pack].sum())
 
 
 class _Exchange(NamedTuple):
-    """Documents (or ``_NOTHING``) of two packs, given by their numbers, that change places."""
+    """An exchange between two groups: of two documents (or one and ``_NOTHING``), or of two packs."""
 
     difference: int
-    """Of the two groups' weights afterwards."""
+    """Difference of the two groups' weights afterwards."""
     shift: int
     """Weight that leaves the heavier group."""
     packs: tuple[int, int]
+    """Numbers of the packs within their groups."""
     documents: tuple[int, int] | None
-    """None: the packs themselves change places."""
+    """Documents that change places; None: the packs themselves do."""
 
 
-def level(groups: list[list[Pack]], documents: Documents, slack: float, work: int = MAX_WORK) -> None:
-    """Exchange in place until no group exceeds the mean by more than ``slack``, or nothing helps."""
+def balance(groups: list[list[Pack]], documents: Documents, slack: float, work: int = MAX_WORK) -> None:
+    """Balance ``groups`` in place until none exceeds the mean by more than ``slack``, or nothing helps."""
     totals = [sum(documents.weight(pack) for pack in group) for group in groups]
     mean = sum(totals) / len(groups)
     while True:
@@ -92,7 +96,7 @@ def _of_packs(heavy: list[Pack], light: list[Pack], gap: int, documents: Documen
 
 
 def _of_documents(heavy: list[Pack], light: list[Pack], gap: int, documents: Documents) -> _Exchange:
-    """One document for another, or for nothing, where both packs have the room."""
+    """The best exchange of one document for another, or for nothing, where both packs have the room."""
     a, b = _choices(heavy, documents), _choices(light, documents)
     longer = np.subtract.outer(a.tokens, b.tokens)
     shift = np.subtract.outer(a.weights, b.weights)
@@ -104,14 +108,14 @@ def _of_documents(heavy: list[Pack], light: list[Pack], gap: int, documents: Doc
 
 
 class _Choices(NamedTuple):
-    """What a group can give: each of its documents, and nothing out of each of its packs."""
+    """The candidates that a group can give: each of its documents, and nothing out of each of its packs."""
 
     document: np.ndarray
     pack: np.ndarray
     tokens: np.ndarray
     weights: np.ndarray
     room: np.ndarray
-    """Of the pack, in tokens."""
+    """Free tokens of the candidate's pack."""
 
 
 def _choices(group: Sequence[Pack], documents: Documents) -> _Choices:

@@ -1,13 +1,14 @@
-"""Which document goes into which pack of which rank: few packs, like costs on all ranks.
+"""The packing plan (bin packing and load balancing): which document goes into which pack of which rank.
 
-A document of n tokens costs n + quadratic * n^2, in units of one token's linear work; the second term is
-attention's. The plan is a pure function of lengths and layout, in integers, whose sums do not depend on their
-order. So every rank computes the same plan and nothing is communicated.
+Its aim is few packs, and equal cost on all ranks. A document of n tokens costs n + quadratic * n^2, in units
+of one token's linear work; the second term is attention's. The plan is a pure function of lengths and layout,
+in integers, whose sums do not depend on their order. So every rank computes the same plan and nothing is
+communicated.
 
 1. Best fit says how many packs are needed. Into that many, rounded up to what the layout asks for, documents
    go longest first, each to the cheapest pack with room (longest processing time first).
 2. Packs are dealt to the ranks, each the same number.
-3. Ranks are leveled by exchanges, then the packs within each rank (``leveling.py``).
+3. Ranks are balanced by exchanges, then the packs within each rank (``pack_balancing.py``).
 
 Packs of one length (``fixed_length``) cost their linear part whatever they hold. So there step 1 counts
 tokens, which keeps the common length short, and the others count attention's part alone.
@@ -19,15 +20,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bapo_megatron.data.pack_balancing import MAX_WORK, Documents, Pack, level
+from bapo_megatron.data.pack_balancing import MAX_WORK, Documents, Pack, balance
 from bapo_megatron.types import PackLayout
 
-# Totals that differ from their mean by less than this are level.
+# Totals that differ from their mean by less than this share are balanced.
 _RANK_TOLERANCE, _PACK_TOLERANCE = 0.001, 0.01
 
 
 def plan_packs(lengths: Sequence[int], pack_tokens: int, layout: PackLayout) -> list[list[Pack]]:
-    """Indices of documents for each pack of each rank.
+    """The packing plan: indices of documents for each pack of each rank.
 
     Every rank has the same number of packs, a multiple of ``count_multiple``; packs are empty when there are
     fewer documents than packs. ``lengths`` are those of the documents in a pack, their padding included.
@@ -55,7 +56,7 @@ def _check_fit(longest: int, capacity: int, pack_tokens: int, layout: PackLayout
 
 
 def _fewest_packs(tokens: np.ndarray, weights: np.ndarray, capacity: int, layout: PackLayout) -> list[Pack]:
-    """As many packs as best fit needs, of like weight; where those overflow, the packs of best fit."""
+    """As many packs as best fit needs, of similar weight; where those overflow, the packs of best fit."""
     step = layout.data_size * layout.count_multiple
     # A weight that falls with the tokens makes the fullest pack with room the lightest: best fit.
     tight = [pack for pack in _fill(tokens, -tokens, len(tokens), capacity) or [] if pack]
@@ -65,7 +66,7 @@ def _fewest_packs(tokens: np.ndarray, weights: np.ndarray, capacity: int, layout
 
 
 def _fill(tokens: np.ndarray, weights: np.ndarray, number: int, capacity: int) -> list[Pack] | None:
-    """Longest first, each to the lightest pack that has room; None if a document finds no room."""
+    """Documents dealt longest first, each to the lightest pack with room; None if one finds no room."""
     packs: list[Pack] = [[] for _ in range(number)]
     filled, weight = np.zeros((2, number), dtype=np.int64)
     for index in np.argsort(-tokens, kind="stable").tolist():
@@ -82,18 +83,18 @@ def _fill(tokens: np.ndarray, weights: np.ndarray, number: int, capacity: int) -
 def _one_length(
     packs: list[Pack], tokens: np.ndarray, costs: np.ndarray, capacity: int, multiple: int
 ) -> Documents:
-    """Make the fullest pack as short as it goes; from there on that length is the capacity."""
+    """Make the fullest pack as short as possible, in place; its length is the capacity of the result."""
     slack = _RANK_TOLERANCE * float(tokens.sum()) / len(packs)
-    level([[pack] for pack in packs], Documents(tokens, tokens, capacity), slack)
+    balance([[pack] for pack in packs], Documents(tokens, tokens, capacity), slack)
     fullest = max(int(tokens[pack].sum()) for pack in packs)
     return Documents(tokens, costs - tokens, -(-fullest // multiple) * multiple)
 
 
 def _over_ranks(packs: list[Pack], documents: Documents, ranks: int, cost: float) -> list[list[Pack]]:
     plan = _deal(packs, documents, ranks)
-    level(plan, documents, _RANK_TOLERANCE * cost / ranks)
+    balance(plan, documents, _RANK_TOLERANCE * cost / ranks)
     for rank in plan:
-        level([[pack] for pack in rank], documents, _PACK_TOLERANCE * cost / len(packs), MAX_WORK // ranks)
+        balance([[pack] for pack in rank], documents, _PACK_TOLERANCE * cost / len(packs), MAX_WORK // ranks)
         for pack in rank:
             pack.sort(key=lambda index: (-documents.tokens[index], index))
         # The heaviest pack first: memory that does not suffice shows at once.
@@ -102,7 +103,7 @@ def _over_ranks(packs: list[Pack], documents: Documents, ranks: int, cost: float
 
 
 def _deal(packs: list[Pack], documents: Documents, ranks: int) -> list[list[Pack]]:
-    """The heaviest packs, one for each rank, then the next: the heavier to the lighter rank."""
+    """Packs dealt to ranks in rounds, heaviest first; within a round the heavier goes to the lighter rank."""
     plan: list[list[Pack]] = [[] for _ in range(ranks)]
     weights = [0] * ranks
     ordered = sorted(packs, key=documents.weight, reverse=True)

@@ -1,8 +1,11 @@
-"""Groups to samples, samples to balanced ``thd`` packs. The shift to predicting positions happens here, once.
+"""Sequence packing: groups of rollouts to samples, samples to ``thd`` micro-batches of balanced cost.
 
-A sample of n tokens has n - 1 predicting positions: position i holds token i as input and token i + 1 as
-label, with everything that is known about that label. All ranks compute the same plan from the same
-samples (``pack_plan.py``) and each builds its own packs, so nothing is communicated.
+The shift to predicting positions happens here, once: a sample of n tokens has n - 1 of them, and position i
+holds token i as input and token i + 1 as label, with everything that is known about that label. All ranks
+compute the same plan from the same samples (``pack_plan.py``) and each builds its own packs, so nothing is
+communicated.
+
+Shapes: ``_R`` tokens of a response, ``_T`` tokens of a pack, ``_N`` tokens of a response that are trained on.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import ArrayLike
 
 from bapo_megatron.algo.advantages import group_advantages
 from bapo_megatron.data.pack_plan import plan_packs
@@ -28,24 +31,45 @@ _PADDING_DOCUMENT = 512
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence to train on: a prompt and a response with its advantage."""
+    """A training sequence: a prompt and a response with its advantage."""
 
     token_ids: np.ndarray
-    """int32, prompt and response."""
+    """Token ids of prompt and response, int32."""
     log_probs_R: np.ndarray
-    """float32, of the response under the policy that sampled it."""
+    """Log-probs of the response under the policy that sampled it, float32."""
     versions_R: np.ndarray
-    """int32, policy version that sampled each response token."""
+    """Policy version that sampled each response token, int32."""
     advantage: float
     old_log_probs_R: np.ndarray | None = None
-    """float32, of the response under pi_old, the ratio's denominator; None: the policy that sampled it."""
+    """Log-probs under pi_old, the ratio's denominator, float32; None: the policy that sampled it."""
     importance_R: np.ndarray | None = None
-    """float32, factor of each token's weight in the loss; None: 1."""
+    """Importance weights, factors of the tokens' weights in the loss, float32; None: 1."""
+    loss_mask_R: np.ndarray | None = None
+    """Loss mask, bool: False for response tokens that are not trained on (a tool's). None: all True."""
+
+    def __post_init__(self) -> None:
+        if self.loss_mask_R is not None and len(self.loss_mask_R) != self.response_tokens:
+            raise ValueError(
+                f"loss_mask_R has {len(self.loss_mask_R)} values for a response of {self.response_tokens} "
+                f"tokens; give one for each"
+            )
 
     @property
     def response_tokens(self) -> int:
-        """Tokens that the loss sees."""
+        """Tokens of the response, trained on or not."""
         return len(self.log_probs_R)
+
+    @property
+    def trained_R(self) -> np.ndarray:
+        """bool: the response tokens that the loss sees."""
+        if self.loss_mask_R is None:
+            return np.ones(self.response_tokens, np.bool_)
+        return self.loss_mask_R.astype(np.bool_)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Count of the response tokens that the loss sees."""
+        return int(self.trained_R.sum())
 
     @property
     def positions(self) -> int:
@@ -54,7 +78,7 @@ class Sample:
 
 
 def samples_of(group: Group, advantage: Literal["grpo", "dr_grpo"]) -> list[Sample]:
-    """Every rollout of ``group`` as a sample, with advantages normalized within the group."""
+    """The samples of a group's rollouts, with advantages normalized within the group."""
     advantages = group_advantages([rollout.reward for rollout in group.rollouts], advantage)
     return [
         Sample(
@@ -62,13 +86,14 @@ def samples_of(group: Group, advantage: Literal["grpo", "dr_grpo"]) -> list[Samp
             rollout.log_probs_R,
             rollout.versions_R,
             float(value),
+            loss_mask_R=rollout.loss_mask_R,
         )
         for rollout, value in zip(group.rollouts, advantages, strict=True)
     ]
 
 
 def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -> list[list[T]]:
-    """Groups in random order, spread over at most ``updates`` updates as evenly as they go.
+    """Mini-batches of a step: groups in random order, spread evenly over at most ``updates`` updates.
 
     Whole groups stay together: within one, advantages sum to zero, so every update sees both signs.
     """
@@ -80,7 +105,7 @@ def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -
 def pack_samples(
     samples: Sequence[Sample], pack_tokens: int, loss_mean: str = "token", layout: PackLayout | None = None
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of one update; every rank gets the same number (see ``pack_plan.py``).
+    """Pack an update: this rank's micro-batches, as many as every other rank's (see ``pack_plan.py``).
 
     A pack is at most ``pack_tokens`` long, rounded down to the layout's length multiple (a dummy for a rank
     without samples has that multiple). ValueError if a sample does not fit.
@@ -99,44 +124,41 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _loss_weights(samples: Sequence[Sample], loss_mean: str) -> list[float]:
-    """Weight of each sample's tokens. The sum is divided by the count of tokens, whatever the mean.
+    """The weight of each sample's tokens in the loss, whose sum is divided by the count of trained tokens.
 
-    A mean over sequences of means over tokens is, with N sequences of n_i tokens,
+    A mean over sequences of means over tokens is, with N sequences of n_i trained tokens,
     sum_i (1 / N) sum_t l_it / n_i = (1 / sum_j n_j) sum_i sum_t l_it * (sum_j n_j / N) / n_i.
     """
     if loss_mean == "token":
         return [1.0] * len(samples)
-    mean_tokens = sum(sample.response_tokens for sample in samples) / max(1, len(samples))
-    return [mean_tokens / max(1, sample.response_tokens) for sample in samples]
+    mean_tokens = sum(sample.trained_tokens for sample in samples) / max(1, len(samples))
+    return [mean_tokens / max(1, sample.trained_tokens) for sample in samples]
 
 
 def _build(
     samples: Sequence[Sample],
     weights: Sequence[float],
-    pack: Sequence[int],
+    members: Sequence[int],
     shortest: int,
     layout: PackLayout,
 ) -> MicroBatch:
-    """The documents of ``pack`` and padding, at least ``shortest`` tokens long and never empty."""
+    """The micro-batch of samples ``members``, padded to at least ``shortest`` tokens and never empty."""
     bounds, rows = [0], []
-    for index in pack:
+    for index in members:
         positions = samples[index].positions
         rows.append((index, bounds[-1], positions))
         if positions:  # attention kernels need not know documents without tokens
             bounds.append(bounds[-1] + _round_up(positions, layout.document_multiple))
     length = _round_up(max(1, shortest, bounds[-1]), layout.length_multiple)
-    columns = {name: torch.zeros(length, dtype=dtype) for name, dtype in _FIELDS.items()}
-    for start, end in pairwise(bounds):
-        columns["position_T"][start:end] = torch.arange(end - start)
+    documents = list(pairwise(bounds))
+    bounds += _padding_bounds(bounds[-1], length, layout.document_multiple)
+    pack = MicroBatch.of(tuple(bounds), tuple(rows), len(samples))
+    for start, end in documents:
+        pack.position_T[start:end] = torch.arange(end - start)
     for index, start, positions in rows:
         if positions:
-            _fill(columns, samples[index], weights[index], start, start + positions)
-    bounds += _padding_bounds(bounds[-1], length, layout.document_multiple)
-    return MicroBatch(
-        **columns,
-        cu_seqlens=tuple(bounds),
-        rows=tuple(rows),
-    )
+            _write(pack, samples[index], start, trained_columns(samples[index], index, weights[index]))
+    return pack
 
 
 def _padding_bounds(start: int, end: int, multiple: int) -> list[int]:
@@ -145,30 +167,34 @@ def _padding_bounds(start: int, end: int, multiple: int) -> list[int]:
     return [*range(start + piece, end, piece), end] if start < end else []
 
 
-_FIELDS = {
-    "token_T": torch.int64,
-    "label_T": torch.int64,
-    "position_T": torch.int64,
-    "mask_T": torch.float32,
-    "weight_T": torch.float32,
-    "advantage_T": torch.float32,
-    "rollout_log_prob_T": torch.float32,
-    "old_log_prob_T": torch.float32,
-    "version_T": torch.int32,
-}
+def trained_columns(sample: Sample, index: int, weight: float) -> dict[str, ArrayLike]:
+    """The values of the per-token columns (``types.COLUMNS``) on a response: [R], or one for all tokens.
+
+    ``index`` is the sample's in the update, ``weight`` that of its tokens in the loss.
+    """
+    importance_R = 1.0 if sample.importance_R is None else sample.importance_R
+    old_log_probs_R = sample.log_probs_R if sample.old_log_probs_R is None else sample.old_log_probs_R
+    return {
+        "mask_T": 1.0,
+        "weight_T": np.float32(weight) * importance_R,
+        "advantage_T": sample.advantage,
+        "rollout_log_prob_T": sample.log_probs_R,
+        "old_log_prob_T": old_log_probs_R,
+        "version_T": sample.versions_R,
+        "sequence_T": index,
+    }
 
 
-def _fill(columns: dict[str, Tensor], sample: Sample, weight: float, start: int, end: int) -> None:
+def _write(pack: MicroBatch, sample: Sample, start: int, columns: dict[str, ArrayLike]) -> None:
+    """Write the ids of all tokens, and ``columns`` where a token is predicted that is trained on."""
+    end = start + sample.positions
     tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
-    columns["token_T"][start:end] = tokens[:-1]
-    columns["label_T"][start:end] = tokens[1:]
-    answer = slice(end - sample.response_tokens, end)  # the positions that predict the response
-    columns["mask_T"][answer] = 1.0
-    columns["weight_T"][answer] = weight
-    if sample.importance_R is not None:
-        columns["weight_T"][answer] *= torch.from_numpy(sample.importance_R)
-    columns["advantage_T"][answer] = sample.advantage
-    columns["rollout_log_prob_T"][answer] = torch.from_numpy(sample.log_probs_R)
-    old_R = sample.log_probs_R if sample.old_log_probs_R is None else sample.old_log_probs_R
-    columns["old_log_prob_T"][answer] = torch.from_numpy(old_R)
-    columns["version_T"][answer] = torch.from_numpy(sample.versions_R)
+    pack.token_T[start:end] = tokens[:-1]
+    pack.label_T[start:end] = tokens[1:]
+    trained_R = sample.trained_R
+    trained_R[: max(0, len(trained_R) - sample.positions)] = False  # nothing predicts a sample's first token
+    place_N = torch.from_numpy(np.flatnonzero(trained_R) + end - len(trained_R))
+    for name, value in columns.items():
+        value_N = np.broadcast_to(value, trained_R.shape)[trained_R]
+        column_T = getattr(pack, name)
+        column_T[place_N] = torch.from_numpy(value_N).to(column_T.dtype)

@@ -1,4 +1,4 @@
-"""The training problems: reading a dataset file, and an exact place in it.
+"""The prompt dataset: reads a file of problems, and gives them in a reproducible, resumable order.
 
 A row has the fields of Skywork-OR1-RL-Data: ``prompt`` (chat messages), ``reward_model.ground_truth``,
 ``data_source`` and ``extra_info``.
@@ -14,29 +14,29 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.data.fields import RowError, extra_info_of, field_of, ground_truth_of, messages_of
-from bapo_megatron.data.rows import Row, lines_as_written, read_rows
+from bapo_megatron.data.rows import Row, read_jsonl, read_rows
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.types import Prompt
 
 CheckGroundTruth = Callable[[str], str | None]
-"""Says what is wrong with a ground truth, or None."""
+"""A check of ground truths: says what is wrong with one, or None."""
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The problems of a file that a run can use."""
+    """The prompts of a dataset file that a run can use."""
 
     prompts: tuple[Prompt, ...]
     too_long: int
     """Rows left out because their prompt has more tokens than the run allows."""
     found: int
-    """Prompts before any was left out by its difficulty."""
+    """Prompts before the difficulty filter."""
 
 
 def load_prompts(
     path: Path, tokenizer: Any, max_prompt_tokens: int, check_ground_truth: CheckGroundTruth | None = None
 ) -> PromptSet:
-    """Read a JSONL or parquet file and tokenize its prompts with the chat template, ready to be answered.
+    """Load a dataset: read a JSONL or parquet file and tokenize its prompts with the chat template.
 
     Raises ConfigError that names file, row (the first is 0), field and fix.
     """
@@ -64,11 +64,11 @@ def load_prompts(
 
 
 def _as_written(path: Path, tokenizer: Any) -> tuple[int, RowError] | None:
-    """The first row of a JSONL file that is wrong before Arrow has given each column one type.
+    """The first row of a JSONL file that is invalid before Arrow has given each column one type.
 
     If row 7 has a number where the others have text, Arrow may turn the text of row 0 into a number.
     """
-    for number, row in enumerate(lines_as_written(path)):
+    for number, row in enumerate(read_jsonl(path) if path.suffix == ".jsonl" else ()):
         try:
             _prompt(number, row, tokenizer)
         except RowError as error:
@@ -93,7 +93,7 @@ def _prompt(number: int, row: Row, tokenizer: Any) -> Prompt:
 
 
 def prompt_token_ids(messages: list[dict[str, str]], tokenizer: Any) -> np.ndarray:
-    """The prompt in the chat template, ready to be answered, int32. RowError if the template refuses it."""
+    """Token ids of the messages in the chat template, int32. RowError if the template refuses them."""
     try:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # a template raises whatever its author chose
@@ -102,10 +102,10 @@ def prompt_token_ids(messages: list[dict[str, str]], tokenizer: Any) -> np.ndarr
 
 
 class PromptOrder:
-    """Endless epochs over the prompts: each is taken exactly once an epoch.
+    """The data order: endless shuffled epochs over the prompts, each prompt once an epoch.
 
-    The order of an epoch is a function of (seed, epoch) alone, so a place in it is one number: how many were
-    taken before.
+    The order of an epoch is a function of (seed, epoch) alone, so the position to resume from is one number:
+    how many prompts were taken before.
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool) -> None:

@@ -1,10 +1,11 @@
-"""The rows of a dataset file, read with ``datasets``; nothing is left in the user's cache."""
+"""Reads the rows of a dataset file with ``datasets``; nothing is left in the user's cache."""
 
 from __future__ import annotations
 
 import glob
 import json
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,14 +46,17 @@ def _load(path: Path) -> list[Row]:
             raise ConfigError(f"data.path={path}: cannot be read: {cause}") from error
 
 
-def lines_as_written(path: Path) -> Iterator[Row]:
-    """The objects of a JSONL file, untouched; none of a parquet file."""
-    if Path(path).suffix != ".jsonl":
-        return
-    with Path(path).open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.strip():
-                yield json.loads(line)
+def read_jsonl(path: Path) -> Iterator[Any]:
+    """The values of a JSONL file, without Arrow's conversions. ConfigError with the row's number."""
+    with path.open(encoding="utf-8") as lines:
+        number = 0
+        try:
+            for line in lines:
+                if line.strip():
+                    yield json.loads(line)
+                    number += 1
+        except ValueError as error:  # UnicodeDecodeError too
+            raise ConfigError(f"{path}, row {number} (the first is 0): not JSON: {error}") from error
 
 
 @contextmanager
@@ -67,14 +71,10 @@ def _quiet(datasets: Any) -> Iterator[None]:
 
 
 def _broken_line(path: Path) -> str | None:
-    """Where the first line is that is not JSON; the parser counts from the start of its block."""
-    if FORMATS[path.suffix] != "json":
-        return None
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines):
-            try:
-                if line.strip():
-                    json.loads(line)
-            except ValueError as error:
-                return f"row {number} (the first is 0) is not JSON: {error}"
+    """Which row is the first that is not JSON; the parser's own number counts from the start of its block."""
+    try:
+        if FORMATS[path.suffix] == "json":
+            deque(read_jsonl(path), maxlen=0)
+    except ConfigError as error:
+        return str(error)
     return None

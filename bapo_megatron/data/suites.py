@@ -13,27 +13,27 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import ground_truth_check
 from bapo_megatron.types import Prompt
 
-JUDGE = "math_or_code"
-"""The reward function that decides, by the form of each ground truth."""
+REWARD_FUNCTION = "math_or_code"
+"""The reward function of evaluations: math or code, by the form of each ground truth."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Problems that are asked, all of them."""
+    """An evaluation suite: problems of which none is left out."""
 
     name: str
     sha256: str
-    """Of the file."""
+    """SHA-256 of the suite's file."""
     prompts: tuple[Prompt, ...]
 
 
 def load_suite(text: str, tokenizer: Any, max_prompt_tokens: int, folder: Path = SUITES) -> Suite:
-    """The suite of the name or at the path ``text``; names are folders in ``folder``.
+    """Load the evaluation suite of the name or at the path ``text``; names are folders in ``folder``.
 
     ConfigError if it does not exist, if a row is wrong, or if a prompt is too long: nothing is left out.
     """
     path = suite_path(text, folder)
-    found = load_prompts(path, tokenizer, max_prompt_tokens, ground_truth_check(JUDGE))
+    found = load_prompts(path, tokenizer, max_prompt_tokens, ground_truth_check(REWARD_FUNCTION))
     if found.too_long:
         raise ConfigError(
             f"suite {text}: {found.too_long} of its prompts have more than max_prompt_tokens="
@@ -44,7 +44,7 @@ def load_suite(text: str, tokenizer: Any, max_prompt_tokens: int, folder: Path =
 
 
 def suite_path(text: str, folder: Path = SUITES) -> Path:
-    """Its file. ConfigError says how to make one."""
+    """The file of a suite. ConfigError says how to make one."""
     named = folder / text / DATA_FILE
     for path in (named, Path(text) / DATA_FILE, Path(text)):
         if path.is_file():

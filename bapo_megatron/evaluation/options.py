@@ -1,4 +1,4 @@
-"""What `bapo eval` is told."""
+"""The options of `bapo eval`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import tyro
 from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.config.validation import raise_problems
 from bapo_megatron.data.prepare.options import SUITES
-from bapo_megatron.data.suites import JUDGE
+from bapo_megatron.data.suites import REWARD_FUNCTION
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """One checkpoint, some suites."""
+    """An evaluation: one checkpoint on some suites."""
 
     checkpoint: tyro.conf.Positional[Path]
     """A Hugging Face folder, a run's directory, one of its checkpoints, or a checkpoint of Megatron."""
@@ -44,8 +44,9 @@ class EvalOptions:
     """A suite with a longer prompt is refused."""
     seed: int = 0
     """Of sampling (local engine) and of the bootstrap."""
-    engine: Literal["local", "sglang"] = "local"
-    """`local`: in this process. `sglang`: servers, see `sglang`."""
+    engine: str = "local"
+    """`local`: in this process. `sglang`: servers, see `sglang`. Or `package.module:Name`, as
+    `rollout.engine` of a run."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the model's weights."""
     max_batch: int = 64
@@ -66,6 +67,17 @@ class EvalOptions:
     def wanted_pass_at(self) -> tuple[int, ...]:
         """Those that exist."""
         return tuple(sorted({k for k in self.pass_at if k <= self.samples}))
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """How responses are sampled, as a run has it."""
+        return RolloutConfig(
+            temperature=self.temperature,
+            max_response_tokens=self.max_response_tokens,
+            engine=self.engine,
+            max_batch=self.max_batch,
+            sglang=self.sglang,
+        )
 
     def check(self) -> None:
         """ConfigError with every mistake that the fields show by themselves."""
@@ -103,15 +115,9 @@ class EvalOptions:
             data=DataConfig(path=output, max_prompt_tokens=longest_prompt),
             run_dir=output,
             seed=self.seed,
-            rollout=RolloutConfig(
-                temperature=self.temperature,
-                max_response_tokens=self.max_response_tokens,
-                engine=self.engine,
-                max_batch=self.max_batch,
-                sglang=self.sglang,
-            ),
+            rollout=self.rollout,
             reward=RewardConfig(
-                function=JUDGE,
+                function=REWARD_FUNCTION,
                 workers=self.judges,
                 time_limit_s=limit_s,
                 code_case_limit_s=min(RewardConfig.code_case_limit_s, limit_s),

@@ -1,4 +1,4 @@
-"""`bapo eval`: a checkpoint to the summaries of its suites."""
+"""An evaluation from its options to the summary of each suite: sample, judge, score."""
 
 from __future__ import annotations
 
@@ -28,17 +28,13 @@ from bapo_megatron.evaluation.scoring import score
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.reward.pool import RewardPool
-from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
 from bapo_megatron.rollout.engines.requests import limits_of, stop_token_ids
-from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
-from bapo_megatron.rollout.engines.sglang.supervisor import servers_of
-from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.rollout.engines.whole_response import Sampling
-from bapo_megatron.rollout.sampler.process import open_engines
 from bapo_megatron.types import Metrics
 
 _VERSION = 1
-"""Of the weights that engines are given; what they started with is 0."""
+"""Weight version that engines are given; what they started with is 0."""
 
 Results = dict[str, tuple[Path, Metrics]]
 """For each suite its folder and its metrics."""
@@ -46,7 +42,7 @@ Results = dict[str, tuple[Path, Metrics]]
 
 @dataclass(frozen=True)
 class _Task:
-    """What is left to do for a suite."""
+    """One suite of an evaluation, and the responses that it lacks."""
 
     suite: Suite
     folder: Path
@@ -60,12 +56,11 @@ def evaluate(options: EvalOptions) -> Results:
     """Sample, judge and score what is missing.
 
     ConfigError, before anything is sampled, for what is wrong. RunStopped if the engines are gone or the disk
-    is full: the same call goes on later.
+    is full: the same call continues it later.
     """
     options.check()
     location = find_checkpoint(options.checkpoint, options.step)
-    if options.engine == "sglang" and not options.sglang.urls:
-        sglang_python(options.sglang.python)
+    engine_backend(options.engine).check(options.rollout)
     output = options.output or output_of(location)
     model = hf_model(location, options.hf_reference, output)
     tokenizer = load_tokenizer(model.folder)
@@ -130,14 +125,9 @@ def _sample(
     tasks: Sequence[_Task], config: RunConfig, tokenizer: Any, finish: Callable[[_Task], None]
 ) -> None:
     """``finish`` is called with each suite as soon as all of its responses are there."""
-    with ExitStack() as opened:
-        urls: list[str] = []
-        if config.rollout.engine == "sglang":
-            servers = opened.enter_context(
-                servers_of(config, has_cuda(), lambda event: print(event, flush=True))
-            )
-            urls = servers.urls
-        asyncio.run(_ask(tasks, config, tokenizer, urls, finish))
+    backend = engine_backend(config.rollout.engine)
+    with backend.serve(config, has_cuda(), lambda event: print(event, flush=True)) as servers:
+        asyncio.run(_ask(tasks, config, tokenizer, servers.urls, finish))
 
 
 async def _ask(
@@ -153,10 +143,7 @@ async def _ask(
         scorer = RewardPool(config.reward, rollout.max_response_tokens)
         await scorer.start()
         opened.push_async_callback(scorer.close)
-        engines = await open_engines(config, urls, str(select_device()), opened)
-        most = rollout.sglang.max_in_flight if urls else rollout.max_batch
-        pool = EnginePool(engines, most, _report, EngineTimeouts(update_s=60 * rollout.sglang.update_minutes))
-        opened.push_async_callback(pool.close)
+        pool = await open_pool(config, urls, str(select_device()), _report, opened)
         await pool.update(folder, _VERSION)
         sampling = Sampling(
             rollout.temperature,
@@ -165,25 +152,25 @@ async def _ask(
             stop_token_ids(folder, tokenizer),
         )
         for task in tasks:
-            prompts, lost_minutes = task.suite.prompts, rollout.sglang.lost_minutes
-            asker = Asker(prompts, tokenizer, pool, scorer, sampling, lost_minutes)
+            lost_minutes = rollout.engine_config.lost_minutes
+            asker = Asker(task.suite.prompts, tokenizer, pool, scorer, sampling, lost_minutes)
             await asker.ask(task.places, _Progress(task))
             await asyncio.to_thread(finish, task)
 
 
 class _Progress:
-    """Stores responses, and says now and then how far it is."""
+    """Progress of a suite: stores responses, and prints now and then how far it is."""
 
     def __init__(self, task: _Task) -> None:
-        self._task, self._done, self._right, self._told = task, 0, 0, 0
+        self._task, self._done, self._right, self._shown = task, 0, 0, 0
 
     def __call__(self, rows: Sequence[Row]) -> None:
         self._task.log.append_all(rows)
         self._done += len(rows)
         self._right += sum(row["correct"] for row in rows)
         total = len(self._task.places)
-        if self._done == total or self._done - self._told >= max(1, total // 20):
-            self._told = self._done
+        if self._done == total or self._done - self._shown >= max(1, total // 20):
+            self._shown = self._done
             right = self._right / self._done
             print(
                 f"{self._task.suite.name}: {self._done} of {total} responses, {right:.1%} right", flush=True
@@ -191,5 +178,5 @@ class _Progress:
 
 
 def _report(kind: str, **fields: Any) -> None:
-    told = ", ".join(f"{name}={value}" for name, value in fields.items())
-    print(f"{kind.replace('_', ' ')}: {told}", flush=True)
+    text = ", ".join(f"{name}={value}" for name, value in fields.items())
+    print(f"{kind.replace('_', ' ')}: {text}", flush=True)

@@ -1,4 +1,4 @@
-"""Asking the engines every problem as often as wanted, judging the answers, keeping them.
+"""Sampling of a suite: every problem as often as wanted, each response judged and stored.
 
 The engines, their quarantine and the judges are those of a training run (`rollout/`, `reward/`).
 """
@@ -27,7 +27,7 @@ _LOOK_S = 1.0
 
 
 class Asker:
-    """Samples and judges responses to the problems of one suite."""
+    """The sampler of one suite's responses, each judged when it is whole."""
 
     def __init__(
         self,
@@ -52,22 +52,22 @@ class Asker:
         RunStopped if no engine works for ``lost_minutes``, or one problem ends engine after engine.
         """
         waiting = deque(places)
-        keeper = asyncio.create_task(self._keep(len(waiting), keep))
-        keeper.add_done_callback(self._ended)
+        storing = asyncio.create_task(self._keep(len(waiting), keep))
+        storing.add_done_callback(self._ended)
         try:
-            while not keeper.done():
+            while not storing.done():
                 while waiting and (slot := self._pool.reserve()):
                     self._start(slot, *waiting.popleft())
                 self._check()
                 self._pool.changed.clear()
                 changed = asyncio.ensure_future(self._pool.changed.wait())
-                await asyncio.wait({changed, keeper}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({changed, storing}, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
             self._check()
         finally:
-            for task in [*self._running, keeper]:
+            for task in [*self._running, storing]:
                 task.cancel()
-            await asyncio.gather(*self._running, keeper, return_exceptions=True)
+            await asyncio.gather(*self._running, storing, return_exceptions=True)
 
     def _check(self) -> None:
         if self._failure is not None:

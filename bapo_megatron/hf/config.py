@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says of a decoder's shape, for the families that we train."""
+"""The Hugging Face config.json: the shape of a decoder of one of the model families that we train."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAMILIES = {"qwen2": "Qwen2 / Qwen2.5", "qwen3": "Qwen3 dense", "llama": "Llama 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer with RMSNorm, RoPE, grouped-query attention and a gated SiLU MLP."""
+    """The shape of a decoder with RMSNorm, RoPE, grouped-query attention and a gated SiLU MLP."""
 
     family: str
     layers: int
@@ -38,7 +38,7 @@ class ModelShape:
 
 
 def read_model_shape(folder: Path) -> ModelShape:
-    """The shape of the model in ``folder``. ConfigError if it is not one that we train."""
+    """Read the shape of the model in ``folder``. ConfigError if it is not one that we train."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -99,7 +99,7 @@ def _check_counts(shape: ModelShape, source: str) -> None:
 
 
 def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """RoPE settings: transformers 5 writes ``rope_parameters``, earlier ones two fields."""
+    """The RoPE settings: transformers 5 writes ``rope_parameters``, earlier versions two fields."""
     return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
 
 
@@ -121,7 +121,7 @@ def _rope_scaling(config: dict[str, Any], source: str) -> float | None:
 
 
 def _refuse_variants(config: dict[str, Any], source: str) -> None:
-    """Settings that would silently change the model's function."""
+    """Raise ConfigError for settings that would silently change the model's function."""
     refused = {
         "use_sliding_window": bool(config.get("use_sliding_window", False)),
         "attention_bias": bool(config.get("attention_bias", False)) and config["model_type"] != "qwen2",

@@ -1,4 +1,4 @@
-"""Writes a Hugging Face folder from a stream of tensors: sharded safetensors and the reference's files."""
+"""The Hugging Face export: sharded safetensors from a stream of weights, and the reference's other files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.
 def export_hf(
     weights: Iterator[tuple[str, Tensor]], reference: Path, output: Path, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write ``weights`` to ``output`` beside a verbatim copy of ``reference``'s config and tokenizer.
+    """Export ``weights`` as a Hugging Face folder, with copies of ``reference``'s config and tokenizer.
 
     Collective: every rank runs the iterator, rank 0 writes. ``output`` appears whole, under its name,
     at the end; an earlier export is replaced, anything else there is refused (ConfigError). RunStopped if the
@@ -79,7 +79,7 @@ def _shard_name(number: int) -> str:
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
-    """The names that loaders expect: one file, or numbered ones with an index."""
+    """Rename the shards as loaders expect: one file, or numbered ones with an index."""
     if len(shards) == 1:
         (folder / _shard_name(0)).rename(folder / "model.safetensors")
         return
@@ -93,7 +93,7 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
 
 
 def check_output(output: Path) -> None:
-    """ConfigError if ``output`` exists and is no Hugging Face folder: it would be replaced."""
+    """Raise ConfigError if ``output`` exists and is no Hugging Face folder: it would be replaced."""
     if output.is_dir() and ((output / "config.json").is_file() or not any(output.iterdir())):
         return
     if output.exists():

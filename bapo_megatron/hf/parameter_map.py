@@ -1,7 +1,7 @@
-"""One table: which Hugging Face tensors make up each megatron-core parameter, row by row.
+"""The parameter map: which Hugging Face tensors make up each megatron-core parameter, row by row.
 
 A megatron parameter is its HF tensors cut into segments of rows and stacked. Weights in memory follow the
-table (``hf_parts.py``: loading, syncing), and so do weights in files (``checkpoints_tools``), which is why
+table (``shards.py``: loading, syncing), and so do weights in files (``checkpoints_tools``), which is why
 nothing here needs torch. All shapes are *global*: those of a model that no parallelism has cut.
 
 Layouts, from megatron-core: ``linear_qkv`` stacks, for each KV group, its query heads, its key head and
@@ -20,24 +20,24 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows of a megatron parameter that are consecutive rows of one HF tensor."""
+    """A block of rows of a megatron parameter that are consecutive rows of one HF tensor."""
 
     source: int
-    """Which of the parameter's HF tensors."""
+    """Index of the HF tensor among the parameter's."""
     row: int
-    """The first of them in the HF tensor."""
+    """First row of the block in the HF tensor."""
     rows: int
 
 
 @dataclass(frozen=True)
 class Mapping:
-    """How one megatron parameter is made of HF tensors."""
+    """The HF tensors that one megatron parameter is made of, and how."""
 
     hf_names: tuple[str, ...]
-    """May contain ``{layer}``."""
+    """Names of the HF tensors, which may contain ``{layer}``."""
     hf_shapes: Shapes
     segments: tuple[Segment, ...]
-    """From the parameter's first row to its last. Each row of each HF tensor is in one of them."""
+    """Segments from the parameter's first row to its last. Each row of each HF tensor is in one of them."""
     tp_dim: int | None
     """Dimension that tensor parallelism cuts; None for a replicated parameter."""
     tp_parts: int = 1
@@ -45,12 +45,12 @@ class Mapping:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The parameter's."""
+        """Shape of the whole parameter."""
         return (sum(shape[0] for shape in self.hf_shapes), *self.hf_shapes[0][1:])
 
 
 def mapping_table(shape: ModelShape) -> dict[str, Mapping]:
-    """Megatron parameter names (``{layer}`` for the layer number) to their mappings."""
+    """The parameter map of a model: megatron names (``{layer}`` for the layer number) to their mappings."""
     h, d = shape.hidden, shape.head_dim
     queries = shape.heads * d
     hf = "model.layers.{layer}."

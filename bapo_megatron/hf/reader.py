@@ -1,4 +1,4 @@
-"""Reads tensors of a Hugging Face folder by name, one at a time, from one file or many."""
+"""The reader of a Hugging Face folder: its tensors by name, one at a time, from one file or many."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SINGLE = "model.safetensors"
 
 
 class HfReader:
-    """The tensors of one folder. Files are opened when first needed and stay open."""
+    """The tensors of one Hugging Face folder. Files are opened when first needed and stay open."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,7 +38,7 @@ class HfReader:
         return tensor
 
     def check(self, shape: ModelShape) -> None:
-        """ConfigError that names each missing tensor, unknown tensor and wrong shape."""
+        """Raise ConfigError that names each missing tensor, unknown tensor and wrong shape."""
         expected = hf_tensors(shape)
         known = self.names()
         # Tied models are often stored with a copy of the embedding under the name of the output layer.

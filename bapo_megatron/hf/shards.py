@@ -1,8 +1,8 @@
-"""Hugging Face tensors to megatron parameters and back, and megatron parameters to the parts of TP ranks.
+"""Weight conversion: Hugging Face tensors to megatron parameters and back, whole or as shards of TP ranks.
 
 ``join`` turns HF tensors into the *global* parameter (as if TP were 1), ``split`` turns it back; ``shard``
-cuts the global parameter for one TP rank, ``unshard`` is its inverse. All follow ``hf_names.py`` and only
-move values, so a round trip is exact to the bit.
+cuts the global parameter for one TP rank, ``unshard`` is its inverse. All follow ``parameter_map.py`` and
+only move values, so a round trip is exact to the bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def split(mapping: Mapping, value: Tensor) -> tuple[Tensor, ...]:
 
 
 def shard(mapping: Mapping, value: Tensor, rank: int, size: int) -> Tensor:
-    """The piece of the global parameter that TP rank ``rank`` of ``size`` holds."""
+    """The shard of the global parameter that TP rank ``rank`` of ``size`` holds."""
     if mapping.tp_dim is None or size == 1:
         return value
     parts = value.chunk(mapping.tp_parts, mapping.tp_dim)
@@ -38,7 +38,7 @@ def shard(mapping: Mapping, value: Tensor, rank: int, size: int) -> Tensor:
 
 
 def unshard(mapping: Mapping, pieces: Sequence[Tensor]) -> Tensor:
-    """The global parameter from the pieces of all TP ranks, in rank order."""
+    """The global parameter from the shards of all TP ranks, in rank order."""
     if mapping.tp_dim is None or len(pieces) == 1:
         return pieces[0]
     dim = mapping.tp_dim
@@ -47,5 +47,5 @@ def unshard(mapping: Mapping, pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Without a copy where there is nothing to join."""
+    """The concatenation, without a copy where there is one tensor."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

@@ -1,8 +1,9 @@
-"""Writes safetensors files tensor by tensor, so that no more than one tensor is held.
+"""The streaming safetensors writer: writes tensor by tensor, so that no more than one tensor is held.
 
 The format (https://github.com/huggingface/safetensors): the length of a JSON header in eight bytes, the
-header, which may end in spaces, then the tensors' bytes without gaps. The header tells where each tensor
-lies, so room is left for it and it is written last.
+header, which may end in spaces, then the tensors' bytes without gaps. The header says where each tensor
+lies, so room is left for it and it is written last. (Exports are written by the safetensors library, which
+holds a file's tensors and sorts them.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 SHARD_BYTES = 2**30
 _HEADER_BYTES = 2**18
 _MOST_TENSORS = 1000
-"""So many names of up to 128 characters fit into the header with what is told of them."""
+"""Most tensors of a file: so many entries with names of up to 128 characters fit into the header."""
 
 _TYPES = {
     torch.float32: "F32",
@@ -28,9 +29,9 @@ _TYPES = {
 
 
 def write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """``model-00000.safetensors`` and so on, each of about ``shard_bytes``; loaders take every one of them.
+    """Write ``weights`` to ``model-00000.safetensors`` and so on, each of about ``shard_bytes``.
 
-    ValueError for a type that no model has.
+    There is no index: loaders read every file. ValueError for a type that no model has.
     """
     shard, number = None, 0
     try:
@@ -58,7 +59,7 @@ class _Shard:
         return is_small and self._end % tensor.itemsize == 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write it behind the others."""
+        """Append a tensor."""
         if tensor.dtype not in _TYPES:
             known = ", ".join(_TYPES.values())
             raise ValueError(f"weight {name} is of {tensor.dtype}; model weights are {known}")
@@ -73,7 +74,7 @@ class _Shard:
         self._end = end
 
     def close(self) -> None:
-        """Write the header."""
+        """Write the header and close the file."""
         header = json.dumps(self._header).encode().ljust(_HEADER_BYTES)
         with self._file:
             if len(header) > _HEADER_BYTES:

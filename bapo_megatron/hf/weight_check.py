@@ -1,4 +1,4 @@
-"""Weights under their Hugging Face names, held to what the model has."""
+"""The weight check: a stream of weights under their Hugging Face names must be exactly the model's."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 
-def exactly(
+def checked_weights(
     weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """``weights`` as they come, without the second names of tied tensors, which may be absent.
+    """``weights`` as they come, checked, without the second names of tied tensors, which may be absent.
 
-    ``aliases`` gives a second name its tensor's own. Raises ValueError, the last at the end, for a tensor
-    that is unknown, given twice, of another shape, unlike the one that it is tied to, or missing.
+    ``aliases`` maps a second name to the tensor's own. ValueError for a tensor that is unknown, given twice,
+    of another shape, unlike the one that it is tied to, or (at the end) missing.
     """
     seen: set[str] = set()
     tied: dict[str, Tensor] = {}
@@ -40,7 +40,7 @@ def exactly(
 
 
 def _first(tied: dict[str, Tensor], own: str, tensor: Tensor) -> Tensor:
-    """The first tensor that came under one of the names."""
+    """The tensor that came first under one of the names of a tied tensor."""
     if own not in tied:
         tied[own] = tensor.detach().clone()
     return tied[own]

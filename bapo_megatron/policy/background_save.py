@@ -1,4 +1,4 @@
-"""A torch_dist checkpoint that a forked process writes, from a copy of the weights or of their pages."""
+"""Asynchronous checkpoint writing: a forked process writes a torch_dist checkpoint while training goes on."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from bapo_megatron.runtime.processes import die_with_parent
 
 
 class BackgroundSave:
-    """Implements ``interfaces.Saving``. A fork sees tensors on a CPU as they were; those on a GPU are copied
-    to this machine's memory before it."""
+    """An asynchronous checkpoint write; implements ``interfaces.Saving``.
+
+    A fork sees tensors on a CPU as they were; those on a GPU are copied to this machine's memory before it.
+    """
 
     def __init__(self, request: AsyncRequest) -> None:
         self._request = request
@@ -36,7 +38,7 @@ class BackgroundSave:
         return bool(self._caller.is_current_async_call_done(no_dist=True))
 
     def finish(self) -> None:
-        """Make the parts a whole, when all are written. Collective; raises if one has failed."""
+        """Make the parts a checkpoint, when all are written. Collective; raises if one has failed."""
         if self._process is not None and self._process.exitcode:
             why = death(self._process.exitcode)
             raise OutOfMemoryError(f"the process that writes the checkpoint has not finished: {why}")
@@ -44,16 +46,16 @@ class BackgroundSave:
             finalize()
 
 
-def new_results() -> None:
-    """Have megatron pass the results of the next save through memory that both processes have.
+def replace_results_queue() -> None:
+    """Give megatron a results queue in shared memory for the next checkpoint write.
 
-    Its own way is a third process, which takes seconds to start and outlives a trainer that is killed.
+    Its own is a third process, which takes seconds to start and outlives a trainer that is killed.
     """
     filesystem_async._results_queue = _Results()
 
 
 class _Results:
-    """What megatron needs of a queue: a forked process puts one object, this one takes it."""
+    """A results queue of one object in shared memory: a forked process puts it, this one takes it."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("results")
@@ -72,7 +74,7 @@ class _Results:
 
 
 def _with_parent(write: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Run in the forked process. What nobody waits for any more must not go on writing, nor its own forks."""
+    """The writer in the forked process: it and its own forks end when the trainer does."""
     _die_with_parent()
     signal.signal(signal.SIGCHLD, _die_with_child)
     inner = filesystem_async.FileSystemWriterAsync.write_preloaded_data
@@ -87,14 +89,14 @@ def _with_parent(write: Callable[..., Any], *arguments: Any, **named: Any) -> An
 
 
 def _die_with_parent() -> None:
-    """Also: signals that tell the run to stop are the trainer's business."""
+    """End with the parent process, and ignore the signals that stop a run: the trainer handles them."""
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
 
 
 def _die_with_child(_number: int, _frame: FrameType | None) -> None:
-    """megatron waits for ever for a fork that was killed, as the kernel does where memory is short."""
+    """End when a fork was killed, as the kernel does where memory is short: megatron would wait for ever."""
     for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         found = os.waitid(os.P_PID, int(child), os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is not None and found.si_code != os.CLD_EXITED:

@@ -1,4 +1,4 @@
-"""Model and optimizer as a torch_dist checkpoint, readable at any layout.
+"""Distributed checkpoints: model and optimizer in torch_dist format, loadable at any parallel layout.
 
 The optimizer's format is ``fully_reshardable``, the one that survives a change of TP and PP. With torch's
 AdamW (no Transformer Engine, no apex) megatron's loading needs three repairs, made here on the instance.
@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.serialization import (
     get_default_save_sharded_strategy,
 )
 
-from bapo_megatron.policy.background_save import BackgroundSave, new_results
+from bapo_megatron.policy.background_save import BackgroundSave, replace_results_queue
 
 _CONTENT = {
     "singleton_local_shards": False,
@@ -34,7 +34,7 @@ def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
     dist.barrier()
     for _, adam in _torch_adams(optimizer):
         _create_adam_state(adam)
-    new_results()
+    replace_results_queue()
     request = dist_checkpointing.save(
         {**_state(model, optimizer, loading=False), "written_at": _layout(len(model))},
         str(path),
@@ -46,7 +46,7 @@ def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
 
 
 def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
-    """Load ``path`` into the model and the optimizer. Collective."""
+    """Load the checkpoint in ``path`` into the model and the optimizer. Collective."""
     inner = list(_torch_adams(optimizer))
     for wrapper, adam in inner:
         _create_adam_state(adam)
@@ -73,7 +73,7 @@ def _state(model: Sequence[Any], optimizer: Any, loading: bool) -> dict[str, Any
 
 
 def _layout(chunks: int) -> dict[str, int]:
-    """Sizes of the process groups, for people who look at the checkpoint; any others can load it."""
+    """Sizes of the process groups that wrote the checkpoint, for information: any others can load it."""
     return {
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -91,7 +91,7 @@ def _named_chunks(model: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What the recipe says of a group of parameters: megatron would bring back what an earlier one said."""
+    """The recipe's settings of a parameter group, to keep: megatron would load those of an earlier recipe."""
     return {name: value for name, value in group.items() if name not in ("params", "step")}
 
 

@@ -1,7 +1,7 @@
-"""The device of this process, its communication backend, and what megatron-core needs on a CPU.
+"""Device and communication backend of this process, and the CPU mode of megatron-core.
 
 With CUDA nothing here changes any library. Without it, megatron-core still names "cuda" devices in a few
-dozen places; ``cpu_mode`` answers those requests with the CPU, for the calling thread and its process.
+dozen places; ``cpu_mode`` serves those requests with the CPU, for the calling thread and its process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
 
 
 def attention_problem(dtype: torch.dtype) -> str | None:
-    """What is missing for attention in ``dtype`` on this machine, with the fix; None if nothing is."""
+    """A missing attention kernel for ``dtype`` on this machine, with the fix; None if nothing is missing."""
     if dtype == torch.float32 or not has_cuda() or uses_transformer_engine(dtype):
         return None
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -48,12 +48,12 @@ def attention_problem(dtype: torch.dtype) -> str | None:
 
 
 def backend() -> str:
-    """Process-group backend: tensors on GPUs go over NCCL; objects and CPU tensors over gloo."""
+    """The process-group backend: tensors on GPUs go over NCCL; objects and CPU tensors over gloo."""
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
 def select_device() -> torch.device:
-    """Choose this process's device (by LOCAL_RANK on a GPU node), once, before any tensor is made."""
+    """Select this process's device (by LOCAL_RANK on a GPU node), once, before any tensor is made."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if has_cuda():
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
@@ -94,7 +94,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Turns requests for a CUDA device into requests for the CPU."""
+    """A torch function mode that turns requests for a CUDA device into requests for the CPU."""
 
     def __torch_function__(
         self,

@@ -1,4 +1,4 @@
-"""Arithmetic of a decoder's forward pass, counted from its shape. Needs no torch.
+"""Model FLOPs: the arithmetic of a decoder's forward pass, counted from its shape. Needs no torch.
 
 A multiply and an add are two FLOPs. Counted are the matrix products, as in model FLOPs utilization
 (Chowdhery et al. 2022, PaLM, appendix B), and attention as causal: a query sees the keys before it.
@@ -32,7 +32,7 @@ def linear_flops_per_token(shape: ModelShape) -> float:
 
 
 def attention_flops(shape: ModelShape, n: float) -> float:
-    """Forward FLOPs of the scores and the weighted values, all layers, for a sequence of ``n`` tokens.
+    """Forward FLOPs of attention (scores and weighted values), all layers, for a sequence of ``n`` tokens.
 
     Scores and values take 2 x heads x head_dim FLOPs each for a pair of tokens; n^2 / 2 pairs are causal.
     """
@@ -40,7 +40,7 @@ def attention_flops(shape: ModelShape, n: float) -> float:
 
 
 def attention_weight(shape: ModelShape) -> float:
-    """w such that a sequence of n tokens costs ``n + w n^2``, in units of a token's linear cost.
+    """Relative cost of attention: w such that n tokens cost ``n + w n^2``, in units of a token's linear cost.
 
     About 1e-5 for a 32B model: at n = 1 / w, some 98,000 tokens, attention costs as much as the matrices.
     """

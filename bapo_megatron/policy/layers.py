@@ -1,4 +1,4 @@
-"""The spec of a layer: Transformer Engine's on a GPU in half precision, where installed, else torch."""
+"""The layer spec for megatron-core: Transformer Engine (GPU, half precision, if installed), else torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many processes a layout takes, whether a model fits it, and the process groups.
+"""The parallel layout: how many processes it takes, whether it can split a model, and its process groups.
 
 The checks need neither megatron-core nor a process group: they run before either exists.
 """
@@ -16,7 +16,7 @@ from bapo_megatron.runtime.distributed import process_group
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int:
-    """DP size for ``world_size`` processes; None when no launcher has started any yet."""
+    """The data-parallel size for ``world_size`` processes (None: no launcher has started any yet)."""
     if world_size is None:
         return parallel.data or 1
     size, rest = divmod(world_size, parallel.model_size)
@@ -35,7 +35,7 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int:
 
 
 def layout_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
-    """What of the model the layout cannot split, each with the fix."""
+    """Sizes of the model that the layout cannot split, each with the fix."""
     sizes = {
         "attention heads": shape.heads,
         "KV heads": shape.kv_heads,
@@ -62,7 +62,7 @@ def _divisors(*numbers: int) -> list[int]:
 
 @contextmanager
 def parallel_processes(parallel: ParallelConfig) -> Iterator[None]:
-    """This rank's device, torch.distributed and megatron's process groups, for the duration of the block."""
+    """Process groups of torch.distributed and megatron, and this rank's device, for the length of a block."""
     select_device()
     with process_group(backend(), parallel.timeout_minutes):
         from megatron.core import parallel_state

@@ -1,4 +1,4 @@
-"""The policy: a GPTModel on megatron-core's schedules, DDP and distributed optimizer.
+"""The megatron-core policy: a GPTModel on its schedules, DDP and distributed optimizer.
 
 Every forward and backward pass, training or not, goes through ``passes.py``: packs in, one additive vector of
 sums out, equal on all ranks.
@@ -40,7 +40,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class MegatronPolicy:
-    """Implements ``interfaces.Policy``. Process groups must exist (``layout.initialize_groups``)."""
+    """The policy on megatron-core; implements ``interfaces.Policy``.
+
+    Process groups must exist (``layout.parallel_processes``).
+    """
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class MegatronPolicy:
         planned_updates: int,
         temperature: float = 1.0,
     ) -> None:
-        """The model of an HF folder, with its weights, ready to train.
+        """Build the model of an HF folder with its weights, its optimizer and its schedule.
 
         ``temperature`` divides the logits: the trained distribution is the sampled one.
         """
@@ -77,12 +80,12 @@ class MegatronPolicy:
 
     @property
     def data_rank(self) -> int:
-        """This process's place among the model's replicas."""
+        """The data-parallel rank: which replica of the model this process belongs to."""
         return int(parallel_state.get_data_parallel_rank())
 
     @property
     def pack_layout(self) -> PackLayout:
-        """What packs this rank takes."""
+        """The constraints of this rank's packs."""
         config = self._config
         interleaved = config.virtual_pipeline_model_parallel_size is not None
         return PackLayout(
@@ -96,25 +99,25 @@ class MegatronPolicy:
         )
 
     def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
-        """Forward only: ``fn`` summed over the packs of all ranks, float64."""
+        """``fn`` summed over the packs of all ranks by a forward pass, float64."""
         return self._passes.forward(batches, fn)
 
     def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
-        """``token_sums`` as if the policy were pi_old, the ratio's denominator: no pass of the model."""
-        return self._passes.of_old(batches, fn)
+        """``token_sums`` of pi_old's log-probs, which the packs hold: no pass of the model."""
+        return self._passes.old_sums(batches, fn)
 
     def log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
         """Log-probs and entropies of this rank's packs, whole, on every rank of its replica."""
         return self._passes.stats(batches)
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
-        """``values``, the same on the ranks of a replica, added up over the replicas. Collective."""
+        """``values``, equal on the ranks of a replica, added up over the replicas. Collective."""
         total = values.to(self.device, copy=True)
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
         return total.cpu()
 
     def update(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> UpdateResult:
-        """One optimizer step.
+        """One optimizer step on element 0 of ``loss``.
 
         A loss or a gradient that is not finite, on any rank, raises FloatingPointError on all of them; the
         weights stay as they were.
@@ -132,11 +135,11 @@ class MegatronPolicy:
 
     @property
     def learning_rate(self) -> float:
-        """That of the last update, 0 before the first."""
+        """Learning rate of the last update, 0 before the first."""
         return float(self._optimizer.param_groups[0]["lr"]) if self.version else 0.0
 
     def optimizer_digest(self) -> list[float]:
-        """Sums over weights and moments, see ``optimizer.state_sums``. Collective."""
+        """Sums over weights and moments of all ranks (``optimizer.state_sums``). Collective."""
         sums = state_sums(self._optimizer).to(self.device)
         dist.all_reduce(sums)
         return [float(value) for value in sums.cpu()]
@@ -150,7 +153,7 @@ class MegatronPolicy:
         return megatron_checkpoint.save(path, self._model, self._optimizer)
 
     def load(self, path: Path, version: int) -> None:
-        """Read what ``save`` wrote at ``version``, at this layout or another. Collective."""
+        """Load what ``save`` wrote at ``version``, at this layout or another. Collective."""
         megatron_checkpoint.load(path, self._model, self._optimizer)
         self.version = version
         self._schedule.num_steps = 0

@@ -1,4 +1,4 @@
-"""Builds this rank's model chunks: GPTModel with our layer spec, from the shape of an HF model."""
+"""The model builder: this rank's GPTModel chunks with our layer spec, from the shape of an HF model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bapo_megatron.policy.layers import layer_spec
 def transformer_config(
     shape: ModelShape, parallel: ParallelConfig, batch: BatchConfig, dtype: torch.dtype
 ) -> TransformerConfig:
-    """megatron-core's configuration of the model."""
+    """The megatron-core TransformerConfig of the model."""
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -85,10 +85,13 @@ def _recompute(batch: BatchConfig) -> dict[str, object]:
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """GPTModel whose last stage ends with the hidden states: ``output_head.py`` goes on from there."""
+    """GPTModel whose last stage returns hidden states instead of logits; ``output_head.py`` continues."""
 
     def _postprocess(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        """All tokens of the CP rank on every TP rank, [tokens, 1, hidden]; TP ranks' gradients add up."""
+        """Hidden states of all tokens of the CP rank, on every TP rank, [tokens, 1, hidden].
+
+        The gradients of the TP ranks add up.
+        """
         if not self.post_process:
             return hidden_states
         enter = (

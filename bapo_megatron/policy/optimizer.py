@@ -33,7 +33,7 @@ def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.
 
 
 def clipped_step(optimizer: Any, clip_grad: float) -> float:
-    """One step on the gradients in the buffers, clipped; their norm before. Collective.
+    """One optimizer step with gradient clipping; the norm of the gradient before it. Collective.
 
     FloatingPointError, on every rank, if the norm is not finite; then nothing is stepped. Megatron's own
     check of the gradients raises on the rank that meets a nan, and leaves the others waiting for it.
@@ -50,8 +50,8 @@ def clipped_step(optimizer: Any, clip_grad: float) -> float:
 
 
 def state_sums(optimizer: Any) -> torch.Tensor:
-    """Over this rank's part of the optimizer's state, float64, [3]: squares of the weights that it steps, of
-    the first moments, and the second moments."""
+    """Sums over this rank's part of the optimizer's state, float64, [3]: squares of the weights, squares of
+    the first moments, and second moments."""
     sums = torch.zeros(3, dtype=torch.float64)
     for part in optimizer.chained_optimizers:
         inner = part.optimizer
@@ -65,7 +65,7 @@ def state_sums(optimizer: Any) -> torch.Tensor:
 
 
 def build_schedule(config: OptimizerConfig, optimizer: Any, planned_updates: int) -> OptimizerParamScheduler:
-    """Learning rate as a function of the number of updates begun: warmup, then decay to ``min_lr``."""
+    """The learning-rate schedule over the number of updates begun: warmup, then decay to ``min_lr``."""
     warmup = config.warmup_updates
     return OptimizerParamScheduler(
         optimizer,

@@ -1,4 +1,4 @@
-"""Log-prob, entropy and loss from hidden states: the output layer in chunks over tokens, vocabulary-parallel.
+"""The chunked, vocabulary-parallel output layer: log-prob, entropy and loss from hidden states.
 
 For hidden state h of a token, output weights W and temperature t, with logits z = W h:
 
@@ -8,7 +8,8 @@ For hidden state h of a token, output weights W and temperature t, with logits z
 
 Each chunk's matmul, softmax, loss and gradient are done before the next chunk begins, so the logits of a
 pack never exist (40 GB in float32 for 64k tokens and 152k entries), and no matmul is done twice. This works
-because a loss is additive over tokens: the gradient of a token needs no other token.
+because a loss is additive over tokens: the gradient of a token needs no other token. So a ``TokenFn`` sees a
+chunk of a pack at a time; what it must know of a whole sequence comes from sums made before.
 
 Shapes: ``_T`` tokens, ``_C`` tokens of a chunk, ``_H`` hidden size, ``_V`` this rank's vocabulary.
 """
@@ -25,20 +26,20 @@ from torch import Tensor
 
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 
-# Logits whose softmax is taken at a time on a CPU: 2 MiB of float32.
 _CACHED_LOGITS = 1 << 19
+"""Logits whose softmax is taken at a time on a CPU: 2 MiB of float32."""
 
 
 @dataclass(frozen=True)
 class OutputHead:
-    """How the output layer is applied."""
+    """The chunked output layer of one policy."""
 
     temperature: float
-    """Of the policy's distribution: divides the logits."""
+    """Temperature of the policy's distribution: divides the logits."""
     chunk_tokens: int
     """Tokens whose logits exist at a time."""
     group: dist.ProcessGroup | None = None
-    """Ranks that hold the parts of the vocabulary in rank order, equal in size; None for the whole.
+    """Tensor-parallel ranks, which hold equal parts of the vocabulary in rank order; None for the whole.
 
     Each of them has all tokens, and gets the part of the hidden states' gradient that its own part causes.
     """
@@ -52,12 +53,15 @@ class OutputHead:
         return TokenStats(log_prob_T, entropy_T)
 
     def sums(self, hidden_TH: Tensor, weight_VH: Tensor, batch: MicroBatch, loss: TokenFn) -> Tensor:
-        """The vector of ``loss``, float64; element 0 is differentiable in hidden states and weights."""
+        """The vector of ``loss`` over the tokens, float64; element 0 is differentiable.
+
+        Its gradients are those in the hidden states and in the weights.
+        """
         total: Tensor = _LossAndGradient.apply(hidden_TH, weight_VH, batch, loss, self)  # type: ignore[no-untyped-call]
         return total
 
     def _logits(self, hidden_TH: Tensor, weight_VH: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Each chunk's tokens and its logits / t, float32; the next chunk overwrites them."""
+        """The logits / t chunk by chunk, float32, with the chunk's tokens; the next chunk overwrites them."""
         tokens = hidden_TH.size(0)
         size = min(self.chunk_tokens, tokens)
         buffer = hidden_TH.new_empty(size, weight_VH.size(0))
@@ -94,7 +98,7 @@ class OutputHead:
 
 
 class _LossAndGradient(torch.autograd.Function):
-    """The gradient is made in the forward pass, chunk by chunk; the backward pass only scales it."""
+    """Loss and gradient of the output layer, both made in the forward pass; the backward pass only scales."""
 
     @staticmethod
     def forward(
@@ -158,7 +162,7 @@ def _local_softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _add_product(total_VH: Tensor, gap_CV: Tensor, hidden_CH: Tensor) -> None:
-    """total += gap^T hidden."""
+    """Add gap^T hidden to ``total_VH``, whose type may be wider."""
     if total_VH.dtype == gap_CV.dtype:
         total_VH.addmm_(gap_CV.t(), hidden_CH)
     else:

@@ -1,14 +1,13 @@
-"""Forward and backward passes over packs on megatron-core's schedules.
+"""Forward and backward passes over micro-batches on megatron-core's schedules.
 
-Packs in, one additive float64 vector of sums out, equal on all ranks. What the vector means is the caller's
-business. Packs come whole; each rank takes its context-parallel part of them here.
+Packs come in, one additive float64 vector of sums goes out, equal on all ranks; the caller's ``TokenFn``
+gives it its meaning. Packs come whole; each rank takes its context-parallel part of them here.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.types import MicroBatch, SearchedLoss, TokenFn, TokenStats
 
 Evaluate = Callable[[Tensor, MicroBatch], Tensor]
-"""Hidden states [tokens, hidden] of a pack's part to its vector; element 0 is what is differentiated."""
+"""From hidden states [tokens, hidden] of a part of a pack to its vector; element 0 is differentiated."""
 
 
 class Passes:
@@ -40,7 +39,7 @@ class Passes:
         with torch.no_grad():
             return self._schedule(batches, self._measured(fn), forward_only=True)
 
-    def of_old(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
+    def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
         """``fn`` of the log-probs under pi_old, summed over the packs of all ranks; entropies are zero."""
         parts = [self._part(batch) for batch in batches]
         return self._sum_over_ranks(
@@ -65,7 +64,7 @@ class Passes:
         return [TokenStats(*values.cpu()) for values in found]
 
     def backward(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> Tensor:
-        """Adds the gradient of element 0 of the loss over its tokens to the gradient buffers; its sums."""
+        """Add the gradient of the loss (element 0, over its tokens) to the gradient buffers; its sums."""
         if isinstance(loss, SearchedLoss):
             if loss.over == "update":
                 return self._held(batches, loss)
@@ -85,7 +84,7 @@ class Passes:
         return evaluate
 
     def _searched(self, loss: SearchedLoss) -> Evaluate:
-        """Sums of the packs in hand on all replicas first, then the loss that follows from them."""
+        """The searched loss per micro-batch: sums over the replicas' present packs first, then the loss."""
         measure = self._measured(loss.measure)
 
         def evaluate(hidden_TH: Tensor, part: MicroBatch) -> Tensor:
@@ -96,7 +95,9 @@ class Passes:
         return evaluate
 
     def _held(self, batches: Sequence[MicroBatch], loss: SearchedLoss) -> Tensor:
-        """Every forward pass, then the search, then every backward pass. Needs a pipeline of one stage.
+        """The searched loss per update: every forward pass, the search, every backward pass.
+
+        It needs a pipeline of one stage.
 
         The activations of all packs exist at once; with full recomputation those are the layers' inputs.
         """
@@ -153,17 +154,11 @@ class Passes:
         return hidden
 
     def _part(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's part of a pack, on its device."""
-        part = slice_batch(batch, *_context())
-        moved: dict[str, Any] = {
-            name: value.to(self._device, non_blocking=True)
-            for name, value in vars(part).items()
-            if isinstance(value, Tensor)
-        }
-        return replace(part, **moved)
+        """This rank's context-parallel part of a pack, on its device."""
+        return slice_batch(batch, *_context()).to(self._device)
 
     def _sum_over_ranks(self, outputs: list[Tensor]) -> Tensor:
-        """Sum of the packs' vectors, each counted once: only last stages have any, and TP ranks agree."""
+        """The sum of all packs' vectors, each counted once: only last stages have any, and TP ranks agree."""
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         counts = last and parallel_state.get_tensor_model_parallel_rank() == 0
         width = torch.tensor([outputs[0].numel() if last else 0], device=self._device)
@@ -176,7 +171,7 @@ class Passes:
 
 
 def _context() -> tuple[int, int]:
-    """Context parallel size, and this rank's place in it."""
+    """The context-parallel size, and this rank's place in it."""
     return (
         int(parallel_state.get_context_parallel_world_size()),
         int(parallel_state.get_context_parallel_rank()),
@@ -184,7 +179,7 @@ def _context() -> tuple[int, int]:
 
 
 def _share_stats(values: Tensor) -> None:
-    """Zeros elsewhere filled by the CP ranks that hold them, then sent from the last pipeline stage."""
+    """Complete ``values`` in place: from the CP ranks that hold the others, then from the last stage."""
     if parallel_state.get_context_parallel_world_size() > 1:
         dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
     pipeline = parallel_state.get_pipeline_model_parallel_group()

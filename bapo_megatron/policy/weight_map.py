@@ -1,4 +1,4 @@
-"""Moves weights between Hugging Face tensors and this rank's megatron parameters."""
+"""The weight map: moves weights between Hugging Face tensors and this rank's megatron parameters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.shards import join, shard, split, unshard
 
 Key = tuple[str, int | None]
-"""A parameter of the whole model: its name in the table, and its layer."""
+"""A parameter of the whole model: its name in the parameter map, and its layer."""
 
 
 class WeightMap:
-    """Which of the model's parameters this rank holds a part of."""
+    """The parameters of the whole model, and the parts of them that this rank holds."""
 
     def __init__(self, shape: ModelShape, chunks: Sequence[Any]) -> None:
         self.table = mapping_table(shape)
@@ -45,7 +45,7 @@ class WeightMap:
                 yield name, None
 
     def load(self, reader: HfReader, chunks: Sequence[Any], tied: bool) -> None:
-        """Copy this rank's part of every parameter from an HF folder."""
+        """Load this rank's part of every parameter from an HF folder."""
         rank = parallel_state.get_tensor_model_parallel_rank()
         size = parallel_state.get_tensor_model_parallel_world_size()
         for (name, layer), parameter in self.local.items():
@@ -56,7 +56,7 @@ class WeightMap:
             self._fill_tied_output(reader, chunks, rank, size)
 
     def _fill_tied_output(self, reader: HfReader, chunks: Sequence[Any], rank: int, size: int) -> None:
-        """The last pipeline stage keeps its own copy of a tied embedding."""
+        """Load the last pipeline stage's own copy of a tied embedding."""
         mapping = self.table["embedding.word_embeddings.weight"]
         for chunk in chunks:
             if chunk.post_process and not chunk.pre_process:
@@ -64,7 +64,7 @@ class WeightMap:
                 chunk.output_layer.weight.data.copy_(shard(mapping, value, rank, size))
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """All HF tensors of the model, one parameter at a time, on every rank. Collective.
+        """All-gather the model as HF tensors, one parameter at a time, on every rank. Collective.
 
         A tensor is valid until the iterator moves on; clone it to keep it.
         """
@@ -77,7 +77,7 @@ class WeightMap:
                 yield hf_name.format(layer=layer), tensor.contiguous()
 
     def _owners(self) -> dict[Key, int]:
-        """The pipeline rank that holds each parameter (the first, where several do)."""
+        """The pipeline rank that holds each parameter; the first, where several do."""
         group = parallel_state.get_pipeline_model_parallel_group()
         held: list[list[Key]] = [[] for _ in range(group.size())]
         dist.all_gather_object(held, list(self.local), group=group)

@@ -1,4 +1,4 @@
-"""The reward of a program: does the last code block of the response pass every test of the problem?
+"""The code reward: does the last code block of the response pass every test of the problem?
 
 What is expected never enters the sandbox, where tested code could read it: the output and the values that
 come out are compared here. Only an assert that compares with no literal is decided inside.
@@ -17,10 +17,10 @@ from bapo_megatron.reward.code_tests import Asserted, Called, Case, Printed, rea
 from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9
-"""For numbers with a fraction or an exponent, where the text differs."""
+"""Tolerances for numbers with a fraction or an exponent, where the text differs."""
 
-LONGEST_SOURCE = 200_000
-"""Characters; a longer block is wrong unread."""
+MAX_SOURCE_CHARACTERS = 200_000
+"""A longer code block is wrong without being read."""
 
 _OPENING = re.compile(r"```(?:python3?|py)\s*", re.IGNORECASE)
 _FRACTION = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
@@ -74,7 +74,7 @@ def is_right(
 
 def _parsed(source: str) -> ast.Module | None:
     try:
-        return ast.parse(source) if len(source) <= LONGEST_SOURCE else None
+        return ast.parse(source) if len(source) <= MAX_SOURCE_CHARACTERS else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
@@ -180,7 +180,7 @@ def _value(ended: Ended | None) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """The inverse of `sandbox_child._plain`; an object that equals nothing for what that has no form for."""
+    """The inverse of `sandbox.child._plain`; an object that equals nothing for what that has no form for."""
     if not isinstance(value, list):
         return value
     kind, items = value

@@ -1,6 +1,6 @@
-"""The ground truth of a code problem: its tests.
+"""The tests of a code problem, parsed from its ground truth.
 
-JSON text in one of the forms of Skywork-OR1-RL-Data and its sources:
+It is JSON text in one of the forms of Skywork-OR1-RL-Data and its sources:
 
 - ``{"inputs": [...], "outputs": [...]}``: what a script reads and prints, as text or as a list of lines;
 - the same with ``"fn_name"``: arguments and value of a function, or of a method of class Solution. An input
@@ -51,7 +51,7 @@ Case = Printed | Called | Asserted
 
 @dataclass(frozen=True)
 class Tests:
-    """All must pass."""
+    """The test cases of a problem; a right program passes all."""
 
     cases: tuple[Case, ...]
     prelude: str = ""

@@ -1,19 +1,15 @@
-"""The reward functions by their names in `reward.function`."""
+"""The registry of reward functions: built-in names and dotted paths of `reward.function`."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.config.validation import REWARD_FUNCTIONS
-from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward import code, math
-from bapo_megatron.reward import math_verify_compare as comparison
+from bapo_megatron.reward import code, math, math_verify_compare
 from bapo_megatron.reward.code_tests import check_tests, is_tests
+from bapo_megatron.runtime.dotted_path import load_dotted_path
 
 if TYPE_CHECKING:
     from bapo_megatron.types import Prompt
@@ -22,10 +18,10 @@ Score = Callable[["Prompt", str], float]
 """A user's reward function."""
 
 IsRight = Callable[[str, str], bool]
-"""A built-in one: is the response right, by the ground truth?"""
+"""A built-in reward function: from ground truth and response to whether the response is right."""
 
 CODE_SHARE = 0.9
-"""Of the time limit, for all tests of a response: a slow program is wrong, not a failed judgement."""
+"""Share of `reward.time_limit_s` for all tests of a response: a slow program is wrong, not a failure."""
 
 
 def is_built_in(function: str) -> bool:
@@ -39,7 +35,8 @@ def runs_code(function: str) -> bool:
 
 
 def ground_truth_check(function: str) -> Callable[[str], str | None] | None:
-    """What says whether a ground truth can be judged; None for a user's function, which knows itself."""
+    """The check of ground truths of a built-in function: from text to what is wrong, or None. None for a
+    user's function."""
 
     def check_math(ground_truth: str) -> str | None:
         if is_tests(ground_truth):  # which math-verify would read as a set of letters
@@ -56,7 +53,7 @@ def built_in(reward: RewardConfig) -> IsRight:
     """The built-in function, for a worker: it must be called in the main thread, and may never return."""
 
     def math_is_right(ground_truth: str, response: str) -> bool:
-        return math.is_right(ground_truth, response, comparison.equal)
+        return math.is_right(ground_truth, response, math_verify_compare.equal)
 
     def code_is_right(ground_truth: str, response: str) -> bool:
         total_s = CODE_SHARE * reward.time_limit_s
@@ -71,24 +68,6 @@ def built_in(reward: RewardConfig) -> IsRight:
 
 
 def load_function(path: str) -> Score:
-    """The function at ``package.module:function``. ConfigError that says why it cannot be had.
-
-    Modules in the present directory are found, however the program was started.
-    """
-    module_name, _, name = path.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module: Any = importlib.import_module(module_name)
-    except Exception as error:  # a module raises what it likes
-        raise ConfigError(
-            f"reward.function={path}: importing {module_name} failed with {error!r}; mend the module, or "
-            f"start where it can be found (the present directory and PYTHONPATH are searched)"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ConfigError(
-            f"reward.function={path}: {module_name} has no function {name}; name one that it has"
-        )
-    found: Score = function
+    """The user's function at ``package.module:function``. ConfigError that says why it cannot be had."""
+    found: Score = load_dotted_path("reward.function", path, "function")
     return found

@@ -1,4 +1,4 @@
-r"""The reward of a mathematical answer: is the last ``\boxed{}`` of the response the ground truth?"""
+r"""The math reward: is the last ``\boxed{}`` of the response the ground truth?"""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 BRACES = re.compile(r"\\{1,2}boxed\s{0,9}\{|\\.|[{}]", re.DOTALL)
 r"""``\boxed{`` (some double the backslash), an escaped character (its brace does not count), or a brace."""
 
-LONGEST_ANSWER = 1000
-"""Characters; a longer box is wrong unread. Parsing time grows faster than length."""
+MAX_ANSWER_CHARACTERS = 1000
+"""A longer box is wrong without being read: parsing time grows faster than length."""
 
 
 def is_right(ground_truth: str, response: str, equal: Equal | None = None) -> bool:
@@ -32,8 +32,8 @@ def check_ground_truth(ground_truth: str) -> str | None:
     answer = _bare(ground_truth)
     if INTEGER.fullmatch(answer):
         return None
-    if len(answer) > LONGEST_ANSWER:
-        return f"it has {len(answer)} characters; an answer may have {LONGEST_ANSWER}"
+    if len(answer) > MAX_ANSWER_CHARACTERS:
+        return f"it has {len(answer)} characters; an answer may have {MAX_ANSWER_CHARACTERS}"
     if not _math_verify().parses(answer):
         return f"math-verify cannot read {ground_truth!r} as mathematics; mend it or leave the row out"
     return None
@@ -60,7 +60,7 @@ def answers_equal(ground_truth: str, answer: str, equal: Equal | None = None) ->
     ``equal`` compares what is not plain integers; None: a child of this process, from any thread.
     """
     expected, given = _bare(ground_truth), answer.strip()
-    if not given or len(given) > LONGEST_ANSWER:
+    if not given or len(given) > MAX_ANSWER_CHARACTERS:
         return False
     if INTEGER.fullmatch(expected) and INTEGER.fullmatch(given):
         return int(expected) == int(given)
@@ -68,7 +68,7 @@ def answers_equal(ground_truth: str, answer: str, equal: Equal | None = None) ->
 
 
 def _bare(ground_truth: str) -> str:
-    r"""A ground truth may come with its ``\boxed{}``."""
+    r"""The ground truth without the ``\boxed{}`` that it may come with."""
     boxed = last_boxed(ground_truth)
     return ground_truth.strip() if boxed is None else boxed
 

@@ -1,4 +1,4 @@
-"""Comparing mathematical answers with math-verify.
+"""Equality of mathematical answers by math-verify, for the main thread of a worker process.
 
 math-verify limits its time with signals: call this in the main thread of a process that may be lost. A long
 operation on big integers (``9^{9^{9}}``, which a policy will write sooner or later) holds even those up.
@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 SIGNAL_LIMIT_S = 2
-"""math-verify's own limit on one parse or comparison, which keeps the process alive."""
+"""math-verify's own limit, in seconds, on one parse or comparison."""
 
 
 def prepare() -> None:

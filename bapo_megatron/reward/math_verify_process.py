@@ -1,6 +1,6 @@
-"""Comparing answers with math-verify from any thread of any process: in a child (see comparison.py).
+"""Equality of mathematical answers by math-verify, from any thread of any process: in a child process.
 
-It serves the checks before a run. In a run the workers of the pool (pool.py) compare for themselves.
+It serves the checks before a run. In a run the workers of the pool (pool.py) call math_verify_compare.py.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ import os
 import sys
 import threading
 
-from bapo_megatron.runtime.child_process import Child, ChildError, spread
+from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, with_import_path
 
 COMMAND = (sys.executable, "-m", "bapo_megatron.reward.worker")
 
 START_LIMIT_S = 120.0
-"""For the imports of a child on a busy machine."""
+"""Seconds for the imports of a child on a busy machine."""
 
 TIME_LIMIT_S = 8.0
-"""After this the child is killed."""
+"""Seconds for one comparison; then the child is killed."""
 
 
 class MathVerifyProcess:
-    """The child, started with the first question. Any thread may ask; one question at a time."""
+    """A child process that compares answers, started with the first question. Any thread may ask."""
 
     def __init__(self) -> None:
-        self._child: Child | None = None
+        self._child: AnsweringChild | None = None
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self.failures = 0
@@ -47,7 +47,7 @@ class MathVerifyProcess:
         with self._lock:
             if self._child is None or self._owner != os.getpid():  # a fork must not share the pipes
                 self._owner = os.getpid()
-                self._child = Child(COMMAND, spread(os.environ))
+                self._child = AnsweringChild(COMMAND, with_import_path(os.environ))
                 self._child.ask(None, START_LIMIT_S)  # it compares, and scores nothing
             try:
                 return bool(self._child.ask(question, TIME_LIMIT_S))

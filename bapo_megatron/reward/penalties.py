@@ -1,4 +1,4 @@
-"""What is taken off a reward: for a wrong form, and for length."""
+"""Reward penalties: for a response of the wrong format, and for an overlong one (DAPO, Eq. 13)."""
 
 from __future__ import annotations
 

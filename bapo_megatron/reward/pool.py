@@ -1,6 +1,6 @@
-"""Rewards in processes of their own: whatever a response does to its judge costs that response alone.
+"""The reward pool: scores responses in worker processes, so that a bad response costs itself alone.
 
-Each worker (worker.py) judges one response at a time. One that takes too long is killed with its process
+Each worker (worker.py) scores one response at a time. One that takes too long is killed with its process
 group; it and one that died are replaced when the next response comes.
 """
 
@@ -22,7 +22,7 @@ from bapo_megatron.reward.functions import is_built_in
 from bapo_megatron.reward.math_verify_process import COMMAND, START_LIMIT_S
 from bapo_megatron.reward.penalties import overlong_penalty
 from bapo_megatron.reward.scratch import Scratch, remove_abandoned
-from bapo_megatron.runtime.child_process import Child, ChildError, ChildTimeout, spread
+from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, ChildTimeout, with_import_path
 from bapo_megatron.types import Prompt
 
 Failure = Literal["raised", "time", "died", "not finite"]
@@ -32,23 +32,23 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What a response is worth."""
+    """The reward of one response, or why it has none."""
 
     reward: float
     """With all penalties; `reward.failed` without any if there is a failure."""
     failure: Failure | None = None
-    """Why there is no judgement: the function raised, took too long, took its process with it, or returned no
-    finite number."""
+    """Why there is no score: the function raised, took too long, ended its process, or returned no finite
+    number."""
     detail: str = ""
-    """More about the failure, for the log."""
+    """Text of the failure, for the log."""
     score: float | None = dataclasses.field(default=None, compare=False)
-    """What the reward function said, before penalties; None if there is a failure."""
+    """Value of the reward function, before penalties; None if there is a failure."""
 
 
 class RewardPool:
-    """`reward.workers` processes for one event loop: ``start``, any number of ``judge`` at once, ``close``.
+    """`reward.workers` processes for one event loop: ``start``, any number of ``score`` at once, ``close``.
 
-    ``failures`` counts the failed judgements by kind.
+    ``failures`` counts the responses without a score by kind.
     """
 
     def __init__(self, config: RewardConfig, max_response_tokens: int) -> None:
@@ -62,7 +62,7 @@ class RewardPool:
         self.failures: Counter[str] = Counter()
 
     async def start(self) -> None:
-        """Start every worker. ConfigError says what keeps them from working; ChildError, that one died."""
+        """Start every worker. Raises ConfigError if the settings do not work, ChildError if a worker dies."""
         loop = asyncio.get_running_loop()
         await asyncio.to_thread(remove_abandoned)
         try:
@@ -77,13 +77,13 @@ class RewardPool:
         self._servers = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
 
     async def score(self, prompt: Prompt, response: str, response_tokens: int) -> RewardResult:
-        """Judge a response of so many tokens, after all that came before. No response makes it raise.
+        """Score a response of so many tokens, in the order of the calls. No response makes it raise.
 
-        RuntimeError if the pool is not running. A cancelled call's judgement is not waited for; its worker
-        goes on to the next job when it is done, or when its time is over.
+        RuntimeError if the pool is not running. After a cancelled call its worker takes the next job when it
+        is done with this one, or when its time is over.
         """
         if self._closed or not self._servers:
-            raise RuntimeError("the reward pool is not running: start() it before judge(), not after close()")
+            raise RuntimeError("the reward pool is not running: start() it before score(), not after close()")
         job: asyncio.Future[RewardResult] = asyncio.get_running_loop().create_future()
         self._jobs.put_nowait(({"prompt": self._described(prompt), "response": response}, job))
         result = await job
@@ -97,7 +97,7 @@ class RewardPool:
         return dataclasses.replace(result, reward=result.reward - penalty)
 
     async def close(self) -> None:
-        """End every worker. Judgements that are still waited for are cancelled."""
+        """End every worker. Calls that still wait are cancelled."""
         self._closed = True
         for server in self._servers:
             server.cancel()
@@ -128,30 +128,32 @@ class RewardPool:
                 job.set_result(result)
 
     def _described(self, prompt: Prompt) -> dict[str, Any]:
-        """The prompt as plain JSON; built-in functions look at the ground truth alone."""
+        """The prompt as plain JSON, or its ground truth alone, which is all that built-in functions need."""
         if is_built_in(self._config.function):
             return {"ground_truth": prompt.ground_truth}
         return {**vars(prompt), "token_ids_P": prompt.token_ids_P.tolist()}
 
 
 class _Worker:
-    """A child process that is replaced when it is lost, and the directory for its temporary files."""
+    """One worker process, replaced when it is lost, and the directory for its temporary files."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._child: Child | None = None
+        self._child: AnsweringChild | None = None
         self._scratch: Scratch | None = None
         self._given_up = False
         self._changing = threading.Lock()
 
     def start(self) -> list[str]:
-        """Start the process and wait until it can judge; its notes. Raises ConfigError or ChildError."""
+        """Start the process and wait until it can score; its notes. Raises ConfigError or ChildError."""
         with self._changing:
             if self._given_up:
                 raise ChildError("the pool was closed")
             self._scratch = scratch = Scratch()
             try:
-                self._child = child = Child(COMMAND, spread({**os.environ, "TMPDIR": scratch.path}))
+                self._child = child = AnsweringChild(
+                    COMMAND, with_import_path({**os.environ, "TMPDIR": scratch.path})
+                )
             except BaseException:
                 self._remove_scratch()
                 raise
@@ -167,7 +169,7 @@ class _Worker:
         return notes
 
     def score(self, question: dict[str, Any]) -> RewardResult:
-        """Ask the process; if it dies, which may not be the response's doing, a new one."""
+        """Ask the process. If it dies, for which another may be to blame, ask a new one once."""
         failed, limit_s = self._config.failed, self._config.time_limit_s
         try:
             try:
@@ -195,7 +197,7 @@ class _Worker:
         return answer
 
     def give_up(self) -> None:
-        """End the process from another thread, for good: whoever asks it is told at once."""
+        """End the process from another thread for good. A thread that waits for an answer gets ChildDied."""
         with self._changing:
             self._given_up = True
             if self._child is not None:

@@ -1,4 +1,4 @@
-"""Directories for what judges write, which no end of their owner leaves behind for long.
+"""Temporary directories of reward workers, removed also after their owner was killed: at the next start.
 
 A directory's lock holds on the machine that took it, also where the place for temporary files is shared by
 several. So each looks after its own, told apart by the kernel's id of its present start.
@@ -17,7 +17,7 @@ _PREFIX = f"bapo_reward_{Path('/proc/sys/kernel/random/boot_id').read_text()[:13
 
 
 class Scratch:
-    """A directory in the machine's place for temporary files. It is locked for as long as its owner lives."""
+    """A temporary directory with a lock (flock) that its owner holds for as long as it lives."""
 
     def __init__(self) -> None:
         while True:
@@ -36,7 +36,7 @@ class Scratch:
 
 
 def remove_abandoned() -> None:
-    """Delete those whose owner was killed."""
+    """Delete the directories whose owner was killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another's, in use, or gone by now
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

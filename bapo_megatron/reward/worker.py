@@ -1,7 +1,8 @@
-"""A process that judges responses: ``python -m bapo_megatron.reward.worker``, see pool.py and child.py.
+"""The reward worker: the process that scores responses, ``python -m bapo_megatron.reward.worker LIFELINE``.
 
-The first line is the settings (`RewardConfig` as an object), or null for a comparer of answers (judge.py);
-the answer is notes for the user. Every further line is a question with one answer.
+The pool (pool.py) asks it in lines of JSON. The first is the settings (`RewardConfig` as an object), or null
+for a process that only compares answers (math_verify_process.py); its answer is notes for the user. Every
+further line is one response, answered by its score.
 """
 
 from __future__ import annotations
@@ -18,21 +19,20 @@ from typing import Any, BinaryIO
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward import functions
-from bapo_megatron.reward import math_verify_compare as comparison
+from bapo_megatron.reward import functions, math_verify_compare
 from bapo_megatron.reward.penalties import format_penalty
 from bapo_megatron.reward.sandbox.sandbox import Sandbox, SandboxError
-from bapo_megatron.runtime import lifeline
+from bapo_megatron.runtime.processes import die_with_parent
 
 Answerer = Callable[[dict[str, Any]], Any]
 
 DETAIL_CHARACTERS = 500
-"""Of an error's text."""
+"""Longest text of an error in an answer."""
 
 
 def main() -> None:
     """Serve questions until the input ends."""
-    lifeline.end_with(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     for number in (signal.SIGUSR1, signal.SIGTERM):  # told to every process of a job: the trainer's business
         signal.signal(number, lambda *_: None)
     questions, answers = _private_channel()
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _private_channel() -> tuple[BinaryIO, BinaryIO]:
-    """Descriptors that nothing else knows: what a reward prints goes to stderr and cannot be an answer."""
+    """Own descriptors for questions and answers: what a reward function prints goes to stderr instead."""
     questions, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -61,7 +61,7 @@ def _send(answers: BinaryIO, answer: object) -> None:
 
 
 def _prepared(settings: dict[str, Any] | None) -> tuple[list[str], Answerer]:
-    """Import all that is needed, then limit the memory. Raises ConfigError or SandboxError."""
+    """Import what the settings need, then limit the memory. Raises ConfigError or SandboxError."""
     notes: list[str] = []
     answer: Answerer = _compare
     reward = RewardConfig(**(settings or {}))
@@ -69,13 +69,13 @@ def _prepared(settings: dict[str, Any] | None) -> tuple[list[str], Answerer]:
         answer = _scorer(reward)
         notes = _sandbox_notes() if functions.runs_code(reward.function) else []
     if reward.function in ("math", "math_or_code"):
-        comparison.prepare()
+        math_verify_compare.prepare()
     _limit_memory(reward.memory_limit_mb)
     return notes, answer
 
 
 def _limit_memory(megabytes: int) -> None:
-    """Beside what the process has now: libraries take address space that they do not use."""
+    """Limit the address space to what is mapped now (libraries map more than they use) and ``megabytes``."""
     with open("/proc/self/statm") as file:
         present = int(file.read().split()[0]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -85,7 +85,7 @@ def _limit_memory(megabytes: int) -> None:
 
 
 def _sandbox_notes() -> list[str]:
-    """Run a program in a sandbox, so that a machine without one is seen at once."""
+    """Run a program in a sandbox: a machine where none works is found at the start. The sandbox's notes."""
     with Sandbox("print(input())", "", memory_mb=1024, case_limit_s=20.0) as sandbox:
         ended = sandbox.run("seen", limit_s=20.0)
         if ended is None or ended.output != "seen\n":
@@ -98,19 +98,19 @@ def _sandbox_notes() -> list[str]:
 
 def _compare(question: dict[str, Any]) -> bool:
     if "answer" in question:
-        return comparison.equal(question["ground_truth"], question["answer"])
-    return comparison.parses(question["ground_truth"])
+        return math_verify_compare.equal(question["ground_truth"], question["answer"])
+    return math_verify_compare.parses(question["ground_truth"])
 
 
 def _scorer(reward: RewardConfig) -> Answerer:
-    """What answers {prompt, response} with {reward} or {failure, detail}."""
-    judge = _judge_of(reward)
+    """The function from {prompt, response} to {score, reward}, or to {failure, detail}."""
+    score = _score_function(reward)
     pattern = None if reward.format_pattern is None else re.compile(reward.format_pattern, re.DOTALL)
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         response = question["response"]
         try:
-            value = judge(question["prompt"], response)
+            value = score(question["prompt"], response)
         except BaseException as error:  # SystemExit too: a user's function does not end the worker
             return {"failure": "raised", "detail": repr(error)[:DETAIL_CHARACTERS]}
         number = _finite(value)
@@ -130,23 +130,23 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _judge_of(reward: RewardConfig) -> Callable[[dict[str, Any], str], Any]:
+def _score_function(reward: RewardConfig) -> Callable[[dict[str, Any], str], Any]:
     if functions.is_built_in(reward.function):
         is_right = functions.built_in(reward)
         return lambda prompt, response: (
             reward.correct if is_right(prompt["ground_truth"], response) else reward.wrong
         )
-    score = functions.load_function(reward.function)
+    users = functions.load_function(reward.function)
 
     import numpy as np
 
     from bapo_megatron.types import Prompt  # with torch, which a built-in function can do without
 
-    def judge(prompt: dict[str, Any], response: str) -> Any:
+    def score(prompt: dict[str, Any], response: str) -> Any:
         ids = np.array(prompt["token_ids_P"], np.int32)
-        return score(Prompt(**{**prompt, "token_ids_P": ids}), response)
+        return users(Prompt(**{**prompt, "token_ids_P": ids}), response)
 
-    return judge
+    return score
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Processes of a run: joining the group that a launcher made, or starting the group ourselves."""
+"""torch.distributed set-up: joining the ranks of torchrun or srun, or starting the ranks of one machine."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFail
 from bapo_megatron.runtime.exit_codes import end_with
 from bapo_megatron.runtime.out_of_memory import death
 from bapo_megatron.runtime.preemption import SIGNALS
+from bapo_megatron.runtime.processes import die_with_parent
 
 T = TypeVar("T")
 
@@ -79,13 +80,13 @@ def run_processes(
         _entry, (worker, args, environment), world_size, join=False, start_method=method
     )
     try:
-        with _passed_on(started.processes):
+        with _signals_forwarded(started.processes):
             while not started.join():
                 pass
     except ProcessExitedException as failure:
         # A rank that falls over the end of another may be seen first: the one that knows why counts.
-        if told := {process.exitcode for process in started.processes} & {2, 3, 4}:
-            sys.exit(min(told))
+        if known := {process.exitcode for process in started.processes} & {2, 3, 4}:
+            sys.exit(min(known))
         if failure.exit_code >= 0:
             sys.exit(failure.exit_code)  # it has said why
         print(
@@ -93,12 +94,13 @@ def run_processes(
         )
         sys.exit(128 - failure.exit_code)  # as a shell counts
     finally:
-        _end(started.processes)
+        _terminate(started.processes)
 
 
 def _entry(
     rank: int, worker: Callable[..., None], args: tuple[Any, ...], environment: dict[str, str]
 ) -> None:
+    die_with_parent()  # torch asks for SIGINT, which a command started by nohup ignores
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(environment["WORLD_SIZE"])))
     try:
@@ -109,15 +111,15 @@ def _entry(
 
 
 @contextmanager
-def _passed_on(processes: Sequence[BaseProcess]) -> Iterator[None]:
-    """Signals that tell a run to stop reach its processes."""
+def _signals_forwarded(processes: Sequence[BaseProcess]) -> Iterator[None]:
+    """Forward the signals that ask a run to stop (SIGUSR1, SIGTERM) to its ranks, within the block."""
 
-    def tell(number: int, _frame: Any) -> None:
+    def forward(number: int, _frame: Any) -> None:
         for process in processes:
             if process.is_alive() and process.pid:
                 os.kill(process.pid, number)
 
-    before = {number: signal.signal(number, tell) for number in SIGNALS}
+    before = {number: signal.signal(number, forward) for number in SIGNALS}
     try:
         yield
     finally:
@@ -125,8 +127,8 @@ def _passed_on(processes: Sequence[BaseProcess]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end(processes: Sequence[BaseProcess]) -> None:
-    """End those that still run: nobody waits for them any more."""
+def _terminate(processes: Sequence[BaseProcess]) -> None:
+    """Terminate the ranks that still run; kill those that have not ended after ten seconds."""
     for process in processes:
         process.terminate()
     for process in processes:
@@ -136,7 +138,7 @@ def _end(processes: Sequence[BaseProcess]) -> None:
 
 @contextmanager
 def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
-    """torch.distributed for the duration of the block, from the launcher's environment variables."""
+    """The default process group of torch.distributed within the block, from environment variables."""
     dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     try:
         yield

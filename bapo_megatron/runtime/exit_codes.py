@@ -1,4 +1,4 @@
-"""How an error that a user can mend ends a command: one message and an exit code."""
+"""Exit codes of the command line: how an error that a user can mend becomes one message and a number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFail
 
 
 def end_with(error: ConfigError | Preempted | RunStopped, say: bool = True) -> int:
-    """Print the message, if this process is to ``say`` it; the exit code, 2, 3, 4 or 85.
+    """The exit code of an error: 2 wrong input, 3 full disk or stopped run, 4 failing storage, 85 preempted.
+
+    Prints the message on stderr, unless ``say`` is False (another rank says it).
 
     A log on a full disk takes no message, and what is left in a buffer would change the exit code. Processes
     that write a checkpoint may wait for ever to tell their results, and this one would wait for them.

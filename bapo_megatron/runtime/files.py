@@ -1,4 +1,4 @@
-"""Files that are whole or absent, whatever moment the process or the machine dies at."""
+"""Atomic and durable file writes: a file is whole or absent, whenever the process or the machine dies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def append_whole(file: FileIO, content: bytes, size: int) -> None:
-    """Write ``content`` behind the first ``size`` bytes of a file that has no more: all of it, or OSError."""
+    """Append all of ``content`` to a file of ``size`` bytes, or cut it back to ``size`` and raise OSError."""
     rest = memoryview(content)
     try:
         while rest:
@@ -42,7 +42,7 @@ def append_whole(file: FileIO, content: bytes, size: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make creations, renames and deletions in ``folder`` survive a power failure."""
+    """fsync a folder: creations, renames and deletions in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -51,13 +51,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make the content of a file that somebody else wrote survive a power failure."""
+    """fsync a file that somebody else wrote: its content survives a power failure."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def publish_folder(temporary: Path, output: Path) -> None:
-    """Give a folder of files, all written, its name; what had the name before is gone afterwards."""
+    """Rename a folder of finished files to ``output``, durably, in place of the folder that had the name."""
     for path in temporary.iterdir():
         sync_file(path)
     sync_folder(temporary)

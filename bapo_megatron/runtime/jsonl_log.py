@@ -1,4 +1,4 @@
-"""Append-only logs: one JSON object a line, readable while the run writes, mendable after it was killed.
+"""JSON-lines logs (metrics.jsonl, events.jsonl): append-only, readable during the run, whole after a kill.
 
 A line is whole once its newline is there. What follows the last newline is the torn end of a write that
 was cut short: readers skip it and writers remove it.
@@ -22,8 +22,7 @@ Row = dict[str, Any]
 
 
 class JsonlLog:
-    """A log that is open for writing. Every line is one write call: nothing is lost with the process, and a
-    kill tears at most the last line."""
+    """A JSON-lines file open for appending. Every line is one write call: a kill tears at most one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,7 +40,7 @@ class JsonlLog:
             append_whole(self._file, _line(row), self._file.seek(0, os.SEEK_END))
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of later steps than ``step``, which a resumed run is about to write again."""
+        """Truncate the log after ``step``: a resumed run writes the later lines again."""
         lines = _whole_lines(self.path)
         kept = [line for number, line in enumerate(lines, 1) if _step_of(line, self.path, number) <= step]
         if len(kept) == len(lines):
@@ -56,7 +55,7 @@ class JsonlLog:
 
 
 class EventLog(JsonlLog):
-    """What happened to the run besides steps: starts, resumes, checkpoints, warnings. Never rewound."""
+    """The event log (events.jsonl): starts, resumes, checkpoints, warnings. Never rewound."""
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write one event with the time in UTC."""
@@ -65,7 +64,7 @@ class EventLog(JsonlLog):
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    """All whole lines of a log. A torn last line is skipped; any other bad line is a ConfigError."""
+    """The rows of a log. A torn last line is skipped; any other bad line is a ConfigError."""
     return [_parse(line, path, number) for number, line in enumerate(_whole_lines(path), 1)]
 
 

@@ -1,4 +1,4 @@
-"""What a run says when one of its processes has no memory left, or is killed."""
+"""Out-of-memory errors: which rank had no memory left, of which kind, and which settings need less."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
-_TOLD = ("out of memory", "allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED")
-"""In words: of torch's allocators and CUDA's libraries, which raise a RuntimeError."""
+_MESSAGES = ("out of memory", "allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED")
+"""Parts of the messages of torch's allocators and CUDA's libraries, which raise a plain RuntimeError."""
 
 _ON_A_GPU = "a smaller batch.pack_tokens or batch.logprob_chunk_tokens, batch.recompute=full, no \
 batch.hold_forwards, or more parallel.tensor, pipeline or context need less"
@@ -22,12 +22,12 @@ of what is saved is there while it is written, need less"
 
 
 class OutOfMemoryError(Exception):
-    """A process of the run had no memory left. Only that process knows; the others are ended with it."""
+    """A rank had no memory left. Only that rank raises it; the others are ended with it."""
 
 
 @contextmanager
 def naming_memory() -> Iterator[None]:
-    """An allocation that fails ends this rank with one line: who, where, what was asked, what needs less."""
+    """Turn a failed allocation in the block into an OutOfMemoryError: rank, host, what needs less."""
     try:
         yield
     except Exception as error:
@@ -37,16 +37,16 @@ def naming_memory() -> Iterator[None]:
             word in str(error) for word in ("CUDA", "CUBLAS")
         )
         kind, advice = ("GPU memory", _ON_A_GPU) if on_gpu else ("memory", _ON_THE_MACHINE)
-        told = " ".join(str(error).split()) or type(error).__name__
+        message = " ".join(str(error).split()) or type(error).__name__
         rank = os.environ.get("RANK", "0")
         raise OutOfMemoryError(
             f"rank {rank} on {socket.gethostname()} has no {kind} left; {advice}; "
-            f"`bapo plan` shows what takes it: {told}"
+            f"`bapo plan` shows what takes it: {message}"
         ) from error
 
 
 def death(exit_code: int) -> str:
-    """What is to be said of a process that ended with ``exit_code``: negative for a signal."""
+    """How a process ended, in words. ``exit_code`` is negative for a signal; SIGKILL hints at memory."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     name = signal.Signals(-exit_code).name
@@ -58,4 +58,4 @@ def death(exit_code: int) -> str:
 def _is_shortage(error: Exception) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in _TOLD)
+    return isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in _MESSAGES)

@@ -1,4 +1,4 @@
-"""Being told to stop: by SIGUSR1 or SIGTERM, as Slurm sends them, or by the clock of the job.
+"""Preemption: a run is asked to stop by SIGUSR1 or SIGTERM, as Slurm sends them, or by the end of its job.
 
 The run finishes the update in hand, saves, and ends with exit code 85: the same command continues it.
 """
@@ -18,11 +18,11 @@ import torch.distributed as dist
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 _MARGIN_S = 60.0
-"""Of a job's time, for what comes after the save: barriers, closing files, and the requeue."""
+"""Seconds of the job kept for what follows the save: barriers, closing files, and the requeue."""
 
 
 class PreemptionSignal:
-    """Whether the run is to stop, which all ranks learn at the same moment."""
+    """The request to stop, which all ranks learn at the same moment."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
@@ -33,7 +33,7 @@ class PreemptionSignal:
 
     @contextmanager
     def heeding(self) -> Iterator[None]:
-        """Signals are taken note of within the block, instead of ending this process."""
+        """Within the block SIGUSR1 and SIGTERM request a stop instead of ending this process."""
         before = {number: signal.signal(number, self._note) for number in SIGNALS}
         try:
             yield
@@ -42,11 +42,11 @@ class PreemptionSignal:
                 signal.signal(number, handler)
 
     def saved(self, seconds: float) -> None:
-        """A save has taken so long: the job's end is planned by the longest."""
+        """Report how long a checkpoint took: the longest must fit into the job once more."""
         self._longest_save_s = max(self._longest_save_s, seconds)
 
     def reason(self) -> str | None:
-        """Why the run is to stop, None if it is not. Collective; any rank's reason is enough.
+        """Why the run must stop, or None. Collective (all-reduce, max): any rank's reason is enough.
 
         It can stop only where it asks, so the longest stretch between two calls is what must fit once more
         into the job, with a save.
@@ -57,9 +57,9 @@ class PreemptionSignal:
         self._asked_at = now
         if self._reason is None and self._is_late(now):
             self._reason = "the job's time would end before the next update is saved"
-        told = torch.tensor([self._reason is not None], dtype=torch.int32)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        return (self._reason or "another rank was told to stop") if told.item() else None
+        requested = torch.tensor([self._reason is not None], dtype=torch.int32)
+        dist.all_reduce(requested, dist.ReduceOp.MAX)
+        return (self._reason or "another rank was told to stop") if requested.item() else None
 
     def _is_late(self, now: float) -> bool:
         if self._ends_at is None:
@@ -71,6 +71,6 @@ class PreemptionSignal:
 
 
 def _job_end() -> float | None:
-    """When Slurm ends this job, in seconds since 1970. The job's script knows it in every kind of job."""
-    told = os.environ.get("BAPO_END_TIME") or os.environ.get("SLURM_JOB_END_TIME") or ""
-    return float(told) if told.isdigit() and told != "0" else None
+    """The end of the Slurm job in seconds since 1970, or None. The job's script exports it."""
+    given = os.environ.get("BAPO_END_TIME") or os.environ.get("SLURM_JOB_END_TIME") or ""
+    return float(given) if given.isdigit() and given != "0" else None

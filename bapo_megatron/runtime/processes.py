@@ -1,19 +1,145 @@
-"""A process that is of no use without the one that started it."""
+"""Parent-death handling: no process outlives the one that it works for, also after ``kill -9``.
+
+Two functions, by whether the process knows of it. Our own programs call ``die_with_parent``. A program of
+somebody else (SGLang, nvidia-smi) is run under ``guard``: ``python -I -S processes.py LIFELINE COMMAND...``.
+Only the standard library is imported: sandboxes and guardians start from this file alone.
+
+A *lifeline* is the reading end of a pipe whose writing end only the parent has: the kernel closes it when the
+parent ends. child_process.py makes them.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import resource
+import select
 import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+_UNKILLABLE_S = 10.0
+"""After this a killed process that waits for a disk or a driver is left to the kernel."""
 
 
-def die_with_parent(number: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
-    """The kernel sends ``number`` to this process when the thread that started it ends, however it ends.
+def die_with_parent(
+    lifeline: int | None = None, parent: int | None = None, number: signal.Signals = signal.SIGKILL
+) -> None:
+    """Have the kernel signal this process when its parent ends, even while C code holds the interpreter.
 
-    ``parent``: its process, so that one that has ended before this call is not missed.
+    With a ``lifeline`` (a file descriptor): SIGKILL to this process and all of its process group, which must
+    be its own, at the end of the parent *process*. For children that any thread may start.
+
+    Without (PR_SET_PDEATHSIG): ``number`` to this process alone, at the end of the *thread* that started it.
+    For forks, and children of the parent's main thread. ``parent``: the process that must still be there.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    if lifeline is not None:
+        _signal_when_closed(lifeline, -os.getpgrp(), signal.SIGKILL)
+        if _is_closed(lifeline):  # before the signal was ordered
+            os.killpg(0, signal.SIGKILL)
+        return
+    _prctl(_PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def guard(lifeline: int, command: Sequence[str]) -> int:
+    """Run a command; when it or the parent ends, kill every process that it has left, whatever its session.
+
+    Returns its exit code, negative for a signal. SIGTERM and SIGUSR1 are for the command, which has them too
+    if they are sent to the process group. If this process is killed, the command is (its children need not).
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited
+    changes = {signal.SIGCHLD, signal.SIGIO}
+    signal.pthread_sigmask(signal.SIG_BLOCK, changes)
+    _signal_when_closed(lifeline, os.getpid(), signal.SIGIO)
+    guardian = os.getpid()
+    guarded = os.fork()
+    if guarded == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, changes)
+        die_with_parent(parent=guardian)
+        try:
+            os.execvp(command[0], list(command))
+        except OSError as error:
+            print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127)
+    while (code := _collect(guarded)) is None and not _is_closed(lifeline):
+        signal.sigwait(changes)
+    kill_descendants(guardian)
+    last = _collect(guarded)  # and all others: not every container's first process does it
+    code = last if code is None else code
+    return -signal.SIGKILL if code is None else code
+
+
+def kill_descendants(pid: int, limit_s: float = _UNKILLABLE_S) -> None:
+    """SIGKILL every process below ``pid`` until none is left, or ``limit_s`` seconds are over."""
+    deadline = time.monotonic() + limit_s
+    while (alive := descendants(pid)) and time.monotonic() < deadline:
+        for process in alive:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def descendants(pid: int) -> list[int]:
+    """The children of ``pid``, their children, and so on, without zombies."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/stat", errors="replace") as file:
+            state, parent = file.read().rpartition(")")[2].split()[:2]  # the name before it may be anything
+            if state not in "ZX":
+                children.setdefault(int(parent), []).append(int(name))
+    found = [pid]
+    for process in found:  # which grows
+        found += children.get(process, [])
+    return found[1:]
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def _signal_when_closed(lifeline: int, receiver: int, number: signal.Signals) -> None:
+    """Signal-driven I/O on a pipe that is never written to. ``receiver``: a process, or minus a group."""
+    os.set_inheritable(lifeline, False)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, receiver)
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, int(number))
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _is_closed(lifeline: int) -> bool:
+    closed = select.poll()
+    closed.register(lifeline, select.POLLIN)
+    return bool(closed.poll(0))
+
+
+def _collect(wanted: int) -> int | None:
+    """Collect all children that have ended; the exit code of ``wanted`` if it is one of them."""
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            if found[0] == wanted:
+                return os.waitstatus_to_exitcode(found[1])
+    return None
+
+
+def _exit_like(code: int) -> None:
+    """End this process with an exit code, or by the signal that it stands for."""
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _exit_like(guard(int(sys.argv[1]), sys.argv[2:]))

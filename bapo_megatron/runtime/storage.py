@@ -1,4 +1,4 @@
-"""What a run says when its disk is full, or fails."""
+"""Disk errors: a write that fails becomes one message, which tells a full disk from a failing one."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from pathlib import Path
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
 
 _FULL = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
-"""In words: libraries that write in other processes or languages leave nothing else of an error."""
+"""Messages of a full file system. Libraries that write in other processes keep only the words."""
 
 _FAILING = [os.strerror(number) for number in (errno.EIO, errno.ESTALE, errno.EROFS, errno.ESHUTDOWN)]
-"""Of a file system that is not full: a server or a network that may come back (Lustre says ESHUTDOWN)."""
+"""Messages of a file system that fails: its server or network may come back (Lustre says ESHUTDOWN)."""
 
 _TORCH = ("inline_container.cc", "iostream error")
-"""Torch's writer of archives, which hides what the disk has said."""
-
+"""Messages of torch's archive writer, which hides the error of the disk."""
 
 _CUT = "a file was cut short"
 
 _ROOM_BYTES = 2**30
-"""A disk with so much free is not full: what was cut short there is another failure."""
+"""A disk with so many bytes free is not full: a file that was cut short there is another failure."""
 
 
 class DiskError(RunStopped):
-    """A file could not be written. Only the process that wrote it knows."""
+    """A file could not be written because the disk is full. Only the rank that wrote it raises it."""
 
 
 class FailingDiskError(DiskError, StorageFailed):
-    """A file could not be written, though there is room."""
+    """A file could not be written though the disk has room: the file system fails."""
 
 
 @contextmanager
 def writing(what: str, path: Path) -> Iterator[None]:
-    """A disk that does not take ``what``, which is written to ``path``, ends the run with one message."""
+    """Turn a disk error in the block, which writes ``what`` to ``path``, into one DiskError."""
     try:
         yield
     except (ConfigError, Preempted, RunStopped, KeyboardInterrupt, SystemExit):
@@ -52,7 +51,7 @@ def writing(what: str, path: Path) -> Iterator[None]:
 
 
 def _problem(error: BaseException) -> str | None:
-    """What the disk has said, if that is what lies behind ``error``."""
+    """The message of the disk error that is behind ``error``, or None."""
     for one in _chain(error):
         text = str(one)
         for problem in _FULL + _FAILING:
@@ -64,7 +63,7 @@ def _problem(error: BaseException) -> str | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that it came from."""
+    """The error and its causes."""
     found: BaseException | None = error
     while found is not None:
         yield found
@@ -72,7 +71,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_failing(problem: str, path: Path) -> bool:
-    """Whether ``problem`` is of a file system that fails, not of one that is full."""
+    """Whether the file system fails, rather than is full."""
     if problem != _CUT:
         return problem in _FAILING
     try:
@@ -83,17 +82,17 @@ def _is_failing(problem: str, path: Path) -> bool:
 
 
 def _statistics(path: Path) -> os.statvfs_result:
-    """Of the file system of ``path``, which need not exist. OSError if it fails."""
-    there = path.absolute()
+    """statvfs of the file system of ``path``, which need not exist. OSError if the file system fails."""
+    existing = path.absolute()
     while True:
         try:
-            return os.statvfs(there)
+            return os.statvfs(existing)
         except FileNotFoundError:
-            there = there.parent
+            existing = existing.parent
 
 
 def _room(path: Path) -> str:
-    """How much is free on the file system of ``path``."""
+    """Free bytes and files of the file system of ``path``, in words."""
     try:
         found = _statistics(path)
     except OSError as error:

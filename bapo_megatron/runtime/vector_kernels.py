@@ -1,4 +1,4 @@
-"""What a process must do before it computes on a CPU with several threads."""
+"""MKL's choice of vector kernels on a CPU, made once and reproducibly before several threads compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation during training: the answers to held-out problems, and what they say of the weights."""
+"""Evaluation during training: responses to held-out problems, scored at the weights of a step."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from pathlib import Path
 
 from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.waiting import WAIT_S, wait_for_sampler
+from bapo_megatron.trainer.checkpointing import WAIT_S, wait_for_sampler
 from bapo_megatron.types import Metrics
 
 
 def evaluate(run: Run, step: int) -> None:
-    """If it is due, evaluate the weights that ``step`` has made. Collective; the training waits."""
+    """Evaluate the weights after ``step`` if an evaluation is due; training waits. Collective."""
     if not run.config.evaluates(step):
         return
     path: Path = wait_for_sampler(run, step, lambda sampler: sampler.evaluated(step, WAIT_S))
     if run.recorder:
         metrics = evaluation_metrics(path)
         run.recorder.evaluation(step, metrics)
-        run.checkpoints.scores[step] = metrics["eval/mean"] or 0.0
+        run.checkpoints.record_score(step, metrics["eval/mean"] or 0.0)
 
 
 def evaluation_metrics(path: Path) -> Metrics:
-    """The numbers of each suite, ``eval/SUITE/...``, and ``eval/mean``, the mean of their avg@n."""
+    """The metrics of a file of responses: ``eval/SUITE/...``, and ``eval/mean``, the mean of their avg@n."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     metrics: Metrics = {}
     means = []
     for suite in dict.fromkeys(row["suite"] for row in rows):
-        judged = [_judged(row) for row in rows if row["suite"] == suite]
-        metrics |= {f"eval/{suite}/{name}": value for name, value in score(judged).items()}
-        means.append(sum(one.correct for one in judged) / len(judged))
+        scored = [_scored(row) for row in rows if row["suite"] == suite]
+        metrics |= {f"eval/{suite}/{name}": value for name, value in score(scored).items()}
+        means.append(sum(one.correct for one in scored) / len(scored))
     return {**metrics, "eval/mean": sum(means) / len(means)}
 
 
-def _judged(row: dict[str, object]) -> ScoredResponse:
+def _scored(row: dict[str, object]) -> ScoredResponse:
     fields = {
         name: row[name] for name in ("problem", "sample", "correct", "tokens", "finish_reason", "failure")
     }

@@ -1,4 +1,4 @@
-"""Where a run's metrics go: JSON lines (steps, updates, evaluations), TensorBoard and W&B when asked for."""
+"""The metrics log of a run: JSON lines (steps, updates, evaluations), and TensorBoard, W&B."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from bapo_megatron.config import LoggingConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import JsonlLog, finite_json, read_jsonl
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.storage import writing
 from bapo_megatron.types import Metrics
 
-EVALUATIONS = "evaluations.jsonl"
-_WANDB_ID_FILE = "wandb_id"
-
 
 def check_logging(logging: LoggingConfig) -> None:
-    """Raise ConfigError when a logger that is asked for is not installed. Call before the run starts."""
+    """ConfigError if a configured logger is not installed. Call before the run starts."""
     problems = []
     if logging.tensorboard and find_spec("tensorboard") is None:
         problems.append(
@@ -36,38 +34,39 @@ def check_logging(logging: LoggingConfig) -> None:
 
 
 def evaluation_means(run_dir: Path) -> dict[int, float]:
-    """``eval/mean`` of the steps that were evaluated."""
-    log = run_dir / EVALUATIONS
+    """``eval/mean`` of each evaluated step of a run."""
+    log = RunPaths(run_dir).evaluations
     rows = read_jsonl(log) if log.exists() else []
     return {row["step"]: row["eval/mean"] for row in rows}
 
 
 class MetricsLog:
-    """The metrics of one run. Steps count from 1; ``resume_step`` is the last that a checkpoint holds.
+    """The metrics log of one run. Steps count from 1.
 
-    A new run has ``resume_step`` 0. Lines of later steps, left by a run that died after its checkpoint,
-    are dropped: they will be written again.
+    ``resume_step``: the last step that the checkpoint holds; 0 for a new run. Lines of later steps, which a
+    run wrote that died after its checkpoint, are dropped: they will be written again.
     """
 
     def __init__(
         self, run_dir: Path, logging: LoggingConfig, resume_step: int, run_config: dict[str, Any]
     ) -> None:
-        self._steps = JsonlLog(run_dir / "metrics.jsonl")
-        self._updates = JsonlLog(run_dir / "updates.jsonl")
-        self._evaluations = JsonlLog(run_dir / EVALUATIONS)
+        paths = RunPaths(run_dir)
+        self._steps = JsonlLog(paths.metrics)
+        self._updates = JsonlLog(paths.updates)
+        self._evaluations = JsonlLog(paths.evaluations)
         for log in (self._steps, self._updates, self._evaluations):
             log.rewind(resume_step)
         self._evaluated = evaluation_means(run_dir).keys()
         self._run_dir = run_dir
-        self._boards = _boards(run_dir, logging, resume_step, run_config)
+        self._boards = _boards(paths, logging, resume_step, run_config)
 
     def write_step(self, step: int, metrics: Metrics) -> None:
-        """Write the metrics of one step everywhere."""
+        """Write the metrics of ``step`` to the files and the boards."""
         self._steps.append({"step": step, **metrics})
         self._show(step, metrics)
 
     def write_evaluation(self, step: int, metrics: Metrics) -> bool:
-        """Write everywhere what the weights that ``step`` has made are worth; False if it is there."""
+        """Write the evaluation of the weights after ``step``; False if it was written before."""
         if step in self._evaluated:
             return False
         self._evaluations.append({"step": step, **metrics})
@@ -81,7 +80,7 @@ class MetricsLog:
                 board.write(step, numbers)
 
     def write_update(self, step: int, metrics: Metrics) -> None:
-        """Write the metrics of one update of ``step``. Only to updates.jsonl: boards show steps."""
+        """Write the metrics of one update of ``step`` to updates.jsonl alone: boards show steps."""
         self._updates.append({"step": step, **metrics})
 
     def close(self) -> None:
@@ -94,7 +93,7 @@ class MetricsLog:
 
 
 class _Board(Protocol):
-    """A viewer that is fed beside the files."""
+    """A viewer of metrics beside the files."""
 
     def write(self, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -102,18 +101,18 @@ class _Board(Protocol):
 
 
 def _boards(
-    run_dir: Path, logging: LoggingConfig, resume_step: int, run_config: dict[str, Any]
+    paths: RunPaths, logging: LoggingConfig, resume_step: int, run_config: dict[str, Any]
 ) -> list[_Board]:
     boards: list[_Board] = []
     if logging.tensorboard:
-        boards.append(_TensorBoard(run_dir / "tensorboard", resume_step))
+        boards.append(_TensorBoard(paths.tensorboard, resume_step))
     if logging.wandb_project is not None:
-        boards.append(_WandB(run_dir, logging.wandb_project, run_config))
+        boards.append(_WandB(paths, logging.wandb_project, run_config))
     return boards
 
 
 class _TensorBoard:
-    """Event files. Tags are the metrics' names."""
+    """TensorBoard's event files, with the metrics' names as tags."""
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         # Imported here because it takes seconds.
@@ -132,32 +131,30 @@ class _TensorBoard:
 
 
 class _WandB:
-    """One Weights & Biases run for all continuations of a run directory."""
+    """One Weights & Biases run for all resumes of a run directory."""
 
-    def __init__(self, run_dir: Path, project: str, run_config: dict[str, Any]) -> None:
+    def __init__(self, paths: RunPaths, project: str, run_config: dict[str, Any]) -> None:
         import wandb
 
         self._run: Any = wandb.init(
             project=project,
-            id=_wandb_id(run_dir),
+            id=_wandb_id(paths.wandb_id),
             resume="allow",
             name=run_config.get("name"),
             config=run_config,
-            dir=str(run_dir),
+            dir=str(paths.root),
         )
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        # W&B keeps the first value that it got for a step. A continuation repeats those steps with the
-        # same values, so nothing is lost.
+        # W&B keeps the first value of a step. A resumed run repeats steps with the same values.
         self._run.log(metrics, step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
-def _wandb_id(run_dir: Path) -> str:
-    """The id kept in the run directory, made up at the first call."""
-    path = run_dir / _WANDB_ID_FILE
+def _wandb_id(path: Path) -> str:
+    """The id that ``path`` holds; the first call makes it up."""
     if not path.exists():
         write_atomically(path, uuid.uuid4().hex)
     return path.read_text().strip()

@@ -1,8 +1,8 @@
-"""pi_old computed by the trainer: the denominator of the ratio in all updates of a step.
+"""Old log-probs computed by the trainer: pi_old, the denominator of the ratio in all updates of a step.
 
 The engine's log-probs differ a little from the trainer's, and those of stale tokens a lot. With
-``algorithm.old_log_probs=trainer`` the ratio compares the trainer with itself; the policy that sampled enters
-by a truncated importance weight, if at all.
+``algorithm.old_log_probs=trainer`` the ratio compares the trainer with itself, and a truncated importance
+weight may correct for the policy that sampled.
 
 Legend: ``_R`` tokens of a response, ``_N`` response tokens of all samples of the step.
 """
@@ -23,10 +23,11 @@ from bapo_megatron.interfaces import Policy
 def with_old_log_probs(
     policy: Policy, groups: Sequence[Sequence[Sample]], pack_tokens: int, cap: float | None
 ) -> list[list[Sample]]:
-    """The samples with log-probs under the present weights, and importance weights up to ``cap`` (None: 1).
+    """The samples with log-probs under the present weights, and importance weights up to ``cap`` (None: no
+    weights).
 
-    One forward pass, equal on every rank. Collective: later updates shuffle the groups, so every rank may
-    train on every sample, while each computes only its own packs.
+    One forward pass, in which each rank computes its own packs; the result is equal on every rank, since
+    later updates shuffle the groups. Collective.
     """
     samples = [sample for group in groups for sample in group]
     if not samples:
@@ -36,13 +37,13 @@ def with_old_log_probs(
 
 
 def _log_probs(policy: Policy, samples: Sequence[Sample], pack_tokens: int) -> list[np.ndarray]:
-    """float32 [R] of each sample's response."""
+    """The log-probs of each sample's response, float32 [R]."""
     packs = pack_samples(samples, pack_tokens, layout=policy.pack_layout)
     ends = np.cumsum([sample.response_tokens for sample in samples])
     found_N = torch.zeros(int(ends[-1]))
     for pack, stats in zip(packs, policy.log_probs(packs), strict=True):
         for index, start, positions in pack.rows:
-            if positions:  # else there is nothing that predicts the response
+            if positions:  # else no position predicts the response
                 tokens, end = samples[index].response_tokens, start + positions
                 found_N[ends[index] - tokens : ends[index]] = stats.log_prob_T[end - tokens : end]
     # One replica has a sample's log-probs, the others zeros: the sum is exact.

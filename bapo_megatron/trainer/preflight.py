@@ -1,4 +1,4 @@
-"""Every check that needs the disk, made before any process group exists."""
+"""The checks of a configuration that need the disk, made before any process group exists."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.checkpoint.run_directory import check_same_run
 from bapo_megatron.config import ModelConfig, ParallelConfig, RunConfig, SftConfig
 from bapo_megatron.errors import ConfigError
@@ -18,25 +19,23 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.device import attention_problem, has_cuda
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.reward.functions import is_built_in, load_function
-from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
+from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.sampler.step_batches import step_path, steps_in
 from bapo_megatron.runtime.distributed import launched_world_size
-from bapo_megatron.trainer.build import load_problems, load_suites
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.metrics_log import check_logging
+from bapo_megatron.trainer.sampling import load_problems, load_suites
 from bapo_megatron.trainer.sft import load_solutions
-
-_SHARED_FRACTION = 0.5
-"""Most of a GPU's memory that a server may take where the policy trains, too."""
 
 
 def check_run(config: RunConfig, read_dataset: bool = True) -> None:
-    """ConfigError with the first thing that would stop the run: fields, model, layout, dataset."""
+    """ConfigError with the first problem that would stop the run: fields, model, layout, dataset."""
     for check in run_checks(config, read_dataset):
         check()
 
 
 def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callable[[], object]]:
-    """The checks of ``check_run``, one by one. The others may be asked only where the first one passes."""
+    """The checks of ``check_run``, one by one. The first one must pass before the others are called."""
 
     @cache
     def tokenizer() -> Any:
@@ -45,6 +44,7 @@ def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callabl
     yield config.check
     yield lambda: check_logging(config.logging)
     yield lambda: _check_reward(config)
+    yield lambda: build_loss(config.algorithm)
     yield tokenizer
     yield lambda: _check_context(config)
     yield lambda: check_same_run(config)
@@ -52,8 +52,9 @@ def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callabl
     if config.rollout.replay is not None:
         yield lambda: _check_replay(config)
     elif read_dataset:
-        yield lambda: load_problems(config, tokenizer())
-        yield lambda: load_suites(config, tokenizer())
+        data = config.data
+        yield lambda: load_problems(data, config.reward.function, tokenizer())
+        yield lambda: load_suites(config.evaluation, data.max_prompt_tokens, tokenizer())
 
 
 def _check_reward(config: RunConfig) -> None:
@@ -62,7 +63,7 @@ def _check_reward(config: RunConfig) -> None:
 
 
 def check_sft(config: SftConfig) -> None:
-    """The same for a warm start."""
+    """ConfigError with the first problem that would stop a supervised warm start."""
     config.check()
     tokenizer = check_model(config.model, config.parallel)
     check_output(config.output)
@@ -70,7 +71,7 @@ def check_sft(config: SftConfig) -> None:
 
 
 def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
-    """The HF folder is whole, its tokenizer fits it, and the layout can split it. Returns the tokenizer."""
+    """The tokenizer of a model. ConfigError if its weights, its tokenizer or its layout does not fit."""
     shape = check_weights(model, parallel)
     tokenizer = load_tokenizer(model.hf_path)
     largest = max(tokenizer.get_vocab().values())
@@ -83,7 +84,7 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
 
 
 def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
-    """The HF folder has every tensor, and the layout can split the model. Needs no tokenizer."""
+    """The shape of a model. ConfigError if its HF folder lacks a tensor, or the layout cannot split it."""
     shape = read_model_shape(model.hf_path)
     HfReader(model.hf_path).check(shape)
     problems = list(layout_problems(parallel, shape))
@@ -110,38 +111,18 @@ def _check_context(config: RunConfig) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    """SGLang is installed, if the run is to start servers of it."""
-    sglang = config.rollout.sglang
-    if config.rollout.engine == "sglang" and config.rollout.replay is None and not sglang.urls:
-        sglang_python(sglang.python)  # or say how to install it
-        if has_cuda():
-            _check_gpus(config, torch.cuda.device_count())
-
-
-def _check_gpus(config: RunConfig, gpus: int) -> None:
-    """The servers that a run starts beside rank 0 find GPUs there, and memory on them."""
-    sglang, parallel = config.rollout.sglang, config.parallel
-    processes = data_parallel_size(parallel, launched_world_size()) * parallel.model_size
-    train, needed = min(gpus, processes), sglang.first_gpu + sglang.servers * sglang.tensor
-    told = (
-        f"rollout.sglang.first_gpu={sglang.first_gpu}, servers={sglang.servers} and tensor={sglang.tensor} "
-        f"take GPUs {sglang.first_gpu} to {needed - 1}"
-    )
-    elsewhere = "or name servers that run elsewhere with rollout.sglang.urls"
-    if needed > gpus:
-        raise ConfigError(f"{told}, but this machine has {gpus}: start fewer servers, {elsewhere}")
-    if sglang.first_gpu < train and sglang.memory_fraction > _SHARED_FRACTION:
-        raise ConfigError(
-            f"{told}, and this run trains on GPUs 0 to {train - 1}: set rollout.sglang.first_gpu to {train} "
-            f"and train on fewer processes if that is too many, {elsewhere}, or share GPUs with "
-            f"rollout.sglang.memory_fraction of at most {_SHARED_FRACTION}"
-        )
+    """ConfigError if there is no such engine, or the run samples and the engine lacks what it needs."""
+    backend, parallel = engine_backend(config.rollout.engine), config.parallel
+    if config.rollout.replay is None:
+        gpus = torch.cuda.device_count() if has_cuda() else 0
+        training = data_parallel_size(parallel, launched_world_size()) * parallel.model_size if gpus else 0
+        backend.check(config.rollout, gpus, training)
 
 
 def _check_replay(config: RunConfig) -> None:
     replayed = config.rollout.replay
     assert replayed is not None
-    journal = replayed / "journal"
+    journal = RunPaths(replayed).journal
     if not journal.is_dir():
         raise ConfigError(f"rollout.replay={replayed} holds no journal; give the directory of a run")
     if replayed.resolve() == config.directory.resolve():

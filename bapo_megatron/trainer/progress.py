@@ -1,12 +1,11 @@
-"""What a running job says of itself: a live display in a terminal, one plain line a step in a log file."""
+"""The progress display of a run: live in a terminal, one plain line a step in a log file."""
 
 from __future__ import annotations
 
 import sys
 from collections import deque
 from datetime import timedelta
-from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import Protocol, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,14 +16,14 @@ from rich.text import Text
 from bapo_megatron.types import Metrics
 
 _ETA_STEPS = 10
-"""Step times that the remaining time is estimated from: enough to be calm, few enough to follow a change."""
+"""Step times that the remaining time is the mean of: enough to be steady, few enough to follow a change."""
 _SPARK_STEPS = 10
 _SPARKS = "▁▂▃▄▅▆▇█"
 _ABSENT = "-"
 
 
 class Progress:
-    """Tells of each step as it ends. Steps count from 1; ``first_step`` is the first of this process."""
+    """The progress of a run on a stream. Steps count from 1; ``first_step`` is the first of this process."""
 
     def __init__(self, total_steps: int, first_step: int, stream: TextIO | None = None) -> None:
         stream = stream or sys.stdout
@@ -36,7 +35,7 @@ class Progress:
         )
 
     def update(self, step: int, metrics: Metrics) -> None:
-        """Show that ``step`` has ended."""
+        """Show a finished step."""
         step_s = metrics.get("time/step_s")
         if step_s is not None:
             self._times_s.append(step_s)
@@ -49,16 +48,8 @@ class Progress:
         return (self._total_steps - step) * sum(self._times_s) / len(self._times_s)
 
     def close(self) -> None:
-        """Leave the last state on the screen and give the terminal back."""
+        """Leave the last state on the screen and release the terminal."""
         self._view.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _View(Protocol):
@@ -68,7 +59,7 @@ class _View(Protocol):
 
 
 class _LineView:
-    """One line a step, for logs: every line stands alone, columns keep their width."""
+    """A display for logs: one line a step, with columns of fixed width."""
 
     def __init__(self, total_steps: int, stream: TextIO) -> None:
         self._total_steps = total_steps
@@ -82,7 +73,7 @@ class _LineView:
 
 
 class _LiveView:
-    """Two rows that stay at the bottom of a terminal; what else is printed scrolls above them."""
+    """A display for terminals: two rows that stay at the bottom, below all other output."""
 
     def __init__(self, total_steps: int, first_step: int, stream: TextIO) -> None:
         self._total_steps = total_steps
@@ -118,7 +109,7 @@ class _LiveView:
 
 
 def plain_line(step: int, total_steps: int, metrics: Metrics, remaining_s: float | None) -> str:
-    """E.g. ``step 12/60  reward 0.53  entropy 0.81 ...``; numbers that do not exist are a dash."""
+    """The line of a step, ``step 12/60  reward 0.53  entropy 0.81 ...``, with a dash for a missing number."""
     count = f"step {step:>{len(str(total_steps))}}/{total_steps}"
     values = [f"{name} {value}" for name, value in shown_values(metrics)]
     tokens = f"tokens/s {_number(metrics, 'time/tokens_per_s', '.0f', 6)}"
@@ -127,7 +118,7 @@ def plain_line(step: int, total_steps: int, metrics: Metrics, remaining_s: float
 
 
 def shown_values(metrics: Metrics) -> list[tuple[str, str]]:
-    """Names and values that both displays show, at fixed widths."""
+    """Names and values of both displays, at fixed widths."""
     low = _number(metrics, "bapo/clip_low", ".2f", 4)
     high = _number(metrics, "bapo/clip_high", ".2f", 4)
     return [
@@ -139,7 +130,7 @@ def shown_values(metrics: Metrics) -> list[tuple[str, str]]:
 
 
 def sparkline(values: list[float]) -> str:
-    """The course of ``values`` in one character each, between their smallest and largest."""
+    """A plot of ``values``, one character each, between their minimum and maximum."""
     if not values:
         return ""
     low, high = min(values), max(values)

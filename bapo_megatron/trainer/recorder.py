@@ -1,34 +1,35 @@
-"""Everything a run leaves behind for people: metrics, journal, events, and the progress line."""
+"""The record of a run for people: metrics, events, the progress line, and the engine mismatch check."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 import torch
 
-from bapo_megatron.algo.bounds import BoundsConfig
-from bapo_megatron.algo.objective import update_metric_names
 from bapo_megatron.checkpoint.store import Saved
-from bapo_megatron.config import RunConfig
+from bapo_megatron.config import AlgorithmConfig, RunConfig
 from bapo_megatron.config.validation import flat
+from bapo_megatron.errors import GapError
+from bapo_megatron.runtime.distributed import share
 from bapo_megatron.runtime.jsonl_log import EventLog
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.metrics_log import MetricsLog
 from bapo_megatron.trainer.progress import Progress
 from bapo_megatron.types import Metrics, StepBatch
 
 
 class Recorder:
-    """Writes a run's record. Lives on rank 0; steps count from 1."""
+    """The writer of a run's metrics, events and progress, on rank 0. Steps count from 1."""
 
     def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:
         directory = config.directory
         settings = {name: str(value) for name, value in flat(config).items()}
         self._metrics = MetricsLog(directory, config.logging, first_step - 1, settings)
         self._progress = Progress(config.steps, first_step)
-        self._events = EventLog(directory / "events.jsonl")
+        self._events = EventLog(RunPaths(directory).events)
         if not has_work:
             print(f"{directory} has made its {config.steps} steps; more --steps or another --run-dir go on")
             return
@@ -47,69 +48,72 @@ class Recorder:
         self._progress.update(step, metrics)
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
-        """Write what the weights that ``step`` has made are worth on held-out problems."""
+        """Write the held-out metrics of the weights after ``step``, unless they were written before."""
         if self._metrics.write_evaluation(step, metrics):
             self._events.event("evaluation", step=step, mean=metrics["eval/mean"])
 
     def engine_gap(self, step: int, message: str, on_gap: Literal["warn", "stop"]) -> None:
-        """Note that engine and trainer disagree; say so unless the run stops with the same words."""
+        """Record a gap between engine and trainer; print it unless the run stops with the same message."""
         self._events.event("engine_gap", step=step, on_gap=on_gap, message=message)
         if on_gap == "warn":
             print(f"warning: {message}", flush=True)
 
     def saving(self, step: int, stall_s: float) -> None:
-        """Note that a checkpoint is being written, and how long the training stood still for it."""
+        """Record that a checkpoint was begun, and for how many seconds training stopped for it."""
         self._events.event("saving", step=step, stall_s=round(stall_s, 3))
 
     def checkpoint(self, saved: Saved) -> None:
-        """Note a checkpoint that is whole."""
+        """Record a checkpoint that is whole."""
         self._events.event(
             "checkpoint", step=saved.step, updates=saved.updates, seconds=round(saved.seconds, 3)
         )
 
     def export(self, step: int, path: Path) -> None:
-        """Note the final Hugging Face folder."""
+        """Record the final Hugging Face folder."""
         self._events.event("export", step=step, path=str(path))
 
     def event(self, event: dict[str, Any]) -> None:
-        """Note what has happened elsewhere: a kind and its fields."""
+        """Record an event: its kind and its fields."""
         self._events.event(**event)
 
     def close(self) -> None:
-        """Flush and release everything."""
+        """Flush and close all files and displays."""
         self._progress.close()
         self._metrics.close()
         self._events.close()
 
 
 class StepClock:
-    """Seconds of the parts of a step."""
+    """A stopwatch for the parts of a step."""
 
     def __init__(self) -> None:
         self._start = self._last = perf_counter()
         self._laps: Metrics = {}
 
     def lap(self, part: str) -> None:
-        """The time since the last lap was spent on ``part``."""
+        """Count the seconds since the last lap for ``part``."""
         now = perf_counter()
         self._laps[f"time/{part}_s"] = now - self._last
         self._last = now
 
     @property
     def total_s(self) -> float:
-        """From the beginning to the last lap."""
+        """Seconds from the start to the last lap."""
         return self._last - self._start
 
     def metrics(self) -> Metrics:
-        """All laps, and their sum."""
+        """The seconds of all laps, and their sum."""
         return {**self._laps, "time/step_s": self.total_s}
 
 
 def step_metrics(
-    batch: StepBatch, updates: Sequence[Metrics], clock: StepClock, config: BoundsConfig
+    batch: StepBatch, updates: Sequence[Metrics], clock: StepClock, names: Sequence[str]
 ) -> Metrics:
-    """One flat row: what sampling measured, the means (or maxima) over the step's updates, and the times."""
-    means = _means(updates, update_metric_names(config))
+    """The metrics of a step: of sampling, the means (or maxima) over its updates, and the times.
+
+    ``names`` are the metrics that an update has: a step without updates has them as None.
+    """
+    means = _means(updates, names)
     metrics = {**batch.metrics, **means, "policy/updates": len(updates), **clock.metrics()}
     seconds = metrics["time/step_s"] or 1.0
     metrics["time/tokens_per_s"] = (metrics.get("rollout/tokens") or 0.0) / seconds
@@ -117,7 +121,7 @@ def step_metrics(
 
 
 def _means(updates: Sequence[Metrics], expected: Sequence[str]) -> Metrics:
-    """Mean of each metric over the updates that have it, of a maximum the largest; None where none has."""
+    """Each metric's mean over the updates that have it, or its maximum if it is one; None if none has it."""
     found = (name for update in updates for name in update if "/" in name)  # not `epoch`, `version`
     names = dict.fromkeys([*expected, *found])
     means: Metrics = {}
@@ -128,3 +132,37 @@ def _means(updates: Sequence[Metrics], expected: Sequence[str]) -> Metrics:
         else:
             means[name] = sum(values) / len(values) if values else None
     return means
+
+
+def check_engine_gap(
+    config: AlgorithmConfig, step: int, updates: Sequence[Metrics], recorder: Recorder | None
+) -> None:
+    """The engine mismatch check (``algo/measurements/engine_gap.py``), once the step is recorded.
+
+    A gap above its limits is a warning, or GapError on every rank. ``updates``: the metrics of the step's
+    updates, equal on every rank.
+    """
+    excess = list(gap_excess(config, updates))
+    if not excess:
+        return
+    message = f"step {step}: engine and trainer differ about the same tokens: {'; '.join(excess)}"
+    if recorder:
+        recorder.engine_gap(step, message, config.on_gap)
+    if config.on_gap == "stop":
+        share(None)  # the first process to fail ends the others: rank 0 must have written
+        raise GapError(
+            f"{message}. Do the engines have the trainer's weights, temperature and precision? "
+            f"If the gap is known and harmless, raise the limit or set algorithm.on_gap=warn"
+        )
+
+
+def gap_excess(config: AlgorithmConfig, updates: Sequence[Metrics]) -> Iterator[str]:
+    """Each gap above its limit, with both numbers."""
+    limits = {"mean": config.gap_mean_limit, "max": config.gap_max_limit}
+    for name, limit in limits.items():
+        for update in updates:
+            gap = update[f"rollout/engine_gap_{name}"]
+            if limit is not None and gap is not None and not gap <= limit:  # nan is above any limit
+                yield (
+                    f"rollout/engine_gap_{name} is {gap:.3g} nats, above algorithm.gap_{name}_limit={limit:g}"
+                )

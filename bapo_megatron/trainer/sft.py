@@ -1,4 +1,4 @@
-"""Supervised warm start: next-token training on solutions, through the same policy and packs as RL."""
+"""Supervised fine-tuning, the warm start before RL: next-token training on solutions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bapo_megatron.types import MicroBatch, Prompt, TokenStats
 
 
 def run_sft(config: SftConfig) -> None:
-    """Train and write the HF folder. Process groups must exist."""
+    """Train a model on solutions and write its HF folder. Process groups must exist."""
     policy = MegatronPolicy(
         config.model, config.parallel, config.batch, config.optimizer, planned_updates=config.updates
     )
@@ -36,12 +36,12 @@ def run_sft(config: SftConfig) -> None:
 
 
 def next_token_loss(stats: TokenStats, batch: MicroBatch) -> Tensor:
-    """Cross entropy: minus the log-prob of each response token, summed; and the count of tokens."""
+    """The cross entropy: minus the log-probs of the response tokens, summed; and the number of tokens."""
     return torch.stack([-(stats.log_prob_T * batch.weight_T).sum(), batch.mask_T.sum()])
 
 
 def _batches(config: SftConfig) -> Iterator[list[Sample]]:
-    """Random samples without repetition until all have been used, then in a new order."""
+    """Batches of samples in random order; a new order once all samples have been used."""
     samples = load_solutions(config, load_tokenizer(config.model.hf_path))
     generator = np.random.default_rng(config.seed)
     order: list[int] = []
@@ -53,7 +53,7 @@ def _batches(config: SftConfig) -> Iterator[list[Sample]]:
 
 
 def load_solutions(config: SftConfig, tokenizer: Any) -> list[Sample]:
-    """Every problem with its solution as the response."""
+    """The training samples: every problem with its solution as the response. ConfigError if one has none."""
     problems = load_prompts(config.data.path, tokenizer, config.data.max_prompt_tokens)
 
     def sample(prompt: Prompt) -> Sample:

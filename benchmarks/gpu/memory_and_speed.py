@@ -11,9 +11,8 @@ import torch
 
 from bapo_megatron.algo.bapo import paper
 from bapo_megatron.commands.plan.hardware import GB, GPUS
-from bapo_megatron.commands.plan.job import Job
+from bapo_megatron.commands.plan.job import Job, PlanOptions
 from bapo_megatron.commands.plan.memory import stage_memory
-from bapo_megatron.commands.plan.options import PlanOptions
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,

@@ -33,37 +33,37 @@ Needs = Literal["bounds that move", "bounds at rest"]
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison: a method, averaged over settings."""
+    """One side of a claim: a method, averaged over staleness settings."""
 
     method: str
     settings: tuple[str, ...]
 
     @property
     def label(self) -> str:
-        """For a table."""
+        """Name of the side in a table."""
         return f"{self.method} ({', '.join(self.settings) or 'left out'})"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the paper, and what would show it here."""
+    """A claim of the paper, as a difference between two sides in one figure."""
 
     text: str
     source: str
     figure: str
-    """The one that is compared, a key of ``SMALLEST``."""
+    """The figure that is compared, a key of ``SMALLEST``."""
     sign: int
-    """Of the difference ``side - other`` that is claimed."""
+    """Claimed sign of the difference ``side - other``."""
     side: Side
     other: Side | None
-    """None: the number 1/2."""
+    """The side compared with. None: the number 1/2."""
     needs: Needs | None = None
-    """Of ``side``: what the claim is about."""
+    """Property of ``side`` without which the claim does not apply."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim and what the study says of it."""
+    """A claim with its effect and its verdict."""
 
     claim: Claim
     effect: Effect | None
@@ -73,13 +73,13 @@ class Finding:
 
 
 def findings(records: Sequence[ArmRecord], settings: Sequence[str]) -> list[Finding]:
-    """All claims, judged on the runs that there are, in those of their settings that the study has."""
-    return [judge(records, within(claim, settings)) for claim in CLAIMS]
+    """The findings of a study: all claims, judged on its runs, within the settings that it has."""
+    return [judge(records, limited_to(claim, settings)) for claim in CLAIMS]
 
 
 def judge(records: Sequence[ArmRecord], claim: Claim) -> Finding:
-    """One claim, on the runs that there are."""
-    effect = paired_effect(differences(records, claim))
+    """The finding for one claim."""
+    effect = paired_effect(side_differences(records, claim))
     shares = by_seed(records, claim.side, "moved").values()
     moved = fmean(shares) if shares else None
     if claim.needs and moved is not None and (moved < AT_REST) != (claim.needs == "bounds at rest"):
@@ -87,8 +87,8 @@ def judge(records: Sequence[ArmRecord], claim: Claim) -> Finding:
     return Finding(claim, effect, verdict(effect, claim.sign, SMALLEST[claim.figure]), moved)
 
 
-def within(claim: Claim, settings: Sequence[str]) -> Claim:
-    """The claim for a study that leaves settings out: a mean over several is one over those that are left."""
+def limited_to(claim: Claim, settings: Sequence[str]) -> Claim:
+    """The claim restricted to the settings that a study has: a mean over fewer."""
 
     def cut(side: Side) -> Side:
         return replace(side, settings=tuple(name for name in side.settings if name in settings))
@@ -113,8 +113,8 @@ def best_preset(records: Sequence[ArmRecord], settings: Sequence[str]) -> list[t
     return [(best.method, judge(records, claim)) for claim in rivals]
 
 
-def differences(records: Sequence[ArmRecord], claim: Claim) -> list[float]:
-    """``side - other`` in the claim's figure, one for each seed for which both are there.
+def side_differences(records: Sequence[ArmRecord], claim: Claim) -> list[float]:
+    """``side - other`` in the claim's figure, one for each seed that has both sides.
 
     Settings are averaged within a seed first: they share its prompts and are no runs of their own luck.
     """
@@ -126,7 +126,7 @@ def differences(records: Sequence[ArmRecord], claim: Claim) -> list[float]:
 
 
 def by_seed(records: Sequence[ArmRecord], side: Side, figure: str) -> dict[int, float]:
-    """A side's figure for each seed that has all its settings measured, by seed."""
+    """A side's figure by seed, for each seed that has all its settings measured."""
     found: dict[int, float] = {}
     if not side.settings:
         return found

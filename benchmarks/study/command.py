@@ -1,4 +1,4 @@
-"""`bapo study staleness`."""
+"""The command `bapo study staleness`: run the arms that are missing, then write the document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.study.claims import findings
 from benchmarks.study.lives import Life, Main
 from benchmarks.study.measures import read_arm
 from benchmarks.study.options import StudyOptions
-from benchmarks.study.plan import Arm, Plan, check_same_study, make_plan, store_plan
+from benchmarks.study.plan import Arm, StudyPlan, check_same_study, make_study_plan, store_plan
 from benchmarks.study.runner import Failure, log_of, run_arms
 
 USAGE = "usage: bapo study staleness [flags]; `bapo study staleness --help` lists them"
@@ -32,7 +32,7 @@ def study_command(arguments: Sequence[str], main: Main) -> int:
             return 0
         raise ConfigError(USAGE)
     options = tyro.cli(StudyOptions, prog="bapo study staleness", args=list(arguments[1:])).resolved()
-    plan = make_plan(options)
+    plan = make_study_plan(options)
     if options.analyse:
         check_same_study(plan)
         write_study(plan, [])
@@ -47,7 +47,7 @@ def study_command(arguments: Sequence[str], main: Main) -> int:
     return 1 if failures else 0
 
 
-def _run(plan: Plan, main: Main) -> list[Failure]:
+def _run(plan: StudyPlan, main: Main) -> list[Failure]:
     """The arms that are not done, each in a fork of this process, which has imported what they need."""
 
     threads = max(1, (os.cpu_count() or 1) // plan.options.parallel)
@@ -58,7 +58,7 @@ def _run(plan: Plan, main: Main) -> list[Failure]:
     return run_arms(plan.arms, start, plan.options.parallel, lambda text: print(text, flush=True))
 
 
-def write_study(plan: Plan, failures: Sequence[Failure]) -> None:
+def write_study(plan: StudyPlan, failures: Sequence[Failure]) -> None:
     """The document of the arms that are done, and its pictures beside it. ConfigError if there are none."""
     from benchmarks.study.document import document
     from benchmarks.study.figures import draw_study

@@ -1,4 +1,4 @@
-"""What a study has found, as a Markdown document. Every number and verdict is worked out of the runs."""
+"""The study's Markdown document. Every number and verdict is worked out of the runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.study.document_text import (
 )
 from benchmarks.study.measures import ArmRecord
 from benchmarks.study.methods import BASELINE, METHODS, SETTINGS, STALE
-from benchmarks.study.plan import Plan
+from benchmarks.study.plan import StudyPlan
 from benchmarks.study.runner import Failure
 
 COLUMNS: dict[str, str] = {
@@ -44,7 +44,7 @@ _DIGITS = {"spikes": 1, "clipped": 4, "moved": 2, "clip_low": 2, "clip_high": 2}
 
 
 def document(
-    plan: Plan,
+    plan: StudyPlan,
     records: Sequence[ArmRecord],
     found: Sequence[Finding],
     failures: Sequence[Failure],
@@ -66,7 +66,7 @@ def document(
     return "\n\n".join(parts) + "\n"
 
 
-def _summary(plan: Plan, records: Sequence[ArmRecord], failures: Sequence[Failure]) -> str:
+def _summary(plan: StudyPlan, records: Sequence[ArmRecord], failures: Sequence[Failure]) -> str:
     """How much of it there is, before anything else."""
     options = plan.options
     quick = " (`--quick`: it shows that the study works, and little else)" if options.quick else ""
@@ -84,7 +84,7 @@ def _summary(plan: Plan, records: Sequence[ArmRecord], failures: Sequence[Failur
     return "\n".join(lines)
 
 
-def _settings(plan: Plan) -> str:
+def _settings(plan: StudyPlan) -> str:
     base = plan.base
     rows = [
         ("recipe", f"`{plan.options.recipe.name}`"),
@@ -103,7 +103,7 @@ def _settings(plan: Plan) -> str:
     return _table(["", ""], rows)
 
 
-def _responses(plan: Plan) -> Iterator[tuple[str, int]]:
+def _responses(plan: StudyPlan) -> Iterator[tuple[str, int]]:
     """Most responses of one update, by setting."""
     rollout = plan.base.rollout
     for name in plan.options.settings:
@@ -203,7 +203,7 @@ def _cells(cell: Sequence[ArmRecord]) -> Iterator[str]:
         yield f"{sum(one.figures[name] for one in cell):.0f} of {len(cell)}"
 
 
-def _together(plan: Plan, records: Sequence[ArmRecord]) -> str:
+def _together(plan: StudyPlan, records: Sequence[ArmRecord]) -> str:
     """Methods over the stale settings by reuse, on the seeds that have all of them."""
     settings = tuple(name for name in STALE if name in plan.options.settings)
     if not settings:
@@ -223,7 +223,7 @@ def _together(plan: Plan, records: Sequence[ArmRecord]) -> str:
     )
 
 
-def _against_grpo(plan: Plan, records: Sequence[ArmRecord]) -> str:
+def _against_grpo(plan: StudyPlan, records: Sequence[ArmRecord]) -> str:
     """Differences in held-out problems, paired by seed."""
     settings = [name for name in (*STALE, "partial") if name in plan.options.settings]
     rows = []
@@ -252,7 +252,7 @@ def _entropy_and_learning(records: Sequence[ArmRecord]) -> Iterator[str]:
         )
 
 
-def _best(plan: Plan, records: Sequence[ArmRecord]) -> Iterator[str]:
+def _best(plan: StudyPlan, records: Sequence[ArmRecord]) -> Iterator[str]:
     """Which preset of BAPO did best, and whether that could be luck."""
     compared = best_preset(records, plan.options.settings)
     if compared:

@@ -1,4 +1,4 @@
-"""The sentences of a study's document that no run changes."""
+"""The constant prose of a study's document."""
 
 from benchmarks.study.claims import AT_REST
 from benchmarks.study.measures import COLLAPSE_SHARE, ENTROPY_SHARE, SPIKE_FACTOR, SPIKE_WINDOW

@@ -1,4 +1,4 @@
-"""One process of an arm: forked from this one, so that the imports are paid once for all arms."""
+"""The process of one arm: forked from this one, so that the imports are paid once for all arms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CRASHED = 70
 
 
 class Life:
-    """``main(command)`` in a process of its own, which writes to ``log`` and dies with this one.
+    """A forked process that runs ``main(command)``, writes to ``log`` and dies with this one.
 
     This process must not have computed anything yet: a fork does not take the threads of torch along.
     """
@@ -31,14 +31,14 @@ class Life:
             _live(main, command, log, threads, study)
 
     def code(self) -> int | None:
-        """Its exit code, negative for a signal; None while it lives."""
+        """The exit code, negative for a signal; None while it lives."""
         if self._code is None:
             found, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if found else None
         return self._code
 
     def tell(self, number: signal.Signals) -> None:
-        """Send it a signal, if it lives."""
+        """Send the process a signal, if it lives."""
         if self.code() is None:
             os.kill(self.pid, number)
 
@@ -75,7 +75,7 @@ def _write_to(log: Path) -> None:
 
 
 def _limit_threads(threads: int) -> None:
-    """Of this process and of those that it starts."""
+    """Limit the threads of this process and of those that it starts."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if "torch" in sys.modules:
         import torch

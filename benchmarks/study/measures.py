@@ -1,4 +1,4 @@
-"""What a study reads off one run: pure functions on its curves, and the figures of an arm.
+"""Measures of one run: pure functions on its curves, and the figures of an arm.
 
 Legend: ``_S`` steps, ``_U`` updates. NaN where nothing was measured.
 """
@@ -16,7 +16,7 @@ from benchmarks.study.plan import Arm
 
 SPIKE_FACTOR = 3.0
 SPIKE_WINDOW = 10
-"""Steps that the running median is over."""
+"""Steps of the running median that a spike is measured against."""
 SPIKE_HISTORY = 4
 """Steps that must lie before one that can have a spike."""
 COLLAPSE_SHARE = 0.5
@@ -36,15 +36,15 @@ METRICS = {
 
 @dataclass(frozen=True)
 class ArmRecord:
-    """A finished arm in figures and curves."""
+    """The result of a finished arm: figures and curves."""
 
     method: str
     setting: str
     seed: int
     figures: dict[str, float]
-    """Those of ``figures_of``, and ``held_out``, the last ``eval/mean``; NaN where the run does not say."""
+    """Numbers of ``figures_of``, and ``held_out``, the last ``eval/mean``; NaN where the run does not say."""
     curves: dict[str, Series]
-    """Those of ``curves_of``, and ``held_out``."""
+    """Series of ``curves_of``, and ``held_out``."""
 
 
 def window_of(steps: int) -> int:
@@ -128,7 +128,7 @@ def in_blocks(values_S: np.ndarray, blocks: int) -> np.ndarray:
 
 
 def figures_of(run: RunRecord, steps: int) -> dict[str, float]:
-    """What is left of a run of a study of ``steps``; NaN where the run does not say."""
+    """The figures of a run of a study of ``steps``; NaN where the run does not say."""
     curves = curves_of(run, steps)
     reward, entropy = curves["reward"].value, curves["entropy"].value
     first = first_entropy(run, max(1, len(run.steps) // steps))

@@ -1,4 +1,4 @@
-"""What a study compares: methods and kinds of staleness, each as the flags of `bapo train` that make it."""
+"""Methods and staleness settings that a study compares, each as the flags of `bapo train` that make it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BAPO = ("paper", "balanced", "balanced_half", "published_code")
 
 @dataclass(frozen=True)
 class Method:
-    """A way to use a batch."""
+    """A method: clipping bounds, advantages and PAPO."""
 
     name: str
     bounds: BoundsConfig
@@ -35,12 +35,12 @@ class Method:
 
     @property
     def label(self) -> str:
-        """For a legend."""
+        """Name of the method in a legend."""
         return f"{self.name}, {self.detail}"
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """All of the bounds' fields, so that the recipe's own do not matter."""
+        """The flags that make it: all fields of the bounds, so that the recipe's own do not matter."""
         fields = dataclasses.asdict(self.bounds).items()
         bounds = (f"--algorithm.bounds.{name.replace('_', '-')}={value}" for name, value in fields)
         return (*bounds, "--algorithm.polarity." + ("enabled" if self.polarity else "no-enabled"))
@@ -61,16 +61,16 @@ METHODS = {
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Where staleness comes from, and how much of it there is."""
+class StalenessSetting:
+    """A source and degree of staleness: reuse, partial rollout, or smaller steps."""
 
     label: str
     epochs: int = 1
     """Passes over each batch."""
     updates: int = 1
-    """Optimizer steps in each pass."""
+    """Optimizer updates in each pass."""
     in_segments: bool = False
-    """Partial rollout: a response goes on under newer weights."""
+    """Partial rollout: a response continues under newer weights."""
     split: int = 1
     """The batch is cut into so many steps of their own: fresh samples for each update."""
 
@@ -85,11 +85,11 @@ class Setting:
         return steps * matched.epochs * matched.updates if self.split > 1 else steps
 
     def work(self, steps: int) -> float:
-        """About how long an arm of so many steps takes: sampling is as long as a few updates."""
+        """Rough duration of an arm of so many steps: sampling takes as long as a few updates."""
         return steps * (_SAMPLING_UPDATES + self.epochs * self.updates)
 
     def flags(self, base: RunConfig) -> tuple[str, ...]:
-        """The fields that make it. ConfigError if the recipe's batch cannot be split so."""
+        """The flags that make it. ConfigError if the recipe's batch cannot be split so."""
         prompts, rest = divmod(base.rollout.prompts_per_step, self.split)
         if rest or not prompts:
             raise ConfigError(
@@ -119,21 +119,21 @@ def _segment_flags(base: RunConfig) -> tuple[str, ...]:
 
 
 SETTINGS = {
-    "fresh": Setting("on-policy"),
-    "stale_3": Setting("up to 3 updates stale", 2, 2),
-    "stale_7": Setting("up to 7 updates stale", 2, 4),
-    "stale_15": Setting("up to 15 updates stale", 4, 4),
-    "partial": Setting("partial rollout, and reuse up to 3", 2, 2, in_segments=True),
-    "fresh_matched": Setting("on-policy, as many updates as `stale_7`", split=4),
+    "fresh": StalenessSetting("on-policy"),
+    "stale_3": StalenessSetting("up to 3 updates stale", 2, 2),
+    "stale_7": StalenessSetting("up to 7 updates stale", 2, 4),
+    "stale_15": StalenessSetting("up to 15 updates stale", 4, 4),
+    "partial": StalenessSetting("partial rollout, and reuse up to 3", 2, 2, in_segments=True),
+    "fresh_matched": StalenessSetting("on-policy, as many updates as `stale_7`", split=4),
 }
 REUSE = ("fresh", "stale_3", "stale_7", "stale_15")
-"""Rising staleness by reuse."""
+"""Settings of rising staleness by reuse."""
 STALE = ("stale_3", "stale_7", "stale_15")
 MATCHED = "fresh_matched"
 
 
 def is_run(method: str, setting: str) -> bool:
-    """Whether the pair needs a run of its own.
+    """Whether the pair of method and setting needs a run of its own.
 
     On-policy every ratio is 1 and no bound clips anything, so methods that differ by their bounds make the
     same updates: GRPO's run stands for them. The matched run is a control of the baseline alone.

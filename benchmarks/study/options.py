@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from annotated_types import Ge, Gt
 
+from bapo_megatron.config.validation import out_of_range, raise_problems
 from bapo_megatron.errors import ConfigError
 from benchmarks.study.methods import METHODS, SETTINGS
 
@@ -17,38 +19,38 @@ QUICK_STEPS, QUICK_SEEDS = 6, 2
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """What is run, where, and what is written."""
+    """The flags of the study: what is run, where, and what is written."""
 
     folder: Path = Path("runs/study")
-    """Where the arms are; a study that is there is continued."""
+    """Folder of the arms; a study that is there is continued."""
     recipe: Path = RECIPE
     """Task, model and learning rate of all arms."""
-    seeds: int = 5
+    seeds: Annotated[int, Ge(1)] = 5
     """Runs of each arm: seeds 0, 1, ..."""
-    steps: int | None = None
+    steps: Annotated[int | None, Ge(1)] = None
     """Steps of each arm. None: the recipe's."""
-    lr: float | None = None
+    lr: Annotated[float | None, Gt(0)] = None
     """Peak learning rate. None: the recipe's."""
-    parallel: int = 2
-    """Arms at a time."""
+    parallel: Annotated[int, Ge(1)] = 2
+    """Arms that run at the same time."""
     methods: tuple[str, ...] = tuple(METHODS)
-    """Of grpo, clip_higher, paper, balanced, balanced_half, published_code, papo_grpo, papo."""
+    """Methods: grpo, clip_higher, paper, balanced, balanced_half, published_code, papo_grpo, papo."""
     settings: tuple[str, ...] = tuple(SETTINGS)
-    """Of fresh, stale_3, stale_7, stale_15, partial, fresh_matched."""
+    """Staleness settings: fresh, stale_3, stale_7, stale_15, partial, fresh_matched."""
     quick: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Only grpo and balanced, fresh and stale_7, two seeds of six steps: to see that it works."""
     analyse: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Run nothing; write the document of the arms that are done, also while others run."""
     write: Path | None = None
-    """The document. None: FOLDER/study.md. Its pictures lie beside it, in figures/."""
+    """Path of the document. None: FOLDER/study.md. Its pictures lie beside it, in figures/."""
 
     @property
     def document(self) -> Path:
-        """Where the document goes."""
+        """Path of the document."""
         return self.write or self.folder / "study.md"
 
     def resolved(self) -> StudyOptions:
-        """With ``quick`` spelled out."""
+        """The options with ``quick`` spelled out."""
         if not self.quick:
             return self
         return replace(
@@ -61,12 +63,7 @@ class StudyOptions:
 
     def check(self) -> None:
         """Raise ConfigError for what cannot be done."""
-        for name in ("seeds", "steps", "parallel"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name} {value} must be at least 1")
-        if self.lr is not None and not self.lr > 0:
-            raise ConfigError(f"--lr {self.lr} must be above 0")
+        raise_problems(list(out_of_range(self)))
         for name, known in (("methods", METHODS), ("settings", SETTINGS)):
             given: tuple[str, ...] = getattr(self, name)
             if unknown := [one for one in given if one not in known]:

@@ -1,4 +1,4 @@
-"""Differences between two arms, paired by seed, and what may be said of a claim about them."""
+"""Paired differences between two arms, seed by seed, and the verdict on a claim about them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Verdict = Literal["seen", "not seen", "opposite", "not distinguishable", "not tr
 
 @dataclass(frozen=True)
 class Effect:
-    """A mean difference over seeds."""
+    """A mean difference over seeds, with its interval."""
 
     mean: float
     low: float
-    """Lower end of its interval; minus infinity for a single seed."""
+    """Lower end of the interval; minus infinity for a single seed."""
     high: float
     pairs: int
     """Seeds that both sides have."""

@@ -1,4 +1,4 @@
-"""The arms of a study: one `bapo train` command for each method, setting and seed. study.json holds them."""
+"""The plan of a study: one `bapo train` command for each method, setting and seed, stored in study.json."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.metrics_log import evaluation_means
 from benchmarks.study.methods import METHODS, SETTINGS, is_run, stand_in
 from benchmarks.study.options import StudyOptions
@@ -25,7 +26,7 @@ _EVALUATIONS = (4, 3, 2, 1)
 
 @dataclass(frozen=True)
 class Arm:
-    """One run of the study."""
+    """One arm: a run of one method, setting and seed."""
 
     method: str
     setting: str
@@ -35,15 +36,15 @@ class Arm:
     command: tuple[str, ...]
     """Arguments of ``bapo``."""
     work: float = 1.0
-    """About how long it takes, in a unit of all arms."""
+    """Rough duration, in a unit of all arms."""
 
     @property
     def name(self) -> str:
-        """Names the run directory."""
+        """Name of the run directory."""
         return self.run_dir.name
 
     evaluates: bool = False
-    """Whether the weights of its last step are asked held-out problems."""
+    """Whether the weights of its last step are evaluated on held-out problems."""
 
     def is_done(self) -> bool:
         """Whether the weights of its last step are exported and, if they are to be, evaluated."""
@@ -51,14 +52,14 @@ class Arm:
         return evaluated and self._has("export")
 
     def _has(self, kind: str) -> bool:
-        log = self.run_dir / "events.jsonl"
+        log = RunPaths(self.run_dir).events
         rows = read_jsonl(log) if log.exists() else []
         return any(row.get("kind") == kind and row.get("step") == self.steps for row in rows)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All arms, and what they have in common."""
+class StudyPlan:
+    """The plan of a study: all its arms, and what they have in common."""
 
     options: StudyOptions
     base: RunConfig
@@ -78,8 +79,8 @@ class Plan:
         }
 
 
-def make_plan(options: StudyOptions) -> Plan:
-    """The arms, seed by seed: if the study is cut, all methods have the same seeds.
+def make_study_plan(options: StudyOptions) -> StudyPlan:
+    """The plan of a study, seed by seed: if it is cut, all methods have the same seeds.
 
     Methods share seeds, and so prompts. ConfigError if the recipe does not serve.
     """
@@ -95,7 +96,7 @@ def make_plan(options: StudyOptions) -> Plan:
     arms = [_arm(options, base, *pair, seed) for seed in range(options.seeds) for pair in pairs]
     if not arms:
         raise ConfigError("--methods and --settings leave no arm: `fresh_matched` needs the method grpo")
-    return Plan(options, base, tuple(arms))
+    return StudyPlan(options, base, tuple(arms))
 
 
 def _arm(options: StudyOptions, base: RunConfig, method: str, setting: str, seed: int) -> Arm:
@@ -127,7 +128,7 @@ def _save_flags(base: RunConfig, steps: int) -> list[str]:
     return flags
 
 
-def store_plan(plan: Plan) -> None:
+def store_plan(plan: StudyPlan) -> None:
     """Write study.json, and make the folder of the document: better now than after the runs. ConfigError if
     that cannot be done, or if the study there is another."""
     described = check_same_study(plan)
@@ -141,7 +142,7 @@ def store_plan(plan: Plan) -> None:
     write_atomically(plan.options.folder / PLAN, json.dumps(described, indent=2) + "\n")
 
 
-def check_same_study(plan: Plan) -> dict[str, Any]:
+def check_same_study(plan: StudyPlan) -> dict[str, Any]:
     """What study.json is to hold. ConfigError if the folder has a study whose arms were made otherwise.
 
     Methods, settings and seeds may be added or left out: arms that are there stay.

@@ -1,4 +1,4 @@
-"""Runs the arms of a study, some at a time; goes on where it was stopped; a failure ends no other arm."""
+"""The runner of a study: some arms at a time, continued where it was stopped; a failure ends no other arm."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _INTERRUPTED = 85
 
 
 class Process(Protocol):
-    """An arm at work."""
+    """The process of an arm, as the runner sees it."""
 
     def code(self) -> int | None:
-        """Its exit code; None while it lives."""
+        """The exit code; None while it lives."""
 
     def tell(self, number: signal.Signals) -> None:
-        """Send it a signal, if it lives."""
+        """Send the process a signal, if it lives."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An arm that has ended and is not done."""
+    """An arm that has ended and is not done, with the reason."""
 
     arm: Arm
     reason: str
@@ -63,7 +63,7 @@ def run_arms(
 
 
 class _Bench:
-    """Arms that wait, arms at work, and what has become of the others."""
+    """The queue of arms: those that wait, those at work, and what has become of the others."""
 
     def __init__(
         self,
@@ -104,14 +104,14 @@ class _Bench:
 
 
 class Clock:
-    """What is left of a study, from the time that a unit of work has taken so far."""
+    """The estimate of the time left, from what a unit of work has taken so far."""
 
     def __init__(self, work: float, parallel: int) -> None:
         self._left, self._parallel = work, parallel
         self._spent = self._spent_s = 0.0
 
     def ended(self, work: float, seconds: float) -> None:
-        """A piece of work has taken so long."""
+        """Record that a piece of work took so long."""
         self._left -= work
         self._spent += work
         self._spent_s += seconds
@@ -128,7 +128,7 @@ def _failure(arm: Arm, code: int | None) -> Failure | None:
 
 
 def log_of(arm: Arm) -> str:
-    """Where an arm's output goes: beside its run directory."""
+    """The path of an arm's log, beside its run directory."""
     return f"{arm.run_dir}.log"
 
 

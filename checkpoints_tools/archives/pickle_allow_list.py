@@ -1,8 +1,9 @@
-"""Reads pickles without running anything that they name.
+"""A pickle reader that runs nothing of what a pickle names.
 
 Checkpoints of torch hold pickles, and a pickle may call any function of any module. Here nothing is ever
 imported for a file: a name in a pickle stands for a constant (``torch.bfloat16`` is "BF16"), for a builtin
-container, or for a ``Record`` that keeps what the class would have been given. Every other name is refused.
+container, or for a ``PickledObject`` that keeps what the class would have been given. Every other name is
+refused.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DTYPES = {
 DTYPE_BYTES = {
     "BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Bytes of an element of each."""
+"""Bytes of an element, by safetensors' name of its type."""
 
 _STORAGES = {
     "BFloat16Storage": "BF16",
@@ -84,17 +85,17 @@ _USELESS_OPCODES = (
 )  # fmt: skip
 
 
-class Record:
-    """Stands for an object of a class that a pickle names: what it was made from, none of its code."""
+class PickledObject:
+    """An object of a class that a pickle names: what it was made from, none of its code."""
 
     __slots__ = ("arguments", "state")
     class_name = ""
-    """Module and name, as the pickle gives them."""
+    """Module and name of the class, as the pickle gives them."""
 
     arguments: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *arguments: Any) -> Record:
+    def __new__(cls, *arguments: Any) -> PickledObject:
         """Keep the arguments of the class or function."""
         record = object.__new__(cls)
         record.arguments = arguments
@@ -111,7 +112,7 @@ class Record:
 
 
 def load_pickle(data: bytes, source: str, persistent: Callable[[Any], Any] | None = None) -> Any:
-    """The object in ``data``, of builtin values, safetensors' names of data types, and Records.
+    """The object in ``data``: builtin values, safetensors' names of data types, and ``PickledObject``.
 
     ``persistent`` turns a persistent identifier (torch's storages) into an object. CheckpointError, which
     names ``source``, for a damaged pickle and for one that names a class that no checkpoint needs.
@@ -136,7 +137,7 @@ class _Unpickler(pickle._Unpickler):
         super().__init__(io.BytesIO(data))
         self._source = source
         self._persistent = persistent
-        self._classes: dict[str, type[Record]] = {}
+        self._classes: dict[str, type[PickledObject]] = {}
 
     def find_class(self, module: str, name: str, /) -> Any:
         full = f"{module}.{name}"
@@ -149,7 +150,9 @@ class _Unpickler(pickle._Unpickler):
             )
         if full not in self._classes:
             # A class of this file alone: a pickle may set attributes of a class.
-            self._classes[full] = type("Record", (Record,), {"class_name": full, "__slots__": ()})
+            self._classes[full] = type(
+                "PickledObject", (PickledObject,), {"class_name": full, "__slots__": ()}
+            )
         return self._classes[full]
 
     def persistent_load(self, pid: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Writes pickles that name classes of torch, without importing torch.
+"""A pickle writer that names classes of torch without importing torch.
 
 The pickle module imports what it names. These few objects say instead what is to be named, called or made
 when the pickle is read; everything else is what it is.
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """The class, function or constant ``name`` of ``module``."""
+    """A reference to the class, function or constant ``name`` of ``module``."""
 
     module: str
     name: str
@@ -23,7 +23,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What ``function`` returns for ``arguments``."""
+    """A call of ``function`` with ``arguments``, made by the reader of the pickle."""
 
     function: Name
     arguments: tuple[Any, ...]
@@ -40,7 +40,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """What the reader of the pickle knows under ``key``."""
+    """A reference to what the reader of the pickle knows under ``key``."""
 
     key: tuple[Any, ...]
 

@@ -1,4 +1,4 @@
-"""The bytes of ``torch.save`` around many tensors: the file that a legacy rank keeps its state in.
+"""The ``torch.save`` archive of a legacy rank's state: the bytes around many tensors.
 
 Such files pass the 4 GB of a plain zip file, so positions beyond them stand in the 64-bit extension.
 """
@@ -26,14 +26,14 @@ _LOCATOR_64 = struct.Struct("<4sIQI")
 
 @dataclass
 class StateArchive:
-    """What surrounds the tensors' bytes, and where these are."""
+    """A planned archive: what surrounds the tensors' bytes, and where these are."""
 
     payloads: list[int] = field(default_factory=list)
     """Byte of the file at which each tensor's elements begin."""
     around: list[tuple[int, bytes]] = field(default_factory=list)
-    """Position and content of everything else."""
+    """Position and content of everything but the tensors."""
     nbytes: int = 0
-    """Of the whole file."""
+    """Bytes of the whole file."""
 
 
 def state_archive(value: Any, payloads: Sequence[int]) -> StateArchive:

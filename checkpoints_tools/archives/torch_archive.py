@@ -1,4 +1,5 @@
-"""The bytes of ``torch.save`` around a tensor's own, so that an archive can be written in place, by pieces.
+"""The ``torch.save`` archive of one tensor: the bytes around its own, so that it is written in place, by
+pieces.
 
 An archive is a zip file. torch checks no checksum of its entries, and that of a tensor's bytes is left zero:
 to know it, every byte would have to pass through the processor once more.
@@ -29,7 +30,7 @@ _PAYLOAD = "archive/data/0"
 
 @dataclass(frozen=True, slots=True)
 class TensorArchive:
-    """What surrounds a tensor's bytes."""
+    """A planned archive: what surrounds a tensor's bytes."""
 
     before: bytes
     payload: int
@@ -38,7 +39,7 @@ class TensorArchive:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole archive."""
+        """Bytes of the whole archive."""
         return len(self.before) + self.payload + len(self.after)
 
 

@@ -16,9 +16,9 @@ BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""``metadata.json``."""
+"""Content of ``metadata.json``: the format's backends."""
 CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-"""By what rules the keys are made; megatron-core reads it from ``common.pt``."""
+"""The rules by which the keys are made; megatron-core reads it from ``common.pt``."""
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -26,7 +26,7 @@ _TORCH_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """An archive in a data file: a chunk of a tensor, or an object."""
+    """One archive in a data file: a chunk of a tensor, or an object."""
 
     offset: tuple[int, ...] | None
     """The chunk's first element in the tensor; None for an object."""
@@ -42,13 +42,13 @@ class StoredKey:
     """One key of the checkpoint."""
 
     dtype: str | None
-    """As safetensors calls it; None for an object."""
+    """Type by safetensors' name; None for an object."""
     shape: tuple[int, ...] = ()
     pieces: list[Piece] = field(default_factory=list)
 
 
 def metadata(stored: Mapping[str, StoredKey]) -> bytes:
-    """``.metadata``, as torch 2.6 and newer read it."""
+    """The bytes of ``.metadata``, as torch 2.6 and newer read it."""
     places = {}
     for key, entry in stored.items():
         for piece in entry.pieces:
@@ -66,7 +66,8 @@ def metadata(stored: Mapping[str, StoredKey]) -> bytes:
 
 
 def common(arguments: Mapping[str, Any], iteration: int = 0) -> bytes:
-    """``common.pt``, with ``arguments`` as those of the Megatron-LM run that would have written it."""
+    """The bytes of ``common.pt``, with the ``arguments`` of the Megatron-LM run that would have written
+    it."""
     namespace = Instance(Name("argparse", "Namespace"), arguments)
     return object_archive(
         {"checkpoint_version": 3.0, "iteration": iteration, "content_metadata": CONTENT, "args": namespace}

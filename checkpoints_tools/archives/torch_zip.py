@@ -1,4 +1,4 @@
-"""Finds the bytes of tensors in an archive of ``torch.save``, without torch.
+"""A reader of ``torch.save`` archives that finds the bytes of tensors, without torch.
 
 Such an archive is a zip file: ``data.pkl`` describes the objects, ``data/0`` and so on hold the storages of
 the tensors, uncompressed. It may be a file, or lie in a file of torch_dist behind others.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bapo_megatron.errors import CheckpointError
-from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, Record, load_pickle
+from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, PickledObject, load_pickle
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _PICKLE = "data.pkl"
@@ -27,16 +27,16 @@ _MOST_PICKLE_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in an archive: where its elements are."""
+    """A tensor in an archive: the place, type and shape of its elements."""
 
     file: Path
     position: int
     """Byte in the file at which its first element begins."""
     dtype: str
-    """As safetensors calls it."""
+    """Type by safetensors' name."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """In elements, one for each dimension."""
+    """Strides in elements, one for each dimension."""
 
     @property
     def contiguous(self) -> bool:
@@ -74,7 +74,7 @@ def read_archive(stream: BinaryIO, file: Path, name: str, start: int = 0, length
     try:
         window = io.BufferedReader(_Window(stream.fileno(), start, length), 4096)
         with zipfile.ZipFile(window) as archive:
-            return _Reader(archive, window, file, source, start, length).read()
+            return _MemberReader(archive, window, file, source, start, length).read()
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
         raise CheckpointError(f"{source} is no archive of torch.save, or damaged: {error}") from None
     except (struct.error, ValueError, OverflowError, EOFError, OSError) as error:
@@ -89,8 +89,8 @@ def read_tensor(stream: BinaryIO, file: Path, name: str, start: int, length: int
     return value
 
 
-class _Reader:
-    """Turns the members of one archive into objects."""
+class _MemberReader:
+    """The reader of one archive's members as objects."""
 
     def __init__(
         self, archive: zipfile.ZipFile, window: BinaryIO, file: Path, source: str, start: int, length: int
@@ -149,7 +149,7 @@ class _Reader:
 
     def _tensors(self, value: Any) -> Any:
         """``value`` with its tensors found. A part that occurs twice is still one part."""
-        if not isinstance(value, Record | dict | list | tuple):
+        if not isinstance(value, PickledObject | dict | list | tuple):
             return value
         if id(value) not in self._done:
             # Kept beside what it becomes: the id of a deleted object would be given to another.

@@ -1,4 +1,4 @@
-"""What every checkpoint format looks like to these tools: Hugging Face tensors, cut into blocks of files.
+"""Blocks: every checkpoint format as Hugging Face tensors that are cut into rectangles of files.
 
 A reader of a format says, for each tensor by its Hugging Face name, where its elements lie: in one block of a
 safetensors file, in the query rows of many KV groups of a stacked ``linear_qkv``, in the column shards of
@@ -36,11 +36,11 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockTensor:
-    """One tensor of a model, under its Hugging Face name. Its blocks cover it, none twice."""
+    """One tensor of a model under its Hugging Face name, as blocks that cover it, none twice."""
 
     name: str
     dtype: str
-    """As safetensors calls it: BF16, F16, F32."""
+    """Data type by safetensors' name: BF16, F16, F32."""
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
 

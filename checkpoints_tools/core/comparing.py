@@ -1,4 +1,4 @@
-"""Compares tensors of two checkpoints bit for bit, in bands of rows, whatever the formats are."""
+"""The comparison of tensors, bit for bit, in bands of rows, whatever the formats are."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from checkpoints_tools.core.blocks import ITEM_BYTES, BlockTensor
-from checkpoints_tools.core.copying import BUFFER_BYTES, Band, OpenFiles, bands, in_a_hole, move_rows
+from checkpoints_tools.core.copying import BUFFER_BYTES, OpenFiles, RowBand, in_a_hole, move_rows, row_bands
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two checkpoints differ in one tensor."""
+    """A difference between two checkpoints in one tensor."""
 
     tensor: str
     kind: str
@@ -25,7 +25,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class TensorReport:
-    """What the comparison of one tensor found."""
+    """The result of comparing one tensor."""
 
     name: str
     difference: Difference | None
@@ -57,7 +57,7 @@ def compare_tensors(
         yield from pool.map(report, names)
 
 
-def first_difference(here: BlockTensor, there: BlockTensor) -> str | None:
+def tensor_difference(here: BlockTensor, there: BlockTensor) -> str | None:
     """How two tensors, whatever their names, differ in type, shape or an element; None if they are equal."""
     if (difference := _structure(here.name, here, there)) is None:
         with OpenFiles() as files:
@@ -83,7 +83,7 @@ def _compare(
     difference = None
     first_hash = second_hash = hashlib.sha256()  # one, until the tensors differ
     left, right = bytearray(BUFFER_BYTES), bytearray(BUFFER_BYTES)
-    for band in bands(here, there):
+    for band in row_bands(here, there):
         nbytes = band.rows * band.read_row
         if not digests and all(in_a_hole(band, block, files) for block in (*band.read, *band.written)):
             done(nbytes)
@@ -111,7 +111,7 @@ def _compare(
     return TensorReport(here.name, difference, found)
 
 
-def _element(band: Band, dtype: str, first: memoryview, second: memoryview) -> str:
+def _element(band: RowBand, dtype: str, first: memoryview, second: memoryview) -> str:
     """Row, column and both values of the first element that differs."""
     low, high = 0, len(first)  # the first difference is in bytes low to high
     while high - low > 1:

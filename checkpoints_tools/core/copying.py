@@ -1,4 +1,4 @@
-"""Moves tensors from the blocks of one checkpoint into the blocks of another.
+"""The copy of tensors from the blocks of one checkpoint into the blocks of another.
 
 A tensor is moved in bands: as many whole rows as a buffer holds, between two rows at which no block begins or
 ends. The source's blocks fill the band, the destination's blocks drain it. So every byte is read once and
@@ -25,7 +25,7 @@ _WRITE_BEHIND_BYTES = 32 << 20
 _NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 _VECTORS = 1024  # of one readv or writev: Linux' IOV_MAX
 Moved = Callable[[int], None]
-"""Is told, from any thread, the bytes of the destination that have just been dealt with."""
+"""A callback that is told, from any thread, how many bytes of the destination are done."""
 
 
 def copy_tensors(
@@ -52,7 +52,7 @@ def copy_tensors(
         behind = _WriteBehind(files)
         try:
             for name in by_file[file]:
-                for band in bands(source[name], destination[name]):
+                for band in row_bands(source[name], destination[name]):
                     if failed.is_set():
                         return
                     buffer = _copy(band, files, buffer)
@@ -73,7 +73,7 @@ def copy_tensors(
 
 
 class OpenFiles:
-    """Descriptors by path, opened when first asked for."""
+    """A cache of file descriptors by path, opened when first asked for."""
 
     def __init__(self) -> None:
         self.kernel_copies = True
@@ -99,7 +99,7 @@ class OpenFiles:
         return self._descriptor(path, os.O_WRONLY)
 
     def is_hole(self, path: Path, position: int, nbytes: int) -> bool:
-        """Does the file system keep no data for these bytes, which then read as zeros?"""
+        """Whether the file system keeps no data for these bytes, which then read as zeros."""
         descriptor = self.reading(path)
         if descriptor not in self._sparse:
             return False
@@ -129,7 +129,7 @@ class _WriteBehind:
         self._spans: dict[Path, tuple[int, int]] = {}
         self._waiting = 0
 
-    def copied(self, band: Band) -> None:
+    def copied(self, band: RowBand) -> None:
         """This band is in the page cache."""
         for block in band.written:
             begin = block.position + (band.row - block.row) * block.stride
@@ -145,8 +145,8 @@ class _WriteBehind:
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
-    """Whole rows of a tensor, none of them an edge of a block, that fit into a buffer."""
+class RowBand:
+    """A band of whole rows of a tensor that fits into a buffer and crosses no edge of a block."""
 
     name: str
     row: int
@@ -168,7 +168,8 @@ class Band:
         return self.columns * ITEM_BYTES[self.written_type]
 
 
-def bands(source: BlockTensor, destination: BlockTensor) -> Iterator[Band]:
+def row_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand]:
+    """The bands of a tensor, from its first row to its last, for both ways in which it is cut into blocks."""
     rows = source.shape[0]
     columns = source.shape[1] if len(source.shape) == 2 else 1
     blocks = (*source.blocks, *destination.blocks)
@@ -178,7 +179,7 @@ def bands(source: BlockTensor, destination: BlockTensor) -> Iterator[Band]:
     for begin, end in pairwise(edges):
         read, written = readers.at(begin), writers.at(begin)
         for row in range(begin, end, step):
-            yield Band(
+            yield RowBand(
                 source.name,
                 row,
                 min(step, end - row),
@@ -204,7 +205,7 @@ class _Sweep:
         return self._here
 
 
-def _copy(band: Band, files: OpenFiles, buffer: memoryview) -> memoryview:
+def _copy(band: RowBand, files: OpenFiles, buffer: memoryview) -> memoryview:
     """Move one band. Returns the buffer, which had to grow if a single row is longer."""
     if all(in_a_hole(band, block, files) for block in band.read) or _copy_in_kernel(band, files):
         return buffer
@@ -220,7 +221,7 @@ def _copy(band: Band, files: OpenFiles, buffer: memoryview) -> memoryview:
     return buffer
 
 
-def _copy_in_kernel(band: Band, files: OpenFiles) -> bool:
+def _copy_in_kernel(band: RowBand, files: OpenFiles) -> bool:
     """Move a band that lies in one piece here and there without reading it: half the work.
 
     Returns whether it was moved; file systems of different kinds, for one, do not do it.
@@ -253,20 +254,20 @@ def _copy_in_kernel(band: Band, files: OpenFiles) -> bool:
     return True
 
 
-def in_a_hole(band: Band, block: Block, files: OpenFiles) -> bool:
-    """Does the file system keep no data for a block's share of the band, which then reads as zeros?"""
+def in_a_hole(band: RowBand, block: Block, files: OpenFiles) -> bool:
+    """Whether the file system keeps no data for a block's share of the band, which then reads as zeros."""
     span = (band.rows - 1) * block.stride + block.columns * ITEM_BYTES[band.read_type]
     return files.is_hole(block.file, block.position + (band.row - block.row) * block.stride, span)
 
 
 Transfer = Callable[[int, Sequence[memoryview], int], int]
-"""``os.preadv`` or ``os.pwritev``."""
+"""A positioned transfer, ``os.preadv`` or ``os.pwritev``."""
 
 
 def move_rows(
-    transfer: Transfer, descriptor: int, block: Block, band: Band, data: memoryview, dtype: str
+    transfer: Transfer, descriptor: int, block: Block, band: RowBand, data: memoryview, dtype: str
 ) -> None:
-    """Between a block's share of the band in its file and that in memory."""
+    """Transfer rows between a block's share of the band in its file and that in memory."""
     item = ITEM_BYTES[dtype]
     row, width, first = band.columns * item, block.columns * item, block.column * item
     position = block.position + (band.row - block.row) * block.stride

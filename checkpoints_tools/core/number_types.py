@@ -1,4 +1,4 @@
-"""Rounding to bfloat16: every number bit for bit as torch rounds it."""
+"""Rounding to bfloat16, bit for bit as torch rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is going to be written: where each tensor lies, and the bytes around them."""
+"""The plan of an output: where each tensor will lie, and the bytes around them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ PARTIAL = ".partial"
 
 @dataclass
 class OutputPlan:
-    """The files of an output folder. Paths are those within the folder in which it is written."""
+    """The planned files of an output folder. Paths are those within the folder in which it is written."""
 
     tensors: dict[str, BlockTensor] = field(default_factory=dict)
-    """By Hugging Face name; their blocks lie in files whose names end in ``PARTIAL``."""
+    """Tensors by Hugging Face name; their blocks lie in files whose names end in ``PARTIAL``."""
     sizes: dict[Path, int] = field(default_factory=dict)
     """Bytes of each data file."""
     around: list[tuple[Path, int, bytes]] = field(default_factory=list)
-    """What stands between the tensors: file, position, bytes."""
+    """Bytes between the tensors: file, position, content."""
     copied: dict[Path, Path] = field(default_factory=dict)
-    """Files that are copied as they are: from where."""
+    """Files that are copied as they are, with their source."""
     last: dict[Path, bytes] = field(default_factory=dict)
     """Small files, written when all others are whole, in this order: without them it is no checkpoint."""
 
@@ -36,7 +36,8 @@ class OutputPlan:
         return sum(self.sizes.values()) + carried + sum(len(data) for data in self.last.values())
 
     def create(self) -> None:
-        """The folders, and the data files at full size: zeros but for what stands between the tensors."""
+        """Create the folders, and the data files at full size: zeros but for what stands between the
+        tensors."""
         for folder in {path.parent for path in (*self.sizes, *self.copied, *self.last)}:
             folder.mkdir(parents=True, exist_ok=True)
         by_file: dict[Path, list[tuple[int, bytes]]] = {path: [] for path in self.sizes}

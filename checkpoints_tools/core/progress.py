@@ -1,4 +1,4 @@
-"""A line on stderr: how much is done, how fast, and how long it will take."""
+"""Progress of a copy, a line on stderr: how much is done, how fast, and how long it will take."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TextIO
 
 _TERMINAL_S = 0.2
 _LOG_S = 10.0
-"""Between two lines: rewritten in a terminal, one after the other in a log file."""
+"""Seconds between two lines: rewritten in a terminal, one after the other in a log file."""
 
 
-class Progress:
-    """Counts bytes, from any thread."""
+class ByteProgress:
+    """A counter of copied bytes that prints progress; called from any thread."""
 
     def __init__(self, total: int, stream: TextIO | None = None) -> None:
         self._total = max(1, total)
@@ -24,7 +24,7 @@ class Progress:
         self._began = self._shown = time.monotonic()
 
     def add(self, nbytes: int) -> None:
-        """These bytes are done, too."""
+        """Count ``nbytes`` as done."""
         with self._lock:
             self._done += nbytes
             now = time.monotonic()
@@ -33,7 +33,7 @@ class Progress:
                 self._show(now)
 
     def end(self) -> None:
-        """Show the whole as done."""
+        """Print the last line."""
         with self._lock:
             self._show(time.monotonic())
             if self._terminal:
@@ -53,7 +53,7 @@ class Progress:
 
 
 def format_bytes(count: float) -> str:
-    """In decimal units, as disks are sold: ``3.55 GB``."""
+    """A size in decimal units, as disks are sold: ``3.55 GB``."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}" if unit != "bytes" else f"{count:.0f} bytes"
@@ -62,7 +62,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """``4 s``, ``3:05``, ``1:02:03``."""
+    """A duration: ``4 s``, ``3:05``, ``1:02:03``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

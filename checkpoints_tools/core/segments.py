@@ -1,4 +1,4 @@
-"""From blocks of megatron parameters to blocks of Hugging Face tensors."""
+"""Segments: blocks of megatron's fused parameters as blocks of the Hugging Face tensors in them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def shared_type(tensors: Mapping[str, BlockTensor], names: Sequence[str]) -> str
 
 
 def check_cover(tensor: BlockTensor) -> None:
-    """CheckpointError unless the blocks cover the tensor, none of it twice."""
+    """Raise CheckpointError unless the blocks cover the tensor, none of it twice."""
     rows, columns = tensor.shape[0], prod(tensor.shape[1:])
     blocks = sorted(tensor.blocks, key=lambda block: (block.row, block.column))
     row = 0

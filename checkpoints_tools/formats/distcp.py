@@ -1,4 +1,4 @@
-"""The files of a torch_dist checkpoint: what ``.metadata`` says of them, and where each tensor's bytes are.
+"""The files of a torch_dist checkpoint: its ``.metadata``, and where each tensor's bytes are.
 
 ``.metadata`` lists global tensors by key, each with its chunks (rectangles), and for each chunk a range of a
 ``.distcp`` file that is one archive of torch.save.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bapo_megatron.errors import CheckpointError
-from checkpoints_tools.archives.pickle_allow_list import Record, load_pickle
+from checkpoints_tools.archives.pickle_allow_list import PickledObject, load_pickle
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive, read_tensor
 
 METADATA = ".metadata"
@@ -22,17 +22,17 @@ _DCP = "torch.distributed.checkpoint.metadata."
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an archive lies."""
+    """The place of an archive: file and bytes."""
 
     file: Path
     start: int
     length: int
-    """In bytes."""
+    """Length in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A rectangle of a global tensor."""
+class TensorChunk:
+    """One stored chunk of a global tensor: a rectangle, and the place of its archive."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -41,21 +41,21 @@ class Chunk:
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """A tensor by its key in the checkpoint."""
+    """A tensor of the checkpoint by its key, as chunks."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorChunk, ...]
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a torch_dist checkpoint holds."""
+    """The content of a torch_dist checkpoint: tensors and objects by key."""
 
     tensors: dict[str, GlobalTensor]
     objects: dict[str, Place]
-    """The archives of what is no tensor, by key."""
+    """Places of the archives that are no tensors, by key."""
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -70,7 +70,7 @@ def read_metadata(folder: Path) -> Metadata:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     metadata = load_pickle(data, str(path))
-    if not isinstance(metadata, Record) or metadata.class_name != _DCP + "Metadata":
+    if not isinstance(metadata, PickledObject) or metadata.class_name != _DCP + "Metadata":
         raise CheckpointError(f"{path} describes no checkpoint of torch.distributed")
     entries, storage = metadata.field("state_dict_metadata"), metadata.field("storage_data")
     if not isinstance(entries, dict) or not isinstance(storage, dict):
@@ -78,7 +78,7 @@ def read_metadata(folder: Path) -> Metadata:
     ranges = _Ranges(folder, path, storage)
     tensors, objects = {}, {}
     for key, entry in entries.items():
-        if not isinstance(key, str) or not isinstance(entry, Record):
+        if not isinstance(key, str) or not isinstance(entry, PickledObject):
             raise CheckpointError(f"{path}: key {key!r} is damaged")
         if entry.class_name == _DCP + "BytesStorageMetadata":
             objects[key] = ranges.find(key, None)
@@ -101,7 +101,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 class ChunkFiles:
-    """Finds the elements of chunks; each file is opened once."""
+    """A locator of the elements of chunks; each file is opened once."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -113,8 +113,9 @@ class ChunkFiles:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def locate(self, tensor: GlobalTensor, chunk: Chunk) -> StoredTensor:
-        """Where the elements of ``chunk`` lie, row after row. CheckpointError if its archive is damaged."""
+    def locate(self, tensor: GlobalTensor, chunk: TensorChunk) -> StoredTensor:
+        """The place of the elements of ``chunk``, row after row. CheckpointError if its archive is
+        damaged."""
         place = chunk.place
         name = f"{tensor.key} at {list(chunk.offsets)}"
         stored = read_tensor(self._stream(place.file), place.file, name, place.start, place.length)
@@ -130,7 +131,7 @@ class ChunkFiles:
         return stored
 
     def read(self, place: Place) -> bytes:
-        """An archive as it is; for what is no tensor, and small."""
+        """The bytes of an archive; for what is no tensor, and small."""
         if place.length > _MOST_OBJECT_BYTES:
             raise CheckpointError(
                 f"{place.file}: an object of {place.length:,} bytes is too long to carry along"
@@ -149,15 +150,15 @@ class ChunkFiles:
 
 
 class _Ranges:
-    """From a key and an offset to the part of a file that holds it."""
+    """A map from a key and an offset to the part of a file that holds it."""
 
     def __init__(self, folder: Path, source: Path, storage: dict[Any, Any]) -> None:
         self.source = source
         self._folder = folder
         self._sizes: dict[str, int] = {}
-        self._of: dict[tuple[str, tuple[int, ...] | None], Record] = {}
+        self._of: dict[tuple[str, tuple[int, ...] | None], PickledObject] = {}
         for index, info in storage.items():
-            if not isinstance(index, Record) or not isinstance(info, Record):
+            if not isinstance(index, PickledObject) or not isinstance(info, PickledObject):
                 raise CheckpointError(f"{source}: its table of files is damaged")
             offset = index.field("offset")
             if not isinstance(index.field("fqn"), str) or not (offset is None or _is_shape(offset)):
@@ -198,9 +199,9 @@ class _Ranges:
         return self._sizes[name]
 
 
-def _tensor(key: str, entry: Record, ranges: _Ranges) -> GlobalTensor:
+def _tensor(key: str, entry: PickledObject, ranges: _Ranges) -> GlobalTensor:
     shape, records, properties = (entry.field(name) for name in ("size", "chunks", "properties"))
-    values = properties.state if isinstance(properties, Record) else None
+    values = properties.state if isinstance(properties, PickledObject) else None
     dtype = values[0] if isinstance(values, tuple) and values else None
     if not _is_shape(shape) or not isinstance(records, list) or not isinstance(dtype, str):
         raise CheckpointError(f"{ranges.source}: tensor {key} is damaged")
@@ -208,8 +209,8 @@ def _tensor(key: str, entry: Record, ranges: _Ranges) -> GlobalTensor:
     return GlobalTensor(key, dtype, shape, chunks)
 
 
-def _chunk(key: str, shape: tuple[int, ...], record: Any, ranges: _Ranges) -> Chunk:
-    if not isinstance(record, Record):
+def _chunk(key: str, shape: tuple[int, ...], record: Any, ranges: _Ranges) -> TensorChunk:
+    if not isinstance(record, PickledObject):
         raise CheckpointError(f"{ranges.source}: a chunk of {key} is damaged")
     offsets, sizes = record.field("offsets"), record.field("sizes")
     if not (_is_shape(offsets) and _is_shape(sizes) and len(offsets) == len(sizes) == len(shape)):
@@ -219,7 +220,7 @@ def _chunk(key: str, shape: tuple[int, ...], record: Any, ranges: _Ranges) -> Ch
             f"{ranges.source}: the chunk of {key} at {list(offsets)}, of shape {list(sizes)}, lies outside "
             f"of {list(shape)}"
         )
-    return Chunk(offsets, sizes, ranges.find(key, offsets))
+    return TensorChunk(offsets, sizes, ranges.find(key, offsets))
 
 
 def _is_shape(value: Any) -> bool:

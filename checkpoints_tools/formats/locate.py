@@ -18,21 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.runtime.run_paths import CHECKPOINTS, MANIFEST, POLICY, moment_of
 from checkpoints_tools.formats.distcp import METADATA
 
 LATEST = "latest"
-"""As a step: the newest whole checkpoint."""
+"""The step that means the newest whole checkpoint."""
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 _CONFIG = "config.json"
-_STEP = re.compile(r"step_(\d{6,})(?:_update_(\d{3,}))?")
-"""After a step, or within the next one, after some of its updates."""
 _ITERATION = re.compile(r"iter_(\d+)")
 
 
 class Format(StrEnum):
-    """How the tensors of a checkpoint are stored."""
+    """The format of a checkpoint."""
 
     HF = "HF"
     TORCH_DIST = "torch_dist"
@@ -41,17 +40,17 @@ class Format(StrEnum):
 
 @dataclass(frozen=True)
 class Location:
-    """One checkpoint on disk."""
+    """The location of one checkpoint on disk."""
 
     folder: Path
-    """Directly holds the files of the weights."""
+    """Folder that directly holds the files of the weights."""
     format: Format
     iteration: int | None
-    """As its folder's name or the tracker file says: an iteration of Megatron, a step of a run."""
+    """Iteration of Megatron or step of a run, by the folder's name or the tracker file."""
 
 
 def locate(path: Path, step: str = LATEST) -> Location:
-    """The checkpoint that ``path`` means.
+    """The location of the checkpoint that ``path`` means.
 
     Where it holds several, ``step`` chooses: ``latest`` or a number. CheckpointError if there is none, or if
     the one chosen is not whole.
@@ -59,17 +58,17 @@ def locate(path: Path, step: str = LATEST) -> Location:
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; give a checkpoint's, a model's or a run's")
     number = _number(step)
-    if path.name == "policy" and _STEP.fullmatch(path.parent.name):
+    if path.name == POLICY and moment_of(path.parent.name):
         return _of_run(path.parent)
     if (found := _weights(path)) is not None:
         return Location(path, found, _iteration(path))
     if (path / TRACKER).exists() or any(_ITERATION.fullmatch(name.name) for name in _folders(path)):
         return _megatron(path, number)
-    if (path / "manifest.json").exists() or _STEP.fullmatch(path.name):
+    if (path / MANIFEST).exists() or moment_of(path.name):
         return _of_run(path)
-    if (path / "checkpoints").is_dir():
-        path = path / "checkpoints"
-    if any(_STEP.fullmatch(child.name) for child in _folders(path)):
+    if (path / CHECKPOINTS).is_dir():
+        path = path / CHECKPOINTS
+    if any(moment_of(child.name) for child in _folders(path)):
         return _newest_of_run(path, number)
     raise CheckpointError(
         f"{path} holds no checkpoint: neither *.safetensors, {METADATA} of torch_dist, mp_rank_* folders, "
@@ -127,9 +126,10 @@ def _number(step: str) -> int | None:
 
 def _iteration(folder: Path) -> int | None:
     for name in (folder, folder.parent):
-        for pattern in (_ITERATION, _STEP):
-            if match := pattern.fullmatch(name.name):
-                return int(match[1])
+        if match := _ITERATION.fullmatch(name.name):
+            return int(match[1])
+        if moment := moment_of(name.name):
+            return moment[0]
     return None
 
 
@@ -159,11 +159,7 @@ def _tracked(path: Path) -> str:
 
 
 def _newest_of_run(checkpoints: Path, number: int | None) -> Location:
-    steps = {
-        (int(match[1]), int(match[2] or 0)): child
-        for child in _folders(checkpoints)
-        if (match := _STEP.fullmatch(child.name))
-    }
+    steps = {moment: child for child in _folders(checkpoints) if (moment := moment_of(child.name))}
     if number is not None:
         if (number, 0) not in steps:
             have = sorted(step for step, updates in steps if not updates)
@@ -180,19 +176,19 @@ def _newest_of_run(checkpoints: Path, number: int | None) -> Location:
 
 def _of_run(folder: Path) -> Location:
     """A checkpoint of a run, after its files are known to be there in full length."""
-    manifest = _json(folder / "manifest.json")
+    manifest = _json(folder / MANIFEST)
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
-        raise CheckpointError(f"{folder / 'manifest.json'} lists no files: it is damaged")
+        raise CheckpointError(f"{folder / MANIFEST} lists no files: it is damaged")
     for name, entry in files.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size != entry.get("bytes"):
             held = "is missing" if size is None else f"has {size} bytes instead of {entry.get('bytes')}"
             raise CheckpointError(f"{path} {held}: the checkpoint is not whole")
-    policy = folder / "policy"
-    if f"policy/{METADATA}" not in files:
-        raise CheckpointError(f"{folder / 'manifest.json'} lists no policy/{METADATA}: it is damaged")
+    policy = folder / POLICY
+    if f"{POLICY}/{METADATA}" not in files:
+        raise CheckpointError(f"{folder / MANIFEST} lists no policy/{METADATA}: it is damaged")
     return Location(policy, Format.TORCH_DIST, _iteration(policy))
 
 

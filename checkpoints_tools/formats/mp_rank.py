@@ -1,4 +1,4 @@
-"""Reads legacy checkpoints of Megatron-LM: a ``torch.save`` file for each tensor- and pipeline-parallel rank.
+"""The reader of Megatron-LM's legacy checkpoints: a ``torch.save`` file for each TP and PP rank.
 
     mp_rank_00/model_optim_rng.pt  mp_rank_01/...            TP 2
     mp_rank_00_000/...  mp_rank_00_001/...  mp_rank_01_000/  TP 2 x PP 2
@@ -32,8 +32,8 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """The parameters of a chunk of the model on one tensor-parallel rank."""
+class ModelChunk:
+    """One pipeline chunk of the model on one tensor-parallel rank: its parameters by name."""
 
     file: Path
     parameters: dict[str, StoredTensor]
@@ -74,8 +74,8 @@ class RankFiles:
         """The file of a rank."""
         return self._folders[tensor, pipeline] / STATE_FILE
 
-    def chunk(self, tensor: int, pipeline: int, virtual: int) -> Chunk:
-        """One of the model's chunks."""
+    def chunk(self, tensor: int, pipeline: int, virtual: int) -> ModelChunk:
+        """One of the model's chunks on one rank."""
         file, state = self.file(tensor, pipeline), self._states[tensor, pipeline]
         names = _chunk_names(state, file)
         if len(names) != self.virtual:
@@ -90,11 +90,11 @@ class RankFiles:
         for name, value in weights.items():
             if not isinstance(value, StoredTensor):
                 raise CheckpointError(f"{file}: {name} is no tensor")
-        return Chunk(file, weights)
+        return ModelChunk(file, weights)
 
 
 class MpRank:
-    """One legacy checkpoint, as a model. CheckpointError names what is unknown or of another shape."""
+    """A legacy checkpoint as a model. CheckpointError names what is unknown or of another shape."""
 
     def __init__(self, folder: Path, shape: ModelShape) -> None:
         self.files = RankFiles(folder)

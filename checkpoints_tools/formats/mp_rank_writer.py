@@ -1,4 +1,5 @@
-"""Plans a legacy checkpoint of Megatron-LM: the weights alone, in one file for each TP and PP rank."""
+"""The writer of Megatron-LM's legacy checkpoints: plans the weights alone, in one file for each TP and PP
+rank."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ _LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 @dataclass(frozen=True)
 class Ranks:
-    """How the model is cut, and how many rows its vocabulary is padded to."""
+    """The layout of a legacy checkpoint: how the model is cut, and the padding of its vocabulary."""
 
     tensor: int
     pipeline: int
     vocabulary_rows: int
 
     def check(self, shape: ModelShape) -> None:
-        """ConfigError if the model cannot be cut so."""
+        """Raise ConfigError if the model cannot be cut so."""
         cut_by_tensor = {"KV groups": shape.kv_heads, "MLP": shape.ffn, "vocabulary": self.vocabulary_rows}
         for what, size in cut_by_tensor.items():
             if size % self.tensor:
@@ -58,15 +59,15 @@ def plan_mp_rank(
     would have written it. ConfigError if the model cannot be cut so.
     """
     ranks.check(shape)
-    return _Planner(tensors, shape, folder, ranks).plan(arguments, iteration)
+    return _MpRankPlanner(tensors, shape, folder, ranks).plan(arguments, iteration)
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard:
-    """A parameter on one rank."""
+class _RankShard:
+    """The shard of a parameter on one rank."""
 
     key: str
-    """In the rank's file, where layers count from 0."""
+    """Key in the rank's file, where layers count from 0."""
     parameter: Parameter
     layer: int
     dtype: str
@@ -77,7 +78,7 @@ class _Shard:
         return prod(self.local) * ITEM_BYTES[self.dtype]
 
 
-class _Planner:
+class _MpRankPlanner:
     def __init__(
         self, tensors: Mapping[str, BlockTensor], shape: ModelShape, folder: Path, ranks: Ranks
     ) -> None:
@@ -125,7 +126,7 @@ class _Planner:
             for name, blocks in zip(parameter.hf_names, parts, strict=True):
                 self.blocks.setdefault(name.format(layer=shard.layer), []).extend(blocks)
 
-    def _shards(self, pipeline: int) -> Iterator[_Shard]:
+    def _shards(self, pipeline: int) -> Iterator[_RankShard]:
         """What a stage holds."""
         count = self.shape.layers // self.ranks.pipeline
         last = pipeline == self.ranks.pipeline - 1
@@ -144,7 +145,7 @@ class _Planner:
             elif pipeline > 0:
                 yield self._shard(_EMBEDDING, _OUTPUT)
 
-    def _shard(self, name: str, key: str, layer: int = 0) -> _Shard:
+    def _shard(self, name: str, key: str, layer: int = 0) -> _RankShard:
         parameter = self.table[name]
         if name in VOCABULARY:
             padded = (self.ranks.vocabulary_rows, *parameter.shape[1:])
@@ -153,4 +154,4 @@ class _Planner:
         if parameter.tp_dim is not None:
             local[parameter.tp_dim] //= self.ranks.tensor
         dtype = shared_type(self.source, [hf_name.format(layer=layer) for hf_name in parameter.hf_names])
-        return _Shard(key, parameter, layer, dtype, tuple(local))
+        return _RankShard(key, parameter, layer, dtype, tuple(local))

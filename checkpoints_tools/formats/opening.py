@@ -1,4 +1,4 @@
-"""Any checkpoint, whatever its format, as the tensors that it holds."""
+"""The door to any checkpoint, whatever its format, as the tensors that it holds."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _TIED_COPY = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """What a checkpoint holds, under Hugging Face names."""
+class OpenedCheckpoint:
+    """An opened checkpoint: its tensors under Hugging Face names."""
 
     location: Location
     reference: Path
     """Folder of the model's config.json."""
     shape: ModelShape
     content: TorchDist | MpRank | None
-    """As its format's reader has it; None for a Hugging Face folder."""
+    """The checkpoint as its format's reader has it; None for a Hugging Face folder."""
     tensors: dict[str, BlockTensor]
-    """The weights. A tied model's output layer is not among them, also where a file holds a copy."""
+    """The weights. A tied model's output layer is not among them, even where a file holds a copy."""
 
     @property
     def has_whole_optimizer(self) -> bool:
@@ -40,7 +40,7 @@ class Checkpoint:
         return {state: self.content.optimizer_tensors(state) for state in OPTIMIZER_STATES}
 
 
-def open_checkpoint(path: Path, step: str = LATEST, reference: Path | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, step: str = LATEST, reference: Path | None = None) -> OpenedCheckpoint:
     """The checkpoint that ``path`` means (``locate.py``), after its tensors are known to be there.
 
     ``reference`` names the folder of config.json for a checkpoint that carries none. CheckpointError names
@@ -61,4 +61,4 @@ def open_checkpoint(path: Path, step: str = LATEST, reference: Path | None = Non
             tensors = read_safetensors_folder(location.folder)
             if shape.tied:
                 tensors.pop(_TIED_COPY, None)
-    return Checkpoint(location, model, shape, content, tensors)
+    return OpenedCheckpoint(location, model, shape, content, tensors)

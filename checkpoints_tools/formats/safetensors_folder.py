@@ -1,4 +1,5 @@
-"""Where the tensors of a Hugging Face folder lie. Only headers are read, and nothing in them is believed."""
+"""The reader of Hugging Face folders: where their tensors lie. Only headers are read, and nothing is
+believed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans a Hugging Face folder of safetensors files, byte for byte as the safetensors library writes them."""
+"""The writer of Hugging Face folders: plans safetensors files, byte for byte as that library writes them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from checkpoints_tools.formats.safetensors_folder import INDEX, SINGLE
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the tensors are dealt to files."""
+    """The assignment of tensors to files."""
 
     most_bytes: int
-    """Of a file, where ``weight_map`` does not say; a file of one tensor may be larger."""
+    """Largest size of a file, where ``weight_map`` does not say; a file of one tensor may be larger."""
     weight_map: Mapping[str, str] | None = None
     """The file of each tensor, as an index gives it."""
     index: bytes | None = None

@@ -1,4 +1,4 @@
-"""Reads a torch_dist checkpoint of megatron-core as Hugging Face tensors, weights and optimizer alike.
+"""The reader of torch_dist, megatron-core's format: weights and optimizer as Hugging Face tensors.
 
 Three layouts of the layers occur. *stacked*: one key for all, with the layer as the first dimension.
 *per_layer*: a key for each. *singleton*: as per_layer, and gate and up projection under keys of their own
@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping as Parameter
 from bapo_megatron.hf.parameter_map import Segment, checkpoint_key, mapping_table
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.core.segments import check_cover, cut_into_sources
 from checkpoints_tools.formats.distcp import ChunkFiles, GlobalTensor, Metadata, read_common, read_metadata
-from checkpoints_tools.formats.locate import LATEST, Format, hf_reference, locate
 
 OPTIMIZER_STATES = ("param", "exp_avg", "exp_avg_sq")
 """The fp32 weights, and the two moments of Adam."""
@@ -29,7 +28,7 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Parameters whose rows are tokens, and may be more than the vocabulary's."""
 
 OPTIMIZER = "optimizer.state."
-"""Begins the keys of the optimizer, before a state and a key of the model."""
+"""Prefix of the optimizer's keys, before a state and a key of the model."""
 
 RESHARDABLE = "fully_reshardable"
 
@@ -48,7 +47,7 @@ class _Part:
 
 
 class TorchDist:
-    """One torch_dist folder. Reading it checks that every tensor of the model is there, whole.
+    """A torch_dist folder as a model. Reading it checks that every tensor of the model is there, whole.
 
     CheckpointError names what is missing, unknown, damaged or of another shape.
     """
@@ -171,20 +170,6 @@ class TorchDist:
                 )
 
 
-def read_torch_dist(path: Path, step: str = LATEST, reference: Path | None = None) -> TorchDist:
-    """The torch_dist checkpoint that ``path`` means (``locate.py``), for the model of its config.json.
-
-    ``reference`` names a folder with that file, for a checkpoint that carries none. CheckpointError for
-    anything else than a whole torch_dist checkpoint of that model.
-    """
-    location = locate(path, step)
-    if location.format is not Format.TORCH_DIST:
-        raise CheckpointError(
-            f"{location.folder} is a checkpoint of format {location.format}, not torch_dist"
-        )
-    return TorchDist(location.folder, read_model_shape(hf_reference(location, reference)))
-
-
 def optimizer_format(metadata: Metadata, common: Mapping[str, Any]) -> str | None:
     """How the optimizer of a checkpoint was saved, in megatron-core's words; None without one."""
     if not any(key.startswith("optimizer.") for key in (*metadata.tensors, *metadata.objects)):
@@ -197,14 +182,14 @@ def optimizer_format(metadata: Metadata, common: Mapping[str, Any]) -> str | Non
 
 
 def layers_layout(metadata: Metadata, prefix: str) -> str:
-    """``stacked``, ``per_layer`` or ``singleton``."""
+    """The layout of the layers: ``stacked``, ``per_layer`` or ``singleton``."""
     if prefix + _FC1.format(layer=0) + "_w" in metadata.tensors:
         return "singleton"
     return "per_layer" if prefix + _FC1.format(layer=0) in metadata.tensors else "stacked"
 
 
 def find_prefix(metadata: Metadata, folder: Path) -> str:
-    """What stands before the keys of the model. CheckpointError if there is none of megatron-core."""
+    """The prefix of the model's keys. CheckpointError if there is none of megatron-core."""
     for prefix in _PREFIXES:
         if prefix + _EMBEDDING in metadata.tensors:
             return prefix

@@ -1,4 +1,4 @@
-"""Plans a checkpoint in torch_dist, the format of megatron-core's ``dist_checkpointing``.
+"""The writer of torch_dist, the format of megatron-core's ``dist_checkpointing``: plans its files.
 
 The parameters are global tensors, those of all layers stacked under one key, cut into a grid of chunks: a TP
 rank reads the chunks that meet its slice, so a grid of 8 spares every rank of TP2, TP4 or TP8 the rest.
@@ -38,7 +38,7 @@ _QK_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Rows and columns of a parameter."""
+    """A rectangle of a parameter: rows and columns."""
 
     row: int
     rows: int
@@ -48,15 +48,15 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Contents:
-    """What goes into a checkpoint beside the weights."""
+    """The content of a checkpoint beside the weights."""
 
     common: bytes
-    """``common.pt``."""
+    """The bytes of ``common.pt``."""
     states: tuple[str, ...] = ()
     """Prefixes under which the optimizer keeps tensors of the model's keys, and ``tensors`` those of its
     names."""
     objects: Mapping[str, bytes] = field(default_factory=dict)
-    """Archives of what is no tensor, by key."""
+    """Archives that are no tensors, by key."""
     vocabulary_rows: int | None = None
     """Rows to which the vocabulary is padded; None for no padding."""
 
@@ -68,10 +68,10 @@ def plan_torch_dist(
 
     CheckpointError if tensors that share a parameter differ in type.
     """
-    return _Planner(tensors, shape, folder, grid, contents).plan()
+    return _TorchDistPlanner(tensors, shape, folder, grid, contents).plan()
 
 
-class _Planner:
+class _TorchDistPlanner:
     def __init__(
         self,
         tensors: Mapping[str, BlockTensor],

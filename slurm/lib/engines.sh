@@ -3,7 +3,7 @@
 
 bapo_engines_alive() {  # their addresses, one a line
     local file
-    for file in "$BAPO_RUN"/engines/*.json; do
+    for file in "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json; do
         [[ -e $file ]] || continue
         grep -q '"state": "ready"' "$file" 2>/dev/null || continue
         (($(date +%s) - $(stat -c %Y "$file" 2>/dev/null || echo 0) < BAPO_FRESH_S)) || continue
@@ -12,8 +12,8 @@ bapo_engines_alive() {  # their addresses, one a line
 }
 
 bapo_forget_engines() {  # those of this job's last start
-    mkdir -p "$BAPO_RUN/engines"
-    grep -ls "\"job\": $SLURM_JOB_ID," "$BAPO_RUN"/engines/*.json | xargs -r rm -f
+    mkdir -p "$BAPO_RUN/$BAPO_ENGINES_FOLDER"
+    grep -ls "\"job\": $SLURM_JOB_ID," "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json | xargs -r rm -f
 }
 
 # Wait for the servers that the run is to have, then leave their addresses where its tasks look.

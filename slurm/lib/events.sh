@@ -24,12 +24,12 @@ bapo_event() {
         line+=", \"$name\": $value"
     done
     bapo_mend_events
-    printf '%s}\n' "$line" >>"$BAPO_RUN/events.jsonl"
+    printf '%s}\n' "$line" >>"$BAPO_RUN/$BAPO_EVENTS_FILE"
 }
 
 # A trainer that was killed may leave half a line. It is cut off, but only while none could be writing it.
 bapo_mend_events() {
-    local file=$BAPO_RUN/events.jsonl whole
+    local file=$BAPO_RUN/$BAPO_EVENTS_FILE whole
     [[ -z ${BAPO_TRAINER:-} && -s $file && -n $(tail -c 1 "$file") ]] || return 0
     whole=$(head -n -1 "$file" | wc -c)
     truncate -s "$whole" "$file"

@@ -3,7 +3,7 @@
 # `bapo submit` generates.
 
 BAPO_LIB=$(dirname -- "${BASH_SOURCE[0]}")
-for bapo_part in settings events logs state nodes engines requeue health helpers; do
+for bapo_part in settings run_paths events logs state nodes engines requeue health helpers; do
     # shellcheck source=/dev/null
     . "$BAPO_LIB/$bapo_part.sh"
 done
@@ -35,7 +35,7 @@ bapo_begin() {  # RECIPE [flags of bapo train]
         BAPO_EXPECTED=$(($(bapo_nodes 1 | wc -l) * BAPO_SERVERS_PER_NODE))
     fi
     bapo_export
-    ((BAPO_RESTART > 0)) || rm -f "$BAPO_RUN/stop"  # of a job that was cancelled
+    ((BAPO_RESTART > 0)) || rm -f "$BAPO_RUN/$BAPO_STOP_FILE"  # of a job that was cancelled
     bapo_account
     bapo_forget_engines
     trap 'bapo_told USR1' USR1

@@ -4,7 +4,7 @@
 bapo_say() { echo "[$(date +%T)] $*"; }
 
 bapo_open_logs() {
-    BAPO_LOGS=$BAPO_RUN/logs/$SLURM_JOB_ID/$BAPO_RESTART
+    BAPO_LOGS=$BAPO_RUN/$BAPO_LOGS_FOLDER/$SLURM_JOB_ID/$BAPO_RESTART
     bapo_await_disk
     export BAPO_LOGS
     echo "job $SLURM_JOB_ID, restart $BAPO_RESTART: logs are in $BAPO_LOGS"

@@ -23,7 +23,7 @@ bapo_lacks_engines() { ((BAPO_EXPECTED > 0 && $(bapo_engines_alive | wc -l) < BA
 bapo_kind_of_end() {
     local code=$1
     if ((code == 0)); then echo finished
-    elif [[ -e $BAPO_RUN/stop ]]; then echo cancelled
+    elif [[ -e $BAPO_RUN/$BAPO_STOP_FILE ]]; then echo cancelled
     elif [[ $(bapo_job_state) != RUNNING ]]; then echo slurm
     elif [[ -n $(bapo_lost_nodes) ]]; then echo node
     elif [[ -n $BAPO_NO_ENGINES ]]; then echo engines
@@ -113,7 +113,7 @@ bapo_finish() {
             bapo_event job_cancelled "step=$step"
             bapo_write_state status=cancelled
             bapo_say "stopped on request; the last checkpoint is of step $step"
-            rm -f "$BAPO_RUN/stop"
+            rm -f "$BAPO_RUN/$BAPO_STOP_FILE"
             return 0 ;;
         slurm)
             bapo_say "the job is $(bapo_job_state) for Slurm, which decides what comes now"

@@ -9,26 +9,26 @@ bapo_read_state() {
     local name value
     bapo_state=([job]=$SLURM_JOB_ID [progress]=-1 [crash]=0 [preemption]=0 [time_limit]=0 [node]=0
         [storage]=0 [engines]=0 [idle]=0 [excluded]='' [status]=new [signal]='')
-    [[ -f $BAPO_RUN/slurm.state ]] || return 0
+    [[ -f $BAPO_RUN/$BAPO_STATE_FILE ]] || return 0
     # Another job is another decision of a person: it begins with full budgets.
-    grep -qx "job=$SLURM_JOB_ID" "$BAPO_RUN/slurm.state" || return 0
-    while IFS='=' read -r name value; do bapo_state[$name]=$value; done <"$BAPO_RUN/slurm.state"
+    grep -qx "job=$SLURM_JOB_ID" "$BAPO_RUN/$BAPO_STATE_FILE" || return 0
+    while IFS='=' read -r name value; do bapo_state[$name]=$value; done <"$BAPO_RUN/$BAPO_STATE_FILE"
 }
 
 bapo_write_state() {  # [name=value ...] to change before it is written
-    local field name temporary=$BAPO_RUN/.slurm.state.$SLURM_JOB_ID.tmp
+    local field name temporary=$BAPO_RUN/.$BAPO_STATE_FILE.$SLURM_JOB_ID.tmp
     for field in "$@"; do bapo_state[${field%%=*}]=${field#*=}; done
     for name in "${BAPO_STATE_NAMES[@]}"; do
         printf '%s=%s\n' "$name" "${bapo_state[$name]:-}"
-    done >"$temporary" && sync "$temporary" && mv -f "$temporary" "$BAPO_RUN/slurm.state"
+    done >"$temporary" && sync "$temporary" && mv -f "$temporary" "$BAPO_RUN/$BAPO_STATE_FILE"
 }
 
 # How far the newest checkpoint with a manifest (it is written last) is: steps, as millions, and updates of
 # the step after them. 0 for none.
 bapo_progress() {
     local folder progress newest=0
-    for folder in "$BAPO_RUN"/checkpoints/step_*; do
-        [[ ${folder##*/} =~ ^step_([0-9]+)(_update_([0-9]+))?$ && -s $folder/manifest.json ]] || continue
+    for folder in "$BAPO_RUN/$BAPO_CHECKPOINTS_FOLDER"/*; do
+        [[ ${folder##*/} =~ $BAPO_STEP_PATTERN && -s $folder/$BAPO_MANIFEST_FILE ]] || continue
         progress=$((10#${BASH_REMATCH[1]} * 1000000 + 10#${BASH_REMATCH[3]:-0}))
         ((progress > newest)) && newest=$progress
     done

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from bapo_megatron.interfaces import Engine
-from bapo_megatron.rollout.weight_sync.staging import WeightStaging
+from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.types import GenerateRequest, Generation
 
 T = TypeVar("T")

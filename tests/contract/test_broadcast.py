@@ -18,14 +18,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from bapo_megatron.rollout.engines.broadcast_receivers import WeightReceivers
+from bapo_megatron.rollout.engines.requests import ModelLimits
+from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import ServerError, SglangServer
 from bapo_megatron.rollout.engines.sglang.server_process import ServerProcess
-from bapo_megatron.rollout.engines.sglang.weight_receivers import WeightReceivers
 from bapo_megatron.rollout.weight_sync.broadcast import BroadcastError, WeightBroadcast
 from bapo_megatron.types import BucketSpec
 from tests.support.tiers import slow_but
 
-from .conftest import FAMILIES, Servers
+from .conftest import FAMILIES, SHAPE, Servers
 from .test_engine_contract import mixed_requests, reference_log_probs, request, tensors
 
 T = TypeVar("T")
@@ -81,7 +83,9 @@ def sender() -> Iterator[WeightBroadcast]:
 @pytest.fixture
 def receivers(calls: Calls) -> Callable[..., WeightReceivers]:
     def make(*processes: ServerProcess) -> WeightReceivers:
-        return WeightReceivers([calls.server(one) for one in processes], timeout_s=DEADLINE_S - 2)
+        limits = ModelLimits(SHAPE["vocab_size"], SHAPE["max_position_embeddings"])
+        engines = [SglangEngine(calls.server(one), limits) for one in processes]
+        return WeightReceivers(engines, timeout_s=DEADLINE_S - 2)
 
     return make
 
@@ -111,7 +115,7 @@ def send(
     sent = sender.send(iter(weights), on_bucket)
     assert sent == sum(tensor.nbytes for _, tensor in weights)
     assert number > 5
-    return calls.wait(receivers.finish(version, flush=True))
+    return calls.wait(receivers.finish(version))
 
 
 def assert_computes_with(folder: Path, server: SglangServer, calls: Calls, version: int) -> None:
@@ -167,19 +171,17 @@ def test_a_request_in_flight_goes_on_under_the_new_weights(
     receivers: Callable[..., WeightReceivers],
     calls: Calls,
 ) -> None:
-    """The server is paused, and has retracted what ran. Each token has its version, and its log-prob."""
+    """The engine pauses the server, which retracts what runs. Each token has its version and log-prob."""
     old, new = make_model("qwen2", 1), make_model("qwen2", 2)
     process = servers.shared(make_model("qwen2"))
-    taking, server = receivers(process), calls.server(process)
+    taking = receivers(process)
     open_group(sender, taking, calls)
     send(sender, taking, calls, tensors(old), 1)
     asked = request(new=600, temperature=0.8)
-    answer = calls.begin(server.generate(asked, "in flight"))
+    answer = calls.begin(taking.engines[0].generate(asked))
     for number in range(2):  # when the second is answered, tokens of the request in flight are sampled
-        calls.wait(server.generate(request(new=5), f"probe {number}"))
-    calls.wait(server.pause("retract"))
+        calls.wait(taking.engines[0].generate(request(f"probe {number}", new=5)))
     send(sender, taking, calls, tensors(new), 2)
-    calls.wait(server.resume())
     found = answer.result(timeout=600)
     changed = int((found.versions_R == 1).sum())
     assert 0 < changed < 600

@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.algo.objective import loss_fn, search
+from bapo_megatron.algo.losses.bapo import search
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.errors import CheckpointError, ConfigError
@@ -20,6 +20,7 @@ from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.megatron import MegatronPolicy
 from checkpoints_tools import inspect_checkpoint, reshard, to_hf, verify
 from checkpoints_tools.formats.torch_dist import TorchDist
+from tests.support.bapo_objective import loss_fn
 from tests.support.checkpoint_models import bits, load_tensors
 from tests.support.models import random_samples, save_tiny_model
 from tests.support.saves import complete

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.algo.objective import loss_fn, search
-from bapo_megatron.checkpoint import store as checkpoint
+from bapo_megatron.algo.losses.bapo import search
+from bapo_megatron.checkpoint import reader as checkpoint
 from bapo_megatron.checkpoint.writer import digest
-from bapo_megatron.config import BatchConfig, CheckpointConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
+from tests.support.bapo_objective import loss_fn
 from tests.support.models import random_samples, save_tiny_model
 from tests.support.saves import complete
 from tests.support.tiers import slow_but
@@ -140,7 +141,7 @@ def _verified(folder: Path) -> tuple[int, list[str]]:
         return real(path)
 
     checkpoint.digest = noting
-    latest = checkpoint.CheckpointStore(folder, CheckpointConfig()).latest()
+    latest = checkpoint.latest_checkpoint(folder)
     assert latest is not None
     assert latest.trainer == {"version": latest.step}
     return latest.step, read

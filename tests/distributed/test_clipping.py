@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import balanced
-from bapo_megatron.algo.objective import contribution_fn, loss_fn, search, update_metrics
+from bapo_megatron.algo.losses.bapo import contribution_fn, search
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import (
     AlgorithmConfig,
@@ -23,6 +23,7 @@ from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.types import Metrics, PackLayout, TokenStats
+from tests.support.bapo_objective import loss_fn
 from tests.support.metrics import known
 from tests.support.models import random_samples, save_tiny_model
 from tests.support.tiers import slow_but
@@ -73,7 +74,7 @@ def answer(
         loss, found = clipping.loss(policy, packs, on_policy=False)
         result = policy.update(packs, loss)
         weights = clipping.observe(result.sums)
-        metrics.append({**update_metrics(result.sums, found, algorithm.bounds), **weights})
+        metrics.append({**clipping.objective.metrics(result.sums, found), **weights})
         norms.append(result.grad_norm)
     return Answer(metrics, norms, log_probs, policy.pack_layout)
 

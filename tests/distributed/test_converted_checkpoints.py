@@ -99,7 +99,8 @@ def test_megatron_loads_it(family: str, layout: str, tmp_path: Path) -> None:
 
 def train_and_save(folder: Path, parallel: ParallelConfig, path: Path) -> dict[str, torch.Tensor]:
     from bapo_megatron.algo.bapo import grpo
-    from bapo_megatron.algo.objective import loss_fn, search
+    from bapo_megatron.algo.losses.bapo import search
+    from tests.support.bapo_objective import loss_fn
 
     policy = make_policy(folder, parallel, "bfloat16")
     packs = pack_samples(random_samples(8, seed=4), 96, "token", policy.pack_layout)

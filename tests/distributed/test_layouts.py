@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import Bounds, balanced
-from bapo_megatron.algo.objective import contribution_fn, loss_fn, search
+from bapo_megatron.algo.losses.bapo import contribution_fn, search
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -22,6 +22,8 @@ from bapo_megatron.config import (
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.types import MicroBatch, TokenStats
+from tests.support.bapo_objective import loss_fn
 from tests.support.models import random_samples, save_tiny_model
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -94,6 +96,8 @@ class Answer:
 
     log_probs: dict[int, torch.Tensor]
     entropies: dict[int, torch.Tensor]
+    sequences: torch.Tensor
+    """Sum of the log-probs of each sequence's response, in the order of the samples."""
     sums: torch.Tensor
     bounds: Bounds
     losses: list[float]
@@ -122,6 +126,9 @@ def answer(folder: Path, samples: list[Sample], where: Layout, updates: int) -> 
         for row, start, length in pack.rows:
             log_probs[order[row]] = stats.log_prob_T[start : start + length].clone()
             entropies[order[row]] = stats.entropy_T[start : start + length].clone()
+    by_place = policy.token_sums(packs, sequence_sums)
+    sequences = torch.empty_like(by_place)
+    sequences[torch.tensor(order)] = by_place
     losses, norms, first = [], [], None
     for _ in range(updates):
         sums = policy.token_sums(packs, contribution_fn(BOUNDS))
@@ -131,7 +138,13 @@ def answer(folder: Path, samples: list[Sample], where: Layout, updates: int) -> 
         losses.append(float(result.sums[0]))
         norms.append(result.grad_norm)
     weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
-    return Answer(log_probs, entropies, *first, losses, norms, weights)
+    return Answer(log_probs, entropies, sequences, *first, losses, norms, weights)
+
+
+def sequence_sums(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
+    """Log-probs of the tokens at hand, summed for each sequence of the update."""
+    zeros = stats.log_prob_T.new_zeros(batch.sequences + 1)
+    return zeros.index_add_(0, batch.sequence_T + 1, stats.log_prob_T)[1:]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -173,6 +186,9 @@ def check_agreement(ranks: list[Answer], reference: Answer, samples: list[Sample
                 ours.entropies[index], reference.entropies[index], rtol=1e-5, atol=2e-6
             )
         seen |= ours.log_probs.keys()
+        for index, total in enumerate(ours.sequences):
+            response = reference.log_probs[index][-samples[index].response_tokens :].double().sum()
+            torch.testing.assert_close(total, response, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(ours.sums, reference.sums, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(ours.sums, ranks[0].sums, rtol=0, atol=0)
         assert (ours.bounds.low, ours.bounds.high) == (reference.bounds.low, reference.bounds.high)

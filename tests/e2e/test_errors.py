@@ -55,6 +55,9 @@ def message_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: s
     ("flags", "expected"),
     [
         (["--steps=0"], "steps=0 must be at least 1"),
+        (["--algorithm.loss=ppo"], "algorithm.loss='ppo' is unknown: give bapo"),
+        (["--algorithm.loss=nowhere:Loss"], "algorithm.loss=nowhere:Loss: importing nowhere failed"),
+        (["--algorithm.loss=tests.support.cispo_loss:Cispo"], "set algorithm.bounds=fixed(low, high)"),
         (["--steps=many"], "many"),
         (["--optimiser.lr=1"], "--optimizer.lr"),
         (["--rollout.group_sise=4"], "--rollout.group-size"),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from bapo_megatron.algo import bapo, sums
 from bapo_megatron.algo.bounds import Bounds, BoundsConfig, Measure, Order, Share, Weight
 from tests.support import literal_bapo as literal
+from tests.support.bapo_objective import clip_sums
 from tests.support.literal_bapo import Token
 
 RANGES: list[dict[str, float]] = [
@@ -205,8 +206,8 @@ def test_sums_of_parts_add_up(case: Any, data: st.DataObject) -> None:
         second = additive(**{name: field[cut:] for name, field in tensors.items()}, config=config)
         assert (first + second).tolist() == close(whole.tolist())
     fields = [tensors[f"{name}_T"] for name in ("log_ratio", "advantage", "mask")]
-    parts = [bapo.clip_sums(*(f[span] for f in fields), bounds) for span in (slice(cut), slice(cut, None))]
-    assert torch.equal(parts[0] + parts[1], bapo.clip_sums(*fields, bounds))
+    parts = [clip_sums(*(f[span] for f in fields), bounds) for span in (slice(cut), slice(cut, None))]
+    assert torch.equal(parts[0] + parts[1], clip_sums(*fields, bounds))
 
 
 @examples(200)

@@ -13,7 +13,7 @@ import pytest
 
 from bapo_megatron.commands.cluster.run_logs import cancel, newest_logs, show_logs
 from bapo_megatron.commands.cluster.status import read_status
-from bapo_megatron.commands.cluster.status_text import render
+from bapo_megatron.commands.cluster.status_text import status_text
 from bapo_megatron.commands.cluster.submit import SubmitCommand, nemo_run_python
 from bapo_megatron.commands.cluster.submit import submit as submit_run
 from bapo_megatron.config import RunConfig
@@ -108,7 +108,7 @@ def test_cancel_lets_a_run_save_and_stop(cluster: Cluster, run: Path, environmen
     assert job.events("job_cancelled")[0]["step"] > 0
     assert not job.events("job_requeue")
     assert not (run / "stop").exists()
-    text = render(read_status(run))
+    text = status_text(read_status(run))
     assert f"job         {job.number}, cancelled, restart 0, on n" in text
     out = io.StringIO()
     show_logs(run, out)

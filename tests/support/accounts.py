@@ -1,4 +1,4 @@
-"""What became of every token that was sampled: the journal as the package reads it, and as the audit does."""
+"""Accounts of all sampled tokens: the journal as the package reads it, held against an audit of its bytes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from bapo_megatron.config import RolloutConfig
 from bapo_megatron.data.prompts import load_prompts
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.rollout.sampler.state import SamplerState
+from bapo_megatron.rollout.sampler.event_log.state import SamplerState
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
 from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.types import Prompt
 from tests.support.audit import Audit, audit
 
 
-def book_of(journal: Path, prompts: Sequence[Prompt], group_size: int) -> SamplerState:
-    """What the package makes of the journal."""
+def state_of(journal: Path, prompts: Sequence[Prompt], group_size: int) -> SamplerState:
+    """The sampler's state that the package replays from the journal."""
     sampler_state = SamplerState(prompts, group_size)
     for path in sorted(journal.glob("segments-*.log")):
         for record in read_records(path):
@@ -33,20 +33,20 @@ def book_of(journal: Path, prompts: Sequence[Prompt], group_size: int) -> Sample
 def check_accounts(
     logs: Path, journal: Path, config: RolloutConfig, prompts: Sequence[Prompt], cut_steps: bool = False
 ) -> Audit:
-    """Nothing lost, nothing twice, every rule kept; and the package's book says the same.
+    """Check that nothing is lost, nothing counted twice, every rule kept, and the package's state agrees.
 
     ``logs``: a folder with all logs of the journal, also those that it has deleted.
     """
     found = audit(logs, journal, config, prompts, cut_steps)
-    check_book(book_of(journal, prompts, config.group_size), found)
+    check_state(state_of(journal, prompts, config.group_size), found)
     return found
 
 
-def check_book(sampler_state: SamplerState, found: Audit) -> None:
-    """The book, from the logs that the journal has left, agrees with an audit of all of them."""
+def check_state(sampler_state: SamplerState, found: Audit) -> None:
+    """Check that the state, from the logs that the journal has left, agrees with an audit of all of them."""
     ours = found.totals()
     assert +sampler_state.tokens == +found.tokens
-    assert sampler_state.live_tokens == ours["kept"]
+    assert sampler_state.outstanding_tokens == ours["kept"]
     assert (sampler_state.next_number, sampler_state.taken) == (len(found.groups), found.taken)
     assert (sampler_state.served, sampler_state.weights_step) == (found.served, found.weights_step)
     live = found.live

@@ -1,4 +1,4 @@
-"""The rules of a journal, held against its bytes by a state machine that shares nothing with the book.
+"""The rules of a journal, held against its bytes by a state machine that shares nothing with the package's.
 
 Every record is checked when it is read: what it changes, and that it was allowed at that moment. Groups are
 numbered in the order in which they begin. A *place* is (epoch, index of the prompt). ``step`` s starts from
@@ -20,7 +20,7 @@ from bapo_megatron.types import Prompt
 from tests.support.raw_journal import RawGroup, RawRecord, read_log, read_step_file
 
 NEW_BEGINNINGS = 3
-"""So often a prompt that is too old is begun again before it may be given up."""
+"""Times that a stale prompt is sampled once more before it may be given up."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class _Group:
 
 
 class Audit:
-    """See above. AssertionError at the first thing that is not as it must be."""
+    """A state machine over a journal's records; AssertionError at the first record that breaks a rule."""
 
     def __init__(
         self, config: RolloutConfig, prompts: Sequence[Prompt], journal: Path, cut_steps: bool = False
@@ -74,7 +74,7 @@ class Audit:
         self.dropped: Counter[str] = Counter()
         """Groups, since the last step was given its own."""
         self._new: set[int] = set()
-        """Groups that were judged in the present commit: a step in it was chosen without them."""
+        """Groups that were scored in the present commit: a step in it was chosen without them."""
 
     @property
     def live(self) -> dict[int, _Group]:
@@ -185,7 +185,7 @@ class Audit:
     def _judged(self, fields: dict[str, Any], _arrays: dict[str, np.ndarray]) -> None:
         group = self.groups[fields["number"]]
         assert group.end is None
-        assert group.rewards is None, "judged twice"
+        assert group.rewards is None, "scored twice"
         assert all(response.reason for response in group.responses)
         assert len(fields["rewards"]) == len(group.responses)
         group.rewards = fields["rewards"]
@@ -271,12 +271,14 @@ class Audit:
             assert theirs.finish_reason == ours.reason
 
     def _check_metrics(self, metrics: dict[str, Any]) -> None:
-        """What the step's row of metrics tells. More may have been sampled while its file was written."""
-        told = {name: metrics[f"sampler/tokens_{name}"] for name in ("sampled", "trained", "dropped", "kept")}
-        assert told["sampled"] == told["trained"] + told["dropped"] + told["kept"]
-        assert told["trained"] == self.tokens["trained"]
-        assert told["sampled"] <= self.tokens["sampled"]
-        assert told["dropped"] <= self.totals()["dropped"]
+        """The step's metrics agree with the audit. More may have been sampled while its file was written."""
+        stored = {
+            name: metrics[f"sampler/tokens_{name}"] for name in ("sampled", "trained", "dropped", "kept")
+        }
+        assert stored["sampled"] == stored["trained"] + stored["dropped"] + stored["kept"]
+        assert stored["trained"] == self.tokens["trained"]
+        assert stored["sampled"] <= self.tokens["sampled"]
+        assert stored["dropped"] <= self.totals()["dropped"]
 
     def _check_places(self) -> None:
         """Every place below the cursor was begun, and none was forgotten because it was too old."""

@@ -27,7 +27,7 @@ import psutil
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.accounts import check_run
-from tests.support.processes import sampler_of, servers_of
+from tests.support.processes import heed_ctrl_c, sampler_of, servers_of
 from tests.support.raw_journal import keeping_logs
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ class Run:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a background job ignores
+            preexec_fn=heed_ctrl_c,
         )
 
     @property

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bapo_megatron.commands.plan.job import Job
+from bapo_megatron.commands.plan.job import Job, PlanOptions
 from bapo_megatron.commands.plan.memory import stage_memory
-from bapo_megatron.commands.plan.options import PlanOptions
 from bapo_megatron.config import (
     BatchConfig,
     DataConfig,

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.rollout.sampler.loop import write_step
-from bapo_megatron.rollout.sampler.step_batches import step_groups
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, WriteAheadLog
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, WriteAheadLog
+from bapo_megatron.rollout.sampler.step_batches import step_groups, write_step
 from bapo_megatron.runtime.storage import DiskError
 from bapo_megatron.types import GenerateRequest, Generation, StepBatch
 from tests.support.accounts import check_accounts
@@ -22,9 +21,9 @@ from tests.support.sampling import EOS, ScriptedEngine, World
 from tests.support.virtual_time import turns
 
 WAYS = ("before", "torn", "between", "after", "full", "power")
-"""Nothing of a write is there; a part of its bytes; some of its records; all of it, but nobody was told; the
-disk was full in the middle of it, and the sampler has heard of that; or the power fails, and of all logs only
-what was synced is left."""
+"""How a sampler dies in a write: nothing of it is there; a part of its bytes; some of its records; all of it,
+but it did not return; the disk was full in the middle, which the sampler saw; or the power fails, and of all
+logs only what was synced is left."""
 
 
 _WRITE = WriteAheadLog.write
@@ -49,7 +48,7 @@ class Disk:
         """Bytes of each file that survive a power failure, by inode."""
         patch.setattr(os, "fsync", self._sync)
         patch.setattr(WriteAheadLog, "write", lambda log, records: self._log(log, list(records)))
-        patch.setattr("bapo_megatron.rollout.sampler.loop.write_step", self._step)
+        patch.setattr("bapo_megatron.rollout.sampler.batch_builder.write_step", self._step)
 
     def live(self, deadly: int | None, way: str = "before") -> None:
         """Another process begins; it dies at its write number ``deadly``, if ever."""
@@ -112,13 +111,13 @@ class _Dying:
 
 
 class MoodyEngine(ScriptedEngine):
-    """Takes its time, takes weights over between two tokens, gives up in the middle, and fails."""
+    """An engine of random delays, that loads weights between two tokens, aborts in the middle, and fails."""
 
     def __init__(self, name: str, chance: np.random.Generator, failures: float) -> None:
         super().__init__(answer, name)
         self._chance, self._failures = chance, failures
         self.said: dict[str, list[Generation]] = {}
-        """By request."""
+        """What it returned for each request."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
         before = self.version
@@ -133,13 +132,13 @@ class MoodyEngine(ScriptedEngine):
         versions = np.where(np.arange(length) < old, min(before, self.version), self.version)
         log_probs = -self._chance.random(length).astype(np.float32)
         reason = "stop" if length and ids[-1] == EOS else "abort"
-        told = Generation(request.request_id, ids, log_probs, versions.astype(np.int32), reason)  # type: ignore[arg-type]
-        self.said.setdefault(request.request_id, []).append(told)
-        return told
+        answer = Generation(request.request_id, ids, log_probs, versions.astype(np.int32), reason)  # type: ignore[arg-type]
+        self.said.setdefault(request.request_id, []).append(answer)
+        return answer
 
 
 def answer(prompt: int, sample: int) -> str:
-    """Lengths from 1 to 13 with the end; one group in four is uniform."""
+    """The response: 1 to 13 tokens with the end; one group in four is uniform."""
     return ("y" if sample == 0 and prompt % 4 else "n") + "abcdefghijkl"[: (prompt * 7 + sample * 3) % 12]
 
 
@@ -162,7 +161,7 @@ class MortalRun:
         self.world.version_of = self._versions.__getitem__
 
     async def live(self, steps: int, deadly: int | None, way: str = "before") -> bool:
-        """Go on to the end, or to the death of the sampler. Whether the end was reached."""
+        """Run steps to the end, or to the death of the sampler; whether the end was reached."""
         self.disk.live(deadly, way)
         try:
             async with self.world.sampling(self.reached, rounds=False, most=int(self._chance.integers(1, 9))):

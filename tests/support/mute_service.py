@@ -1,7 +1,7 @@
-"""Stands in for the sampler's process, and does what a question is named for here.
+"""A fake of the sampler's process: each call has a behaviour of its own.
 
-"next_batch": works long and gives signs of life; "checkpointed": stops, as by SIGSTOP, the first time (a file
-tells); "state": tells its process id; others are answered at once.
+"next_batch": takes long and sends heartbeats; "checkpointed": stops, as by SIGSTOP, the first time (a file
+remembers it); "state": returns the process id; others are answered at once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 def main() -> None:
     pipe = Connection(int(sys.argv[1]))
     stopped_before: Path = pipe.recv()
-    while (question := pipe.recv()) is not None:
-        method, _ = question
+    while (call := pipe.recv()) is not None:
+        method, _ = call
         if method == "next_batch":
             for _ in range(70):
                 time.sleep(0.1)

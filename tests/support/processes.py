@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import psutil
+
+
+def heed_ctrl_c() -> None:
+    """Popen's ``preexec_fn`` for a test that sends SIGINT: where the tests run in the background (nohup, a
+    shell's ``&``) it is ignored, which children inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def servers_of(run_dir: Path) -> list[psutil.Process]:

@@ -10,8 +10,8 @@ from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.clip_bounds import Clipping
 
 
-class Told:
-    """An ``PreemptionSignal`` that has a reason from the given question on; without one it never has."""
+class Asked:
+    """A ``PreemptionSignal`` that asks the run to stop from the given call of ``reason`` on; or never."""
 
     def __init__(self, at: int | None = None) -> None:
         self.at, self.asked = at, 0
@@ -24,8 +24,21 @@ class Told:
 
 
 def run_of(config: RunConfig, policy: Any, clip_bounds: Clipping, checkpoints: Any = None) -> Run:
-    """One that samples nothing, records nothing, and is told nothing."""
+    """A run that samples nothing, records nothing, and is never asked to stop."""
     nothing: Any = None
-    told: Any = Told()
-    watchdog = Watchdog(minutes=0)
-    return Run(config, policy, clip_bounds, nothing, checkpoints, None, None, 1, True, None, told, watchdog)
+    never: Any = Asked()
+    return Run(
+        config=config,
+        policy=policy,
+        clip_bounds=clip_bounds,
+        sync=nothing,
+        checkpoints=checkpoints,
+        sampler=None,
+        recorder=None,
+        exports=None,
+        first_step=1,
+        has_work=True,
+        partial_step=None,
+        preemption=never,
+        watchdog=Watchdog(minutes=0),
+    )

@@ -1,4 +1,4 @@
-"""A sampler in one event loop, on engines that write what the test tells them."""
+"""A sampler in one event loop, on scripted engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
-from bapo_megatron.rollout.sampler.loop import GroupSampler
+from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.rollout.sampler.step_batches import read_step
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt, StepBatch
@@ -42,7 +42,7 @@ class Letters:
 class ScriptedEngine:
     """Prompt ``n`` is the token ``n``; the response is ``answer(n, sample)`` and EOS.
 
-    A token's log-prob tells its place: -(place + 1) / 100.
+    A token's log-prob encodes its position: -(place + 1) / 100.
     """
 
     def __init__(self, answer: Answer, name: str = "scripted") -> None:
@@ -55,9 +55,9 @@ class ScriptedEngine:
         self.trouble: Callable[[GenerateRequest], None] | None = None
         """Called before each answer; may raise."""
         self.told_version: int | None = None
-        """What it claims to have, if not the truth."""
+        """The version that it claims to have, if that is not the truth."""
         self.digest: str | None = None
-        """That of its weights, if they are not those of the folder."""
+        """The digest of its weights, if they are not those of the folder."""
         self.gate = asyncio.Event()
         """Answers wait for it, if ``holds`` says so."""
         self.gate.set()
@@ -83,7 +83,7 @@ class ScriptedEngine:
         sample, start = int(request.request_id.split("-")[1]), request.prefix_tokens
         prompt = int(request.input_ids[0])
         whole = [*map(ord, self.answer(prompt, sample)), EOS]
-        assert request.input_ids[1:].tolist() == whole[:start], "a response goes on from another prefix"
+        assert request.input_ids[1:].tolist() == whole[:start], "a response continues from another prefix"
         most = 1 if aborted else request.params.max_new_tokens
         ids = whole[start : start + most]
         reason: FinishReason = "stop" if ids[-1] == EOS else ("abort" if aborted else "length")
@@ -166,7 +166,12 @@ class World:
 
     @asynccontextmanager
     async def sampling(
-        self, first_step: int = 1, state: dict[str, Any] | None = None, most: int = 100, rounds: bool = True
+        self,
+        first_step: int = 1,
+        state: dict[str, Any] | None = None,
+        most: int = 100,
+        rounds: bool = True,
+        is_held: Callable[[], bool] = lambda: False,
     ) -> AsyncIterator[GroupSampler]:
         """A sampler with the weights of step ``first_step - 1``."""
         self._others = asyncio.all_tasks()
@@ -178,6 +183,7 @@ class World:
             RobustScorer(self.score, self.config.reward.failed, self._note),
             self._note,
             rounds,
+            is_held,
         )
         try:
             await self.sampler.start(first_step, state)

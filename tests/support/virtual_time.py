@@ -5,25 +5,29 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
+T = TypeVar("T")
+
 
 class _Clock(selectors.SelectSelector):
-    """Instead of waiting it moves the time on."""
+    """A selector that advances the time instead of waiting."""
 
     now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise AssertionError("everybody waits for somebody else")
+            raise AssertionError("every task waits for another one")
         self.now_s += max(0.0, timeout)
         return super().select(0)
 
 
 class _Loop(asyncio.SelectorEventLoop):
+    """An event loop whose time is the clock's."""
+
     def __init__(self) -> None:
         self.clock = _Clock()
         super().__init__(self.clock)
@@ -33,20 +37,20 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(
-    coroutine: Coroutine[Any, Any, None], chance: np.random.Generator, patch: pytest.MonkeyPatch
-) -> None:
-    """Run it. What it hands to threads happens in the loop, some turns later: a disk may be slow."""
+    coroutine: Coroutine[Any, Any, T], chance: np.random.Generator | None, patch: pytest.MonkeyPatch
+) -> T:
+    """The result of a coroutine. What it hands to threads runs in the loop, by ``chance`` later."""
 
     async def later(function: Callable[..., Any], *arguments: Any) -> Any:
-        await turns(chance)
+        await (turns(chance) if chance else asyncio.sleep(0))
         return function(*arguments)
 
     patch.setattr(asyncio, "to_thread", later)
     with asyncio.Runner(loop_factory=_Loop) as runner:
-        runner.run(coroutine)
+        return runner.run(coroutine)
 
 
 async def turns(chance: np.random.Generator, most: int = 6) -> None:
-    """Let the others do something: now and then much, often nothing."""
+    """Let other tasks run for a random number of turns of the loop, often none."""
     for _ in range(int(chance.integers(0, most + 1)) if chance.random() < 0.5 else 0):
         await asyncio.sleep(0)

@@ -27,8 +27,8 @@ LAYERS = [
 ]
 SIBLINGS = {"rollout", "policy", "checkpoint"}
 """They never import each other: what one needs of another comes through ``interfaces``, from ``trainer``."""
-LARGEST_ROOM = 12
-TOOLS_MAY_USE = {"errors", "runtime.files", "hf.config", "hf.parameter_map"}
+LARGEST_ROOM = 13
+TOOLS_MAY_USE = {"errors", "runtime.files", "runtime.run_paths", "hf.config", "hf.parameter_map"}
 
 
 @cache

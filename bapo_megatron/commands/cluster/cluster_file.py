@@ -1,4 +1,4 @@
-"""What a cluster is like: a TOML file, checked before anything is submitted."""
+"""The cluster file: a TOML description of a Slurm site, checked before anything is submitted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 @dataclass(frozen=True)
 class Budgets:
-    """How often a job may come back, for each kind of end."""
+    """Requeue budgets: how often a job may come back, for each kind of end."""
 
     crash: int = 5
     preemption: int = 100
@@ -32,33 +32,34 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Health:
-    """What a node must have before a run starts on it."""
+    """Health checks that a node must pass before a run starts on it."""
 
     probe: str = "on"
     """`on` or `off`."""
     memory_gb: float = 1.0
     disk_gb: float = 1.0
     clock_s: float = 5.0
-    """Largest difference between clocks."""
+    """Largest difference between the nodes' clocks, seconds."""
     wait_s: int = 180
-    """Longest wait for the whole probe."""
+    """Longest wait for the whole probe, seconds."""
 
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """One file of `slurm/clusters/`. Times in seconds unless their name says otherwise."""
+    """The settings of one site, a file of `slurm/clusters/`. Times in seconds unless their name says
+    otherwise."""
 
     account: str
     partition: str
     time: str
-    """As `sbatch --time` takes it."""
+    """Time limit, as `sbatch --time` takes it."""
     gpus_per_node: int
     gpu: str | None = None
     """Kind of GPU for the verdict of `bapo plan`; None: no verdict."""
     qos: str | None = None
     constraint: str | None = None
     trainer_nodes: int | None = None
-    """None: as many as the recipe's layout needs."""
+    """Nodes that train. None: as many as the recipe's layout needs."""
     rollout_nodes: int = 0
     """Nodes of SGLang servers beside the trainer's; 0: the recipe's own servers, or none."""
     tasks_per_node: int | None = None
@@ -67,7 +68,7 @@ class ClusterFile:
     """SGLang servers on a rollout node. None: `gpus_per_node` / `rollout.sglang.tensor`."""
     cpus_per_task: int | None = None
     mem: str | None = None
-    """Of a node, as `sbatch --mem` takes it."""
+    """Memory of a node, as `sbatch --mem` takes it."""
     exclusive: bool = False
     container: str | None = None
     """Image for pyxis; None: no container."""
@@ -78,21 +79,21 @@ class ClusterFile:
     python: str = "python"
     """Interpreter with bapo-megatron on the nodes, inside the container if there is one."""
     sglang_python: str | None = None
-    """Interpreter of SGLang's environment there."""
+    """Interpreter of SGLang's environment on the nodes."""
     lead_s: int = 600
-    """Before the time limit, when the ranks are told to save and stop."""
+    """Time before the limit at which the ranks are told to save and stop."""
     margin_s: int = 30
-    """Before the time limit, when saving is given up."""
+    """Time before the limit at which saving is given up."""
     wait_s: int = 900
-    """For the other ranks, once the first has ended."""
+    """Longest wait for the other ranks, once the first has ended."""
     crash_wait_s: int = 60
-    """For the other ranks, once one has failed: those that wait for it would wait for hours."""
+    """Longest wait for the other ranks, once one has failed: they would wait for it for hours."""
     engines_wait_s: int = 1200
-    """For the rollout servers; then the run starts with those that are there."""
+    """Longest wait for the rollout servers; then the run starts with those that are there."""
     look_s: int = 10
-    """Between two looks at the rollout servers."""
+    """Time between two looks at the rollout servers."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables of every task."""
+    """Environment variables of every task."""
     sbatch: dict[str, str] = field(default_factory=dict)
     """More flags of sbatch, for every group."""
     budgets: Budgets = field(default_factory=Budgets)
@@ -100,7 +101,7 @@ class ClusterFile:
 
 
 def load_cluster(path: Path) -> ClusterFile:
-    """The file at ``path``. ConfigError with everything that is wrong in it."""
+    """The cluster file at ``path``. ConfigError with everything that is wrong in it."""
     try:
         found = tomllib.loads(path.read_text())
     except FileNotFoundError:
@@ -127,7 +128,7 @@ def _build(found: Mapping[str, Any]) -> ClusterFile:
 
 
 def _problems(kind: type, found: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Unknown and missing names, and values of another type."""
+    """Unknown and missing names, and values of another type, below ``prefix``."""
     hints = get_type_hints(kind)
     fields = {item.name: item for item in dataclasses.fields(kind)}
     for name, value in found.items():
@@ -156,7 +157,7 @@ def _wrong_type(name: str, value: Any, hint: Any) -> Iterator[str]:
 
 
 def _mistakes(cluster: ClusterFile) -> Iterator[str]:
-    """What is of the right type, and wrong."""
+    """Values of the right type that are wrong all the same."""
     if not _TIME.fullmatch(cluster.time):
         yield f"time = {cluster.time!r} is no time; write it as HH:MM:SS or D-HH:MM:SS"
     if cluster.gpu is not None and cluster.gpu not in GPUS:

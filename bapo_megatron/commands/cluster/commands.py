@@ -1,4 +1,4 @@
-"""The commands of the cluster, from their arguments to what they print."""
+"""The cluster commands: submit, status, logs and cancel, from their arguments to what they print."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from bapo_megatron.errors import refuse_arguments
 _WATCH_S = 5.0
 
 _PATIENCE_S = 30.0
-"""With the file system of a run; longer than Slurm is waited for."""
+"""Longest wait for the file system of a run; longer than Slurm is waited for."""
 
 
 def submit_command(arguments: Sequence[str]) -> None:
-    """``bapo submit``."""
+    """``bapo submit RECIPE --cluster FILE``: submit a run as a Slurm job, or print its script."""
     import tyro
 
     from bapo_megatron.commands.cluster.submit import USAGE, SubmitCommand, submit
@@ -37,15 +37,15 @@ def submit_command(arguments: Sequence[str]) -> None:
 
 
 def status_command(arguments: Sequence[str]) -> None:
-    """``bapo status RUN [--watch]``."""
+    """``bapo status RUN [--watch]``: print how a run is."""
     from bapo_megatron.commands.cluster.status import read_status
-    from bapo_megatron.commands.cluster.status_text import render
-    from bapo_megatron.runtime.deadline import NoAnswer, within
+    from bapo_megatron.commands.cluster.status_text import status_text
+    from bapo_megatron.runtime.child_process import NoAnswer, within
 
     run, switches = _run_and_switches("status", arguments, "--watch")
     while True:
         try:
-            text = within(_PATIENCE_S, lambda: render(read_status(run)))
+            text = within(_PATIENCE_S, lambda: status_text(read_status(run)))
         except NoAnswer:
             text = f"{run} has not answered for {_PATIENCE_S:g} s: its file system hangs\n"
             if "--watch" not in switches:
@@ -60,7 +60,7 @@ def status_command(arguments: Sequence[str]) -> None:
 
 
 def logs_command(arguments: Sequence[str]) -> None:
-    """``bapo logs RUN [--follow] [--all]``."""
+    """``bapo logs RUN [--follow] [--all]``: print the ends of a run's newest logs."""
     from bapo_megatron.commands.cluster.run_logs import follow_logs, show_logs
 
     run, switches = _run_and_switches("logs", arguments, "--follow", "--all")
@@ -68,7 +68,7 @@ def logs_command(arguments: Sequence[str]) -> None:
 
 
 def cancel_command(arguments: Sequence[str]) -> None:
-    """``bapo cancel RUN [--now]``."""
+    """``bapo cancel RUN [--now]``: let a run save and stop, or stop it at once."""
     from bapo_megatron.commands.cluster.run_logs import cancel
 
     run, switches = _run_and_switches("cancel", arguments, "--now")

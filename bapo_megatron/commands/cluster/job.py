@@ -1,4 +1,4 @@
-"""A recipe on a cluster as a job: its groups, its settings, and whether it can work."""
+"""The Slurm job of a recipe: its groups of nodes, its settings, and whether it can work."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile
-from bapo_megatron.commands.plan.job import Job, find_shape
-from bapo_megatron.commands.plan.options import PlanOptions
+from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape
 from bapo_megatron.commands.plan.plan import make_plan
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
@@ -19,17 +18,17 @@ from bapo_megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """What is submitted."""
+    """A recipe with its flags on a cluster, ready to be submitted."""
 
     config: RunConfig
     cluster: ClusterFile
     recipe: Path
     flags: tuple[str, ...]
-    """Of `bapo train`, as they were given."""
+    """Flags of `bapo train`, as they were given."""
     root: Path
-    """Where relative paths of the recipe begin: the folder of the submission."""
+    """The folder of the submission, where relative paths of the recipe begin."""
     templates: Path
-    """`slurm/` of the checkout."""
+    """The folder `slurm/` of the checkout."""
 
     @property
     def tasks_per_node(self) -> int:
@@ -60,7 +59,7 @@ class ClusterJob:
         return self.root / self.config.directory
 
     def problems(self) -> Iterator[str]:
-        """Why the job cannot be what the recipe wants."""
+        """Reasons why the job cannot be what the recipe wants."""
         size, data = self.config.parallel.model_size, self.config.parallel.data
         if self.processes % size:
             yield (
@@ -87,7 +86,7 @@ class ClusterJob:
                 yield f"{path}: NeMo-Run replaces /nemo_run in every path; rename the folder"
 
     def warnings(self) -> Iterator[str]:
-        """What works, and may surprise."""
+        """Warnings about what works, and may surprise."""
         if self.cluster.rollout_nodes and 1 in (self.trainer_nodes, self.cluster.rollout_nodes):
             yield (
                 "a group of this heterogeneous job has one node: when it is lost Slurm takes the whole job "
@@ -95,7 +94,7 @@ class ClusterJob:
             )
 
     def misfits(self) -> list[str]:
-        """Why the recipe does not fit the cluster's GPUs, as `bapo plan` reckons; nothing without a `gpu`."""
+        """Reasons why the recipe does not fit the cluster's GPUs, by `bapo plan`; none without a `gpu`."""
         if self.cluster.gpu is None:
             return []
         replicas = self.processes // self.config.parallel.model_size
@@ -111,7 +110,7 @@ class ClusterJob:
         return [*plan.misfits(), *([engines] if engines else [])]
 
     def arguments(self) -> str:
-        """Recipe and flags as one line of shell."""
+        """Recipe and flags, quoted as one line of shell."""
         # The run directory comes again, last and absolute: nodes may see another working directory.
         words = [str(self.recipe), *self.flags, "--run-dir", str(self.run_dir)]
         return shlex.join(words)
@@ -150,7 +149,7 @@ class ClusterJob:
         return {name: str(value) for name, value in found.items()} | cluster.environment
 
     def groups(self) -> Sequence[dict[str, Any]]:
-        """The trainer's nodes, then those of the rollout servers."""
+        """Groups of nodes: the trainer's, then those of the rollout servers."""
         roles = [("trainer", self.trainer_nodes, self.tasks_per_node)]
         if self.cluster.rollout_nodes:
             roles.append(("rollout", self.cluster.rollout_nodes, 1))

@@ -1,4 +1,4 @@
-"""The logs of a run's newest start, and the end of a run on request."""
+"""The logs of a run's newest start, and the cancellation of a run."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from bapo_megatron.commands.cluster.slurm_client import SlurmError, call, queue_
 from bapo_megatron.commands.cluster.status import writer
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_paths import RunPaths
 
 _LINES = 40
 
 
 def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
     """job.log, the first rank's and the rollout servers' logs of the newest start; all ranks' if asked."""
-    starts = [folder for folder in run.glob("logs/*/*") if folder.is_dir() and folder.name.isdigit()]
+    starts = [
+        folder for folder in RunPaths(run).logs.glob("*/*") if folder.is_dir() and folder.name.isdigit()
+    ]
     if not starts:
-        return sorted(run.glob("logs/*.log"))
+        return sorted(RunPaths(run).logs.glob("*.log"))
     folder = max(starts, key=lambda one: (_number(one.parent.name), int(one.name)))
     logs = [path for path in sorted(folder.glob("*.log")) if not path.name.startswith(".")]
     return [path for path in logs if every_rank or _is_shown(path.name)]
 
 
 def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
-    """The end of each log."""
+    """Print the end of each log."""
     logs = newest_logs(run, every_rank)
     if not logs:
         raise ConfigError(f"{run} has no logs: a run that was started by hand writes to its terminal")
@@ -41,7 +44,7 @@ def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
 def follow_logs(
     run: Path, out: TextIO, every_rank: bool = False, has_work: Callable[[], bool] = lambda: True
 ) -> None:
-    """What is written from now on, also by later starts, until interrupted."""
+    """Print what is written from now on, also by later starts, until interrupted."""
     show_logs(run, out, every_rank)
     seen = {path: path.stat().st_size for path in newest_logs(run, every_rank)}
     last: Path | None = None
@@ -63,7 +66,7 @@ def follow_logs(
 
 
 def cancel(run: Path, at_once: bool = False) -> str:
-    """End the run: it saves first, unless ``at_once``. Says what was done."""
+    """End the run: it saves first, unless ``at_once``. Returns what was done."""
     if not run.is_dir():
         raise ConfigError(f"run directory {run} does not exist")
     job = read_job_state(run)
@@ -75,7 +78,7 @@ def cancel(run: Path, at_once: bool = False) -> str:
                 call("scancel", job.job)
                 return f"job {job.job} is cancelled"
             # The job's shell looks for this file when its ranks have saved, and does not requeue.
-            write_atomically(run / "stop", "bapo cancel\n")
+            write_atomically(RunPaths(run).stop, "bapo cancel\n")
             call("scancel", "--batch", "--signal=USR1", job.job)
         except SlurmError as error:
             raise ConfigError(f"job {job.job} could not be cancelled: {error}") from None

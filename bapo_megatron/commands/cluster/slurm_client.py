@@ -1,4 +1,4 @@
-"""Slurm's commands, and what the job's shell has written down of itself."""
+"""Slurm's commands, and the state file that the job's shell writes."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from bapo_megatron.runtime.run_paths import RunPaths
+
 _DEADLINE_S = 15.0
 _COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines")
 
 
 @dataclass(frozen=True)
 class JobState:
-    """`RUN/slurm.state`, as slurm/lib/state.sh writes it."""
+    """The state of a Slurm job: `RUN/slurm.state`, as slurm/lib/state.sh writes it."""
 
     job: str
     restart: int
     status: str
     """`running`, `requeued`, `done`, `stopped` or `cancelled`."""
     end: int
-    """Of the job's time, in seconds since 1970; 0 if it has none."""
+    """End of the job's time limit, in seconds since 1970; 0 if it has none."""
     nodes: str
     excluded: str
     requeues: dict[str, int]
 
 
 def read_job_state(run: Path) -> JobState | None:
-    """None if no job was ever started for this run."""
+    """The state of the run's job; None if no job was ever started for it."""
     try:
-        lines = (run / "slurm.state").read_text().splitlines()
+        lines = RunPaths(run).slurm_state.read_text().splitlines()
     except FileNotFoundError:
         return None
     found = dict(line.partition("=")[::2] for line in lines)
@@ -57,7 +59,7 @@ def queue_state(job: str) -> tuple[str, str] | None:
 
 
 class SlurmError(Exception):
-    """A command of Slurm has failed, or there is none."""
+    """A command of Slurm failed, or is not installed."""
 
 
 def call(*command: str) -> str:

@@ -1,4 +1,5 @@
-"""How a run is: read from its directory, and from Slurm where there is one. Nothing is changed or locked."""
+"""The status of a run, from its directory, and from Slurm where there is one. Nothing is changed or
+locked."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.checkpoint.run_directory import CHECKPOINT_NAME, read_config
+from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.commands.cluster.slurm_client import JobState, queue_state, read_job_state
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 
 FRESH_S = 60.0
-"""A server renews its entry in RUN/engines more often than this, or is gone."""
+"""Age of an entry in RUN/engines at which its server counts as gone, seconds."""
 _TAIL_BYTES = 1 << 18
 _TROUBLE = (
     *(
@@ -36,13 +38,13 @@ _WORDS = ("cause", "why", "reason", "message", "engine", "server", "nodes")
 
 @dataclass(frozen=True)
 class Status:
-    """What a person wants to know. None where nothing is known."""
+    """The status of a run. None where nothing is known."""
 
     run: Path
     job: JobState | None
-    """None: never started by Slurm."""
+    """The Slurm job; None: never started by Slurm."""
     state: str
-    """Of the job, or of the local process, in words."""
+    """State of the job, or of the local process, in words."""
     seconds_left: float | None
     step: int
     steps: int | None
@@ -50,24 +52,24 @@ class Status:
     checkpoint: int | None
     checkpoint_age_s: float | None
     engines: tuple[int, int] | None
-    """Alive, and known: of RUN/engines, or by what the sampler said last."""
+    """Engines alive, and known: by RUN/engines, or by the sampler's last metrics."""
     trouble: str | None
-    """The last event of a bad kind."""
+    """The last event of a kind that means trouble."""
     trouble_age_s: float | None
 
 
 def read_status(run: Path, now: float | None = None) -> Status:
-    """The present status. ConfigError if ``run`` is no run directory."""
+    """The present status of ``run``. ConfigError if it is no run directory."""
     now = time.time() if now is None else now
-    if not run.is_dir() or not any(
-        (run / name).exists() for name in ("config.json", "slurm.state", "events.jsonl")
-    ):
-        raise ConfigError(f"{run} is no run directory: it has neither config.json nor slurm.state")
+    paths = RunPaths(run)
+    if not any(path.exists() for path in (paths.config, paths.slurm_state, paths.events)):
+        names = f"{paths.config.name} nor {paths.slurm_state.name}"
+        raise ConfigError(f"{run} is no run directory: it has neither {names}")
     job = read_job_state(run)
-    metrics = next(tail_rows(run / "metrics.jsonl"), {})
+    metrics = next(tail_rows(paths.metrics), {})
     config = read_config(run) or {}
     saved = newest_checkpoint(run)
-    trouble = next((row for row in tail_rows(run / "events.jsonl") if row.get("kind") in _TROUBLE), None)
+    trouble = next((row for row in tail_rows(paths.events) if row.get("kind") in _TROUBLE), None)
     running = job is not None and job.status == "running" and job.end > 0
     return Status(
         run=run,
@@ -86,7 +88,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
 
 
 def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The last rows of a log, newest first, as far as they lie in its end; without what is torn."""
+    """The last rows of a JSON-lines log, newest first, from its last 256 KiB; torn lines are left out."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -105,12 +107,14 @@ def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def newest_checkpoint(run: Path) -> tuple[int, float] | None:
     """Last finished step, and time, of the newest checkpoint with a manifest, which is written last."""
-    found = []
-    for manifest in run.glob("checkpoints/step_*/manifest.json"):
-        if match := CHECKPOINT_NAME.fullmatch(manifest.parent.name):
-            found.append((int(match[1]), int(match[2] or 0), manifest.stat().st_mtime))
-    step, _, time_s = max(found, default=(None, 0, 0.0))
-    return None if step is None else (step, time_s)
+    found = step_entries(RunPaths(run).checkpoints)
+    saved = [
+        (moment, manifest.stat().st_mtime) for moment, path in found if (manifest := path / MANIFEST).exists()
+    ]
+    if not saved:
+        return None
+    (step, _), time_s = max(saved)
+    return step, time_s
 
 
 def writer(run: Path, locks: Path = Path("/proc/locks")) -> int | None:
@@ -119,7 +123,7 @@ def writer(run: Path, locks: Path = Path("/proc/locks")) -> int | None:
     Looked up, not tried: to hold the lock for a moment could make a run that begins refuse to.
     """
     try:
-        inode = (run / ".lock").stat().st_ino
+        inode = RunPaths(run).lock.stat().st_ino
         lines = locks.read_text().splitlines()
     except OSError:
         return None
@@ -147,7 +151,7 @@ def _state(run: Path, job: JobState | None) -> str:
 
 
 def _engines(run: Path, metrics: dict[str, Any], now: float) -> tuple[int, int] | None:
-    files = list((run / "engines").glob("*.json"))
+    files = list(RunPaths(run).engines.glob("*.json"))
     if files:
         return sum(_answers(file, now) for file in files), len(files)
     alive = metrics.get("sampler/engines")

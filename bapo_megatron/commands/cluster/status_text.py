@@ -1,4 +1,4 @@
-"""The status of a run as lines of text."""
+"""The text of a run's status, one line for each thing that is known."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from bapo_megatron.commands.cluster.status import Status
 _WIDTH = 12
 
 
-def render(status: Status) -> str:
-    """A line for each thing that is known."""
+def status_text(status: Status) -> str:
+    """The status as lines of text."""
     return "".join(f"{name:<{_WIDTH}}{text}\n" for name, text in _rows(status))
 
 
@@ -59,7 +59,7 @@ def _step(status: Status) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds."""
+    """A duration as hours, minutes and seconds."""
     return str(timedelta(seconds=round(seconds)))
 
 

@@ -1,4 +1,4 @@
-"""``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [flags of bapo train]``."""
+"""The submission: ``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [flags of bapo train]``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from bapo_megatron.commands.cluster.cluster_file import load_cluster
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.run_paths import RunPaths
 
 USAGE = "usage: bapo submit RECIPE --cluster FILE [--dry-run] [--force] [flags of bapo train]"
 PYTHON_VARIABLE = "BAPO_NEMO_RUN_PYTHON"
@@ -23,18 +24,18 @@ _TEMPLATES = Path(__file__).parents[3] / "slurm"
 
 @dataclass(frozen=True)
 class SubmitCommand:
-    """What was asked for."""
+    """The parsed command line of ``bapo submit``."""
 
     recipe: Path
     cluster: Path
     dry_run: bool
     force: bool
     flags: tuple[str, ...]
-    """The rest, for `bapo train`."""
+    """Flags of `bapo train`."""
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> SubmitCommand:
-        """From the command line."""
+        """Parse the command line."""
         if not arguments or arguments[0].startswith("-"):
             raise ConfigError(f"{USAGE}; the recipe comes first")
         cluster: str | None = None
@@ -58,7 +59,7 @@ class SubmitCommand:
 
 
 def submit(command: SubmitCommand, config: RunConfig) -> str:
-    """The job's id; with ``dry_run`` the script that would be submitted."""
+    """Submit the job and return its id; with ``dry_run`` the script that would be submitted."""
     if not _TEMPLATES.is_dir():
         raise ConfigError(
             f"{_TEMPLATES} does not exist: `bapo submit` works from a checkout of the project, installed "
@@ -75,7 +76,7 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
 def launch(job: ClusterJob, dry_run: bool) -> str:
     """Run `slurm/launch.py`, which alone knows NeMo-Run, with an interpreter that has it."""
     if not dry_run:
-        (job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        RunPaths(job.run_dir).logs.mkdir(parents=True, exist_ok=True)
     command = [nemo_run_python(), str(job.templates / "launch.py"), *(["--dry-run"] if dry_run else [])]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     found = subprocess.run(

@@ -1,4 +1,4 @@
-"""The command: ``bapo doctor [RECIPE] [flags of the recipe] [--json]``."""
+"""The doctor's command: ``bapo doctor [RECIPE] [flags of the recipe] [--json]``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.commands.doctor.child import one_line
 from bapo_megatron.commands.doctor.machine import Disk, machine_rows
 from bapo_megatron.commands.doctor.namespaces import namespace_rows
 from bapo_megatron.commands.doctor.packages import package_rows
 from bapo_megatron.commands.doctor.recipe import Facts, examine
-from bapo_megatron.commands.doctor.rows import Row
+from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
 from bapo_megatron.commands.doctor.servers import server_rows
 from bapo_megatron.commands.doctor.sglang import sglang_rows
-from bapo_megatron.commands.doctor.table import as_json, lines, verdict
+from bapo_megatron.commands.doctor.table import as_json, lines, summary_line
 from bapo_megatron.errors import ConfigError
 
 USAGE = """\
@@ -27,16 +26,16 @@ start. `bapo train RECIPE --help` lists the flags.
 
 
 @dataclass(frozen=True)
-class Command:
-    """What was asked for."""
+class DoctorArguments:
+    """The parsed command line of ``bapo doctor``."""
 
     recipe: Path | None
     flags: tuple[str, ...] = ()
     json: bool = False
 
     @classmethod
-    def of(cls, arguments: Sequence[str]) -> Command:
-        """From the command line. ConfigError if flags come without a recipe."""
+    def of(cls, arguments: Sequence[str]) -> DoctorArguments:
+        """Parse the command line. ConfigError if flags come without a recipe."""
         left = [argument for argument in arguments if argument != "--json"]
         if left and left[0].startswith("-"):
             raise ConfigError(f"{left[0]}: the recipe comes first; {USAGE.splitlines()[0]}")
@@ -49,20 +48,21 @@ def run_doctor(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(USAGE, end="")
         return 0
-    command = Command.of(arguments)
-    rows: list[Row] = []
+    command = DoctorArguments.of(arguments)
+    rows: list[DoctorRow] = []
     if command.json:
         rows += all_rows(command)
         print(as_json(rows))
     else:
         for line in lines(_kept(all_rows(command), rows)):
             print(line, flush=True)
-        print(f"\n{verdict(rows, str(command.recipe or 'a run'))}")
+        print(f"\n{summary_line(rows, str(command.recipe or 'a run'))}")
     return 1 if any(row.state == "problem" for row in rows) else 0
 
 
-def all_rows(command: Command) -> Iterator[Row]:
-    """Every row. The recipe is examined first, because it says what is needed, and told of last."""
+def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
+    """Every row of the report. The recipe is examined first, since it says what is needed, and printed
+    last."""
     told, facts = ([], None) if command.recipe is None else examine(command.recipe, command.flags)
     yield from guarded("training", package_rows)
     yield from guarded("SGLang", lambda: sglang_rows(*_sglang_needs(facts)))
@@ -73,13 +73,13 @@ def all_rows(command: Command) -> Iterator[Row]:
         yield from guarded("servers", lambda: server_rows(facts))
 
 
-def guarded(section: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+def guarded(section: str, rows: Callable[[], Iterator[DoctorRow]]) -> Iterator[DoctorRow]:
     """The rows of a section; if it breaks, a row that says so, and the report goes on."""
     try:
         yield from rows()
     except Exception as error:  # a machine that nobody has thought of must not cost the other sections
         found = f"could not be looked at: {type(error).__name__}: {one_line(error)}"
-        yield Row(
+        yield DoctorRow(
             section, section, "optional", found, "", "look at it by hand: the doctor itself has an error here"
         )
 
@@ -94,7 +94,7 @@ def _disk(facts: Facts | None) -> Disk:
     return Disk() if facts is None else Disk(Path(facts.directory), facts.disk_gb)
 
 
-def _kept(rows: Iterator[Row], kept: list[Row]) -> Iterator[Row]:
+def _kept(rows: Iterator[DoctorRow], kept: list[DoctorRow]) -> Iterator[DoctorRow]:
     for row in rows:
         kept.append(row)
         yield row

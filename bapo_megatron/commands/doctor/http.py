@@ -1,4 +1,4 @@
-"""GET with a deadline for the whole answer, and without proxies, which the run does not use either."""
+"""HTTP GET with a deadline for the whole answer, and without proxies, which the run does not use either."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.commands.doctor.child import one_line, within
+from bapo_megatron.commands.doctor.rows import one_line
+from bapo_megatron.runtime.child_process import within
 
 DEADLINE_S = 10.0
 _MOST_BYTES = 8 << 20
@@ -16,7 +17,7 @@ _MOST_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one call. ``status`` is None if there was none, then ``body`` says why."""
+    """The answer to one GET. ``status`` is None if there was none, then ``body`` says why."""
 
     status: int | None
     body: Any
@@ -28,7 +29,7 @@ class Answer:
 
 
 def get(url: str, deadline_s: float = DEADLINE_S) -> Answer:
-    """What ``url`` answers. Never raises."""
+    """The answer of ``url``. Never raises."""
     try:
         return within(deadline_s, lambda: _get(url, deadline_s))
     except urllib.error.URLError as error:

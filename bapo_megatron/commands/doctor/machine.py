@@ -1,4 +1,4 @@
-"""What the machine has, and what it grants to this user."""
+"""Checks of the machine: memory, limits, shared memory, disk."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bapo_megatron.commands.doctor.child import one_line, within
-from bapo_megatron.commands.doctor.rows import Row
+from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
+from bapo_megatron.runtime.child_process import within
 
 SECTION = "machine"
 DISK_DEADLINE_S = 10.0
 """A network file system whose server is gone answers never."""
 SHARED_MEMORY_MB = 1024
-"""Of /dev/shm. NCCL and gloo meet there; containers have 64 MB unless told otherwise."""
+"""Least size of /dev/shm. NCCL and gloo meet there; containers have 64 MB unless told otherwise."""
 OPEN_FILES = 4096
 """Sockets of requests in flight, shards, logs; the usual limit of 1,024 is reached by a large batch."""
 _GB = 1e9
@@ -28,12 +28,12 @@ class Disk:
 
     directory: Path = Path("runs")
     needed_gb: float | None = None
-    """None where no recipe says."""
+    """Gigabytes that the run writes; None where no recipe says."""
 
 
-def machine_rows(disk: Disk | None = None) -> Iterator[Row]:
+def machine_rows(disk: Disk | None = None) -> Iterator[DoctorRow]:
     """All rows of this machine."""
-    yield Row(SECTION, "cores", "ok", str(len(os.sched_getaffinity(0))))
+    yield DoctorRow(SECTION, "cores", "ok", str(len(os.sched_getaffinity(0))))
     yield memory_row()
     yield shared_memory_row(Path("/dev/shm"))
     yield open_files_row(*resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -41,7 +41,7 @@ def machine_rows(disk: Disk | None = None) -> Iterator[Row]:
     yield from disk_rows(disk or Disk())
 
 
-def memory_row() -> Row:
+def memory_row() -> DoctorRow:
     """The memory of the machine, and the limit of this process's control group if that is lower."""
     total_kb = int(_field(Path("/proc/meminfo"), "MemTotal:"))
     available_kb = int(_field(Path("/proc/meminfo"), "MemAvailable:"))
@@ -49,7 +49,7 @@ def memory_row() -> Row:
     limit = control_group_limit()
     if limit is not None and limit < total_kb * 1024:
         found += f"; this process's group may use {limit / _GB:.1f} GB"
-    return Row(SECTION, "memory", "ok", found)
+    return DoctorRow(SECTION, "memory", "ok", found)
 
 
 def control_group_limit(
@@ -71,20 +71,20 @@ def control_group_limit(
     return min(limits, default=None)
 
 
-def shared_memory_row(path: Path) -> Row:
+def shared_memory_row(path: Path) -> DoctorRow:
     """The size of the file system in memory that processes of one machine share."""
     fix = f"mount -o remount,size=8G {path}, or docker run --shm-size 8g"
     needed = f"{SHARED_MEMORY_MB / 1024:.0f} GiB, for several processes on GPUs"
     try:
         usage = within(DISK_DEADLINE_S, lambda: shutil.disk_usage(path))
     except OSError as error:
-        return Row(SECTION, str(path), "optional", one_line(error), needed, fix)
+        return DoctorRow(SECTION, str(path), "optional", one_line(error), needed, fix)
     enough = usage.free >= SHARED_MEMORY_MB << 20
     found = f"{_size(usage.total)}, {_size(usage.free)} free"
-    return Row(SECTION, str(path), "ok" if enough else "optional", found, needed, fix)
+    return DoctorRow(SECTION, str(path), "ok" if enough else "optional", found, needed, fix)
 
 
-def open_files_row(soft: int, hard: int) -> Row:
+def open_files_row(soft: int, hard: int) -> DoctorRow:
     """The limit on open files: a socket for each request in flight."""
     enough = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES
     found = f"{_limit(soft)} (at most {_limit(hard)})"
@@ -95,18 +95,18 @@ def open_files_row(soft: int, hard: int) -> Row:
         if reachable
         else f"raise nofile to {OPEN_FILES} in /etc/security/limits.conf"
     )
-    return Row(SECTION, "open files", "ok" if enough else "optional", found, needed, fix)
+    return DoctorRow(SECTION, "open files", "ok" if enough else "optional", found, needed, fix)
 
 
-def locked_memory_row(soft: int, infiniband: bool) -> Row:
+def locked_memory_row(soft: int, infiniband: bool) -> DoctorRow:
     """The limit on locked memory, which InfiniBand registers."""
     if soft == resource.RLIM_INFINITY:
-        return Row(SECTION, "locked memory", "ok", "unlimited")
+        return DoctorRow(SECTION, "locked memory", "ok", "unlimited")
     found, needed = f"{soft >> 10} KiB", "unlimited, for InfiniBand"
     if not infiniband:
-        return Row(SECTION, "locked memory", "ok", f"{found}; no InfiniBand here", needed)
+        return DoctorRow(SECTION, "locked memory", "ok", f"{found}; no InfiniBand here", needed)
     fix = "ulimit -l unlimited; under Slurm LimitMEMLOCK=infinity for slurmd"
-    return Row(SECTION, "locked memory", "optional", found, needed, fix)
+    return DoctorRow(SECTION, "locked memory", "optional", found, needed, fix)
 
 
 def has_infiniband(devices: Path = Path("/sys/class/infiniband")) -> bool:
@@ -114,7 +114,7 @@ def has_infiniband(devices: Path = Path("/sys/class/infiniband")) -> bool:
     return devices.is_dir() and any(devices.iterdir())
 
 
-def disk_rows(disk: Disk) -> Iterator[Row]:
+def disk_rows(disk: Disk) -> Iterator[DoctorRow]:
     """Free space where the run writes, and whether it may."""
     name = f"disk of {disk.directory}"
     needed = (
@@ -124,13 +124,15 @@ def disk_rows(disk: Disk) -> Iterator[Row]:
     try:
         existing, free, writable = within(DISK_DEADLINE_S, lambda: _look_at(disk.directory))
     except OSError as error:
-        yield Row(SECTION, name, "problem", one_line(error), needed, "name another disk with --run-dir")
+        yield DoctorRow(SECTION, name, "problem", one_line(error), needed, "name another disk with --run-dir")
         return
     short = disk.needed_gb is not None and free < disk.needed_gb * _GB
-    yield Row(SECTION, name, "problem" if short else "ok", f"{_size(free)} free", needed, fix)
+    yield DoctorRow(SECTION, name, "problem" if short else "ok", f"{_size(free)} free", needed, fix)
     if not writable:
         found = f"{existing} may not be written to"
-        yield Row(SECTION, name, "problem", found, "a folder to write to", "name another with --run-dir")
+        yield DoctorRow(
+            SECTION, name, "problem", found, "a folder to write to", "name another with --run-dir"
+        )
 
 
 def _look_at(directory: Path) -> tuple[Path, int, bool]:

@@ -1,4 +1,4 @@
-"""Whether the kernel lets this user shut a program in: user and network namespaces.
+"""Check of the sandbox: whether the kernel grants this user the user and network namespaces it needs.
 
 ``python -m bapo_megatron.commands.doctor.namespaces`` tries both, in a process that then ends, and prints one
 JSON object: the error number of each, 0 where it is granted.
@@ -12,8 +12,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from bapo_megatron.commands.doctor.child import one_line, run_module
-from bapo_megatron.commands.doctor.rows import Row, missing
+from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
+from bapo_megatron.runtime.child_process import run_module
 
 SECTION = "code sandbox"
 DEADLINE_S = 20.0
@@ -34,9 +34,9 @@ _SWITCHES = (
 """Settings of the kernel, the value that forbids, and what permits."""
 
 
-def namespace_rows(required: bool) -> Iterator[Row]:
-    """One row for each kind. ``required``: the recipe's reward runs programs."""
-    child = run_module("namespaces", [], DEADLINE_S)
+def namespace_rows(required: bool) -> Iterator[DoctorRow]:
+    """One row for each kind of namespace. ``required``: the recipe's reward runs programs."""
+    child = run_module("bapo_megatron.commands.doctor.namespaces", [], DEADLINE_S)
     try:
         errors = json.loads(child.output)
     except ValueError:
@@ -45,13 +45,13 @@ def namespace_rows(required: bool) -> Iterator[Row]:
         yield namespace_row(name, error, required)
 
 
-def namespace_row(name: str, error: int | str, required: bool, sysctl: Path = _SYSCTL) -> Row:
-    """``error``: 0 if the kernel granted it, its error number, or why it could not be asked."""
+def namespace_row(name: str, error: int | str, required: bool, sysctl: Path = _SYSCTL) -> DoctorRow:
+    """One row. ``error``: 0 if the kernel granted it, its error number, or why it could not be asked."""
     needed = "to run programs that a model has written"
     if error == 0:
-        return Row(SECTION, name, "ok", "granted", needed)
+        return DoctorRow(SECTION, name, "ok", "granted", needed)
     found = f"refused: {os.strerror(error)}" if isinstance(error, int) else error
-    return Row(SECTION, name, missing(required), found, needed, _fix(sysctl))
+    return DoctorRow(SECTION, name, missing(required), found, needed, _fix(sysctl))
 
 
 def _fix(sysctl: Path) -> str:
@@ -63,7 +63,7 @@ def _fix(sysctl: Path) -> str:
 
 
 def try_namespaces() -> dict[str, int]:
-    """Enter both, the second with the rights that the first gives."""
+    """Error numbers of entering both kinds, the second with the rights that the first gives."""
     libc = ctypes.CDLL(None, use_errno=True)
     found = {}
     for name, flag in (("user namespaces", _CLONE_NEWUSER), ("network namespaces", _CLONE_NEWNET)):

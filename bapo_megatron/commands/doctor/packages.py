@@ -1,4 +1,4 @@
-"""The environment that trains: Python, torch, and what else is imported there."""
+"""Checks of the training environment: Python, torch, and what else is imported there."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from bapo_megatron.commands.doctor.child import one_line, run_child, run_module
-from bapo_megatron.commands.doctor.rows import Row, missing
+from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
 from bapo_megatron.commands.doctor.tested import TRAINING, Permitted, canonical, permitted, pins
+from bapo_megatron.runtime.child_process import run_command, run_module
 
 SECTION = "training"
 IMPORT_DEADLINE_S = 120.0
-"""For all imports together, on a busy machine with a slow disk."""
+"""Seconds for all imports together, on a busy machine with a slow disk."""
 _LEAST_S = 5.0
-"""For those that are left when one has used the time up."""
+"""Seconds for the imports that are left when one has used the time up."""
 OLDEST_PYTHON = (3, 11)
 
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution, and what it is for."""
+    """A distribution that is looked for, and its use."""
 
     name: str
     module: str | None = None
-    """What is imported to see whether it works; None: it is looked up, not imported."""
+    """The module that is imported to see whether it works; None: it is looked up, not imported."""
     purpose: str = ""
-    """Of an optional one. One without a purpose is required."""
+    """The use of an optional package. One without a purpose is required."""
     install: str = ""
     """Arguments of ``pip install``, where the name and the tested version are not enough."""
     on_gpu: bool = False
@@ -58,6 +58,7 @@ PACKAGES = (
     Package("tensorboard", "torch.utils.tensorboard"),
     Package("typeguard", "typeguard"),
     Package("tyro", "tyro"),
+    Package("annotated-types", "annotated_types"),
     Package(
         "transformer-engine",
         "transformer_engine.pytorch",
@@ -71,7 +72,7 @@ PACKAGES = (
 )
 
 
-def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[Row]:
+def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[DoctorRow]:
     """Python, then a row for each package."""
     yield python_row(sys.version_info[:3])
     ranges, tested = permitted(), pins(TRAINING)
@@ -92,19 +93,19 @@ def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Import:
-    """How an import went."""
+    """The outcome of one import."""
 
     error: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def python_row(version: tuple[int, ...]) -> Row:
+def python_row(version: tuple[int, ...]) -> DoctorRow:
     """Whether this interpreter is new enough."""
     oldest = ".".join(map(str, OLDEST_PYTHON))
     found, needed = ".".join(map(str, version)), f"{oldest} or newer"
     if version >= OLDEST_PYTHON:
-        return Row(SECTION, "Python", "ok", found, needed)
-    return Row(SECTION, "Python", "problem", found, needed, f"make setup PYTHON=python{oldest}")
+        return DoctorRow(SECTION, "Python", "ok", found, needed)
+    return DoctorRow(SECTION, "Python", "problem", found, needed, f"make setup PYTHON=python{oldest}")
 
 
 def installed_version(name: str) -> str | None:
@@ -122,7 +123,7 @@ def try_imports(modules: Sequence[str], deadline_s: float = IMPORT_DEADLINE_S) -
     found: dict[str, Import] = {}
     end = time.monotonic() + deadline_s
     while left := [name for name in modules if name not in found]:
-        child = run_module("probe", left, max(end - time.monotonic(), _LEAST_S))
+        child = run_module("bapo_megatron.commands.doctor.probe", left, max(end - time.monotonic(), _LEAST_S))
         for line in child.output.splitlines():
             answer = json.loads(line)
             found[answer["module"]] = Import(answer["error"] and one_line(answer["error"]), answer["facts"])
@@ -134,44 +135,44 @@ def try_imports(modules: Sequence[str], deadline_s: float = IMPORT_DEADLINE_S) -
 
 def package_row(
     package: Package, version: str | None, imported: Import, allowed: Permitted | None, tested: str | None
-) -> Row:
-    """What is said of one package."""
+) -> DoctorRow:
+    """The row of one package."""
     required = not package.purpose
     needed = _needed(package, allowed, tested)
     fix = _fix(package, allowed, tested)
     if version is None:
-        return Row(SECTION, package.name, missing(required), "not installed", needed, fix)
+        return DoctorRow(SECTION, package.name, missing(required), "not installed", needed, fix)
     if imported.error:
         found = f"{version}, and its import fails: {imported.error}"
         again = fix.replace("pip install", "pip install --force-reinstall", 1)
-        return Row(SECTION, package.name, missing(required or package.on_gpu), found, needed, again)
+        return DoctorRow(SECTION, package.name, missing(required or package.on_gpu), found, needed, again)
     if allowed is not None and version != "unknown" and not allowed.holds(version):
-        return Row(SECTION, package.name, missing(required), version, needed, fix)
-    return Row(SECTION, package.name, "ok", version, needed)
+        return DoctorRow(SECTION, package.name, missing(required), version, needed, fix)
+    return DoctorRow(SECTION, package.name, "ok", version, needed)
 
 
-def gpu_row(facts: Mapping[str, Any], driver: list[str]) -> Row:
+def gpu_row(facts: Mapping[str, Any], driver: list[str]) -> DoctorRow:
     """torch's build, and the GPUs that it sees; ``driver`` are those that the driver sees."""
     gpus = facts.get("gpus", [])
     if gpus:
         name, memory = gpus[0]
         found = f"CUDA {facts['cuda']}, NCCL {facts['nccl']}, {len(gpus)} x {name} ({memory} GB)"
-        return Row(SECTION, "torch's GPUs", "ok", found)
+        return DoctorRow(SECTION, "torch's GPUs", "ok", found)
     build = f"built for CUDA {facts['cuda']}" if facts.get("cuda") else "CPU build"
     if not driver:
-        return Row(SECTION, "torch's GPUs", "ok", f"{build}, no GPU here: runs train on the CPU")
+        return DoctorRow(SECTION, "torch's GPUs", "ok", f"{build}, no GPU here: runs train on the CPU")
     fix = (
         "update the GPU driver to one for CUDA " + str(facts["cuda"])
         if facts.get("cuda")
         else "install a CUDA build of torch: make setup TORCH_FLAGS=..."
     )
     found = f"{build}, sees none of {len(driver)} GPUs ({driver[0]})"
-    return Row(SECTION, "torch's GPUs", "optional", found, "GPUs that torch can use", fix)
+    return DoctorRow(SECTION, "torch's GPUs", "optional", found, "GPUs that torch can use", fix)
 
 
 def driver_gpus() -> list[str]:
     """The GPUs that the driver lists, by name; none where there is no driver."""
-    child = run_child(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], 20.0)
+    child = run_command(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], 20.0)
     return [line.strip() for line in child.output.splitlines() if line.strip()] if not child.ended else []
 
 

@@ -1,4 +1,4 @@
-"""A child process that imports modules and says how it went.
+"""The import probe: a child process that imports modules and reports how each went.
 
     python -m bapo_megatron.commands.doctor.probe MODULE ...
 
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def main(modules: Sequence[str]) -> None:
-    """Import each, in order."""
+    """Import each module, in order, and print its outcome."""
     warnings.simplefilter("ignore")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the modules print is no answer
@@ -35,7 +35,7 @@ def main(modules: Sequence[str]) -> None:
 
 
 def torch_facts(torch: Any) -> dict[str, Any]:
-    """Build and devices: `cuda` (None for a CPU build), `gpus` (name and GB of each), `nccl`."""
+    """Build and devices of torch: `cuda` (None for a CPU build), `gpus` (name and GB of each), `nccl`."""
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         device = torch.cuda.get_device_properties(index)

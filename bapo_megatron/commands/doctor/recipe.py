@@ -1,4 +1,4 @@
-"""The recipe's own checks, in a child process.
+"""Check of a recipe: its own checks, run in a child process.
 
     python -m bapo_megatron.commands.doctor.recipe RECIPE [flags]
 
@@ -17,23 +17,23 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.commands.doctor.child import one_line, run_module
-from bapo_megatron.commands.doctor.rows import Row
+from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.child_process import run_module
 
 if TYPE_CHECKING:
     from bapo_megatron.config import RunConfig
 
 SECTION = "recipe"
 DEADLINE_S = 600.0
-"""The dataset is read and its answers are parsed."""
+"""Seconds for the check, in which the dataset is read and its answers are parsed."""
 _CHECKPOINT_BYTES = {"bfloat16": 14, "float32": 12}
 """For each parameter: the weights, Adam's two moments in float32, and master weights unless they are that."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rest of the doctor wants to know of a recipe."""
+    """Facts of a recipe that the doctor's other checks need."""
 
     name: str
     directory: str
@@ -52,11 +52,11 @@ class Facts:
     """What its run directory will hold, without rollouts and logs."""
 
 
-def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[Row], Facts | None]:
+def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], Facts | None]:
     """A row for each problem, or one that says there is none. ConfigError if a flag is wrong."""
     if not recipe.is_file():
         raise ConfigError(f"recipe {recipe} does not exist")
-    child = run_module("recipe", [str(recipe), *flags], DEADLINE_S)
+    child = run_module("bapo_megatron.commands.doctor.recipe", [str(recipe), *flags], DEADLINE_S)
     if child.code == 2:
         raise ConfigError((child.errors or child.ended).strip())
     try:
@@ -66,23 +66,23 @@ def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[Row], Facts | None
         fix = (
             f"bapo train {recipe} shows the whole error; most often a package of the first section is broken"
         )
-        return [Row(SECTION, str(recipe), "problem", found, "a recipe that can be checked", fix)], None
+        return [DoctorRow(SECTION, str(recipe), "problem", found, "a recipe that can be checked", fix)], None
     facts = Facts(**answer["facts"]) if answer["facts"] else None
     return list(recipe_rows(str(recipe), answer["problems"])), facts
 
 
-def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[Row]:
-    """What ``bapo train`` would say."""
+def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
+    """A row for each problem that ``bapo train`` would report, or one that says there is none."""
     if not problems:
         checked = "fields, model, tokenizer, layout, dataset and run directory fit together"
-        yield Row(SECTION, name, "ok", checked)
+        yield DoctorRow(SECTION, name, "ok", checked)
     for problem in problems:
         fix = "change the recipe, or lay a flag over it: the message says which and how"
-        yield Row(SECTION, name, "problem", problem, "what `bapo train` accepts", fix)
+        yield DoctorRow(SECTION, name, "problem", problem, "what `bapo train` accepts", fix)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The child."""
+    """The child process: print problems and facts of the recipe as one JSON object."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what recipes print is no answer
     problems: list[str] = []
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def problems_of(config: RunConfig) -> Iterator[str]:
-    """Every problem once, also those that follow on another. Fields that are wrong stop the search."""
+    """Every problem of the recipe once, with those that follow from another. Wrong fields stop the search."""
     from bapo_megatron.trainer.preflight import run_checks
 
     told: set[str] = set()
@@ -118,7 +118,7 @@ def problems_of(config: RunConfig) -> Iterator[str]:
 
 
 def facts_of(config: RunConfig) -> Facts:
-    """Of a configuration whose fields may be wrong."""
+    """The facts of a configuration, whose fields may be wrong."""
     from bapo_megatron.reward.functions import runs_code
 
     rollout, sglang = config.rollout, config.rollout.sglang

@@ -1,4 +1,4 @@
-"""One line of the report."""
+"""Rows of the doctor's report: one check each, with its state and its fix; errors as one line."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ State = Literal["ok", "optional", "problem"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """What was found about one thing, what is needed of it, and what to do."""
+class DoctorRow:
+    """One row of the report: what was found about one thing, what is needed of it, and what to do."""
 
     section: str
     name: str
@@ -26,6 +26,12 @@ class Row:
             object.__setattr__(self, "fix", "")
 
 
+def one_line(error: object, limit: int = 200) -> str:
+    """An error as one short line, with its type where it says nothing itself."""
+    named = " ".join(str(error).split()) or type(error).__name__
+    return named if len(named) <= limit else f"{named[: limit - 1]}…"
+
+
 def missing(required: bool) -> State:
-    """The state of what is not there."""
+    """The state of a thing that is not there."""
     return "problem" if required else "optional"

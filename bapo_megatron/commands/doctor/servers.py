@@ -1,4 +1,4 @@
-"""The SGLang servers that a recipe names: are they there, and do they fit it?
+"""Checks of the SGLang servers that a recipe names: are they there, and do they fit it?
 
 What is read is SGLang 0.5.23's: `/ready`, `/model_info`, `/server_info`.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from bapo_megatron.commands.doctor.http import Answer, get
 from bapo_megatron.commands.doctor.recipe import Facts
-from bapo_megatron.commands.doctor.rows import Row, State
+from bapo_megatron.commands.doctor.rows import DoctorRow, State
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
 
 SECTION = "servers"
@@ -23,7 +23,7 @@ _RESERVED_TOKENS = 6
 """SGLang's `max_req_input_len` is its context without these."""
 
 
-def server_rows(facts: Facts) -> Iterator[Row]:
+def server_rows(facts: Facts) -> Iterator[DoctorRow]:
     """Rows of every server that ``rollout.sglang.urls`` names, which are asked at once."""
     if not facts.urls:
         return
@@ -35,15 +35,15 @@ def server_rows(facts: Facts) -> Iterator[Row]:
     if len(set(versions.values())) > 1:
         told = ", ".join(f"{url}: {version}" for url, version in versions.items())
         fix = "start them again, so that all have version 0"
-        yield Row(SECTION, "weight versions", "problem", told, "the same one everywhere", fix)
+        yield DoctorRow(SECTION, "weight versions", "problem", told, "the same one everywhere", fix)
 
 
-def rows_of(url: str, facts: Facts) -> tuple[list[Row], str | None]:
+def rows_of(url: str, facts: Facts) -> tuple[list[DoctorRow], str | None]:
     """Rows of one server, and the weight version that it says it has."""
     ready = get(f"{url}/ready")
     if ready.status is None:
         fix = "start it (bapo rollout-server RECIPE --host HOST --port PORT), or correct rollout.sglang.urls"
-        return [Row(SECTION, url, "problem", f"no answer: {ready.body}", "an SGLang server", fix)], None
+        return [DoctorRow(SECTION, url, "problem", f"no answer: {ready.body}", "an SGLang server", fix)], None
     if ready.status == 404:
         return [_other_program(url)], None
     rows = [_ready_row(url, ready)]
@@ -53,7 +53,7 @@ def rows_of(url: str, facts: Facts) -> tuple[list[Row], str | None]:
         server = get(f"{url}/get_server_info")  # its older name
     version = _text(model.fields.get("weight_version"))
     rows += [
-        version_row(url, version),
+        weight_version_row(url, version),
         model_row(url, model.fields, facts),
         *_context_rows(url, server.fields, facts),
         *_setting_rows(url, server.fields, facts),
@@ -61,17 +61,17 @@ def rows_of(url: str, facts: Facts) -> tuple[list[Row], str | None]:
     return rows, version
 
 
-def version_row(url: str, version: str | None) -> Row:
-    """Weight versions are numbers, which the engine counts on."""
+def weight_version_row(url: str, version: str | None) -> DoctorRow:
+    """The weight version of a server. Versions are numbers, which the engine counts on."""
     if version is not None and version.isdecimal():
-        return Row(SECTION, url, "ok", f"weight version {version}")
+        return DoctorRow(SECTION, url, "ok", f"weight version {version}")
     found = f"weight version {version!r}" if version is not None else "no weight version"
     fix = "start it with --weight-version 0, as bapo rollout-server does"
-    return Row(SECTION, url, "problem", found, "a number", fix)
+    return DoctorRow(SECTION, url, "problem", found, "a number", fix)
 
 
-def model_row(url: str, model: dict[str, Any], facts: Facts) -> Row:
-    """Whether it serves the recipe's model: by type, and by shape where its folder is seen from here."""
+def model_row(url: str, model: dict[str, Any], facts: Facts) -> DoctorRow:
+    """Whether a server has the recipe's model: by type, and by shape where its folder is seen from here."""
     folder = str(model.get("model_path", "unknown"))
     needed = "the recipe's model"
     fix = "start it with the recipe: bapo rollout-server RECIPE"
@@ -81,9 +81,9 @@ def model_row(url: str, model: dict[str, Any], facts: Facts) -> Row:
     if served is not None:
         differ += [_difference(name, served, ours) for name in _SAME_SHAPE]
     if different := [text for text in differ if text]:
-        return Row(SECTION, url, "problem", f"model {folder}: {', '.join(different)}", needed, fix)
+        return DoctorRow(SECTION, url, "problem", f"model {folder}: {', '.join(different)}", needed, fix)
     seen = f"{served.get('vocab_size')} token ids" if served else "its folder is not seen from here"
-    return Row(SECTION, url, "ok", f"model {folder}, {seen}", needed)
+    return DoctorRow(SECTION, url, "ok", f"model {folder}, {seen}", needed)
 
 
 def longest_sequence(server: dict[str, Any]) -> int | None:
@@ -95,52 +95,54 @@ def longest_sequence(server: dict[str, Any]) -> int | None:
     return prompt + _RESERVED_TOKENS if isinstance(prompt, int) else None
 
 
-def _ready_row(url: str, ready: Answer) -> Row:
+def _ready_row(url: str, ready: Answer) -> DoctorRow:
     if ready.status == 200:
-        return Row(SECTION, url, "ok", "ready")
+        return DoctorRow(SECTION, url, "ok", "ready")
     fix = (
         "wait until it has loaded its model; one that a run has left paused goes on after "
         f"curl -X POST -H 'Content-Type: application/json' -d '{{}}' {url}/continue_generation"
     )
-    return Row(SECTION, url, "problem", f"not ready: status {ready.status}", "status 200 from /ready", fix)
+    return DoctorRow(
+        SECTION, url, "problem", f"not ready: status {ready.status}", "status 200 from /ready", fix
+    )
 
 
-def _other_program(url: str) -> Row:
+def _other_program(url: str) -> DoctorRow:
     """SGLang's router, or what else has no ``/ready``."""
     workers = get(f"{url}/workers").fields.get("workers")
     if isinstance(workers, list):
         known = " ".join(str(worker.get("url")) for worker in workers if isinstance(worker, dict))
         fix = f"name its servers (docs/router.md): --rollout.sglang.urls {known}".rstrip()
-        return Row(SECTION, url, "problem", "a router, which takes no weights", "an SGLang server", fix)
+        return DoctorRow(SECTION, url, "problem", "a router, which takes no weights", "an SGLang server", fix)
     fix = "correct rollout.sglang.urls, or update SGLang: make sglang"
-    return Row(SECTION, url, "problem", "answers, and has no /ready", "an SGLang server", fix)
+    return DoctorRow(SECTION, url, "problem", "answers, and has no /ready", "an SGLang server", fix)
 
 
-def _context_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[Row]:
+def _context_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[DoctorRow]:
     longest = longest_sequence(server)
     if longest is None:
         return
     needed = f"{facts.longest_sequence} tokens, the run's longest sequence"
     fix = f"start it with --context-length {facts.longest_sequence}, or lower rollout.max_response_tokens"
     state: State = "ok" if longest >= facts.longest_sequence else "problem"
-    yield Row(SECTION, url, state, f"context of {longest} tokens", needed, fix)
+    yield DoctorRow(SECTION, url, state, f"context of {longest} tokens", needed, fix)
 
 
-def _setting_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[Row]:
+def _setting_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[DoctorRow]:
     """Settings with which it would sample something else than the policy."""
     version, tested = _text(server.get("version")), pins(SGLANG).get("sglang")
     if version is not None:
         fix = "make sglang installs the tested version; the wire format may differ in others"
         state: State = "ok" if version == tested else "optional"
-        yield Row(SECTION, url, state, f"SGLang {version}", f"tested: {tested}", fix)
+        yield DoctorRow(SECTION, url, state, f"SGLang {version}", f"tested: {tested}", fix)
     dtype = server.get("dtype")
     if dtype not in (None, "auto", facts.dtype):
         fix = f"start it with --dtype {facts.dtype}: log-probs drift from the policy's otherwise"
-        yield Row(SECTION, url, "optional", f"dtype {dtype}", f"model.dtype={facts.dtype}", fix)
+        yield DoctorRow(SECTION, url, "optional", f"dtype {dtype}", f"model.dtype={facts.dtype}", fix)
     if facts.on_update == "in_place" and server.get("disable_radix_cache") is False:
         found = "prefix cache is on"
         needed = "none with rollout.sglang.on_update=in_place: it holds keys and values of old weights"
-        yield Row(SECTION, url, "problem", found, needed, "start it with --disable-radix-cache")
+        yield DoctorRow(SECTION, url, "problem", found, needed, "start it with --disable-radix-cache")
 
 
 def _difference(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""SGLang's own environment, asked with a short program of its interpreter. SGLang is never imported."""
+"""Checks of SGLang's environment by a short program of its interpreter. SGLang is never imported."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from bapo_megatron.commands.doctor.child import one_line, run_child
-from bapo_megatron.commands.doctor.rows import Row, missing
+from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
 from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, pins
+from bapo_megatron.runtime.child_process import run_command
 
 SECTION = "SGLang"
 DEADLINE_S = 30.0
 PACKAGES = {"sglang": True, "torch": True, "sglang-router": False}
-"""What is looked up there, and whether servers need it."""
+"""Packages that are looked up there, and whether servers need them."""
 
 _ASK = """
 import json, sys
@@ -28,7 +28,7 @@ print(json.dumps(found))
 """
 
 
-def sglang_rows(required: bool, given: Path | None = None) -> Iterator[Row]:
+def sglang_rows(required: bool, given: Path | None = None) -> Iterator[DoctorRow]:
     """The environment's rows. ``required``: the run starts servers of its own; ``given``: its interpreter."""
     use = "for rollout.engine=sglang"
     try:
@@ -36,30 +36,32 @@ def sglang_rows(required: bool, given: Path | None = None) -> Iterator[Row]:
 
         python = sglang_python(given)
     except Exception as error:  # ConfigError, or whatever a broken package of this environment raises
-        yield Row(SECTION, "interpreter", missing(required), one_line(error), use, "make sglang")
+        yield DoctorRow(SECTION, "interpreter", missing(required), one_line(error), use, "make sglang")
         return
-    child = run_child([str(python), "-I", "-c", _ASK, *PACKAGES], DEADLINE_S)
+    child = run_command([str(python), "-I", "-c", _ASK, *PACKAGES], DEADLINE_S)
     versions = _versions(child.output)
     if child.ended or versions is None:
         found = f"{_shown(python)}: {one_line(child.reason() or 'no answer')}"
-        yield Row(SECTION, "interpreter", missing(required), found, use, "make sglang")
+        yield DoctorRow(SECTION, "interpreter", missing(required), found, use, "make sglang")
         return
-    yield Row(SECTION, "interpreter", "ok", f"{_shown(python)}, Python {versions['python']}", use)
+    yield DoctorRow(SECTION, "interpreter", "ok", f"{_shown(python)}, Python {versions['python']}", use)
     tested = {"torch": pins(TRAINING).get("torch"), **pins(SGLANG)}
     for name, needed in PACKAGES.items():
-        yield version_row(name, versions.get(name), tested.get(name), required, needed)
+        yield sglang_package_row(name, versions.get(name), tested.get(name), required, needed)
 
 
-def version_row(name: str, version: str | None, tested: str | None, required: bool, needed: bool) -> Row:
+def sglang_package_row(
+    name: str, version: str | None, tested: str | None, required: bool, needed: bool
+) -> DoctorRow:
     """One package of SGLang's environment. Its wire format changes between versions: others are untested."""
     purpose = "" if needed else "for docs/router.md, "
     said = f"{purpose}tested: {tested}"
     fix = "make sglang installs the tested versions into .venv-sglang"
     if version is None:
-        return Row(SECTION, name, missing(required and needed), "not installed", said, fix)
+        return DoctorRow(SECTION, name, missing(required and needed), "not installed", said, fix)
     if version.partition("+")[0] != tested:
-        return Row(SECTION, name, "optional", f"{version}, which was not tested", said, fix)
-    return Row(SECTION, name, "ok", version, said)
+        return DoctorRow(SECTION, name, "optional", f"{version}, which was not tested", said, fix)
+    return DoctorRow(SECTION, name, "ok", version, said)
 
 
 def _shown(path: Path) -> Path:

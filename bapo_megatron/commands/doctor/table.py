@@ -1,4 +1,4 @@
-"""The report as text for a terminal, and as JSON for a program."""
+"""The doctor's report as text for a terminal, and as JSON for a program. Needs the standard library alone."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
-from bapo_megatron.commands.doctor.rows import Row
+from bapo_megatron.commands.doctor.rows import DoctorRow
 
 _STATE, _NAME, _FOUND, _NEEDED = 10, 20, 44, 34
 """Widths of the columns, in characters."""
 
 
-def lines(rows: Iterable[Row]) -> Iterator[str]:
-    """The table, line by line as rows come in: a section's title, then its rows and their fixes."""
+def lines(rows: Iterable[DoctorRow]) -> Iterator[str]:
+    """The report, line by line as rows come in: a section's title, then its rows and their fixes."""
     section = None
     for row in rows:
         if row.section != section:
@@ -24,8 +24,8 @@ def lines(rows: Iterable[Row]) -> Iterator[str]:
         yield from _row(row)
 
 
-def verdict(rows: Sequence[Row], subject: str) -> str:
-    """The last line. ``subject`` is what could start, `a run` or the recipe's."""
+def summary_line(rows: Sequence[DoctorRow], subject: str) -> str:
+    """The last line of the report. ``subject`` is what could start, `a run` or the recipe's."""
     problems = sum(row.state == "problem" for row in rows)
     optional = sum(row.state == "optional" for row in rows)
     aside = f" ({optional} optional: missing, low or untested)" if optional else ""
@@ -34,13 +34,13 @@ def verdict(rows: Sequence[Row], subject: str) -> str:
     return f"no problem: {subject} could start{aside}"
 
 
-def as_json(rows: Sequence[Row]) -> str:
-    """Everything as one JSON object: `ok`, and `rows` with the fields of ``Row``."""
+def as_json(rows: Sequence[DoctorRow]) -> str:
+    """The report as one JSON object: `ok`, and `rows` with the fields of ``DoctorRow``."""
     ok = all(row.state != "problem" for row in rows)
     return json.dumps({"ok": ok, "rows": [asdict(row) for row in rows]}, indent=2)
 
 
-def _row(row: Row) -> Iterator[str]:
+def _row(row: DoctorRow) -> Iterator[str]:
     found, needed = _wrap(row.found, _FOUND), _wrap(row.needed, _NEEDED)
     names = [row.name]
     if len(row.name) > _NAME:  # an address or a path: the rest goes below it

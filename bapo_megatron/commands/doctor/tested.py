@@ -1,8 +1,8 @@
-"""Which versions are permitted, and which were tested.
+"""Versions of packages: those that are permitted, and those that were tested.
 
 The tests' versions are in ``constraints.txt``, those of SGLang's environment in
-``rollout/sglang_cpu/requirements.txt``; both are installed with the package, and `make` installs from them.
-What is permitted is in the metadata of this package (``setup.py``).
+``rollout/engines/sglang_cpu/requirements.txt``; both are installed with the package, and `make` installs from
+them. What is permitted is in the metadata of this package (``setup.py``).
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[2]
 TRAINING = _PACKAGE / "constraints.txt"
-SGLANG = _PACKAGE / "rollout/sglang_cpu/requirements.txt"
+SGLANG = _PACKAGE / "rollout/engines/sglang_cpu/requirements.txt"
 
 
 def pins(path: Path) -> dict[str, str]:
-    """Canonical name to version, of the lines ``name==version``."""
+    """Tested versions in ``path``, by canonical name, from lines ``name==version``."""
     lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
     return {canonical(name): version for name, mark, version in (x.partition("==") for x in lines) if mark}
 
 
 def canonical(name: str) -> str:
-    """The name as package indexes compare it."""
+    """The name of a package as package indexes compare it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @dataclass(frozen=True)
 class Permitted:
-    """Versions that a package may have."""
+    """Versions that a package may have, as a specifier."""
 
     specifier: str
-    """As in ``setup.py``, e.g. `<6,>=5.0`; empty for any."""
+    """The specifier in ``setup.py``, e.g. `<6,>=5.0`; empty for any version."""
 
     def holds(self, version: str) -> bool:
         """Whether ``version`` is one of them; True where it cannot be told."""
@@ -46,7 +46,7 @@ class Permitted:
 
 
 def permitted(distribution: str = "bapo-megatron") -> dict[str, Permitted]:
-    """What this package's metadata requires without extras; empty where it is not installed."""
+    """Versions that this package's metadata requires without extras; empty where it is not installed."""
     try:
         requirements = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What a training pass keeps for its backward pass: bytes for each token of a rank, layer by layer.
+"""Activation memory: bytes that a training pass keeps for its backward pass, for each token, layer by layer.
 
 Every entry is a tensor that autograd saves, once for each storage. ``torch`` is the spec of
 ``policy/layers.py`` on a CPU, which the tests measure. ``te`` is Transformer Engine's, after Korthikanti et
@@ -25,7 +25,7 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes for each token of a rank."""
+    """Activation bytes for each token of a rank, by where they are kept."""
 
     layer: float
     """Saved by each layer."""
@@ -38,7 +38,7 @@ class Kept:
 
 
 def kept(shape: ModelShape, parallel: ParallelConfig, element: int, recompute: Recompute, spec: Spec) -> Kept:
-    """What is kept under ``recompute``; ``policy/model.py`` says what each mode recomputes."""
+    """The activation bytes kept under ``recompute``; ``policy/model.py`` says what each mode recomputes."""
     layer = (_te_layer if spec == "te" else _torch_layer)(_Widths.of(shape, parallel, element))
     everything = layer.always + layer.core + layer.mlp
     saved, transient = {
@@ -61,17 +61,17 @@ class _Layer:
     always: float
     """Norm, projections and RoPE of the attention: kept unless the whole layer is recomputed."""
     core: float
-    """Attention proper."""
+    """Core attention: the softmax of queries and keys, times the values."""
     core_arguments: float
-    """What is kept instead if the core is recomputed, and..."""
+    """Arguments of the core attention, kept instead of it if it is recomputed."""
     core_again: float
-    """...what the recomputation then adds."""
+    """Bytes that the recomputation of the core attention adds."""
     mlp: float
     """The MLP and its norm."""
     mlp_arguments: float
     mlp_again: float
     shared_input: float
-    """Part of the whole that is the layer's input, which full recomputation holds already."""
+    """The layer's input, a part of the above that full recomputation holds already."""
 
 
 @dataclass(frozen=True)

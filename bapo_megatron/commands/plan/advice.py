@@ -1,4 +1,5 @@
-"""Other settings of the same job: the smallest change that fits, and the fastest layouts of as many GPUs."""
+"""Search over the layouts of a job: the smallest change that fits, and the fastest layouts of as many
+GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from bapo_megatron.commands.plan.job import Job
-from bapo_megatron.commands.plan.plan import Plan, make_plan
+from bapo_megatron.commands.plan.plan import JobPlan, make_plan
 from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import ConfigError
@@ -19,7 +20,7 @@ _MOST_TENSOR = 8  # beyond a node its traffic would leave NVLink
 
 
 def problems(job: Job) -> list[str]:
-    """What makes the layout impossible, whatever the memory."""
+    """Reasons why the layout is impossible, whatever the memory."""
     found = list(layout_problems(job.parallel, job.shape))
     try:
         job.run.check()
@@ -36,14 +37,14 @@ def problems(job: Job) -> list[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """Flags that make a plan fit."""
+    """A change of settings that makes a plan fit, as flags."""
 
     flags: list[str]
     gpus: int
-    """GPUs that it then takes."""
+    """Training GPUs after the change."""
 
 
-def smallest_changes(plan: Plan) -> list[Change]:
+def smallest_changes(plan: JobPlan) -> list[Change]:
     """The smallest change that makes the training fit; and the smallest on the same GPUs, if it is another.
 
     Small is: fewest flags, then fewest GPUs, then least GPU time for a token with no communication hidden.
@@ -68,7 +69,7 @@ def smallest_changes(plan: Plan) -> list[Change]:
     return changes[:1] if len(changes) == 2 and changes[0] == changes[1] else changes
 
 
-def fastest_layouts(plan: Plan, count: int) -> list[Plan]:
+def fastest_layouts(plan: JobPlan, count: int) -> list[JobPlan]:
     """The ``count`` layouts of the same GPUs that fit and cost least, links fully exposed."""
     plans = [make_plan(job) for job in _layouts(plan.job) if not problems(job)]
     fitting = [other for other in plans if not any(other.misfits())]

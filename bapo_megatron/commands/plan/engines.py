@@ -1,4 +1,4 @@
-"""The engines: what fits beside their weights, and an estimate of how long sampling takes.
+"""Estimate of the inference engines: KV cache beside the weights, and how long sampling takes.
 
 Decoding is taken as bound by memory bandwidth: a decode step reads the weights once and the KV cache of
 every sequence (Pope et al. 2022, "Efficiently Scaling Transformer Inference", arXiv 2211.05102, section 2).
@@ -15,13 +15,13 @@ from bapo_megatron.hf.config import ModelShape
 
 
 @dataclass(frozen=True)
-class Engines:
-    """All engines of the run."""
+class EnginePlan:
+    """Memory and speed of all engines of the run."""
 
     gpus: int
     count: int
     weights: float
-    """Bytes on each GPU."""
+    """Bytes of the weights on each GPU."""
     cache: float
     """Bytes of KV cache on each GPU."""
     cache_per_token: int
@@ -31,7 +31,7 @@ class Engines:
     running: float
     """Sequences that one engine decodes at a time, at the mean length that a running one has."""
     tokens_per_second: float
-    """Estimate, of all engines."""
+    """Estimate of the tokens that all engines sample in a second."""
     step_seconds: float
     """Estimate: all responses of a step, at full batches."""
     longest_seconds: float
@@ -44,12 +44,12 @@ class Engines:
 
 
 def cache_bytes_per_token(shape: ModelShape) -> int:
-    """Keys and values of one token in bfloat16."""
+    """Bytes of one token's keys and values in bfloat16, all layers."""
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
 
 
-def engines(job: Job) -> Engines:
-    """As many as the options say, each of ``rollout.sglang.tensor`` GPUs."""
+def engines(job: Job) -> EnginePlan:
+    """The plan of the engines: ``engine_gpus`` in groups of ``rollout.sglang.tensor``."""
     options, gpu = job.options, job.gpu
     size = job.run.rollout.sglang.tensor
     gpus = options.engine_gpus or max(job.gpus, size)
@@ -66,7 +66,7 @@ def engines(job: Job) -> Engines:
     rate = count * running / step
     longest = job.run.rollout.max_response_tokens
     alone = (weights + longest / 2 * per_token / size) / bandwidth
-    return Engines(
+    return EnginePlan(
         gpus=gpus,
         count=count,
         weights=weights,

@@ -15,20 +15,21 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a plan needs to know of a GPU and the node it sits in. Bytes, bytes/s, FLOP/s."""
+    """Rates and memory of one GPU type and of the node it sits in. Bytes, bytes/s, FLOP/s."""
 
     name: str
     memory: float
-    """Decimal gigabytes of the data sheet; the driver shows 3 to 7 % more, which is left as a reserve."""
+    """Bytes by the data sheet (decimal gigabytes); the driver shows 3 to 7 % more, which is left as a
+    reserve."""
     peak: float
     """Dense bfloat16 rate."""
     memory_bandwidth: float
     nvlink: float
-    """Within the node, one direction, for each GPU."""
+    """NVLink within the node, one direction, for each GPU."""
     network: float
-    """Between nodes, one direction, for each GPU."""
+    """Network between nodes, one direction, for each GPU."""
     host_memory: float
-    """Of a DGX node with eight of them."""
+    """Host memory of a DGX node with eight of them."""
 
 
 GPUS = {

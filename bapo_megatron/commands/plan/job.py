@@ -1,13 +1,22 @@
-"""The job that is planned: the recipe, the model's shape, the GPUs, and what follows from the three alone."""
+"""The job that is planned: the recipe, the model's shape, the flags, and what follows from these alone.
+
+The pipeline schedules are those of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
+GPU Clusters Using Megatron-LM" (arXiv 2104.04473), section 2.2, with the warm-up counts of megatron-core's
+``schedules.py``.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from annotated_types import Ge, Gt, Le
 
 from bapo_megatron.commands.plan.hardware import GPUS, GPUS_PER_NODE, Gpu
-from bapo_megatron.commands.plan.options import PlanOptions
 from bapo_megatron.config import ParallelConfig, RunConfig
+from bapo_megatron.config.validation import out_of_range, raise_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
 
@@ -15,6 +24,36 @@ _BYTES = {"bfloat16": 2, "float32": 4}
 # Prompts of competition mathematics have 100 to 300 tokens, a limit of 2048 is for the rare long one.
 _MEAN_PROMPT = 1 / 8
 _MEAN_RESPONSE = 1 / 4
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The flags of ``bapo plan`` beside the recipe's: the machines, and assumptions, so that they can be
+    doubted."""
+
+    gpu: Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb"] = "h100-80gb"
+    """Type of the GPUs that train and sample; eight make a node."""
+    mfu: Annotated[float, Gt(0), Le(1)] = 0.4
+    """Share of the GPU's bf16 peak that it reaches while it computes. Recomputation and the pipeline's
+    idle time come on top."""
+    memory_fraction: Annotated[float, Gt(0), Le(1)] = 0.9
+    """Share of a GPU's and of a node's memory that a plan may use."""
+    mean_response_tokens: Annotated[int | None, Ge(1)] = None
+    """Mean length of a response. None: a quarter of the longest."""
+    engine_gpus: Annotated[int | None, Ge(1)] = None
+    """GPUs that run engines. None: as many as train."""
+    engine_memory_fraction: Annotated[float, Gt(0), Le(1)] = 0.85
+    """Share of a GPU's memory for an engine's weights and KV cache."""
+    engine_bandwidth: Annotated[float, Gt(0), Le(1)] = 0.6
+    """Share of the memory bandwidth that decoding reaches."""
+    compare: int = 0
+    """List this many of the fastest layouts that fit on as many GPUs."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
+    """Print everything as one JSON object."""
+
+    def check(self) -> None:
+        """Raise ConfigError for a value out of its range."""
+        raise_problems(list(out_of_range(self)))
 
 
 def find_shape(recipe: Path, hf_path: Path) -> ModelShape:
@@ -31,7 +70,7 @@ def find_shape(recipe: Path, hf_path: Path) -> ModelShape:
 
 @dataclass(frozen=True)
 class Job:
-    """One recipe on one kind of GPU."""
+    """The job to plan: one recipe and its model's shape on one kind of GPU."""
 
     run: RunConfig
     shape: ModelShape
@@ -44,7 +83,7 @@ class Job:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The layout."""
+        """The parallel layout."""
         return self.run.parallel
 
     @property
@@ -74,7 +113,7 @@ class Job:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a pack on one rank."""
+        """Tokens of a pack on one CP rank."""
         return self.run.batch.pack_tokens / self.parallel.context
 
     @property
@@ -95,12 +134,12 @@ class Job:
 
     @property
     def responses(self) -> int:
-        """Responses of a step."""
+        """Responses of a step: prompts x group size."""
         return self.run.rollout.prompts_per_step * self.run.rollout.group_size
 
     @property
     def updates(self) -> int:
-        """Updates of a step."""
+        """Updates of a step: reuse epochs x updates in each."""
         return self.run.algorithm.reuse_epochs * self.run.algorithm.updates_per_epoch
 
     @property
@@ -111,7 +150,7 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """Packs of a replica in an update; the interleaved schedule wants a multiple of PP."""
+        """Packs that a replica runs in an update; the interleaved schedule wants a multiple of PP."""
         multiple = self.parallel.pipeline if self.parallel.virtual > 1 else 1
         per_pack = self.run.batch.pack_tokens * self.replicas * multiple
         return multiple * max(1, -int(-self.tokens_per_update // per_pack))
@@ -123,3 +162,24 @@ class Job:
         Sum of n^2 over sum of n: with lengths spread exponentially, twice the mean.
         """
         return min(self.run.longest_sequence, 2 * (self.mean_prompt + self.mean_response))
+
+
+def in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
+    """Most forward passes of one model chunk that wait on ``stage`` for their backward pass.
+
+    1F1B: those of the warm-up, PP - stage - 1, and the one that runs. Interleaved: the warm-up has
+    2 (PP - stage - 1) + (virtual - 1) PP chunks, each 1 / virtual of the stage's layers.
+    """
+    behind = parallel.pipeline - stage - 1
+    warm_up = behind
+    if parallel.virtual > 1:
+        warm_up = 2 * behind + (parallel.virtual - 1) * parallel.pipeline
+    return min(warm_up + 1, micro_batches * parallel.virtual)
+
+
+def slots(parallel: ParallelConfig, micro_batches: int) -> float:
+    """Length of a pass over all micro-batches, in units of a stage's time for one of them.
+
+    Each of the other stages adds the time of one chunk while the pipeline fills and drains.
+    """
+    return micro_batches + (parallel.pipeline - 1) / parallel.virtual

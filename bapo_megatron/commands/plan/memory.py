@@ -1,4 +1,4 @@
-"""Memory of each pipeline stage's GPU, and of a node's host, in bytes. What is an estimate says so."""
+"""Memory of each pipeline stage's GPU, and of a node's host, in bytes. Fields that are estimates say so."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from bapo_megatron.commands.plan.activations import Spec, kept
 from bapo_megatron.commands.plan.hardware import GB
-from bapo_megatron.commands.plan.job import Job
-from bapo_megatron.commands.plan.schedule import in_flight
+from bapo_megatron.commands.plan.job import Job, in_flight
 from bapo_megatron.commands.plan.sizes import StageParameters, largest_parameter, stage_parameters
 
 _FP32 = 4
@@ -16,13 +15,13 @@ _FP32 = 4
 _FIXED = 3 * GB
 # Estimate: what the caching allocator loses to fragments of blocks that come and go.
 _FRAGMENTATION = 0.05
-# Input fields of a pack on the device (types.MicroBatch): three int64, four float32, one int32.
-_PACK_FIELDS = 3 * 8 + 4 * 4 + 4
+PACK_COLUMNS = 4 * 8 + 5 * 4 + 4
+"""Bytes of a token's columns on the device (``types.COLUMNS``): four int64, five float32, one int32."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One GPU of a stage."""
+    """Memory of one GPU of a pipeline stage, by what uses it."""
 
     stage: int
     parameters: StageParameters
@@ -30,15 +29,15 @@ class StageMemory:
     """Micro-batches (model chunks, if virtual) whose activations are alive."""
     weights: float
     gradients: float
-    """float32 buffer of all gradients."""
+    """The float32 buffer of all gradients."""
     optimizer: float
-    """This rank's part of the masters and of both moments."""
+    """This rank's shard of the master weights and of Adam's moments."""
     activations: float
     """Saved for the backward passes in flight, and the one layer that is recomputed."""
     workspace: float
     """Estimate: gradients of one layer's activations, and its input gathered over the TP ranks."""
     head: float
-    """Output layer: one chunk of logits, the hidden states and their gradient, that of the matrix."""
+    """Output layer: one chunk of logits, the hidden states with their gradient, the matrix's gradient."""
     buffers: float
     """Estimate: pipeline messages, the ring of context parallelism, and the update's packs."""
     reserve: float
@@ -50,18 +49,18 @@ class StageMemory:
 
     @property
     def training(self) -> float:
-        """Peak of an update."""
+        """Peak memory of an update."""
         passing = self.activations + self.workspace + self.head + self.buffers
         return self.weights + self.gradients + self.optimizer + passing + self.reserve
 
     @property
     def peak(self) -> float:
-        """The largest of the three."""
+        """The largest of the peaks of an update, of saving and of syncing."""
         return max(self.training, self.saving, self.syncing)
 
 
 def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
-    """Memory of a GPU of ``stage``."""
+    """The memory of a GPU of ``stage``."""
     parameters = stage_parameters(job.shape, job.parallel, stage)
     weights, gradients = parameters.total * job.element, parameters.total * _FP32
     optimizer = optimizer_bytes(job, parameters.total)
@@ -87,7 +86,7 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
 
 
 def optimizer_bytes(job: Job, parameters: int) -> float:
-    """exp_avg and exp_avg_sq in float32, and a master unless the weights are float32 themselves."""
+    """Bytes of exp_avg and exp_avg_sq in float32, and of a master copy unless the weights are float32."""
     copies = 2 if job.element == _FP32 else 3
     return copies * _FP32 * parameters / job.optimizer_shards
 
@@ -113,7 +112,7 @@ def _waiting(job: Job, stage: int) -> int:
 
 
 def sync_bytes(job: Job) -> float:
-    """Weight sync: the largest parameter, whole, beside the pieces it is made of."""
+    """Buffers of the weight sync: the largest parameter, whole, beside the pieces it is made of."""
     return 2.0 * largest_parameter(job.shape) * job.element
 
 
@@ -153,7 +152,7 @@ def _buffers(job: Job) -> float:
     pipeline = 2 * message if job.parallel.pipeline > 1 else 0.0
     kv = 2 * job.shape.kv_heads * job.shape.head_dim / job.parallel.tensor
     ring = 4 * job.tokens * kv * job.element if job.parallel.context > 1 else 0.0
-    return pipeline + ring + job.micro_batches * job.tokens * _PACK_FIELDS
+    return pipeline + ring + job.micro_batches * job.tokens * PACK_COLUMNS
 
 
 def _save_buffers(job: Job, parameters: int) -> float:

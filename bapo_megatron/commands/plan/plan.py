@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.commands.plan.engines import Engines, engines
+from bapo_megatron.commands.plan.engines import EnginePlan, engines
 from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import StageMemory, host_bytes, stage_memory
@@ -15,31 +15,31 @@ from bapo_megatron.commands.plan.traffic import Traffic, sync_traffic, update_tr
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything about one job."""
+class JobPlan:
+    """The plan of one job: its memory, speed, traffic and engines."""
 
     job: Job
     stages: list[StageMemory]
     speed: Speed
     traffic: list[Traffic]
     sync: Traffic
-    engines: Engines
+    engines: EnginePlan
     host: float
     """Bytes of host memory that a node needs while it saves."""
 
     @property
     def budget(self) -> float:
-        """Bytes that a GPU may use."""
+        """Bytes of a GPU's memory that the plan may use."""
         return self.job.options.memory_fraction * self.job.gpu.memory
 
     @property
     def host_budget(self) -> float:
-        """Bytes that a node's host may use."""
+        """Bytes of a node's host memory that the plan may use."""
         return self.job.options.memory_fraction * self.job.gpu.host_memory
 
     @property
     def train_seconds(self) -> float:
-        """All updates of a step."""
+        """Seconds of all updates of a step."""
         return self.job.updates * self.speed.update_seconds
 
     @property
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def cost(self) -> float:
-        """GPU-seconds for each token, links fully exposed: what layouts are ranked by."""
+        """GPU-seconds for each token, with no communication hidden: the rank of a layout."""
         busy = self.speed.update_seconds + self.speed.link_seconds
         return busy / self.speed.update_seconds / self.speed.tokens_per_second
 
@@ -86,9 +86,9 @@ class Plan:
         )
 
 
-def make_plan(job: Job) -> Plan:
-    """Plan ``job``. Arithmetic only: no GPU, no weights, no processes."""
-    return Plan(
+def make_plan(job: Job) -> JobPlan:
+    """The plan of ``job``. Arithmetic only: no GPU, no weights, no processes."""
+    return JobPlan(
         job=job,
         stages=[stage_memory(job, stage) for stage in range(job.parallel.pipeline)],
         speed=speed(job),
@@ -99,7 +99,7 @@ def make_plan(job: Job) -> Plan:
     )
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def as_dict(plan: JobPlan) -> dict[str, Any]:
     """The plan as plain numbers, in bytes, FLOPs and seconds."""
     misfits = [*plan.misfits(), *filter(None, [plan.engine_misfit()])]
     return {

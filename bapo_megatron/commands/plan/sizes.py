@@ -16,18 +16,19 @@ _OUTPUT = "output_layer.weight"
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Parameters of one GPU."""
+    """Number of parameters on one GPU of a pipeline stage."""
 
     layers: int
     body: int
-    """Of its layers and the final norm."""
+    """Parameters of its layers and of the final norm."""
     embedding: int
     output: int
-    """Of the output layer; the last stage's copy where embeddings are tied, 0 if it is the same tensor."""
+    """Parameters of the output layer; the last stage's copy where embeddings are tied, 0 if it is the same
+    tensor."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Parameters of all parts."""
         return self.body + self.embedding + self.output
 
 

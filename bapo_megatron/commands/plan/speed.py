@@ -1,4 +1,4 @@
-"""FLOPs and seconds of an update, at a stated rate.
+"""FLOPs and duration of an update, at a stated rate.
 
 The rate is ``mfu`` x the GPU's dense bf16 peak while the GPU computes. On top of it come what the layout
 costs: recomputation, and the idle time of the pipeline. Communication is listed beside, not added: a
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bapo_megatron.commands.plan.job import Job
-from bapo_megatron.commands.plan.schedule import slots
+from bapo_megatron.commands.plan.job import Job, slots
 from bapo_megatron.commands.plan.traffic import forward_passes, update_traffic
 from bapo_megatron.policy.flops import (
     attention_flops,
@@ -22,31 +21,31 @@ from bapo_megatron.policy.flops import (
 
 @dataclass(frozen=True)
 class Speed:
-    """One update."""
+    """FLOPs, duration and throughput of one update."""
 
     flops_per_token: float
     """Model FLOPs of a training pass (3 forward passes), for a token in a sequence of typical length."""
     flops_per_token_longest: float
-    """The same in a sequence of the longest length."""
+    """Model FLOPs of a training pass, for a token in a sequence of the longest length."""
     executed_per_token: float
-    """With recomputation and the passes that are forward only: for the bounds, and for pi_old."""
+    """FLOPs with recomputation and the forward-only passes: for the bounds, and for pi_old."""
     micro_batches: int
     idle: float
     """Share of the time that the pipeline idles, unequal stages included."""
     update_seconds: float
-    """Training pass, and the passes that are forward only."""
+    """Seconds of the training pass and of the forward-only passes."""
     forward_seconds: float
-    """Of which the passes that are forward only."""
+    """Seconds of the forward-only passes, part of the above."""
     link_seconds: float
-    """Time of the links at their stated rates, none of it hidden; not in the update's time."""
+    """Seconds of communication at the links' stated rates, none of it hidden; not part of update_seconds."""
     tokens_per_second: float
-    """For each GPU, over the whole update."""
+    """Tokens per second and GPU over the whole update."""
     model_utilization: float
     """Model FLOPs of the training pass over peak x time: what a log of the run would show as MFU."""
 
 
 def speed(job: Job) -> Speed:
-    """Speed of an update whose packs are full."""
+    """The speed of an update whose packs are full."""
     forward = forward_flops(job, job.typical_length)
     train, before = _seconds(job, training=True), forward_passes(job) * _seconds(job, training=False)
     tokens = job.micro_batches * job.run.batch.pack_tokens * job.replicas

@@ -1,4 +1,4 @@
-"""A plan as text for people: one row a stage, then traffic, speed, engines, and the verdict."""
+"""The text of a plan for people: one row a stage, then traffic, speed, engines, and the verdict."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from bapo_megatron.commands.plan.advice import Change
 from bapo_megatron.commands.plan.hardware import GB, GPUS_PER_NODE
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import activation_bytes, optimizer_bytes, sync_bytes
-from bapo_megatron.commands.plan.plan import Plan
+from bapo_megatron.commands.plan.plan import JobPlan
 from bapo_megatron.commands.plan.sizes import total_parameters
 
-Row = Sequence[str]
 _PARTS = (
     ("weights", "weights"),
     ("gradients", "grads"),
@@ -29,8 +28,8 @@ _PARTS = (
 )
 
 
-def render(plan: Plan, advice: Sequence[Change], others: Sequence[Plan]) -> str:
-    """The whole text."""
+def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]) -> str:
+    """The whole text of a plan."""
     sections = [
         _title(plan),
         _memory(plan),
@@ -46,14 +45,14 @@ def render(plan: Plan, advice: Sequence[Change], others: Sequence[Plan]) -> str:
 
 
 def layout_name(job: Job) -> str:
-    """A layout in one short line."""
+    """A parallel layout in one short line."""
     p = job.parallel
     virtual = f" x {p.virtual}" if p.virtual > 1 else ""
     sequence = " + SP" if p.sequence else ""
     return f"TP {p.tensor}{sequence}, PP {p.pipeline}{virtual}, CP {p.context}, DP {job.replicas}"
 
 
-def _title(plan: Plan) -> Iterator[str]:
+def _title(plan: JobPlan) -> Iterator[str]:
     job, batch = plan.job, plan.job.run.batch
     nodes = -(-job.gpus // GPUS_PER_NODE)
     parameters = total_parameters(job.shape)
@@ -66,7 +65,7 @@ def _title(plan: Plan) -> Iterator[str]:
     )
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: JobPlan) -> Iterator[str]:
     memory = plan.job.gpu.memory / GB
     yield f"GB on a GPU of each pipeline stage; it may use {plan.budget / GB:.1f} of {memory:.0f}"
     header = ["stage", "layers", "in flight", "params B", *(title for _, title in _PARTS), ""]
@@ -81,7 +80,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield "UPDATE, SAVE and SYNC are peaks at different times; work, comm and reserve are estimates."
 
 
-def _model_row(plan: Plan) -> list[str]:
+def _model_row(plan: JobPlan) -> list[str]:
     """The whole model: one copy of its weights, gradients and optimizer state."""
     job = plan.job
     parameters = total_parameters(job.shape)
@@ -91,7 +90,7 @@ def _model_row(plan: Plan) -> list[str]:
     return ["model", str(job.shape.layers), "", f"{parameters / 1e9:.3f}", *whole, *blank]
 
 
-def _modes(plan: Plan) -> Iterator[str]:
+def _modes(plan: JobPlan) -> Iterator[str]:
     yield f"Activations in GB by recomputation, at {plan.job.tokens:,.0f} tokens a GPU (* as planned)"
     modes: tuple[Recompute, ...] = ("none", "selective", "full")
     chosen = plan.job.run.batch.recompute
@@ -106,7 +105,7 @@ def _modes(plan: Plan) -> Iterator[str]:
     yield from _aligned(rows)
 
 
-def _host_and_sync(plan: Plan) -> Iterator[str]:
+def _host_and_sync(plan: JobPlan) -> Iterator[str]:
     checkpoint = total_parameters(plan.job.shape) * (plan.job.element + 12)
     yield (
         f"Host memory of a node while it saves: {plan.host / GB:,.0f} GB of {plan.host_budget / GB:,.0f}; "
@@ -119,7 +118,7 @@ def _host_and_sync(plan: Plan) -> Iterator[str]:
     )
 
 
-def _traffic(plan: Plan) -> Iterator[str]:
+def _traffic(plan: JobPlan) -> Iterator[str]:
     yield "Communication of one update: sent by the busiest GPU, and seconds at the link's stated rate"
     if not plan.traffic:
         yield "  none"
@@ -129,7 +128,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
     yield from _aligned(rows)
 
 
-def _speed(plan: Plan) -> Iterator[str]:
+def _speed(plan: JobPlan) -> Iterator[str]:
     job, s = plan.job, plan.speed
     yield (
         f"FLOPs per token: {s.flops_per_token / 1e9:,.1f} G for a training pass in sequences of "
@@ -146,7 +145,7 @@ def _speed(plan: Plan) -> Iterator[str]:
     )
 
 
-def _engines(plan: Plan) -> Iterator[str]:
+def _engines(plan: JobPlan) -> Iterator[str]:
     e, size = plan.engines, plan.job.run.rollout.sglang.tensor
     longest = plan.job.run.longest_sequence
     yield (
@@ -165,7 +164,7 @@ def _engines(plan: Plan) -> Iterator[str]:
     yield f"Estimate of a step, sampling and training in turns: {plan.step_seconds:,.0f} s"
 
 
-def _comparison(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
+def _comparison(plan: JobPlan, others: Sequence[JobPlan]) -> Iterator[str]:
     yield f"Fastest layouts of {plan.job.gpus} GPUs that fit, by tokens/s/GPU with no communication hidden"
     rows = [["layout", "recompute", "UPDATE", "SAVE", "idle", "tokens/s/GPU", "links s", "not hidden"]]
     for other in others:
@@ -185,7 +184,7 @@ def _comparison(plan: Plan, others: Sequence[Plan]) -> Iterator[str]:
     yield from _aligned(rows, left=2)
 
 
-def _verdict(plan: Plan, advice: Sequence[Change]) -> Iterator[str]:
+def _verdict(plan: JobPlan, advice: Sequence[Change]) -> Iterator[str]:
     misfits = list(plan.misfits())
     engine = plan.engine_misfit()
     if not misfits and not engine:
@@ -205,7 +204,7 @@ def _verdict(plan: Plan, advice: Sequence[Change]) -> Iterator[str]:
         yield "No change of layout, recomputation or pack length within reach fits; use larger GPUs."
 
 
-def _aligned(rows: Sequence[Row], left: int = 1) -> Iterator[str]:
+def _aligned(rows: Sequence[Sequence[str]], left: int = 1) -> Iterator[str]:
     """Columns padded to their widest cell; the first ``left`` ones flush left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:

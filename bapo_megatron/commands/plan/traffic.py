@@ -1,4 +1,4 @@
-"""What one GPU sends in one update, and how long its link needs for it at the stated rate.
+"""Communication of an update: what one GPU sends, and how long its link needs at the stated rate.
 
 A collective over n ranks on a message of M bytes (whole) sends (n - 1) / n M from each rank for an
 all-gather or a reduce-scatter, and twice that for an all-reduce (ring algorithms).
@@ -16,13 +16,13 @@ from bapo_megatron.commands.plan.sizes import stage_parameters, total_parameters
 
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of communication."""
+    """Volume and duration of one kind of communication."""
 
     name: str
     sent: float
     """Bytes that the busiest GPU sends in an update."""
     seconds: float
-    """At the link's stated rate; how much of it hides behind computation is not modelled."""
+    """Seconds at the link's stated rate; how much of it hides behind computation is not modelled."""
     link: str
 
 
@@ -37,7 +37,7 @@ def update_traffic(job: Job) -> list[Traffic]:
 
 
 def sync_traffic(job: Job) -> Traffic:
-    """Weights to the engines once a step: the whole model leaves one trainer GPU by its network port."""
+    """The weight sync of a step: the whole model leaves one trainer GPU by its network port."""
     sent = float(total_parameters(job.shape) * job.element)
     return Traffic("sync", sent, sent / job.gpu.network, "network")
 

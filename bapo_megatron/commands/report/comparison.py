@@ -1,10 +1,10 @@
-"""Several runs on one page that needs nothing but itself: curves over each other, results, what differs."""
+"""The HTML comparison of several runs: one page with shared plots, results, and the settings that differ."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 
 _NOT_SETTINGS = ("name", "run_dir", "allow_change")
-_TOLD = ("start", "resume", "config_changed", *LOSSES)
+_SHOWN_EVENTS = ("start", "resume", "config_changed", *LOSSES)
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run as the page names it."""
+    """A run in the page's list of runs."""
 
     name: str
     colour: str
@@ -33,7 +33,7 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class LayeredPicture:
-    """A panel as the page shows it: axes, and a layer for each run."""
+    """A panel with its plot, for the page: the axes, and a layer for each run."""
 
     panel: Panel
     lines: str
@@ -42,17 +42,17 @@ class LayeredPicture:
 
 
 def write_comparison(run_dirs: Sequence[Path], folder: Path) -> Path:
-    """Write the page of several runs and its PNGs into ``folder``; returns the page.
+    """Write the comparison of several runs into ``folder``; returns the page.
 
     Raises:
         ConfigError: too many runs, one twice, one without metrics, or a damaged log.
     """
-    # Imported here: it brings matplotlib.
+    # Imported here: matplotlib is slow to import.
     from bapo_megatron.commands.report.comparison_plots import COLOURS, curves_of, draw_comparison
     from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
 
     _check_runs(run_dirs, len(COLOURS))
-    runs = named_apart([read_run(run_dir) for run_dir in run_dirs])
+    runs = with_unique_names([read_run(run_dir) for run_dir in run_dirs])
     folder.mkdir(parents=True, exist_ok=True)
     drawn = list(zip(runs, COLOURS, strict=False))
     pictures = []
@@ -68,31 +68,25 @@ def write_comparison(run_dirs: Sequence[Path], folder: Path) -> Path:
         runs=[_compared(run, colour) for run, colour in drawn],
         results=_results(runs),
         pictures=pictures,
-        differences=differences([run.config for run in runs]),
+        differences=setting_differences([run.config for run in runs]),
     )
     write_atomically(page, text)
     return page
 
 
-def named_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Runs of one name get their folder's name besides."""
+def with_unique_names(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs; to a name that several have, the name of the run's folder is added."""
     names = [run.name for run in runs]
     return [
-        RunRecord(
-            run.run_dir,
-            run.steps,
-            run.updates,
-            run.events,
-            run.config | {"name": f"{run.name} ({run.run_dir.resolve().name})"},
-        )
+        replace(run, config=run.config | {"name": f"{run.name} ({run.run_dir.resolve().name})"})
         if names.count(run.name) > 1
         else run
         for run in runs
     ]
 
 
-def differences(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """The settings that are not the same in all runs, with each run's value, but for names and places."""
+def setting_differences(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """The settings that differ between runs, with every run's value; without names and directories."""
     names = dict.fromkeys(name for config in configs for name in config)
     rows = []
     for name in sorted(set(names) - set(_NOT_SETTINGS)):
@@ -114,7 +108,7 @@ def _check_runs(run_dirs: Sequence[Path], most: int) -> None:
 
 
 def _compared(run: RunRecord, colour: str) -> ComparedRun:
-    cells = [event_cells(event) for event in run.events if event.get("kind") in _TOLD]
+    cells = [event_cells(event) for event in run.events if event.get("kind") in _SHOWN_EVENTS]
     return ComparedRun(run.name, colour, str(run.run_dir), staleness_cells(run), cells)
 
 
@@ -124,7 +118,7 @@ def _results(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 
 def _line_names(labels: Sequence[str]) -> str:
-    """E.g. "Solid: upper; dashed: lower."; nothing for a picture of one curve."""
+    """The key to line styles, e.g. "Solid: upper; dashed: lower."; empty for a plot of one curve."""
     if len(labels) < 2:
         return f"Shown: {labels[0]}." if labels and labels[0] else ""
     lines = zip(("solid", "dashed", "dotted"), labels, strict=False)

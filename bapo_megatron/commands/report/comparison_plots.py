@@ -1,4 +1,4 @@
-"""Draws several runs into one picture: as a PNG, and as layers that a page can show and hide run by run."""
+"""The plots of a comparison: PNGs of all runs, and SVG layers that a page can show and hide run by run."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from bapo_megatron.commands.report.plots import (
 from bapo_megatron.commands.report.series import marks
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d4d4d")
-"""One for each run; told apart with any kind of colour vision (Okabe and Ito)."""
+"""The colours of the runs, distinct with any kind of colour vision (Okabe and Ito)."""
 
 LINES: tuple[tuple[str, Any], ...] = (("solid", "-"), ("dashed", (0, (3, 1.2))), ("dotted", (0, (1, 1.2))))
-"""One for each curve of a picture."""
+"""The line styles of the curves of a plot, with their names."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """A picture as transparent SVGs of one size: axes without curves, and the curves of each run."""
+    """A plot as transparent SVGs of one size: the axes without curves, and the curves of each run."""
 
     axes: bytes
     runs: list[bytes]
 
 
 def curves_of(panel: Panel) -> list[Curve]:
-    """What a comparison shows of a panel."""
+    """The curves of a panel that a comparison draws."""
     chosen = range(len(panel.curves)) if panel.compared is None else panel.compared
     return [panel.curves[index] for index in chosen]
 
 
 def draw_comparison(panel: Panel, runs: Sequence[Drawn], folder: Path) -> Layers:
-    """Write the PNG of a panel, with a legend, into ``folder``; returns its layers for the page."""
+    """Draw a panel as a PNG with a legend into ``folder``; returns its layers for the page."""
     with matplotlib.rc_context(STYLE):
         figure, axes, _ = _figure(panel, runs)
         place = {"loc": "upper left", "bbox_to_anchor": (0, -0.2), "ncols": 2, "borderpad": 0}
@@ -64,7 +64,7 @@ def _run_handles(runs: Sequence[Drawn]) -> list[Line2D]:
 
 
 def _line_handles(panel: Panel) -> list[Line2D]:
-    """What solid, dashed and dotted mean, where there is more than one of them."""
+    """Legend entries for the line styles, if there is more than one."""
     curves = curves_of(panel)
     if len(curves) < 2:
         return []
@@ -100,7 +100,7 @@ def _svg(figure: Figure) -> bytes:
 
 
 def _figure(panel: Panel, runs: Sequence[Drawn]) -> tuple[Figure, Any, list[list[Any]]]:
-    """The picture, and the artists of each run."""
+    """The figure and its axes, and the artists of each run."""
     figure = Figure(figsize=(5, 3.2), layout="constrained")
     axes = figure.subplots()
     axes.set_title(panel.title, pad=10, **TITLE)
@@ -122,7 +122,7 @@ def _figure(panel: Panel, runs: Sequence[Drawn]) -> tuple[Figure, Any, list[list
 
 
 def _draw_run(axes: Any, panel: Panel, run: RunRecord, colour: str) -> tuple[list[Any], np.ndarray]:
-    """The curves and marks of one run, and the values that the axis must show."""
+    """Draw one run: its artists, and the values that the axis must show."""
     artists: list[Any] = []
     shown = [np.zeros(0)]
     for curve, (_, line) in zip(curves_of(panel), LINES, strict=False):

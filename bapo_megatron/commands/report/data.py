@@ -1,4 +1,4 @@
-"""What a report is made of: the logs of a run directory, and the few numbers that are worked out of them."""
+"""The data of a report: the logs of a run directory, and the headline numbers of a run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.jsonl_log import Row, read_jsonl
-from bapo_megatron.trainer.metrics_log import EVALUATIONS
+from bapo_megatron.runtime.run_paths import RunPaths
 
 
 class Headline(TypedDict):
-    """A run in figures. None where the metrics do not say."""
+    """The headline numbers of a run; None where the metrics have none."""
 
     reward_first: float | None
     """Mean reward of the first ``window`` steps that have one."""
@@ -26,12 +26,12 @@ class Headline(TypedDict):
     tokens: float
     """Tokens per second times seconds, summed over the steps."""
     time_s: float
-    """Sum of the step times: without start-up, and without waiting for a requeue."""
+    """Sum of the step times, without start-up and without waiting for a requeue."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the run. NaN where it has no value."""
+    """The values of one metric over a run; NaN where it has none."""
 
     step: np.ndarray
     value: np.ndarray
@@ -39,7 +39,7 @@ class Series:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """All that a run directory says of its run."""
+    """The logs of one run directory."""
 
     run_dir: Path
     steps: list[Row]
@@ -48,38 +48,38 @@ class RunRecord:
     config: dict[str, Any]
     """The resolved configuration by dotted names; empty if it was not stored."""
     evaluations: list[Row] = field(default_factory=list)
-    """Of held-out problems, at some of the steps."""
+    """Metrics on held-out problems, at the steps that were evaluated."""
 
     @property
     def name(self) -> str:
-        """The run's name."""
+        """The run's name, or its directory's if none was stored."""
         return str(self.config.get("name") or self.run_dir.resolve().name)
 
     @property
     def resumed_at(self) -> list[int]:
-        """The first step of each continuation."""
+        """The first step of each resume."""
         resumes = (event for event in self.events if event.get("kind") == "resume")
         return [event["step"] for event in resumes if isinstance(event.get("step"), int)]
 
     @property
     def step_numbers(self) -> np.ndarray:
-        """The steps that have metrics."""
+        """The numbers of the steps that have metrics."""
         return np.array([row["step"] for row in self.steps], dtype=float)
 
     @property
     def first_step(self) -> int:
-        """Of what can be drawn: step 0 if the weights that the run began with were evaluated."""
+        """The first step that can be drawn: 0 if the initial weights were evaluated."""
         return min(int(row["step"]) for row in (*self.steps, *self.evaluations))
 
     def by_step(self, metric: str) -> Series:
-        """A metric's mean of each step, at the step's number; of evaluations, at those that had one."""
+        """The values of a metric by step; of an evaluation's metric, at the evaluated steps."""
         if metric.startswith("eval/") and self.evaluations:
             steps = np.array([row["step"] for row in self.evaluations], dtype=float)
             return Series(steps, _values(self.evaluations, metric))
         return Series(self.step_numbers, _values(self.steps, metric))
 
     def by_update(self, metric: str) -> Series:
-        """A metric of each update: the updates of step ``s`` lie evenly in (s - 1, s], the last one on s."""
+        """The values of a metric by update: those of step ``s`` lie evenly in (s - 1, s], the last on s."""
         steps = np.array([row["step"] for row in self.updates], dtype=float)
         _, first, count = np.unique(steps, return_index=True, return_counts=True)
         place = np.arange(len(steps)) - np.repeat(first, count)
@@ -88,8 +88,9 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """Read a run directory. Only metrics.jsonl has to be there, with at least one step."""
-    path = run_dir / "metrics.jsonl"
+    """The logs of a run directory. ConfigError if metrics.jsonl, which alone must be there, has no step."""
+    paths = RunPaths(run_dir)
+    path = paths.metrics
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist: {run_dir} is not a run directory, or its run never started"
@@ -100,16 +101,16 @@ def read_run(run_dir: Path) -> RunRecord:
     return RunRecord(
         run_dir,
         steps,
-        _read_optional(run_dir / "updates.jsonl"),
-        _read_optional(run_dir / "events.jsonl"),
+        _read_optional(paths.updates),
+        _read_optional(paths.events),
         read_config(run_dir) or {},
-        _read_optional(run_dir / EVALUATIONS),
+        _read_optional(paths.evaluations),
     )
 
 
 def headline(rows: list[Row]) -> Headline:
-    """The run in figures, from its metrics.jsonl: ``first`` and ``last`` are over a tenth of the steps,
-    at least 1 and at most 5."""
+    """The headline numbers of the rows of a metrics.jsonl; ``window`` is a tenth of the steps, between 1 and
+    5."""
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
     window = min(max(len(rows) // 10, 1), 5)
     seconds = [row.get("time/step_s") or 0.0 for row in rows]
@@ -125,12 +126,12 @@ def headline(rows: list[Row]) -> Headline:
 
 
 def mean(values: list[float]) -> float | None:
-    """The mean, None of nothing."""
+    """The mean of ``values``; None if there are none."""
     return sum(values) / len(values) if values else None
 
 
 def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Centered mean over ``window`` (odd) neighbours, of those that exist; the ends have fewer."""
+    """The centered moving mean over ``window`` (odd) values, without those that are missing."""
     exists = np.isfinite(values)
     box = np.ones(window)
     sums = np.convolve(np.where(exists, values, 0.0), box, mode="same")

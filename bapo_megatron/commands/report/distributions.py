@@ -1,4 +1,4 @@
-"""Pictures whose horizontal axis is not time: Figs. 5 and 10 of the paper, and Eq. 6 against measurement."""
+"""Plots over the importance ratio (Figs. 5 and 10 of the paper), and of Eq. 6 against measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bapo_megatron.commands.report.series import prediction, ratio_profile
 
 _TICKS = (0.5, 0.7, 1, 1.4, 2, 3)
 _MANY = 200
-"""Points that had better be small."""
+"""Number of points above which they are drawn small."""
 
 DISTRIBUTIONS = (
     Panel(
@@ -48,11 +48,11 @@ DISTRIBUTIONS = (
 )
 
 Drawn = tuple[RunRecord, str]
-"""A run, and its colour."""
+"""A run to draw, and its colour."""
 
 
 def draw_distribution(axes: Any, panel: Panel, runs: Sequence[Drawn]) -> list[list[Any]]:
-    """Draw ``panel`` of all runs. Returns the artists of each run; none of a run that did not measure it."""
+    """Draw ``panel`` for all runs; returns each run's artists, none for a run that did not measure it."""
     if panel.file == "entropy_prediction":
         artists = [_scatter(axes, run, colour) for run, colour in runs]
         axes.set_xlabel("predicted change, any unit")
@@ -85,8 +85,8 @@ def _scatter(axes: Any, run: RunRecord, colour: str) -> list[Any]:
     found = prediction(run)
     if not len(found.predicted):
         return []
-    said = "" if found.correlation is None else f"correlation {found.correlation:.2f}"
+    label = "" if found.correlation is None else f"correlation {found.correlation:.2f}"
     size = 9 if len(found.predicted) > _MANY else 26
     points = axes.scatter(found.predicted, found.measured, s=size, color=colour, alpha=0.45, linewidths=0)
-    points.set_label(said)
+    points.set_label(label)
     return [points]

@@ -1,4 +1,4 @@
-"""``report/index.html``: a run on one page that needs nothing but itself, and its pictures as PNG."""
+"""The HTML report of a run: ``report/index.html``, one self-contained page, and its plots as PNG."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from bapo_megatron.commands.report.series import marks
 from bapo_megatron.commands.report.text import event_cells, number, render, short, staleness_cells, svg_uri
 from bapo_megatron.errors import refuse_arguments
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_paths import RunPaths
 
 __all__ = ["Headline", "headline", "write_report"]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A panel as the page shows it."""
+    """A panel with its plot, for the page."""
 
     panel: Panel
     data_uri: str
@@ -30,7 +31,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class MetricRow:
-    """A line of the table of values."""
+    """A row of the table of metrics."""
 
     name: str
     first: str
@@ -39,19 +40,19 @@ class MetricRow:
 
 
 def write_report(run_dir: Path, folder: Path | None = None) -> Path:
-    """Write the page of a run and its PNGs into ``folder``, by default its ``report/``; returns the page.
+    """Write the report of a run into ``folder``, by default its ``report/``; returns the page.
 
-    The run may still be under way.
+    The run may still be training.
 
     Raises:
         ConfigError: there are no metrics, or a log is damaged.
     """
-    # Imported here: it brings matplotlib, and a training run that imports `headline` should not wait.
+    # Imported here: matplotlib is slow to import, and a training run needs only `headline`.
     from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
     from bapo_megatron.commands.report.plots import draw_overview, draw_panels, smoothing_window
 
     run = read_run(run_dir)
-    folder = folder or run_dir / "report"
+    folder = folder or RunPaths(run_dir).report
     folder.mkdir(parents=True, exist_ok=True)
     svgs = draw_panels(run, folder)
     draw_overview(run, folder / "overview.png")
@@ -82,7 +83,7 @@ def _render(run: RunRecord, pictures: list[Picture], window: int) -> str:
 
 
 def _facts(run: RunRecord, figures: Headline) -> list[tuple[str, str]]:
-    """The headline's other numbers, with their names."""
+    """The other headline numbers, with their names."""
     return [
         (f"{figures['steps']:,}", "steps"),
         (f"{len(run.updates):,}", "updates"),
@@ -102,8 +103,8 @@ def _metric_rows(run: RunRecord, window: int) -> Iterator[MetricRow]:
         )
 
 
-def report_command(arguments: Sequence[str]) -> Path:
-    """``bapo report RUN [RUN ...] [--output DIR]``: the page that was written."""
+def report_command(arguments: Sequence[str]) -> None:
+    """The command ``bapo report RUN [RUN ...] [--output DIR]``: write the page, and print where it is."""
     usage = "usage: bapo report RUN [RUN ...] [--output DIR], with directories of runs"
     runs, output = [Path(argument) for argument in arguments], None
     if "--output" in arguments:
@@ -114,10 +115,11 @@ def report_command(arguments: Sequence[str]) -> Path:
     if not runs or any(str(run).startswith("-") for run in runs):
         refuse_arguments(arguments, usage)
     if len(runs) == 1:
-        return write_report(runs[0], output)
-    return write_comparison(runs, output or common_folder(runs) / "comparison")
+        print(write_report(runs[0], output))
+    else:
+        print(write_comparison(runs, output or common_folder(runs) / "comparison"))
 
 
 def common_folder(runs: Sequence[Path]) -> Path:
-    """The folder that holds all runs."""
+    """The deepest folder that holds all runs."""
     return Path(os.path.commonpath([run.resolve().parent for run in runs]))

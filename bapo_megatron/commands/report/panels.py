@@ -1,7 +1,6 @@
-"""The pictures of a report, as data: which metrics, which colours, what to look for.
+"""The panels of a report as data: which metrics, which colours, what to look for.
 
-One colour, one meaning: green is for what pushes up (positive advantages), red for what pushes down
-(negative advantages), dark blue for everything that is neither.
+Green is for positive advantages, red for negative advantages, dark blue for everything else.
 """
 
 from __future__ import annotations
@@ -9,19 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from bapo_megatron.algo.staleness import BUCKETS
+from bapo_megatron.algo.measurements.staleness import BUCKETS
 from bapo_megatron.commands.report.data import RunRecord
 
 NEUTRAL = "#1f3b63"
 POSITIVE = "#2b8a5a"
 NEGATIVE = "#c2453a"
 AGES = ("#9fb3cf", "#7f9abf", "#5f80ac", "#456894", "#2f5079", "#1f3b63")
-"""Darker with the staleness of a bucket."""
+"""The colours of the staleness buckets, darker with age."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric in a picture."""
+    """One metric in a plot, with its colour and label."""
 
     metric: str
     colour: str = NEUTRAL
@@ -31,27 +30,27 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture."""
+    """One plot of a report."""
 
     file: str
-    """Name of the PNG, without its suffix."""
+    """The name of the PNG, without its suffix."""
     title: str
     y_label: str
     curves: tuple[Curve, ...]
     caption: str
-    """What it shows, and what to look for."""
+    """What the plot shows, and what to look for."""
     paper: str
-    """Where the paper shows the same."""
+    """The figure or table of the paper that shows the same."""
     y_scale: Literal["auto", "from_zero", "percent", "ratio", "spikes"] = "from_zero"
-    """``from_zero``: down to 0, or to the least value below. ``ratio``: logarithmic, as 2 and 1/2 are alike.
-    ``spikes``: logarithmic if a few values dwarf the others."""
+    """``from_zero``: from 0, or the smallest value below. ``ratio``: logarithmic. ``spikes``: logarithmic if
+    a few values are far above the others."""
     compared: tuple[int, ...] | None = None
-    """Curves that a comparison of several runs draws; None for all."""
+    """Indices of the curves that a comparison of several runs draws; None for all."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """A range of the vertical axis that is shaded, or a line where both ends are equal."""
+    """A shaded range of the vertical axis, or a line if both ends are equal."""
 
     low: float
     high: float
@@ -60,7 +59,7 @@ class Band:
 
 
 def _quadrants(what: str) -> tuple[Curve, ...]:
-    """A curve for each kind of token; dashed are those that raise the entropy."""
+    """The curves of the four kinds of tokens; kinds that raise the entropy are dashed."""
     return (
         Curve(f"quadrant/positive_high/{what}", POSITIVE, "rewarded, likely"),
         Curve(f"quadrant/positive_low/{what}", POSITIVE, "rewarded, unlikely", dashed=True),
@@ -237,11 +236,11 @@ PANELS = (
     ),
 )
 OVERVIEW = PANELS[:8]
-"""What one look at a run needs."""
+"""The panels of the overview image."""
 
 
 def bands(panel: Panel, run: RunRecord) -> list[Band]:
-    """What the configuration allows or aims at, in this picture."""
+    """The ranges and targets of the configuration in this plot."""
     if panel.file == "clip_bounds":
         return _bound_ranges(run)
     if panel.file == "contribution":

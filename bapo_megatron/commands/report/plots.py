@@ -1,4 +1,4 @@
-"""Draws the pictures of a report. Importing this is slow: it brings matplotlib."""
+"""The plots of a report, drawn with matplotlib, which is slow to import."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ STYLE = {
 }
 TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11.5, "fontweight": "bold"}
 _SPIKE_RATIO = 20
-"""A largest value this many times the median makes a linear axis useless."""
+"""The ratio of maximum to median above which the axis is logarithmic."""
 MOST_UPDATES = 2000
-"""More of them make a solid block; the thin line then follows the steps."""
+"""The number of updates above which the thin line follows the steps, as updates would make a solid block."""
 _RATIO_TICKS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 5, 10)
 _PLAIN_TITLE_PAD, _LEGEND_TITLE_PAD = 10, 25
-"""Points between a title and its axes, without and with a legend in between."""
+"""Points between a title and its axes, without and with a legend between them."""
 _TWO_ROWS, _TWO_ROWS_TITLE_PAD = 4, 33
-"""Curves whose legend takes two rows, and the room for it."""
+"""The number of curves whose legend has two rows, and the points between title and axes then."""
 
 
 def _title_pad(panel: Panel) -> int:
@@ -71,13 +71,13 @@ def _title_pad(panel: Panel) -> int:
 
 
 def draw_panels(run: RunRecord, folder: Path) -> dict[str, bytes]:
-    """Write a PNG of each panel into ``folder``; returns them as SVG, by file name, for the page."""
+    """Draw each panel as a PNG into ``folder``; returns the SVGs for the page by file name."""
     curves = {panel.file: _save_panel(panel, run, folder) for panel in PANELS}
     return curves | {panel.file: _save_distribution(panel, run, folder) for panel in DISTRIBUTIONS}
 
 
 def draw_overview(run: RunRecord, path: Path) -> None:
-    """The first panels in one PNG of two rows, for a README."""
+    """Draw the overview panels as one PNG of two rows, for a README."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(15, 7), layout="constrained")
         for axes, panel in zip(figure.subplots(2, len(OVERVIEW) // 2).flat, OVERVIEW, strict=True):
@@ -87,7 +87,7 @@ def draw_overview(run: RunRecord, path: Path) -> None:
 
 
 def smoothing_window(steps: int) -> int:
-    """Steps that a thick line is the mean of: odd, about a twelfth of the run, at most 25."""
+    """The window of the moving mean, in steps: odd, about a twelfth of the run, at most 25."""
     return 2 * min(steps // 24, 12) + 1
 
 
@@ -133,7 +133,7 @@ def _draw(axes: Any, panel: Panel, run: RunRecord) -> None:
 
 
 def _draw_curve(axes: Any, curve: Curve, panel: Panel, run: RunRecord) -> np.ndarray:
-    """A thin line of what was measured under a thick one of its moving mean.
+    """Draw a thin line of the measured values and a thick one of their moving mean.
 
     Returns the values that the axis must show.
     """
@@ -172,7 +172,7 @@ def _annotate(axes: Any, panel: Panel, run: RunRecord, shaded: list[Band]) -> No
 
 
 def _draw_band(axes: Any, band: Band) -> None:
-    """Shade a range, its name above it; or draw a line, its name below it. Curves are elsewhere."""
+    """Shade a range, labelled above; or draw a line, labelled below, where no curve is."""
     is_line = band.low == band.high
     if is_line:
         axes.axhline(band.low, color=band.colour, linewidth=1, linestyle=(0, (1, 2)))
@@ -192,13 +192,13 @@ def _draw_band(axes: Any, band: Band) -> None:
 
 
 def nothing_measured(axes: Any) -> None:
-    """Say so, instead of empty axes."""
+    """Write "not measured" into empty axes."""
     axes.set_yticks([])
     axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_PALE_INK)
 
 
 def frame_steps(axes: Any, runs: Sequence[RunRecord]) -> None:
-    """Limits and ticks of the axis of steps."""
+    """Set limits and ticks of the axis of steps."""
     first, last = min(run.first_step for run in runs), max(run.step_numbers.max() for run in runs)
     margin = max((last - first) * 0.02, 0.5)
     axes.set_xlim(first - margin, last + margin)
@@ -206,7 +206,7 @@ def frame_steps(axes: Any, runs: Sequence[RunRecord]) -> None:
 
 
 def frame_values(axes: Any, panel: Panel, values: np.ndarray, shaded: list[Band]) -> None:
-    """Limits, scale and tick labels of the vertical axis."""
+    """Set limits, scale and tick labels of the vertical axis."""
     if panel.y_scale == "spikes" and values.min() > 0 and values.max() > _SPIKE_RATIO * np.median(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(_plain))
@@ -232,7 +232,7 @@ def _frame_ratios(axes: Any, low: float, high: float) -> None:
 
 
 def without_outliers(values: np.ndarray) -> np.ndarray:
-    """One wild update shall not flatten a whole curve."""
+    """The values without the outermost 1%, so that one outlier does not flatten a whole curve."""
     if len(values) < 100:
         return values
     low, high = np.percentile(values, [0.5, 99.5])

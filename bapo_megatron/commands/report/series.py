@@ -1,4 +1,4 @@
-"""What a report works out of a run's log: ratio profiles, Eq. 6 against measurement, marks, final results."""
+"""The series of a report: ratio profiles, Eq. 6 against measurement, event marks, final results."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Literal
 
 import numpy as np
 
-from bapo_megatron.algo.diagnostics import RATIO_BINS, RATIO_EDGES
-from bapo_megatron.algo.staleness import BUCKETS
+from bapo_megatron.algo.measurements.diagnostics import RATIO_BINS, RATIO_EDGES
+from bapo_megatron.algo.measurements.staleness import BUCKETS
 from bapo_megatron.commands.report.data import RunRecord, Series, headline, mean
 from bapo_megatron.runtime.jsonl_log import Row
 
 LOSSES = ("engine_lost", "server_ended", "sampler_died", "broadcast_failed", "engine_gap")
-"""Kinds of events that are marked as losses."""
+"""The kinds of events that count as losses."""
 
 RATIO_CENTRES = np.array(
     [0.45, *np.sqrt(np.multiply(RATIO_EDGES[:-1], RATIO_EDGES[1:])), 3.5]  # the outer bins have no end
@@ -25,28 +25,28 @@ RATIO_CENTRES = np.array(
 
 @dataclass(frozen=True)
 class Mark:
-    """An event on the axis of steps."""
+    """An event marked on the axis of steps."""
 
     position: float
     loss: bool
-    """A loss of an engine or the like; else a resume."""
+    """Whether it is a loss (of an engine or the like) or a resume."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Changes of the entropy: by Eq. 6, and as they came."""
+    """Changes of the entropy in nats: predicted by Eq. 6, and measured."""
 
     predicted: np.ndarray
-    """Learning rate times minus the covariance, or times the mean effect; summed over the updates between
-    both measurements."""
+    """Learning rate times minus the covariance, or times the mean effect, summed over the updates between
+    two measurements."""
     measured: np.ndarray
     """nats."""
     correlation: float | None
-    """Pearson's; None of fewer than three pairs, or of constants."""
+    """Pearson's correlation; None for fewer than three pairs, or for constants."""
 
 
 def ratio_profile(run: RunRecord, what: Literal["probability", "entropy"]) -> Series:
-    """Means over the tokens of each bin of the ratio in the whole run, at the bin's centre."""
+    """The mean of ``what`` over the tokens of each ratio bin in the whole run, at the bin's centre."""
     rows = run.updates or run.steps
     values = []
     for name in RATIO_BINS:
@@ -58,14 +58,14 @@ def ratio_profile(run: RunRecord, what: Literal["probability", "entropy"]) -> Se
 
 
 Reading = Literal["covariance", "effect"]
-"""Of Eq. 6: the covariance over tokens, or the mean of the tokens' effects, state by state."""
+"""The reading of Eq. 6: the covariance over tokens, or the mean of the tokens' effects, state by state."""
 
 
 def prediction(run: RunRecord, bucket: str | None = None, reading: Reading = "covariance") -> Prediction:
-    """The Entropy-Clip Rule (Eq. 6) against measurement: all tokens, or the part of those of one bucket.
+    """The Entropy-Clip Rule (Eq. 6) against measurement, for all tokens or those of one staleness bucket.
 
-    Where batches are used again, from each pass over a batch to the next: both see the same tokens. Else from
-    each update to the next, which has others.
+    If batches are reused, from each pass over a batch to the next, which has the same tokens; else from each
+    update to the next, which has others.
     """
     passes = _passes(run.updates)
     pairs = [
@@ -77,7 +77,7 @@ def prediction(run: RunRecord, bucket: str | None = None, reading: Reading = "co
 
 
 def _passes(rows: Sequence[Row]) -> list[tuple[list[Row], list[Row]]]:
-    """Updates with those that come after them and have the same tokens, or else the next update."""
+    """Pairs of updates: each pass with the next over the same tokens, or each update with the next."""
     if not any(row.get("epoch") for row in rows):
         return [([now], [after]) for now, after in pairwise(rows)]
     groups: dict[tuple[int, int], list[Row]] = {}
@@ -91,7 +91,7 @@ def _passes(rows: Sequence[Row]) -> list[tuple[list[Row], list[Row]]]:
 
 
 def _predicted(row: Row, bucket: str | None, reading: Reading) -> float:
-    """What the tokens of a bucket, or all, do to the entropy of an update's tokens; nan if not measured."""
+    """The predicted change of the entropy by the tokens of a bucket, or by all; nan if not measured."""
     rate, value, share = row.get("policy/lr"), row.get(f"entropy_rule/{reading}"), 1.0
     if bucket:
         share = row.get(f"staleness/{bucket}/tokens") or 0.0
@@ -101,21 +101,21 @@ def _predicted(row: Row, bucket: str | None, reading: Reading) -> float:
 
 
 def _entropy(rows: Sequence[Row]) -> float:
-    """Mean over the tokens of some updates; nan if not measured."""
+    """The mean entropy over the tokens of some updates; nan if not measured."""
     known = [(_tokens(row), row["policy/entropy"]) for row in rows if row.get("policy/entropy") is not None]
     total = sum(tokens for tokens, _ in known)
     return float(sum(tokens * value for tokens, value in known) / total) if total else np.nan
 
 
 def _tokens(row: Row) -> float:
-    """Tokens of an update, as far as its log says: updates of earlier versions count alike."""
+    """The number of tokens of an update; 1 in logs of earlier versions, so that their updates weigh alike."""
     return float(row.get("policy/tokens") or 1.0)
 
 
 def marks(run: RunRecord) -> list[Mark]:
-    """Resumes and losses. An event without a step lies between those around it that have one, by its time."""
+    """The marks of resumes and losses. An event without a step is placed by its time between the others."""
     timed = [(_seconds(event), event) for event in run.events]
-    anchors = [(time, _reached(event)) for time, event in timed if time is not None]
+    anchors = [(time, _finished_step(event)) for time, event in timed if time is not None]
     known = [(time, step) for time, step in anchors if step is not None]
     found = [Mark(step - 0.5, False) for step in run.resumed_at]
     for time, event in timed:
@@ -126,7 +126,7 @@ def marks(run: RunRecord) -> list[Mark]:
 
 
 def final_results(run: RunRecord) -> dict[str, float | None]:
-    """What is left of a run, by its name in a table. None where its log does not say."""
+    """The final results of a run by their names in the table; None where the log has none."""
     figures = headline(run.steps)
     window = figures["window"]
     norms = _column(run.updates or run.steps, "policy/grad_norm")
@@ -156,7 +156,7 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
 
 
 def by_staleness(run: RunRecord) -> list[tuple[str, list[float | None]]]:
-    """For each bucket that has tokens: its share, clipped, entropy, effect, and the correlation of Eq. 6."""
+    """The staleness buckets with tokens: share, clipped, entropy, effect, and the correlation of Eq. 6."""
     rows = run.updates or run.steps
     table = []
     for bucket in BUCKETS:
@@ -201,8 +201,8 @@ def _seconds(event: Row) -> float | None:
         return None
 
 
-def _reached(event: Row) -> float | None:
-    """The step that was done when the event came."""
+def _finished_step(event: Row) -> float | None:
+    """The last step that was finished at the event."""
     step = event.get("step")
     if not isinstance(step, int):
         return None

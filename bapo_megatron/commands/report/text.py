@@ -1,4 +1,4 @@
-"""How the pages of a report write things: numbers, events, pictures, and the templates."""
+"""The text of report pages: numbers, events, embedded plots, and the templates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_VALUE = "–"  # noqa: RUF001, the dash is meant
 
 
 def render(template: str, **values: Any) -> str:
-    """The page of a template of the package."""
+    """The page that a template of this package makes of ``values``."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -27,7 +27,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def number(value: float | None) -> str:
-    """At least three digits that matter; counts whole."""
+    """A number with at least three significant digits; counts as whole numbers."""
     if value is None:
         return NO_VALUE
     if isinstance(value, int):
@@ -38,7 +38,7 @@ def number(value: float | None) -> str:
 
 
 def short(count: float) -> str:
-    """E.g. 12.3M."""
+    """A count in short, e.g. 12.3M."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.1f}{unit}"
@@ -46,12 +46,12 @@ def short(count: float) -> str:
 
 
 def svg_uri(svg: bytes) -> str:
-    """The picture as an address that holds it."""
+    """The data URI of an SVG."""
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
 
 
 def event_cells(event: dict[str, Any]) -> tuple[str, str, str]:
-    """Time, kind and details."""
+    """The cells of an event: time, kind and details."""
     others = {key: value for key, value in event.items() if key not in ("time", "kind")}
     details = ", ".join(f"{key} {value}" for key, value in others.items())
     time = str(event.get("time", ""))[:19].replace("T", " ")  # Whole seconds, without the zone: it is UTC.
@@ -59,7 +59,7 @@ def event_cells(event: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def staleness_cells(run: RunRecord) -> list[tuple[str, list[str]]]:
-    """A row for each bucket of staleness that has tokens; the first two values are shares."""
+    """A row for each staleness bucket that has tokens; the first two values are shares."""
     return [
         (bucket, [*(_percent(value) for value in values[:2]), *(number(value) for value in values[2:])])
         for bucket, values in by_staleness(run)

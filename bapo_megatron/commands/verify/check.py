@@ -1,4 +1,4 @@
-"""`bapo verify-parallel`: does the recipe's layout compute what a smaller one does?
+"""The layout check of `bapo verify-parallel`: log-probs, bounds, loss and gradient norm of a canary batch.
 
 Nothing of a run is needed but its recipe and its model: no dataset, no tokenizer, no run directory. The
 one update that is made to measure a gradient is thrown away with the process.
@@ -16,13 +16,13 @@ from typing import Any
 from bapo_megatron.algo.bounds import Bounds, search_bounds, sum_count
 from bapo_megatron.commands.verify.comparison import (
     TOLERANCES,
-    Row,
+    QuantityRow,
     Tolerances,
-    compare,
-    first_difference,
+    compare_layouts,
+    comparison_table,
+    first_differing_row,
     first_not_finite,
     not_measured,
-    render,
 )
 from bapo_megatron.commands.verify.layout_reference import (
     LayoutReference,
@@ -47,34 +47,34 @@ _TOKENS = 16384
 
 @dataclass(frozen=True)
 class ToleranceConfig:
-    """None takes the default of the model's dtype. See docs/verify.md."""
+    """Tolerances of the check. None takes the default of the model's dtype. See docs/verify.md."""
 
     token_relative: float | None = None
-    """Of each log-prob and entropy, as a part of the reference."""
+    """Allowed relative difference of each log-prob and entropy."""
     token_absolute: float | None = None
-    """Of each log-prob and entropy, nats, added to the relative one."""
+    """Allowed absolute difference of each log-prob and entropy in nats, added to the relative one."""
     token_mean: float | None = None
-    """Largest mean absolute difference over all tokens, nats."""
+    """Allowed mean absolute difference over all tokens, in nats."""
     total_relative: float | None = None
-    """Of each contribution sum, the loss and the gradient norm, as a part of the reference."""
+    """Allowed relative difference of each contribution sum, the loss and the gradient norm."""
     total_absolute: float | None = None
-    """Of the same, added to the relative one."""
+    """Allowed absolute difference of the same totals, added to the relative one."""
 
 
 @dataclass(frozen=True)
 class VerifyConfig(RunConfig):
-    """A recipe, with what the check of its layout adds."""
+    """The configuration of a layout check: a recipe, and what the check adds."""
 
     certificate: Path | None = None
-    """Compare with this stored certificate instead of running the reference."""
+    """Compare with the layout reference stored here instead of running it."""
     save: Path | None = None
-    """Write the certificate of the recipe's layout here."""
+    """Write the recipe's layout here, as a reference for another."""
     reference: ParallelConfig = field(default_factory=ParallelConfig)
-    """Layout of the reference, where this command starts it itself."""
+    """Layout of the reference run that this command starts itself."""
     tokens: int | None = None
-    """Tokens of the canary. None: 16384, or twice its longest sequence where that is more."""
+    """Tokens of the canary batch. None: 16384, or twice its longest sequence where that is more."""
     longest: int | None = None
-    """Tokens of the canary's longest sequence. None: the run's longest prompt and response."""
+    """Tokens of the canary batch's longest sequence. None: the run's longest prompt and response."""
     tolerance: ToleranceConfig = field(default_factory=ToleranceConfig)
 
     @classmethod
@@ -84,19 +84,19 @@ class VerifyConfig(RunConfig):
 
     @property
     def canary(self) -> CanarySpec:
-        """What the canary is drawn from."""
+        """The specification of the canary batch."""
         longest = self.longest or self.longest_sequence
         tokens = self.tokens or max(_TOKENS, 2 * longest)
         return CanarySpec(self.seed, tokens, longest, read_model_shape(self.model.hf_path).vocab)
 
     @property
     def by_hand(self) -> bool:
-        """Whether the reference is to be run by this command."""
+        """Whether this command runs the reference itself."""
         return self.certificate is None and self.save is None
 
 
 def check_verify(config: VerifyConfig, launched: bool) -> None:
-    """ConfigError with the first thing that would stop the check, before any process group exists."""
+    """Raise ConfigError with the first thing that would stop the check, before any process group exists."""
     config.check()
     if launched and config.by_hand:
         raise ConfigError(
@@ -154,7 +154,8 @@ def verify_layout(config: VerifyConfig) -> int:
 
 
 def certify(policy: Policy, config: VerifyConfig, reference: LayoutReference | None) -> LayoutReference:
-    """What this layout says of the canary, or of the reference's samples. Collective; makes an update."""
+    """This layout's answers to the canary batch, or to the reference's samples. Collective; makes an
+    update."""
     bounds = config.algorithm.bounds
     sequences = [] if reference else canary_sequences(config.canary, bounds)
     samples = reference.samples if reference else unscored(sequences)
@@ -216,15 +217,15 @@ def _made(config: VerifyConfig, policy: Policy) -> dict[str, Any]:
 
 
 def _conclude(reference: LayoutReference, ours: LayoutReference, config: VerifyConfig) -> int:
-    rows = compare(reference, ours.tokens, ours.totals, config.algorithm.bounds, _tolerances(config))
-    print(f"\nreference:   {_layout(reference)}\nthis layout: {_layout(ours)}\n\n{render(rows)}\n")
+    rows = compare_layouts(reference, ours.tokens, ours.totals, config.algorithm.bounds, _tolerances(config))
+    print(f"\nreference:   {_layout(reference)}\nthis layout: {_layout(ours)}\n\n{comparison_table(rows)}\n")
     print(_verdict(rows, reference), flush=True)
-    return 0 if first_difference(rows) is None else 1
+    return 0 if first_differing_row(rows) is None else 1
 
 
-def _verdict(rows: Sequence[Row], reference: LayoutReference) -> str:
+def _verdict(rows: Sequence[QuantityRow], reference: LayoutReference) -> str:
     lines = [f"a tie: {row.quantity}: {row.detail}" for row in rows if row.verdict == "tie"]
-    first = first_difference(rows)
+    first = first_differing_row(rows)
     tokens = sum(sample.positions for sample in reference.samples)
     if first is None:
         lines.append(

@@ -1,4 +1,4 @@
-"""Compares what two layouts said of one batch, upstream first, and names the first difference."""
+"""Comparison of two layouts on one batch, upstream quantities first, with the first difference named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bapo_megatron.data.packing import Sample
 
 @dataclass(frozen=True)
 class Tolerances:
-    """A number may differ by ``absolute + relative * abs(reference)``. The defaults are those of float32.
+    """Allowed differences: ``absolute + relative * abs(reference)``. The defaults are those of float32.
 
     A log-prob is a difference of numbers of the size of the logits, so however small it is, it is never more
     exact than they are. The absolute part is the largest error, against float64, that float32 itself makes
@@ -27,22 +27,22 @@ class Tolerances:
     """
 
     token_relative: float = 1e-5
-    """Of each log-prob and entropy."""
+    """Relative part for log-probs and entropies."""
     token_absolute: float = 5e-5
-    """Of each log-prob and entropy, nats."""
+    """Absolute part for log-probs and entropies, nats."""
     token_mean: float = math.inf
-    """Largest mean over all tokens of the absolute difference, nats."""
+    """Largest mean absolute difference over all tokens, nats."""
     total_relative: float = 1e-5
-    """Of each contribution sum, the loss and the gradient norm."""
+    """Relative part for contribution sums, the loss and the gradient norm."""
     total_absolute: float = 2e-6
-    """Of the same."""
+    """Absolute part for contribution sums, the loss and the gradient norm."""
 
     def of_tokens(self, size: np.ndarray) -> np.ndarray:
-        """Allowed difference of tokens whose reference has this ``size`` (absolute value)."""
+        """Allowed difference of tokens whose reference has the absolute value ``size``."""
         return self.token_absolute + self.token_relative * size
 
     def of_totals(self, size: np.ndarray) -> np.ndarray:
-        """Allowed difference of totals."""
+        """Allowed difference of totals whose reference has the absolute value ``size``."""
         return self.total_absolute + self.total_relative * size
 
 
@@ -55,8 +55,8 @@ TOLERANCES = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table: a quantity, how far the layouts are apart, and what is allowed."""
+class QuantityRow:
+    """One row of the comparison: a quantity, how far the layouts are apart, and what is allowed."""
 
     quantity: str
     reference: str
@@ -69,14 +69,14 @@ class Row:
     """Where it differs first, or why a difference is a tie."""
 
 
-def compare(
+def compare_layouts(
     reference: LayoutReference,
     tokens: TokenAnswers,
     totals: Totals,
     config: BoundsConfig,
     tolerances: Tolerances,
-) -> list[Row]:
-    """A row for each quantity, upstream first. ``config`` is that of both searches."""
+) -> list[QuantityRow]:
+    """The comparison, one row for each quantity, upstream first. ``config`` is that of both searches."""
     samples, said = reference.samples, reference.tokens
     ours, theirs = totals, reference.totals
     return [
@@ -89,13 +89,13 @@ def compare(
     ]
 
 
-def first_difference(rows: Sequence[Row]) -> Row | None:
+def first_differing_row(rows: Sequence[QuantityRow]) -> QuantityRow | None:
     """The most upstream row that differs; what lies downstream of it may only follow from it."""
     return next((row for row in rows if row.verdict == "DIFFERS"), None)
 
 
-def render(rows: Sequence[Row]) -> str:
-    """The rows as an aligned table."""
+def comparison_table(rows: Sequence[QuantityRow]) -> str:
+    """The comparison as an aligned table."""
     table = [("quantity", "reference", "this layout", "worst abs", "worst rel", "tolerance", "ok")]
     for row in rows:
         distances = (f"{row.worst_absolute:.2e}", f"{row.worst_relative:.2e}")
@@ -106,7 +106,7 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def first_not_finite(tokens: TokenAnswers, samples: Sequence[Sample]) -> str | None:
-    """Where the first log-prob that is nan or inf stands; None if all are finite."""
+    """The place of the first log-prob that is nan or inf; None if all are finite."""
     bad = np.flatnonzero(~np.isfinite(np.concatenate(tokens.log_probs)))
     return _place(int(bad[0]), samples) if len(bad) else None
 
@@ -117,7 +117,7 @@ def _token_row(
     ours: Sequence[np.ndarray],
     samples: Sequence[Sample],
     tolerances: Tolerances,
-) -> Row:
+) -> QuantityRow:
     there, here = (np.concatenate(values).astype(np.float64) for values in (reference, ours))
     apart = np.abs(here - there)
     bad = np.flatnonzero(~(apart <= tolerances.of_tokens(np.abs(there))))  # nan is bad
@@ -137,7 +137,7 @@ def _token_row(
             f"than {tolerances.token_mean:g}; most at {_place(worst, samples)}: {there[worst]:.7g} in the "
             f"reference, {here[worst]:.7g} here"
         )
-    return Row(
+    return QuantityRow(
         name,
         f"mean {there.mean():.6g}",
         f"mean {here.mean():.6g}",
@@ -165,7 +165,7 @@ def _total_row(
     ours: float | np.ndarray,
     tolerances: Tolerances,
     names: Sequence[str] = (),
-) -> Row:
+) -> QuantityRow:
     there, here = (np.atleast_1d(np.asarray(value, np.float64)) for value in (reference, ours))
     apart = np.abs(here - there)
     bad = np.flatnonzero(~(apart <= tolerances.of_totals(np.abs(there))))
@@ -174,7 +174,7 @@ def _total_row(
         which = f"{names[bad[0]]}, the first of {len(bad)} that differ: " if names else ""
         detail = f"{which}{there[bad[0]]:.9g} in the reference, {here[bad[0]]:.9g} here"
     mean = "mean " if names else ""
-    return Row(
+    return QuantityRow(
         name,
         f"{mean}{there.mean():.6g}",
         f"{mean}{here.mean():.6g}",
@@ -193,7 +193,7 @@ def _sum_names(config: BoundsConfig) -> Iterator[str]:
         yield from (f"N(c_low={low:g}) {reading}" for low in low_values(config))
 
 
-def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> Row:
+def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> QuantityRow:
     there, here = np.array([theirs.low, theirs.high]), np.array([ours.low, ours.high])
     verdict: Literal["ok", "tie", "DIFFERS"] = "ok"
     detail = ""
@@ -201,7 +201,7 @@ def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: 
         detail = f"({there[0]:g}, {there[1]:g}) in the reference, ({here[0]:g}, {here[1]:g}) here"
         tie = _tie(theirs, ours, config, tolerances)
         verdict, detail = ("tie", f"{detail}: {tie}") if tie else ("DIFFERS", detail)
-    return Row(
+    return QuantityRow(
         "bounds (low, high)",
         f"{theirs.low:g}, {theirs.high:g}",
         f"{ours.low:g}, {ours.high:g}",

@@ -1,4 +1,4 @@
-"""A certificate: what one layout said of a batch, with the batch, in one file that another layout can check.
+"""The layout reference: a batch and one layout's answers to it, in one file that another layout checks.
 
 The file is an npz archive. It holds the inputs (token ids, log-probs of the rollout, advantages) and not the
 seed they came from alone, so a comparison never depends on how a later version draws them.
@@ -29,17 +29,17 @@ _UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZi
 
 @dataclass(frozen=True)
 class TokenAnswers:
-    """What a layout says of each token: one array a sample, one number for each predicting position."""
+    """One layout's log-probs and entropies: one array a sample, one number for each predicting position."""
 
     log_probs: list[np.ndarray]
-    """float32, natural log."""
+    """Natural logs, float32."""
     entropies: list[np.ndarray]
-    """float32, nats."""
+    """Nats, float32."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What a layout says of the batch as one update."""
+    """One layout's totals over the batch as one update."""
 
     sums: np.ndarray
     """float64: the contribution sums at every candidate, under every measure (``measured_sums``)."""
@@ -55,12 +55,12 @@ class Totals:
 
 @dataclass(frozen=True)
 class LayoutReference:
-    """The batch and one layout's answers to it."""
+    """A batch and one layout's answers to it."""
 
     identity: dict[str, Any]
-    """What two certificates must share to be comparable, as flat JSON values."""
+    """Fields that two references must share to be comparable, as flat JSON values."""
     made: dict[str, Any]
-    """Layout and versions: told, not compared."""
+    """Layout and versions; printed, not compared."""
     samples: list[Sample]
     tokens: TokenAnswers
     totals: Totals
@@ -84,7 +84,7 @@ def write_layout_reference(path: Path, certificate: LayoutReference) -> None:
 
 
 def read_layout_reference(path: Path) -> LayoutReference:
-    """The certificate in ``path``. ConfigError if it is absent, damaged or of another format."""
+    """The layout reference in ``path``. ConfigError if it is absent, damaged or of another format."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             columns = {name: stored[name] for name in stored.files}  # reading all checks every CRC
@@ -100,7 +100,7 @@ def read_layout_reference(path: Path) -> LayoutReference:
 
 
 def identity_differences(certificate: LayoutReference, identity: dict[str, Any]) -> list[str]:
-    """Every field in which ``identity`` is not the certificate's, with both values."""
+    """Every field in which ``identity`` is not the reference's, with both values."""
     stored = certificate.identity
     return [
         f"{name}: {stored.get(name)!r} in the certificate, {identity.get(name)!r} here"

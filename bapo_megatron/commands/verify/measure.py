@@ -1,4 +1,4 @@
-"""What one layout says of a batch: every token's log-prob and entropy, and the totals of one update.
+"""Measurement of one layout on a batch: every token's log-prob and entropy, and the totals of one update.
 
 Any policy and any samples will do. The update changes the policy, so it is the last thing to ask of it.
 """
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from bapo_megatron.algo.bapo import Bounds, contributions
-from bapo_megatron.algo.objective import Found, contribution_fn, loss_fn, search
+from bapo_megatron.algo.losses.bapo import BapoLoss, Found
+from bapo_megatron.algo.objective import Objective
 from bapo_megatron.commands.verify.layout_reference import TokenAnswers, Totals
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.packing import Sample, pack_samples
@@ -39,7 +40,7 @@ def measure_tokens(policy: Policy, config: RunConfig, samples: Sequence[Sample])
 def measure_totals(
     policy: Policy, config: RunConfig, samples: Sequence[Sample], at: Bounds | None = None
 ) -> Totals:
-    """The totals of one update on ``samples``, which it makes. Equal on every rank. Collective.
+    """The totals of one update by BAPO's loss on ``samples``. Equal on every rank. Collective.
 
     The bounds are searched on the whole update, also under ``scope: micro_batch``, where they would depend
     on the packs. Loss and gradient are taken ``at`` the bounds given (the reference's), or else at the
@@ -47,11 +48,12 @@ def measure_totals(
     """
     packs = _packs(policy, config, samples)
     bounds = config.algorithm.bounds
-    sums = policy.token_sums(packs, contribution_fn(bounds))
-    chosen = search(sums, bounds)
+    loss = BapoLoss(config.algorithm)
+    sums = policy.token_sums(packs, loss.search.measure)
+    chosen = loss.search.find(sums)
     used = chosen if at is None else Found(at, contributions(sums, at, bounds))
-    result = policy.update(packs, loss_fn(used, bounds, policy.version))
-    tokens = sum(sample.response_tokens for sample in samples)
+    result = policy.update(packs, Objective(loss).token_fn(used, policy.version))
+    tokens = sum(sample.trained_tokens for sample in samples)
     return Totals(
         sums.numpy(),
         chosen.bounds.low,

@@ -1,4 +1,4 @@
-"""Tells models apart without reading them whole."""
+"""Digests that tell models apart without reading them whole."""
 
 from __future__ import annotations
 

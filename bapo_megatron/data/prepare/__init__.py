@@ -1,1 +1,1 @@
-"""Public datasets made into the one format that runs and evaluations read."""
+"""Dataset preparation: public datasets to the one format that runs and evaluations read."""

@@ -18,7 +18,7 @@ FORMAT = 1
 """Version of card.json."""
 
 EXAMPLES = 3
-"""Of each reason."""
+"""How many left-out rows are shown for each reason."""
 
 _SHOWN_CHARACTERS = 300
 _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
@@ -26,7 +26,7 @@ _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that was left out."""
+    """A row that a filter left out, and why."""
 
     reason: str
     source: str
@@ -37,33 +37,33 @@ class Dropped:
 
 @dataclass
 class Card:
-    """Counts and examples, filled while the rows go by. It holds no time: equal data, equal card."""
+    """The data card: counts and examples, filled row by row. It holds no time: equal data, equal card."""
 
     sources: list[dict[str, Any]]
-    """Name, SHA-256 and number of rows of each."""
+    """Name, SHA-256 and number of rows of each source."""
     options: PrepareOptions
     against: list[dict[str, Any]] = field(default_factory=list)
-    """The same of each evaluation set."""
+    """Name, SHA-256 and number of rows of each evaluation set."""
     sha256: str = ""
-    """Of data.jsonl."""
+    """SHA-256 of data.jsonl."""
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[Dropped]] = field(default_factory=dict)
     invalid: list[Dropped] = field(default_factory=list)
-    """All of them."""
+    """Every row that is no problem at all."""
     by_data_source: Counter[str] = field(default_factory=Counter)
     by_ability: Counter[str] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
-    """Prompt tokens of what is kept; empty without a tokenizer."""
+    """Histogram of prompt lengths in tokens, of what is kept; empty without a tokenizer."""
 
     def keep(self, problem: Problem) -> None:
-        """Count a row that is written."""
+        """Count a row that is kept."""
         self.kept += 1
         self.by_data_source[problem.data_source] += 1
         self.by_ability["code" if problem.is_code else "math"] += 1
 
     def drop(self, row: Dropped) -> None:
-        """Count a row that is not."""
+        """Count a row that is left out, and keep the first of each reason as examples."""
         self.dropped[row.reason] += 1
         short = dataclasses.replace(row, why=_short(row.why), question=_short(row.question))
         if row.reason == INVALID:
@@ -95,7 +95,7 @@ class Card:
         }
 
     def _prompt_tokens(self) -> dict[str, int] | None:
-        """Nearest ranks: the smallest length that such a share of the prompts does not exceed."""
+        """Percentiles of the prompt lengths by nearest rank: lengths that such a share does not exceed."""
         if not self.lengths:
             return None
         ordered = sorted(self.lengths.elements())
@@ -130,7 +130,7 @@ def as_markdown(card: Card) -> str:
 
 
 def summary(card: Card) -> str:
-    """What the command prints."""
+    """The summary that ``bapo data prepare`` prints."""
     rows = sum(source["rows"] for source in card.sources)
     output = card.options.output
     lines = [f"{card.kept} of {rows} rows are in {output / DATA_FILE} (SHA-256 {card.sha256[:12]}...)"]

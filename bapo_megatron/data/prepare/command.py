@@ -1,4 +1,4 @@
-"""`bapo data prepare`."""
+"""The command `bapo data prepare`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bapo_megatron.errors import ConfigError
 
 
 def data_command(arguments: Sequence[str]) -> None:
-    """Prepare, and print what was left out."""
+    """Prepare the dataset that the arguments describe, and print what was left out."""
     if arguments[:1] != ["prepare"]:
         raise ConfigError("usage: bapo data prepare SOURCE ... --output DIR [flags]; --help lists the flags")
     options = tyro.cli(PrepareOptions, prog="bapo data prepare", args=list(arguments[1:]))

@@ -1,4 +1,4 @@
-"""Which training questions are problems of an evaluation in disguise.
+"""Decontamination: finds training questions that are evaluation problems, by overlap of word n-grams.
 
 A training question is contaminated by an evaluation problem if at least ``share`` of the problem's n-grams of
 words are in it. N-grams that ``COMMON`` or more of the problems share do not count: contest problems end
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from bapo_megatron.data.prepare.normal_form import key, ngrams, words
 
 COMMON = 3
+"""N-grams of so many problems or more do not count."""
 
 
 @dataclass(frozen=True)
 class EvaluationProblem:
-    """One problem that must not be trained on."""
+    """A problem of an evaluation set, which must not be trained on."""
 
     suite: str
     row: int
@@ -28,15 +29,15 @@ class EvaluationProblem:
 
 @dataclass(frozen=True)
 class Match:
-    """The evaluation problem that a question is most like."""
+    """A contamination match: the evaluation problem that a question is most like."""
 
     problem: EvaluationProblem
     share: float
-    """Of the problem's n-grams, how many the question has; 1 for an equal normal form."""
+    """Share of the problem's n-grams that the question has; 1 for an equal normal form."""
 
 
 class Contamination:
-    """An index of evaluation problems."""
+    """An n-gram index of evaluation problems."""
 
     def __init__(self, problems: Iterable[EvaluationProblem], size: int, share: float) -> None:
         """``size`` words make an n-gram; ``share``, in (0, 1], is how much of a problem is too much."""

@@ -1,4 +1,4 @@
-"""Why a row is left out. Each filter sees what the ones before it have kept."""
+"""The filters of dataset preparation: each says why a row is left out, and sees what those before it keep."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bapo_megatron.data.prompts import prompt_token_ids
 from bapo_megatron.reward.functions import ground_truth_check
 
 Filter = Callable[[Problem], str | None]
-"""Why a problem is left out, or None. RowError if it turns out to be none."""
+"""Gives the reason why a problem is left out, or None. RowError if the row is no problem at all."""
 
 INVALID = "invalid"
-"""The filter of rows that are no problem at all."""
+"""The reason of rows that are no problem at all."""
 
 
 class Duplicates:
-    """Questions of one normal form: the first stays. If their answers differ, none does.
+    """The deduplication filter: of questions of equal normal form the first stays; none if answers differ.
 
     The first pass shows it every question; the second asks. Programs' tests are not compared.
     """
@@ -41,12 +41,12 @@ class Duplicates:
             self._torn.add(question)
 
     def conflict(self, problem: Problem) -> str | None:
-        """Whether another row answers the question differently."""
+        """The reason to leave out a question that another row answers differently, or None."""
         torn = key(problem.question) in self._torn
         return f"answered {problem.ground_truth!r} here and differently elsewhere" if torn else None
 
     def repeated(self, problem: Problem) -> str | None:
-        """Whether the question came before."""
+        """The reason to leave out a question that came before, or None."""
         question = key(problem.question)
         if question in self._seen:
             return "the question came before"
@@ -55,7 +55,7 @@ class Duplicates:
 
 
 def contamination_filter(index: Contamination) -> Filter:
-    """What is in an evaluation set."""
+    """A filter that leaves out what is in an evaluation set."""
 
     def why(problem: Problem) -> str | None:
         found = index.match(problem.question)
@@ -67,7 +67,7 @@ def contamination_filter(index: Contamination) -> Filter:
 
 
 def difficulty_filter(path: str, least: float, most: float) -> Filter:
-    """What is too easy or too hard, or of unknown difficulty."""
+    """A filter that leaves out what is too easy, too hard, or of unknown difficulty."""
 
     def why(problem: Problem) -> str | None:
         value = difficulty_of(problem.extra_info, path)
@@ -79,7 +79,7 @@ def difficulty_filter(path: str, least: float, most: float) -> Filter:
 
 
 def length_filter(tokenizer: Any, most: int, lengths: Counter[int]) -> Filter:
-    """What is too long. ``lengths`` counts the prompt tokens of what is kept."""
+    """A filter that leaves out prompts of more than ``most`` tokens. ``lengths`` counts the others."""
 
     def why(problem: Problem) -> str | None:
         count = len(prompt_token_ids(problem.messages, tokenizer))
@@ -91,21 +91,22 @@ def length_filter(tokenizer: Any, most: int, lengths: Counter[int]) -> Filter:
     return why
 
 
-def judgeable() -> Filter:
-    """What no judge could score: an answer that is no mathematics, or tests that are none."""
+def scorable() -> Filter:
+    """A filter that leaves out what no reward function can score: an answer that is no mathematics, or tests
+    that are none."""
     check = ground_truth_check("math_or_code")
     assert check is not None
     return lambda problem: check(problem.ground_truth)
 
 
 class TypesOfExtraInfo:
-    """Holds each key of ``extra_info`` to one type: Arrow gives a column one."""
+    """A schema check: each key of ``extra_info`` must have one type in all rows, as Arrow asks for."""
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}
 
     def clash(self, info: dict[str, Any]) -> str | None:
-        """The first key whose type is another than before, and what it was."""
+        """What is wrong with the first key whose type differs from that in earlier rows, or None."""
         for name, value in info.items():
             now = "number" if isinstance(value, (int, float)) else type(value).__name__
             if (before := self._found.setdefault(name, now)) != now:
@@ -114,7 +115,7 @@ class TypesOfExtraInfo:
 
 
 def first_reason(problem: Problem, filters: Iterable[tuple[str, Filter]]) -> tuple[str, str] | None:
-    """Name and words of the first filter that leaves it out."""
+    """Name and reason of the first filter that leaves ``problem`` out; None if all keep it."""
     for name, leaves_out in filters:
         try:
             if why := leaves_out(problem):

@@ -1,6 +1,6 @@
-"""What of a question's text counts when two questions are compared.
+"""Text normalization for deduplication and decontamination: the normal form in which questions are compared.
 
-Case, spaces, dollar signs, LaTeX's spacing and punctuation at the end do not; symbols and numbers do.
+Case, spaces, dollar signs, LaTeX's spacing and punctuation at the end do not count; symbols and numbers do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TOKEN = re.compile(r"[\u3400-\u9fff]|\\?[^\W\d_\u3400-\u9fff]+|\d+|\S")
 
 
 def tokens(question: str) -> list[str]:
-    """Words, commands, numbers and symbols, in order."""
+    """The normal form of a question: its words, commands, numbers and symbols, in order."""
     text = _SPACING.sub(" ", unicodedata.normalize("NFKC", question).lower())
     found = _TOKEN.findall(_SAME.sub(lambda _: "\\", text))
     while found and found[-1] in ".?!,;:":
@@ -25,18 +25,18 @@ def tokens(question: str) -> list[str]:
 
 
 def words(question: str) -> list[str]:
-    """Words and numbers alone: what is left when somebody has typeset a question anew."""
+    """The words and numbers of a question alone: what stays when somebody typesets it anew."""
     bare = (token.lstrip("\\") for token in tokens(question))
     return [word for word in bare if word and word.isalnum()]
 
 
 def key(question: str) -> bytes:
-    """16 bytes that are equal for questions of one normal form, and else are not."""
+    """A hash of a question's normal form, 16 bytes."""
     return hashlib.sha256(" ".join(tokens(question)).encode()).digest()[:16]
 
 
 def answer_text(answer: str) -> str:
-    """An answer without what its typesetting adds; whole numbers without zeros in front."""
+    """The normal form of an answer: no typesetting; whole numbers without zeros in front."""
     text = "".join(tokens(answer))
     digits = text.removeprefix("+")
     whole = digits.isascii() and digits.removeprefix("-").isdecimal() and len(digits) < 100
@@ -44,5 +44,5 @@ def answer_text(answer: str) -> str:
 
 
 def ngrams(sequence: list[str], size: int) -> set[str]:
-    """All runs of ``size`` words; empty if there are fewer."""
+    """The n-grams of ``sequence``: all runs of ``size`` words; empty if there are fewer."""
     return {" ".join(sequence[at : at + size]) for at in range(len(sequence) - size + 1)}

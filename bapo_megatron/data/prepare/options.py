@@ -1,4 +1,4 @@
-"""What `bapo data prepare` is told."""
+"""The options of `bapo data prepare`."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ import tyro
 from bapo_megatron.config.validation import raise_problems
 
 DATA_FILE, CARD_FILE, CARD_TEXT = "data.jsonl", "card.json", "README.md"
-"""What a prepared folder holds."""
+"""The files of a prepared folder: problems, data card, data card as text."""
 
 SUITES = Path("data/suites")
-"""Where evaluation suites are looked for by their names."""
+"""Folder in which evaluation suites are looked up by name."""
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Sources in, one validated folder out."""
+    """Options of `bapo data prepare`: sources in, one validated folder out."""
 
     sources: tyro.conf.Positional[tuple[str, ...]]
     """Files (.jsonl, .json, .parquet), or datasets of the hub as OWNER/NAME or OWNER/NAME:CONFIG."""
     output: Path
     """Folder that is written: data.jsonl, card.json, README.md."""
     split: str = "train"
-    """Of sources on the hub. Skywork-OR1-RL-Data has `math` and `code`."""
+    """Split of sources on the hub. Skywork-OR1-RL-Data has `math` and `code`."""
     revision: str | None = None
-    """Of sources on the hub: a commit. None: the newest."""
+    """Commit of sources on the hub. None: the newest."""
     against: tuple[str, ...] = ()
     """Evaluation sets that must not be trained on: names of suites, or files of any known schema."""
     suites: Path = SUITES
-    """Where the suites are that `against` names."""
+    """Folder of the suites that `against` names."""
     ngram_words: int = 8
     """Words of an n-gram, for `against`."""
     ngram_share: float = 0.3
-    """A question that has so much of an evaluation problem's n-grams is left out."""
+    """A question that has this share of an evaluation problem's n-grams is left out."""
     instruct: bool = True
     """Prompts that do not ask for a box, or a fenced block, get a sentence that does. Off, they stay as they
-    are: for a model that was not taught by instructions."""
+    are: for a base model."""
     tokenizer: Path | None = None
     """Hugging Face folder of the model, to count prompt tokens with its chat template."""
     max_prompt_tokens: int = 2048
     """Longer prompts are left out, if there is a tokenizer."""
     difficulty: str | None = None
-    """Where in `extra_info` a difficulty is, e.g. `model_difficulty.DeepSeek-R1-Distill-Qwen-7B` (Skywork's
-    data: how many of 16 answers of that model were wrong). Rows without it are left out."""
+    """Dotted path of a difficulty in `extra_info`, e.g. `model_difficulty.DeepSeek-R1-Distill-Qwen-7B`
+    (Skywork's data: how many of 16 answers of that model were wrong). Rows without it are left out."""
     min_difficulty: float = -1e9
-    """Smallest that is kept. With 1 what the model always solves is left out."""
+    """Smallest difficulty that is kept. With 1 what the model always solves is left out."""
     max_difficulty: float = 1e9
-    """Largest that is kept. With 15 what the model never solves is left out."""
+    """Largest difficulty that is kept. With 15 what the model never solves is left out."""
     max_invalid: float = 0.05
     """Nothing is written if a larger share of the rows is invalid: the schema is probably another."""
     overwrite: Annotated[bool, tyro.conf.FlagConversionOff] = False
     """Replace an earlier output."""
 
     def check(self) -> None:
-        """ConfigError with every mistake that the fields show by themselves."""
+        """Raise ConfigError with every field that is out of range."""
         raise_problems(list(self._problems()))
 
     def _problems(self) -> Iterator[str]:

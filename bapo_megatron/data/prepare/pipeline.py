@@ -1,4 +1,6 @@
-"""Sources to a prepared folder, in two passes: one learns which questions repeat, one filters and writes.
+"""The preparation pipeline: sources to a prepared folder, in two passes.
+
+The first learns which questions repeat, the second filters and writes.
 
 The same sources and options give the same bytes, so the digest of data.jsonl names a dataset.
 """
@@ -22,8 +24,8 @@ from bapo_megatron.data.prepare.filters import (
     contamination_filter,
     difficulty_filter,
     first_reason,
-    judgeable,
     length_filter,
+    scorable,
 )
 from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
 from bapo_megatron.data.prepare.problems import Problem, problem_of
@@ -37,7 +39,10 @@ Read = tuple[Source, int, Problem | RowError]
 
 
 def prepare(options: PrepareOptions) -> Card:
-    """Write the folder ``options.output``, whole or not at all. ConfigError names what is wrong."""
+    """Prepare a dataset: write the folder ``options.output``, whole or not at all; its data card.
+
+    ConfigError names what is wrong.
+    """
     options.check()
     check_output(options.output, options.overwrite)
     sources = [open_source(text, options.split, options.revision) for text in options.sources]
@@ -64,7 +69,7 @@ def prepare(options: PrepareOptions) -> Card:
 
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """ConfigError if ``output`` is there and may not be replaced."""
+    """Raise ConfigError if ``output`` exists and may not be replaced."""
     if not output.exists():
         return
     if not (output / CARD_FILE).is_file():
@@ -82,14 +87,14 @@ def _problems(source: Source, instruct: bool) -> Iterator[Read]:
 
 
 def _shown(duplicates: Duplicates, read: Read) -> int:
-    """1, for the count of rows."""
+    """Show a row's question to the deduplication; 1, for the count of rows."""
     if isinstance(read[2], Problem):
         duplicates.show(read[2])
     return 1
 
 
 def _filters(options: PrepareOptions, duplicates: Duplicates, card: Card) -> list[tuple[str, Filter]]:
-    """The cheap ones first."""
+    """The filters that the options ask for with their names, cheap ones first."""
     found: list[tuple[str, Filter]] = [
         ("conflicting answers", duplicates.conflict),
         ("duplicate", duplicates.repeated),
@@ -101,7 +106,7 @@ def _filters(options: PrepareOptions, duplicates: Duplicates, card: Card) -> lis
         problems = [problem for text in options.against for problem in _evaluation_set(text, options, card)]
         index = Contamination(problems, options.ngram_words, options.ngram_share)
         found.append(("contaminated", contamination_filter(index)))
-    found.append((INVALID, judgeable()))
+    found.append((INVALID, scorable()))
     if options.tokenizer is not None:
         tokenizer = load_tokenizer(options.tokenizer)
         found.append(("too long", length_filter(tokenizer, options.max_prompt_tokens, card.lengths)))
@@ -126,7 +131,7 @@ def _evaluation_set(text: str, options: PrepareOptions, card: Card) -> Iterator[
 
 
 def _write(path: Path, sources: list[Source], filters: list[tuple[str, Filter]], card: Card) -> str:
-    """Write what is kept, note what is not; the SHA-256 of the file."""
+    """Write the rows that are kept, count the others in ``card``; the SHA-256 of the file."""
     digest, types = hashlib.sha256(), TypesOfExtraInfo()
     with path.open("wb") as file:
         for source in sources:

@@ -1,11 +1,11 @@
-r"""A row of any schema that is known, as one problem.
+r"""Schema adapters: a row of any known dataset schema to a problem in the one format.
 
 Chat rows (Skywork-OR1-RL-Data, DAPO-Math-17k, this project's own) have ``prompt``, as messages or as text,
 and ``reward_model.ground_truth``. Plain rows (DeepScaleR, MATH-500, AIME) have ``problem`` or ``question``
 and ``answer``, or a ``solution`` that ends with a box. Names may be capitalised.
 
-Both judges want a certain form: an answer in ``\boxed{}``, a program in a fenced block. A prompt that does
-not ask for it gets one sentence that does. DAPO's own sentences, which ask for a line "Answer:", go.
+The reward functions read an answer in ``\boxed{}``, or a program in a fenced block. A prompt that does not
+ask for that gets one sentence that does. DAPO's own sentences, which ask for a line "Answer:", are removed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _BOX_REQUEST = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem in the one format."""
+    """A problem in the one format of prepared datasets."""
 
     messages: list[dict[str, str]]
     question: str
-    """What is asked, without the sentence about the form of the answer; two problems are compared by it."""
+    """The prompt without the sentence about the form of the answer; two problems are compared by it."""
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any]
@@ -53,7 +53,7 @@ class Problem:
         return is_tests(self.ground_truth)
 
     def row(self) -> Row:
-        """As it is stored."""
+        """The problem as a row of data.jsonl."""
         return {
             "data_source": self.data_source,
             "prompt": self.messages,
@@ -66,7 +66,7 @@ class Problem:
 def problem_of(row: Row, source: str, number: int, instruct: bool = True) -> Problem:
     """The problem in row ``number`` of ``source``. RowError says what is missing or wrong.
 
-    ``instruct``: prompts that do not ask for the form that the judge wants are made to.
+    ``instruct``: prompts that do not ask for the form that the reward function reads are made to.
     """
     named = {name.lower(): value for name, value in row.items()}
     if isinstance(named.get("reward_model"), dict) or "prompt" in named:
@@ -107,7 +107,7 @@ def _plain(row: Row, source: str, number: int, instruct: bool) -> Problem:
 
 
 def _answer(row: Mapping[str, Any]) -> str:
-    """``answer``, a text or a whole number; else what is boxed last in ``solution``."""
+    """The answer: ``answer``, a text or a whole number; else what is boxed last in ``solution``."""
     answer = row.get(_ANSWER)
     if answer is None and isinstance(row.get(_SOLUTION), str):
         answer = last_boxed(row[_SOLUTION])

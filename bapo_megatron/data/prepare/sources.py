@@ -1,4 +1,4 @@
-"""The rows of a source as they are: a file of JSONL, JSON or parquet, or a dataset of the hub."""
+"""Dataset sources, streamed row by row: a file of JSONL, JSON or parquet, or a dataset of the hub."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.data.rows import FORMATS, Row
+from bapo_megatron.data.rows import FORMATS, Row, read_jsonl
 from bapo_megatron.errors import ConfigError
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 _PARQUET_ROWS = 256
-"""Read at a time: rows of code problems have megabytes of tests."""
+"""Rows of a parquet file that are read at a time: rows of code problems have megabytes of tests."""
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """A file."""
+    """A dataset in a file."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """As a data card shows it."""
+        """The file's name, as a data card shows it."""
         return self.path.name
 
     def rows(self) -> Iterator[Row]:
         """All rows in the order of the file, one at a time. ConfigError with the row's number."""
-        read = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}[self.path.suffix]
+        read = {".jsonl": read_jsonl, ".json": _json, ".parquet": _parquet}[self.path.suffix]
         for number, row in enumerate(read(self.path)):
             if not isinstance(row, dict):
                 raise ConfigError(f"{self.path}, row {number} (the first is 0): it is no object: {row!r:.80}")
@@ -45,7 +45,7 @@ class FileSource:
 
 @dataclass(frozen=True)
 class HubSource:
-    """A split of a dataset on the hub."""
+    """A split of a dataset on the Hugging Face hub."""
 
     name: str
     dataset: Any
@@ -66,7 +66,7 @@ Source = FileSource | HubSource
 
 
 def open_source(text: str, split: str, revision: str | None) -> Source:
-    """The file at the path ``text``, or the dataset ``OWNER/NAME`` or ``OWNER/NAME:CONFIG`` of the hub.
+    """Open a source: the file at the path ``text``, or ``OWNER/NAME`` or ``OWNER/NAME:CONFIG`` of the hub.
 
     ConfigError if it is neither, or cannot be had.
     """
@@ -91,18 +91,6 @@ def _from_hub(name: str, config: str | None, split: str, revision: str | None) -
             f"source {name}: cannot be loaded from the hub ({error}); check --split and --revision, or "
             f"download its files where there is a network and give their paths"
         ) from error
-
-
-def _jsonl(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as lines:
-        number = 0
-        try:
-            for line in lines:
-                if line.strip():
-                    yield json.loads(line)
-                    number += 1
-        except ValueError as error:  # UnicodeDecodeError too
-            raise ConfigError(f"{path}, row {number} (the first is 0): not JSON: {error}") from error
 
 
 def _json(path: Path) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Context parallelism: which positions of a pack a rank holds, and what its queries see.
+"""Context parallelism with balanced load: which tokens of a pack a rank holds, and what they see.
 
 Each document is cut into ``2 x size`` chunks of equal length; rank r holds chunks r and
 ``2 x size - 1 - r``. Under a causal mask an early chunk is cheap and a late one dear, so every rank has the
@@ -22,7 +22,7 @@ from bapo_megatron.types import MicroBatch
 
 @dataclass(frozen=True)
 class Segment:
-    """Queries of one chunk, and the keys that they see: their document up to the chunk's end."""
+    """A chunk of a document: its queries, and the keys that they see, which end with the chunk."""
 
     queries: int
     """Tokens of the chunk."""
@@ -63,7 +63,7 @@ def gathered_rows(bounds: tuple[int, ...], size: int) -> Tensor:
 
 
 def slice_batch(batch: MicroBatch, size: int, rank: int) -> MicroBatch:
-    """The part of a pack that ``rank`` holds; ``cu_seqlens`` and ``rows`` still describe the whole pack."""
+    """The part of a pack that ``rank`` holds; what is no column still describes the whole pack."""
     if size == 1:
         return batch
     return batch.take(positions(batch.cu_seqlens, size, rank))

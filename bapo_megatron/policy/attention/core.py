@@ -1,9 +1,9 @@
-"""Core attention in plain torch for ``thd`` packs: each document attends to itself, causally.
+"""Core attention in torch for ``thd`` packs (block-diagonal, causal): each document attends to itself.
 
 Under context parallelism keys and values are gathered over the CP ranks (they are small: grouped-query heads)
 and each rank's queries attend to the part of their document that lies before them. There is no mask tensor.
-Half precision on a GPU goes through ``flash_attention.py``; elsewhere whole documents go in padded batches
-(``padded_attention.py``) and chunks one by one (``prefix_attention.py``).
+Half precision on a GPU goes through ``flash.py``; elsewhere whole documents go in padded batches
+(``padded.py``) and chunks one by one (``prefix.py``).
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_LHD`` the same for the tokens on this rank.
 """
@@ -30,14 +30,14 @@ from bapo_megatron.policy.attention.prefix import prefix_attention
 
 @dataclass
 class DocumentPack(PackedSeqParams):  # type: ignore[misc]
-    """megatron-core's description of a pack, for Transformer Engine, and ours beside it."""
+    """A pack's sequence parameters: megatron-core's, for Transformer Engine, and the bounds on the host."""
 
     bounds: tuple[int, ...] = ()
     """``cu_seqlens`` on the host: a layer that read it from a GPU would wait for all work before it."""
 
     @classmethod
     def of(cls, bounds: tuple[int, ...], longest: int, device: torch.device) -> DocumentPack:
-        """A whole pack with documents ``bounds[d]:bounds[d + 1]``, the longest of so many tokens."""
+        """The parameters of a pack with documents ``bounds[d]:bounds[d + 1]``, at most ``longest`` long."""
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
         return cls(
             qkv_format="thd",
@@ -52,7 +52,7 @@ class DocumentPack(PackedSeqParams):  # type: ignore[misc]
 
 
 class DocumentAttention(MegatronModule):  # type: ignore[misc]
-    """Scaled dot-product attention in which each document of a pack attends to itself, causally."""
+    """The core attention module: scaled dot-product attention, causal within each document of a pack."""
 
     def __init__(
         self,
@@ -79,9 +79,10 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: DocumentPack | None = None,
         **_kwargs: Any,
     ) -> Tensor:
-        """Queries [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim]; [tokens, h*d].
+        """Attention of this CP rank's tokens, [tokens, heads * head_dim].
 
-        ``tokens`` are those of this CP rank; ``packed_seq_params`` describes the whole pack.
+        Queries are [tokens, heads, head_dim], keys and values [tokens, kv_heads, head_dim];
+        ``packed_seq_params`` describes the whole pack.
         """
         if packed_seq_params is None:
             raise ValueError("this attention takes thd packs only")
@@ -97,7 +98,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         return _by_segment(query, key, value, bounds, self.size, rank, self.scale).flatten(1)
 
     def _whole(self, x_LKHD: Tensor, bounds: tuple[int, ...]) -> Tensor:
-        """The pack's rows in order, from every CP rank; gradients go back to the rank that holds the row."""
+        """All-gather the pack's rows, in order, over the CP ranks; gradients go back to their row's rank."""
         gathered = gather_from_sequence_parallel_region(
             x_LKHD, tensor_parallel_output_grad=True, group=self.group
         )
@@ -106,7 +107,7 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         return whole
 
     def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
-        """Attention has no parameters."""
+        """An empty state: attention has no parameters."""
         return {}
 
 
@@ -119,7 +120,7 @@ def _by_segment(
     rank: int,
     scale: float,
 ) -> Tensor:
-    """Chunk by chunk, [tokens, heads, head_dim]."""
+    """Attention chunk by chunk, [tokens, heads, head_dim]."""
     parts = [s for s in segments(bounds, size, rank) if s.queries]
     outputs = []
     for part, q_LHD in zip(parts, query_LHD.split([part.queries for part in parts]), strict=True):
@@ -135,7 +136,7 @@ def _rows_on(bounds: tuple[int, ...], size: int, device: torch.device) -> Tensor
 
 
 class _Reorder(torch.autograd.Function):
-    """Rows in another order, each once. Gathers both ways: torch's own backward would add row by row."""
+    """A permutation of rows that gathers in both directions: torch's own backward would add row by row."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, row_T: Tensor) -> Tensor:

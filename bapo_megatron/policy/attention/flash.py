@@ -1,4 +1,4 @@
-"""All chunks of a rank in one call of torch's variable-length flash kernel: a GPU's half precision.
+"""Flash attention for a GPU's half precision: a rank's chunks in one call of torch's variable-length kernel.
 
 The kernel's causal mask ends at the last query and the last key of a sequence, which is what a chunk of a
 document needs: its queries are the last of the keys that they see.
@@ -49,7 +49,7 @@ def _varlen(query_LHD: Tensor, key_KHD: Tensor, value_KHD: Tensor, plan: _KeyPla
 
 
 class _KeyPlan:
-    """What the flash kernel wants to know of a rank's chunks."""
+    """The arguments of the variable-length kernel for a rank's chunks."""
 
     def __init__(self, bounds: tuple[int, ...], size: int, rank: int, device: torch.device) -> None:
         parts = [s for s in segments(bounds, size, rank) if s.queries]

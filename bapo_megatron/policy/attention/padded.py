@@ -1,6 +1,6 @@
-"""Whole documents of a pack through SDPA: causal within each, grouped-query.
+"""Padded attention: whole documents of a pack through SDPA, causal within each, grouped-query.
 
-Documents of like length go through SDPA as one right-padded batch: under a causal mask no real query sees
+Documents of similar length go through SDPA as one right-padded batch: under a causal mask no real query sees
 the padding behind it, so there is no mask tensor, and SDPA's flash kernels stay available.
 
 Shapes: ``_THD`` [tokens of the pack, heads, head_dim], ``_PHD`` [rows of all batches, heads, head_dim].
@@ -47,7 +47,7 @@ def _attend(inputs: list[Tensor], scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class PaddingPlan:
-    """Where each row of the padded batches comes from, and where each token of the pack went."""
+    """The index maps between a pack's tokens and the rows of its padded batches."""
 
     batches: tuple[tuple[int, int, int], ...]
     """First row, end row and documents of each batch."""
@@ -61,7 +61,7 @@ class PaddingPlan:
 
 @lru_cache(maxsize=16)  # every layer of a micro-batch asks for the same one
 def padding_plan(bounds: tuple[int, ...], device: torch.device) -> PaddingPlan:
-    """The plan for a pack with documents ``bounds[d]:bounds[d + 1]``."""
+    """The padding plan of a pack with documents ``bounds[d]:bounds[d + 1]``."""
     lengths = [end - start for start, end in pairwise(bounds)]
     batches: list[tuple[int, int, int]] = []
     tokens, real = [], []
@@ -97,7 +97,7 @@ def groups_of_like_length(lengths: list[int]) -> list[list[int]]:
 
 
 class _Pad(torch.autograd.Function):
-    """Tokens to padded rows. Both directions are gathers: torch's own backward would add row by row."""
+    """Tokens to padded rows, a gather in both directions: torch's own backward would add row by row."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, plan: PaddingPlan) -> Tensor:

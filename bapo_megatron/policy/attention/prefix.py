@@ -1,4 +1,4 @@
-"""Causal attention of a chunk of queries that are the last of their keys, without a mask tensor.
+"""Prefix attention: causal attention of queries that are the last of their keys, without a mask tensor.
 
 The keys fall into a prefix that every query sees and the chunk's own keys, which it sees causally. Two flash
 calls compute the parts; their outputs are joined by their log-sum-exps (Milakov & Gimelshein 2018, arXiv
@@ -27,7 +27,7 @@ def prefix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     queries, keys = q.size(2), k.size(2)
     if q.is_cuda:
         # Float32, where the kernel that keeps no scores knows no grouped queries. Half precision goes
-        # another way (attention.py).
+        # another way (core.py).
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
     if queries == keys:
         gqa = q.size(1) != k.size(1)

@@ -1,7 +1,7 @@
-"""The process that tested code runs in: started by sandbox.py, with nothing of this run's environment.
+"""The sandbox's processes: started by sandbox.py, with nothing of this run's environment.
 
-Three processes: the one that was started, which makes the walls; the first one behind them, which runs no
-tested code, takes cases and gives results; and for each case a fork of that one, alone with the tested code.
+Three: the one that was started, which enters the namespaces; the server, the first one inside them, which
+takes cases and gives results but runs no tested code; and for each case a fork of the server, which does.
 Their interpreter is isolated (``python -I``), and nothing of this package beyond what is imported here loads.
 """
 
@@ -17,19 +17,20 @@ import types
 from json import dumps
 from typing import Any
 
-from bapo_megatron.reward.sandbox import isolation as sandbox_walls
-from bapo_megatron.runtime import lifeline
+from bapo_megatron.reward.sandbox import isolation
+from bapo_megatron.runtime.processes import die_with_parent
 
-STANDARD_OUTPUT, TOLD = 1, 3
+STANDARD_OUTPUT, VALUE = 1, 3
+"""File descriptors of a case."""
 
 
-def main(lifeline_end: int) -> None:
-    """Make the walls, then serve the cases of one source."""
-    lifeline.end_with(lifeline_end)
+def main(lifeline: int) -> None:
+    """Isolate this process, then serve the cases of one source."""
+    die_with_parent(lifeline)
     for number in (signal.SIGUSR1, signal.SIGTERM):  # told to every process of a job: the trainer's business
         signal.signal(number, lambda *_: None)
     job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
-    notes = sandbox_walls.separate(job["box"])
+    notes = isolation.separate(job["box"])
     os.chdir(job["box"])
     server = os.fork()
     if server:
@@ -38,8 +39,9 @@ def main(lifeline_end: int) -> None:
             os.close(descriptor)
         os.waitpid(server, 0)
         os._exit(0)
-    sandbox_walls.die_with_parent()
-    missing = sandbox_walls.filter_note()
+    die_with_parent()
+    isolation.be_untraceable()
+    missing = isolation.filter_note()
     job["filters"] = not missing
     _answer(notes + missing)
     for line in iter(sys.stdin.buffer.readline, b""):
@@ -53,7 +55,7 @@ def _answer(answer: object) -> None:
 
 
 def _run(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
-    """Fork, let the case run, and tell how it ended: exit code, output, value (None if it gave none)."""
+    """Run one case in a fork. Its exit code, output and value (None if it gave none), as `sandbox.Ended`."""
     given, printed, told = files = [os.memfd_create(name) for name in ("stdin", "stdout", "value")]
     with open(given, "wb", closefd=False) as file:
         file.write(case["stdin"].encode(errors="replace"))
@@ -78,7 +80,7 @@ def _run(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
 def _content(descriptor: int) -> str:
     with open(descriptor, "rb", closefd=False) as file:
         file.seek(0)
-        return file.read(sandbox_walls.OUTPUT_BYTES).decode(errors="replace")
+        return file.read(isolation.OUTPUT_BYTES).decode(errors="replace")
 
 
 # --- the fork of a case --------------------------------------------------------------------------
@@ -89,7 +91,7 @@ def _be_alone(given: int, printed: int, told: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number, descriptor in enumerate((given, printed, nowhere, told)):
         os.dup2(descriptor, number)
-    os.closerange(TOLD + 1, 256)
+    os.closerange(VALUE + 1, 256)
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="replace")  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(STANDARD_OUTPUT, "w", encoding="utf-8", errors="replace")  # type: ignore[misc]  # noqa: SIM115
     for name in [name for name in sys.modules if name.startswith("bapo_megatron")]:
@@ -98,7 +100,7 @@ def _be_alone(given: int, printed: int, told: int) -> None:
 
 def _be_the_case(job: dict[str, Any], case: dict[str, Any], token: str) -> None:
     """Run the source; then end as a script would, or tell the value of the case's expression."""
-    sandbox_walls.close_in(job["box"], job["memory_mb"], job["cpu_s"], job["filters"])
+    isolation.close_in(job["box"], job["memory_mb"], job["cpu_s"], job["filters"])
     expression = case["expression"]
     module = types.ModuleType("__main__" if expression is None else "solution")
     sys.modules["__main__"] = sys.modules[module.__name__] = module
@@ -112,11 +114,11 @@ def _be_the_case(job: dict[str, Any], case: dict[str, Any], token: str) -> None:
     value = eval(compile(expression, "<test>", "eval", dont_inherit=True), space)
     if case["truth"]:
         value = True if value else False  # noqa: SIM210  # the name `bool` may mean anything by now
-    _tell(token + dumps(_plain(value)))
+    _write_value(token + dumps(_plain(value)))
 
 
 def _end_script(space: dict[str, Any], leave: Any = os._exit) -> None:
-    """What the interpreter does at its end, without taking itself apart: five times as fast."""
+    """End as the interpreter would, without its teardown: five times as fast."""
     for thread in threading.enumerate():
         if thread is not threading.main_thread() and not thread.daemon:
             thread.join()
@@ -129,16 +131,16 @@ def _end_script(space: dict[str, Any], leave: Any = os._exit) -> None:
     leave(0)
 
 
-def _tell(text: str, write: Any = os.write, leave: Any = os._exit) -> None:
-    """Functions are named in the signature: those of the module may have been replaced."""
+def _write_value(text: str, write: Any = os.write, leave: Any = os._exit) -> None:
+    """Write the value and end. Defaults hold the functions: tested code may replace those of modules."""
     data = text.encode()
     while data:
-        data = data[write(TOLD, data) :]
+        data = data[write(VALUE, data) :]
     leave(0)
 
 
 def _plain(value: Any) -> Any:
-    """Plain JSON: containers as [kind, items], what is neither number nor text as a kind of its own."""
+    """A value as plain JSON: containers as [kind, items]; of other objects the name of the type alone."""
     if hasattr(value, "tolist"):  # numpy
         value = value.tolist()
     if value is None or isinstance(value, bool):

@@ -1,7 +1,7 @@
-"""What keeps tested code inside: namespaces, resource limits, a filter of system calls, an audit hook.
+"""Isolation of tested code: namespaces, resource limits, a seccomp filter of system calls, an audit hook.
 
-Runs in the sandbox's own process (sandbox_child.py) and imports nothing but the standard library. Each wall
-that this kernel does not permit is said in a note; the others stand without it.
+Runs in the sandbox's own processes (child.py) and imports nothing but the standard library. A wall that this
+kernel does not permit is named in a note; the others stand without it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ctypes
 import errno
 import os
 import resource
-import signal
 import struct
 import sys
 from typing import Any
@@ -21,15 +20,15 @@ CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET, CLONE_THREAD = 0x20000000, 0x40000000, 0x00010000
 MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 0x4000, 1 << 18
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, SYS_MOUNT_SETATTR = -100, 0x8000, 1, 442
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 4, 22, 38
 SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION_3 = 0x20080522
 
 BOX_MB = 64
-"""Size of the sandbox's directory."""
+"""Size of the sandbox's directory, a tmpfs."""
 
 OUTPUT_BYTES = 8 << 20
-"""Longest output, and largest file."""
+"""Longest output, and largest file, of a case."""
 
 # Numbers of denied system calls: new programs and processes, signals, sockets (a socketpair is fine), other
 # namespaces and mounts, looking into processes, and io_uring, which can do some of these unseen.
@@ -49,7 +48,7 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 
 
-def _called(result: int, what: str) -> None:
+def _check(result: int, what: str) -> None:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -67,7 +66,7 @@ def separate(box: str) -> list[str]:
     inside = (os.getuid(), os.getgid())
     flags = CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWNS
     try:
-        _called(LIBC.unshare(flags | (CLONE_NEWUSER if os.geteuid() else 0)), "unshare")
+        _check(LIBC.unshare(flags | (CLONE_NEWUSER if os.geteuid() else 0)), "unshare")
         if os.geteuid() != inside[0]:
             _map_user(*inside)
     except OSError as error:
@@ -80,7 +79,7 @@ def separate(box: str) -> list[str]:
 
 
 def _map_user(user: int, group: int) -> None:
-    """Be in the new user namespace who one was; else no file could be made."""
+    """Map the user and group to themselves in the new user namespace; else no file could be made."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{user} {user} 1"),
@@ -91,21 +90,20 @@ def _map_user(user: int, group: int) -> None:
 
 
 def _close_file_system(box: str) -> None:
-    _called(LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount private")
+    _check(LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount private")
     read_only = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
     size = ctypes.c_size_t(len(read_only))
     try:  # Linux 5.12
         result = LIBC.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, read_only, size)
-        _called(result, "mount_setattr")
+        _check(result, "mount_setattr")
     finally:
         options = f"size={BOX_MB}m,mode=0700".encode()
         flags = MS_NOSUID | MS_NODEV
-        _called(LIBC.mount(b"tmpfs", os.fsencode(box), b"tmpfs", flags, options), "mount tmpfs")
+        _check(LIBC.mount(b"tmpfs", os.fsencode(box), b"tmpfs", flags, options), "mount tmpfs")
 
 
-def die_with_parent() -> None:
-    """Be killed when the parent ends; untraceable by those that come after."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def be_untraceable() -> None:
+    """Keep the processes that run tested code from tracing this one (PR_SET_DUMPABLE)."""
     LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
@@ -125,9 +123,9 @@ def filter_note() -> list[str]:
 def close_in(box: str, memory_mb: int, cpu_s: int, filters: bool) -> None:
     """Put this process under every limit, for good. Raises OSError where that fails."""
     _limit(memory_mb, cpu_s, filters)
-    _called(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    _check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
-    _called(LIBC.capset(header, bytes(24)), "capset")
+    _check(LIBC.capset(header, bytes(24)), "capset")
     if filters:
         _filter_calls(os.uname().machine)
     sys.addaudithook(_hook(box))
@@ -168,7 +166,7 @@ def _filter_calls(machine: str) -> None:
     code = b"".join(struct.pack("HBBI", *line) for line in program)
     buffer = ctypes.create_string_buffer(code, len(code))
     described = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))
-    _called(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, described, 0, 0), "seccomp")
+    _check(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, described, 0, 0), "seccomp")
 
 
 _WRITES = ("os.chmod", "os.chown", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink")
@@ -178,7 +176,7 @@ _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 def _hook(box: str) -> Any:
-    """The second line, for kernels that permit less: what Python code does in plain sight is refused."""
+    """An audit hook that refuses what Python code does in plain sight, for kernels without other walls."""
     real, unix, denied = os.path.realpath, _AF_UNIX, PermissionError
     inside = real(box) + os.sep
 

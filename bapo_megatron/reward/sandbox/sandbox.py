@@ -1,4 +1,4 @@
-"""Runs code that nobody has read: one isolated process tree for each source (docs/rewards.md)."""
+"""The code sandbox: runs untrusted programs, one isolated process tree for each source (docs/rewards.md)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import bapo_megatron
-from bapo_megatron.runtime.child_process import Child, ChildError
+from bapo_megatron.runtime.child_process import AnsweringChild, ChildError
 
 START_LIMIT_S = 20.0
-"""For an interpreter and its walls on a busy machine."""
+"""Seconds for an interpreter and its isolation on a busy machine."""
 
 _BEGIN = """import sys
 sys.path.insert(0, sys.argv[1])
@@ -25,9 +25,8 @@ del sys.path[0]
 main(int(sys.argv[2]))
 """
 
-
 END_LIMIT_S = 5.0
-"""For the processes behind the walls to be collected; then what is left is killed unasked."""
+"""Seconds for the isolated processes to be collected; then what is left is killed."""
 
 
 class SandboxError(Exception):
@@ -36,21 +35,21 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Ended:
-    """How a case ended."""
+    """The result of one test case."""
 
     code: int
     """Exit code; negative for a signal."""
     output: str
-    """What was printed, up to `sandbox_walls.OUTPUT_BYTES`."""
+    """Standard output, up to `isolation.OUTPUT_BYTES`."""
     value: str | None
-    """JSON of the expression's value, see `sandbox_child._plain`; None if it gave none."""
+    """JSON of the expression's value, see `child._plain`; None if it gave none."""
 
 
 class Sandbox:
-    """A source between walls. Each case runs in a process of its own; all share one directory, which goes."""
+    """The isolated processes of one source. Each test case is a fork; all share one temporary directory."""
 
     def __init__(self, source: str, prelude: str, memory_mb: int, case_limit_s: float) -> None:
-        """Build the walls; raises SandboxError. ``prelude`` is run before the source in its namespace."""
+        """Start and isolate it; raises SandboxError. ``prelude`` runs before the source in its namespace."""
         self._box = tempfile.TemporaryDirectory(prefix="bapo_box_", ignore_cleanup_errors=True)
         self._case_limit_s = case_limit_s
         box = str(Path(self._box.name).resolve())
@@ -64,7 +63,7 @@ class Sandbox:
         root = str(Path(bapo_megatron.__file__).resolve().parents[1])
         command = [sys.executable, "-I", "-B", "-X", "utf8", "-c", _BEGIN, root]
         try:
-            self._child = Child(command, _environment(box), Path(box), quiet=True)
+            self._child = AnsweringChild(command, _environment(box), Path(box), quiet=True)
         except BaseException:
             self._box.cleanup()
             raise
@@ -111,7 +110,7 @@ class Sandbox:
 
 
 def _environment(box: str) -> dict[str, str]:
-    """No variable of the run: they may hold keys."""
+    """The sandbox's environment variables: none of the run's, which may hold keys."""
     return {
         "HOME": box,
         "TMPDIR": box,

@@ -1,6 +1,6 @@
-"""A clock that stands still while this process does not come to look.
+"""A clock that leaves the event loop's lag out: it stands still while this process is late.
 
-Whether an engine is silent is judged by it: an answer that lies unread for half a minute, because ten
+Whether an engine is silent is measured by it: an answer that lies unread for half a minute, because ten
 thousand others came with it or the process was stopped, is no silence of the engine's.
 """
 
@@ -13,7 +13,7 @@ _TICK_S = 0.5
 
 
 class LoopLagClock:
-    """Seconds, of one event loop; must be made within it."""
+    """Seconds of one event loop, without its lag. Make it within the loop."""
 
     def __init__(self) -> None:
         self._late_s = 0.0

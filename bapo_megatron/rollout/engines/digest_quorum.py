@@ -1,4 +1,4 @@
-"""Whether engines that were given the same weights have the same, by the digests that they tell."""
+"""The quorum on a weight version: do engines that loaded the same weights report the same digest?"""
 
 from __future__ import annotations
 
@@ -11,43 +11,42 @@ class Disagreement(RuntimeError):
 
 
 class DigestQuorum:
-    """On the digest of one version of the weights.
+    """The quorum on the digest of one weight version: the one that two engines report.
 
-    It is the one that two engines tell. An engine whose digest nobody shares waits for those that still load,
-    and its digest counts if no other was told. Where no two agree nobody knows who is right: all must load
-    again.
+    An engine whose digest nobody shares waits for those that still load; its digest counts if no other was
+    reported. Where no two agree nobody knows which is right: all must load again.
     """
 
-    def __init__(self, patience_s: float) -> None:
-        """``patience_s``: the longest that an engine waits for others that load."""
-        self._patience_s = patience_s
+    def __init__(self, wait_s: float) -> None:
+        """``wait_s``: the longest that an engine waits for others that load."""
+        self._wait_s = wait_s
         self._digest: str | None = None
-        self._told: dict[str, str] = {}
+        self._reported: dict[str, str] = {}
         self._loading: set[str] = set()
         self._changed = asyncio.Condition()
 
     def expect(self, engine: str) -> None:
-        """The engine begins to load."""
+        """Note that the engine begins to load."""
         self._loading.add(engine)
-        self._told.pop(engine, None)
+        self._reported.pop(engine, None)
 
     async def release(self, engine: str) -> None:
-        """Nobody waits for the engine any more, whether it has told its digest or not."""
+        """Stop waiting for the engine, whether it has reported its digest or not."""
         self._loading.discard(engine)
         async with self._changed:
             self._changed.notify_all()
 
     async def confirm(self, engine: str, digest: str) -> None:
         """Return when ``digest`` is known to be right. Disagreement if it is not."""
-        self._told[engine] = digest
-        if self._digest is None and list(self._told.values()).count(digest) > 1:
+        self._reported[engine] = digest
+        if self._digest is None and list(self._reported.values()).count(digest) > 1:
             self._digest = digest
         await self.release(engine)
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._patience_s), self._changed:
+            async with asyncio.timeout(self._wait_s), self._changed:
                 await self._changed.wait_for(lambda: self._digest or not self._loading)
-        if self._digest is None and set(self._told.values()) == {digest}:
+        if self._digest is None and set(self._reported.values()) == {digest}:
             self._digest = digest
         if self._digest != digest:
-            told = ", ".join(f"{name}: {one[:12]}" for name, one in self._told.items())
-            raise Disagreement(f"the engines have different weights: {told}")
+            reported = ", ".join(f"{name}: {one[:12]}" for name, one in self._reported.items())
+            raise Disagreement(f"the engines have different weights: {reported}")

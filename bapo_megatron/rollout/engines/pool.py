@@ -1,4 +1,4 @@
-"""The engines of a run: who takes requests, who is in quarantine, and how one comes back.
+"""The engine pool: which engines take requests, which are in quarantine, and how one comes back.
 
 An engine that fails in any way (refuses, hangs, dies, answers nonsense, lies about its weights) is put in
 quarantine: its requests fail at once and go elsewhere. It comes back when it answers again and has loaded and
@@ -16,14 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.interfaces import Engine
+from bapo_megatron.interfaces import Engine, ReceivesBroadcast
 from bapo_megatron.rollout.engines.clock import LoopLagClock
 from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.types import GenerateRequest, Generation
 
 Report = Callable[..., None]
-"""``report(kind, **fields)``: something happened that people want to know."""
+"""``report(kind, **fields)`` records an event of the run."""
 
 _STEADY_S = 60.0
 """An engine that has worked for so long is no longer one that comes only to go."""
@@ -48,7 +48,7 @@ class EnginesGone(Exception):
 
 @dataclass(eq=False)
 class EngineSlot:
-    """One engine and what is known of it."""
+    """One engine of the pool, its requests and its health."""
 
     engine: Engine
     is_up: bool = False
@@ -56,10 +56,10 @@ class EngineSlot:
     """Requests in flight."""
     inflight: set[asyncio.Task[Generation]] = field(default_factory=set)
     heard_at: float = -math.inf
-    """When it was last heard of, by the fleet's clock as all times here."""
-    told_s: float = 0.0
-    """How long nothing more is said of its hanging, since ``told_at``."""
-    told_at: float = -math.inf
+    """When it last answered, by the pool's clock as all times here."""
+    hang_silence_s: float = 0.0
+    """How long after ``hang_reported_at`` its hanging is not reported again."""
+    hang_reported_at: float = -math.inf
     came_at: float = 0.0
     """When it came, or came back."""
     is_busy: bool = False
@@ -72,7 +72,7 @@ class EngineSlot:
 
 @dataclass(frozen=True, eq=False)
 class _Weights:
-    """The present weights, if they are in a folder."""
+    """The current weight version, where it is in a folder."""
 
     folder: Path
     version: int
@@ -80,7 +80,7 @@ class _Weights:
 
 
 class EnginePool:
-    """All engines. ``most`` requests in flight at each."""
+    """All engines of a run, with at most ``most`` requests in flight at each."""
 
     def __init__(
         self, engines: Sequence[Engine], most: int, report: Report, timeouts: EngineTimeouts | None = None
@@ -93,7 +93,7 @@ class EnginePool:
         self._weights: _Weights | None = None
         self._gathered: list[EngineSlot] = []
         self.changed = asyncio.Event()
-        """Set when an engine has come or gone."""
+        """Set when an engine has come back or was lost."""
         self._worked_at = self._clock.now()
         """When a request was last answered, or all was well for a while."""
         self.comings = 0
@@ -104,7 +104,7 @@ class EnginePool:
 
     @property
     def places(self) -> int:
-        """Requests that all engines together may have in flight."""
+        """Most requests that all engines together may have in flight."""
         return len(self._slots) * self._most
 
     @property
@@ -113,7 +113,7 @@ class EnginePool:
         return sum(slot.is_up for slot in self._slots)
 
     def why_down(self) -> str:
-        """The reasons of those in quarantine."""
+        """Why each engine in quarantine is there."""
         down = [m for m in self._slots if not m.is_up]
         return "; ".join(f"{m.engine.name}: {m.reason}" for m in down)
 
@@ -136,7 +136,7 @@ class EnginePool:
         return slot
 
     async def generate(self, slot: EngineSlot, request: GenerateRequest) -> Generation:
-        """The answer to a request for which ``member`` was reserved.
+        """The answer to a request for which ``slot`` was reserved.
 
         EngineLost if the engine fails, now or in another request; ValueError if the request is malformed.
         """
@@ -184,16 +184,19 @@ class EnginePool:
         up = [slot for slot in self._slots if slot.is_up]
         await asyncio.gather(*(self._update(slot) for slot in up or self._slots))
 
-    async def gather(self) -> list[Engine]:
-        """The engines that can take weights now. From now on none comes back with older ones."""
+    async def gather(self) -> list[ReceivesBroadcast]:
+        """The engines that can take a broadcast of weights now. None comes back with older ones."""
         self._weights = None
         alive = await asyncio.gather(*(slot.engine.is_alive() for slot in self._slots))
-        found = zip(self._slots, alive, strict=True)
-        self._gathered = [slot for slot, answers in found if answers and not slot.is_busy]
-        return [slot.engine for slot in self._gathered]
+        found: dict[EngineSlot, ReceivesBroadcast] = {}
+        for slot, answers in zip(self._slots, alive, strict=True):
+            if answers and not slot.is_busy and isinstance(slot.engine, ReceivesBroadcast):
+                found[slot] = slot.engine
+        self._gathered = list(found)
+        return list(found.values())
 
     def adopt(self, version: int) -> None:
-        """Those that were gathered have new weights now, which are in no folder."""
+        """The engines that were gathered have new weights now, which are in no folder."""
         for slot in self._slots:
             if slot in self._gathered:
                 self._welcome(slot, version)
@@ -202,14 +205,14 @@ class EnginePool:
         self._gathered = []
 
     def disown(self, reason: str) -> None:
-        """Nobody knows what weights those that were gathered have."""
+        """Lose the engines that were gathered: what weights they have is unknown."""
         for slot in self._gathered:
             self.lose(slot, reason)
         self._gathered = []
 
     @property
     def wants_weights(self) -> bool:
-        """No engine works, and only the trainer can bring one the weights that it needs."""
+        """Whether no engine works and only the trainer can bring one the weights that it needs."""
         return self.up == 0 and self._weights is None
 
     async def close(self) -> None:
@@ -225,7 +228,7 @@ class EnginePool:
         await self._or_lose(slot, slot.engine.abort(), self._timeouts.abort_s)
 
     async def _update(self, slot: EngineSlot) -> None:
-        """Weights to one engine. One that is up goes on with its requests; one that was lost starts clean."""
+        """Bring the weights to one engine. One that is up keeps its requests; one that was lost, none."""
         assert self._weights is not None
         weights = self._weights
         if slot.is_busy:
@@ -243,12 +246,12 @@ class EnginePool:
             self._welcome(slot, weights.version)
 
     def _welcome(self, slot: EngineSlot, version: int) -> None:
-        """It has the present weights, and takes requests."""
+        """Let an engine that has the current weights take requests."""
         if not slot.is_up:
             slot.is_up, self.down_since = True, None
             slot.heard_at = slot.came_at = self._clock.now()
             self.comings += 1
-            slot.told_at, slot.told_s = -math.inf, 0.0
+            slot.hang_reported_at, slot.hang_silence_s = -math.inf, 0.0
             self._report("engine_ready", engine=slot.engine.name, version=version, engines=self.up)
             self.changed.set()
 
@@ -309,14 +312,15 @@ class EnginePool:
         return True
 
     def _hangs(self, slot: EngineSlot, reason: str) -> None:
-        """Say that it is to be ended: it answers, perhaps, but does nothing. Again and again, ever later."""
+        """Report that it hangs and is to be ended; again and again, at ever longer intervals."""
         now = self._clock.now()
-        if now - slot.told_at >= slot.told_s:
-            slot.told_at, slot.told_s = now, max(self._timeouts.hang_s, 2 * slot.told_s)
+        if now - slot.hang_reported_at >= slot.hang_silence_s:
+            slot.hang_reported_at = now
+            slot.hang_silence_s = max(self._timeouts.hang_s, 2 * slot.hang_silence_s)
             self._report("engine_hangs", engine=slot.engine.name, reason=reason)
 
     async def _watch(self, slot: EngineSlot) -> None:
-        """Look at the engine again and again; bring it back when it answers."""
+        """Check the engine's health again and again; bring it back when it answers."""
         timeouts = self._timeouts
         while True:
             await asyncio.sleep(timeouts.heartbeat_s + (0.0 if slot.is_up else slot.pause_s))
@@ -334,10 +338,10 @@ class EnginePool:
 
 
 async def _load(slot: EngineSlot, weights: _Weights) -> None:
-    """Weights to an engine, which then has the right ones or is of no use."""
+    """Load weights into an engine. Raises unless it then has the right ones."""
     engine = slot.engine
     if not slot.is_up:
         await engine.abort()  # what it still does for nobody
     await engine.load(weights.folder, weights.version, partial(weights.quorum.confirm, engine.name))
-    if (told := await engine.weight_version()) != weights.version:
-        raise RuntimeError(f"says it has weights {told} after it was sent {weights.version}")
+    if (found := await engine.weight_version()) != weights.version:
+        raise RuntimeError(f"says it has weights {found} after it was sent {weights.version}")

@@ -1,4 +1,4 @@
-"""What engines are asked: the dataset, seeds and stop tokens, and what a request must be.
+"""Requests to engines: the dataset that they come from, seeds, stop tokens, and their validation.
 
 Requests are checked before they are sent, because a bad id can take an engine down.
 """
@@ -21,7 +21,7 @@ from bapo_megatron.types import GenerateRequest, Generation, Prompt
 
 @dataclass(frozen=True)
 class Dataset:
-    """What the sampler asks, and how it reads the answers."""
+    """The tokenized prompts of a run, with the tokenizer that reads the responses."""
 
     prompts: Sequence[Prompt]
     tokenizer: Any
@@ -34,7 +34,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What a model can be asked."""
+    """Limits of a model on its requests."""
 
     vocabulary: int
     """Token ids are below it."""
@@ -43,7 +43,7 @@ class ModelLimits:
 
 
 def limits_of(hf_path: Path) -> ModelLimits:
-    """Those of the model in an HF folder."""
+    """The limits of the model in an HF folder."""
     config = json.loads((hf_path / "config.json").read_text())
     return ModelLimits(config["vocab_size"], config["max_position_embeddings"])
 
@@ -102,7 +102,7 @@ def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def identity(config: RunConfig, prompts: int) -> dict[str, Any]:
-    """The settings without which the journal's records cannot be used."""
+    """The settings that a journal is bound to: under others its records cannot be used."""
     rollout = config.rollout
     return {
         "prompts": prompts,

@@ -1,4 +1,4 @@
-"""A whole response for an evaluation, by as many engines and in as many parts as it takes."""
+"""Sampling of one whole response, for evaluations: segment by segment, on whichever engine is up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a response is sampled."""
+    """Sampling parameters of an evaluation's responses."""
 
     temperature: float
     max_response_tokens: int
@@ -40,9 +40,9 @@ async def whole_response(
     slot: EngineSlot | None = None,
     beyond: bool = False,
 ) -> tuple[np.ndarray, FinishReason]:
-    """Token ids, and why they end.
+    """Sample a response: its token ids, and the reason why they end.
 
-    ``name``: of the requests, unlike any other's. ``seed_place``: see `request_seed`. ``member``: an engine
+    ``name``: unique prefix of the request ids. ``seed_place``: see `request_seed`. ``slot``: an engine
     that is reserved already. ``beyond``: see `EnginePool.reserve`. RunStopped if it loses too many engines
     or is refused.
     """

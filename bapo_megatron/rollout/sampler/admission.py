@@ -1,56 +1,67 @@
-"""The rules of supply: how many groups may be in the making, and which responses may be sampled now.
+"""Admission control: how many groups may be open at a time, and which responses may be sampled now.
 
-With S = ``max_staleness`` and B = ``prompts_per_step``: when the weights of step w are at the engines and
-the groups of step p were given out, at most (S + 1 + w - p) B groups may wait or be in the making. While the
-policy trains, p = w + 1: S B groups; when it waits for groups, p = w: (S + 1) B. So no group is begun that
-would have to wait longer than S steps, and S = 0 samples nothing during training. (AReaL bounds staleness in
-the same way, arXiv 2505.24298, with samples for groups.)
+With S = ``max_staleness`` and B = ``prompts_per_step``: when the engines have the weights of step w and the
+trainer has the groups of step p, at most (S + 1 + w - p) B groups may be outstanding (sampled, scored, or
+waiting for their step). While the policy trains, p = w + 1: S B groups; when it waits for groups, p = w:
+(S + 1) B. So no group is opened that would have to wait for more than S steps, and S = 0 samples nothing
+during training. (AReaL bounds staleness in the same way, arXiv 2505.24298, with samples for groups.)
 """
 
 from __future__ import annotations
 
 from bapo_megatron.config import RolloutConfig
-from bapo_megatron.rollout.sampler.state import Finished, OpenGroup, SamplerState
+from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, OpenGroup, SamplerState
 
 
 class AdmissionController:
-    """The rules, applied to a book. ``reached``: the last step whose groups the trainer has."""
+    """The admission rules, applied to the sampler's state. Nothing may be sampled before ``open``."""
 
     def __init__(self, config: RolloutConfig, sampler_state: SamplerState) -> None:
         self._config = config
         self._state = sampler_state
-        self.reached = 0
-        self.is_open = False
-        """Nothing is sampled before this process has brought weights to the engines: the book may know newer
-        ones, of a trainer that was killed and goes on from an older checkpoint."""
+        self._trainer_step = 0
+        """The last step whose groups the trainer has."""
+        self._is_open = False
+
+    def open(self) -> None:
+        """Admit requests from now on: this process has brought weights to the engines.
+
+        The state may know newer weights, of a trainer that was killed and continues from an older checkpoint.
+        """
+        self._is_open = True
+
+    def trainer_has(self, step: int) -> None:
+        """Note that the trainer has the groups of ``step``, and none of later steps."""
+        self._trainer_step = step
 
     @property
-    def _ahead(self) -> int:
-        """Steps that sampling may still be ahead of the weights."""
-        given = max(self.reached, self._state.served)  # while old steps are given again, new ones must wait
+    def trainer_waits(self) -> bool:
+        """Whether the trainer has no groups to train on: it waits for those of the next step."""
+        return self._trainer_step == self._state.weights_step
+
+    @property
+    def _steps_ahead(self) -> int:
+        """Steps that sampling may still run ahead of the weights; negative if none may be sampled."""
+        given = max(self._trainer_step, self._state.served)  # served is ahead while old steps are repeated
         return self._config.max_staleness + self._state.weights_step - given
 
     @property
     def may_sample(self) -> bool:
         """Whether any token may be sampled now."""
-        if not self.is_open:
-            return False
-        if not self._config.overlap and self.reached != self._state.weights_step:
-            return False
-        return self._ahead >= 0
+        return self._is_open and (self._config.overlap or self.trainer_waits) and self._steps_ahead >= 0
 
     @property
     def room(self) -> int:
-        """Groups that may be begun now."""
+        """Groups that may be opened now."""
         if not self.may_sample:
             return 0
         replaced = (self._config.max_oversampling - 1) * self._config.prompts_per_step
         beyond = max(0, self._state.dropped["uniform"] - int(replaced))
-        most = (self._ahead + 1) * self._config.prompts_per_step
+        most = (self._steps_ahead + 1) * self._config.prompts_per_step
         return max(0, most - beyond - self._state.outstanding)
 
     def allowance(self, group: OpenGroup, sample: int) -> int:
-        """Tokens that a response may be asked for in one request, now; 0 if it is whole or must wait."""
+        """The most tokens that may be requested for a response now; 0 if it is complete or must wait."""
         config, response = self._config, group.responses[sample]
         if response.finish_reason:
             return 0
@@ -58,9 +69,13 @@ class AdmissionController:
         if config.segment_tokens is not None:
             left = min(left, config.segment_tokens)
         if config.budget_tokens is not None:
-            left = min(left, self._state.unspent(group, sample, config.budget_tokens))
+            left = min(left, self._state.remaining_budget(group, sample, config.budget_tokens))
         return max(0, left)
 
-    def is_stale(self, group: OpenGroup | Finished, step: int) -> bool:
-        """Whether the group is too old for ``step``."""
+    def is_stale(self, group: OpenGroup | FinishedGroup, step: int) -> bool:
+        """Whether the group's lag at ``step`` is more than ``max_staleness``."""
         return self._state.lag(group.oldest_version, step) > self._config.max_staleness
+
+    def must_drop(self, group: OpenGroup | FinishedGroup, step: int) -> bool:
+        """Whether the group is stale at ``step``, and ``on_stale`` does not train on stale groups."""
+        return self._config.on_stale != "train" and self.is_stale(group, step)

@@ -1,11 +1,10 @@
-"""Responses on their way to engines and back, one segment at a time."""
+"""The dispatcher: sends responses to engines, one segment at a time, and collects what comes back."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from itertools import count
 
@@ -15,22 +14,22 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool, EngineSlot
 from bapo_megatron.rollout.engines.requests import Dataset, request_seed
 from bapo_megatron.rollout.sampler.admission import AdmissionController
-from bapo_megatron.rollout.sampler.events import Part
-from bapo_megatron.rollout.sampler.state import OpenGroup, SamplerState
+from bapo_megatron.rollout.sampler.event_log.events import Segment
+from bapo_megatron.rollout.sampler.event_log.state import OpenGroup, SamplerState
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, SamplingParams
 
 Key = tuple[int, int]
-"""Number of the group, and of the response in it."""
+"""The number of a group, and the position of a response in it."""
 
 _FEW = 128
-"""Requests to servers that are sent before what has come from others is looked at again."""
+"""Requests that are sent to servers before results of others are processed."""
 
 _MOST_LOSSES = 20
-"""A response may be what ends its engines; after so many it is given up, with its group."""
+"""Engine losses after which a response is given up with its group: its request may be what ends engines."""
 
 
 class Dispatcher:
-    """Sends what may be sampled to engines with room, the oldest groups first, and collects the answers."""
+    """Sends requests to engines that have room, the oldest groups first, and collects their results."""
 
     def __init__(
         self,
@@ -43,53 +42,56 @@ class Dispatcher:
         self._config, self._dataset = config, dataset
         self._state, self._admission, self._pool = sampler_state, admission, pool
         self._ready: list[Key] = []
-        """A heap."""
+        """The heap of responses that wait for an engine."""
         self._parked: list[Key] = []
         """Responses that have spent their budget under the present weights."""
         self._running: dict[Key, asyncio.Task[None]] = {}
-        self._arrived: list[Part] = []
+        self._segments: list[Segment] = []
+        self._refusals: list[tuple[OpenGroup, str]] = []
         self._losses: Counter[Key] = Counter()
-        """How often an engine was lost with the response."""
-        self.coming: int | None = None
-        """A version of the weights that is on its way to the engines."""
-        self.refuse: Callable[[OpenGroup, str], None] = lambda _group, _why: None
-        """Called with a group that no engine can be asked for."""
+        """How often an engine was lost with each response."""
+        self._next_version: int | None = None
+        """The version of the weights that engines are loading."""
+
+    def expect_weights(self, version: int) -> None:
+        """Accept tokens of the weights ``version`` from now on: engines begin to load them."""
+        self._next_version = version
 
     @property
     def is_busy(self) -> bool:
-        """Something is at an engine, has just come from one, or waits to be sent."""
-        return bool(self._running or self._arrived or self._ready)
+        """Whether a request is in flight or waits for an engine, or a result was not taken yet."""
+        return bool(self._running or self._ready or self.has_results)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether segments or refusals were not taken yet."""
+        return bool(self._segments or self._refusals)
+
+    def take_results(self) -> tuple[list[Segment], list[tuple[OpenGroup, str]]]:
+        """What came since the last call: segments, and groups that no engine can sample with the reason."""
+        results, self._segments, self._refusals = (self._segments, self._refusals), [], []
+        return results
 
     def add(self, group: OpenGroup, sample: int) -> None:
-        """A response goes on, if it is not whole."""
+        """Queue a response for its next segment, unless it is complete or its group is gone."""
         if self._state.open.get(group.number) is group and not group.responses[sample].finish_reason:
             heapq.heappush(self._ready, (group.number, sample))
 
     def unpark(self) -> None:
-        """New weights, new budgets."""
+        """Queue the parked responses: new weights bring new budgets."""
         for key in self._parked:
             heapq.heappush(self._ready, key)
         self._parked.clear()
 
-    @property
-    def has_arrived(self) -> bool:
-        """Something has come that was not taken yet."""
-        return bool(self._arrived)
-
-    def take_arrived(self) -> list[Part]:
-        """The segments that came since the last call."""
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    def forget(self, number: int) -> None:
-        """Let go of what is in flight for a group."""
+    def cancel_group(self, number: int) -> None:
+        """Cancel the requests of a group."""
         for sample in range(self._config.rollout.group_size):
             self._losses.pop((number, sample), None)
             if task := self._running.pop((number, sample), None):
                 task.cancel()
 
     async def send(self, at_once: bool) -> None:
-        """Fill the engines: ``at_once``, or with some requests, and with more when others had their turn."""
+        """Fill the engines with requests: ``at_once``, or in bursts between which results are processed."""
         for sent in count(1):
             if not self._send_one():
                 return
@@ -99,7 +101,7 @@ class Dispatcher:
                 return
 
     def _send_one(self) -> bool:
-        """The first that may go, if an engine has room."""
+        """Send the first request that is admitted; whether there was one, and an engine with room."""
         while self._ready and self._admission.may_sample:
             key = self._ready[0]
             group = self._state.open.get(key[0])
@@ -115,33 +117,35 @@ class Dispatcher:
                 return False
             heapq.heappop(self._ready)
             self._running[key] = task = asyncio.create_task(self._sample(slot, group, key, tokens))
-            task.add_done_callback(partial(self._release, slot))
+            task.add_done_callback(partial(self._release, slot))  # also if it is cancelled before it begins
             return True
         return False
 
     def _release(self, slot: EngineSlot, _task: asyncio.Task[None]) -> None:
-        """Also of a task that was cancelled before it began."""
+        """Free the request's place at its engine."""
         slot.load -= 1
         self._pool.changed.set()
 
     async def drain(self, limit_s: float) -> None:
-        """Wait until what is in flight has come back, but not for longer than ``limit_s``."""
+        """Abort the requests in flight, and wait at most ``limit_s`` seconds for their tokens."""
+        await self._pool.abort()
         if self._running:
             await asyncio.wait(self._running.values(), timeout=limit_s)
 
     def cancel(self) -> None:
-        """Give everything up."""
+        """Cancel all requests in flight."""
         for task in self._running.values():
             task.cancel()
 
     async def _sample(self, slot: EngineSlot, group: OpenGroup, key: Key, tokens: int) -> None:
-        """One segment of one response."""
+        """Request one segment of one response, and keep the result."""
         request = self._request(group, key[1], tokens)
         try:
             answer = await self._pool.generate(slot, request)
-            if self._is_sound(slot, answer) and len(answer.token_ids_R):
-                whole = self._finish_reason(answer, request)
-                self._arrived.append(Part(group, key[1], request.prefix_tokens, answer, whole))
+            if self._has_known_weights(slot, answer) and len(answer.token_ids_R):
+                finish_reason = self._finish_reason(answer, request)
+                start = request.prefix_tokens
+                self._segments.append(Segment(group, key[1], start, answer, finish_reason))
             else:
                 self.add(group, key[1])
         except EngineLost as lost:
@@ -150,9 +154,10 @@ class Dispatcher:
             if self._losses[key] < _MOST_LOSSES:
                 self.add(group, key[1])
             else:
-                self.refuse(group, f"{_MOST_LOSSES} engines were lost with request {request.request_id!r}")
+                why = f"{_MOST_LOSSES} engines were lost with request {request.request_id!r}"
+                self._refusals.append((group, why))
         except ValueError as error:  # the same request would be refused again
-            self.refuse(group, str(error))
+            self._refusals.append((group, str(error)))
         finally:
             if self._running.get(key) is asyncio.current_task():
                 del self._running[key]
@@ -168,16 +173,16 @@ class Dispatcher:
             prefix_tokens=len(ids),
         )
 
-    def _is_sound(self, slot: EngineSlot, answer: Generation) -> bool:
-        """Whether all tokens come from weights that the engines were given. If not, the engine lies."""
+    def _has_known_weights(self, slot: EngineSlot, answer: Generation) -> bool:
+        """Whether all tokens come from weights that the engines were given. If not, the engine is lost."""
         for version in np.unique(answer.versions_R).tolist():
-            if version != self.coming and self._state.step_of(version) is None:
+            if version != self._next_version and self._state.step_of(version) is None:
                 self._pool.lose(slot, f"answers with tokens of weights {version}, which nobody gave it")
                 return False
         return True
 
     def _finish_reason(self, answer: Generation, request: GenerateRequest) -> FinishReason | None:
-        """That of the whole response, or None if it goes on."""
+        """The finish reason of the whole response; None if it is not complete."""
         tokens = request.prefix_tokens + len(answer.token_ids_R)
         if len(answer.token_ids_R) and answer.token_ids_R[-1] in self._dataset.stop_token_ids:
             return "stop"  # whatever it says: an abort may meet the last token

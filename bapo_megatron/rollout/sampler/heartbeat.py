@@ -1,6 +1,6 @@
-"""Signs of life between two processes: one gives them while it works, the other ends it when they stop.
+"""Heartbeats between two processes: one sends them while it works, the other kills it when they stop.
 
-A process that is stopped, or hangs, does not close its pipe: whoever only reads waits for ever.
+A process that is stopped, or hangs, does not close its pipe: a reader without a limit would wait for ever.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from typing import Any, Self, TypeVar
 T = TypeVar("T")
 
 ALIVE = ("alive",)
-"""What is sent while an answer is in the making."""
+"""The heartbeat: the message that is sent while a reply is computed."""
 
 BEAT_S = 5.0
-"""Between two of them."""
+"""Seconds between two heartbeats."""
 
-_LOOKS = 20
+_WAITS = 20
+"""Waits that the limit of a ``Heartbeat`` is divided into."""
 
 
-async def answering(pipe: Connection, work: Coroutine[Any, Any, T]) -> T:
-    """Do ``work``, and say again and again that it goes on.
+async def with_heartbeats(pipe: Connection, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``; heartbeats are sent until it is done.
 
-    From the event loop, because its hanging is what is to be noticed; whatever takes long must leave it free.
+    The event loop sends them, so that they stop when it hangs; whatever takes long must leave it free.
     """
     task = asyncio.create_task(work)
     while not (await asyncio.wait({task}, timeout=BEAT_S))[0]:
-        await asyncio.to_thread(tell, pipe, ALIVE)
+        await asyncio.to_thread(send, pipe, ALIVE)
     return task.result()
 
 
-def tell(pipe: Connection, message: Any) -> None:
-    """Send it. If nobody is there any more, this process ends: nobody needs what it does."""
+def send(pipe: Connection, message: Any) -> None:
+    """Send a message to the trainer. If the trainer is gone, this process ends."""
     try:
         pipe.send(message)
     except OSError:
@@ -46,11 +47,10 @@ def tell(pipe: Connection, message: Any) -> None:
 
 
 class Heartbeat:
-    """Kills ``process`` if, in the block, ``heard`` is not called for ``limit_s`` seconds.
+    """A watch that kills ``process`` if, in the block, ``beat`` is not called for ``limit_s`` seconds.
 
-    Whoever waits for ``pipe``, to read or to write, finds it closed then, also if the process cannot be
-    killed. The time is counted in many short waits: if both processes are stopped for hours (a suspended
-    job), that is one of them, and no silence.
+    Reads and writes of ``pipe`` fail then, also if the process cannot be killed. The time is counted in many
+    short waits: if both processes are stopped for hours (a suspended job), that counts as one wait.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, limit_s: float) -> None:
@@ -58,11 +58,11 @@ class Heartbeat:
         self._waits = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="sampler-watch", daemon=True)
-        self.verdict: str | None = None
-        """Why it was killed."""
+        self.kill_reason: str | None = None
+        """Why the process was killed; None if it was not."""
 
-    def heard(self) -> None:
-        """It lives."""
+    def beat(self) -> None:
+        """Note a heartbeat of the process."""
         self._waits = 0
 
     def __enter__(self) -> Self:
@@ -76,10 +76,10 @@ class Heartbeat:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(self._limit_s / _LOOKS):
+        while not self._over.wait(self._limit_s / _WAITS):
             self._waits += 1
-            if self._waits >= _LOOKS:
-                self.verdict = f"no sign of life for {self._limit_s:g} s"
+            if self._waits >= _WAITS:
+                self.kill_reason = f"no sign of life for {self._limit_s:g} s"
                 self._process.kill()
                 with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:
                     ours.shutdown(socket.SHUT_RDWR)

@@ -1,9 +1,9 @@
-"""Held-out problems, asked at the weights of a step: whole responses, judged, in one file.
+"""Evaluation during training: held-out problems sampled at the weights of a step, and scored.
 
     evaluation/step_000040.jsonl    a line for each response
 
-They are asked beside what is sampled for training. An evaluation that a kill cuts begins anew; its file is
-there when it is whole.
+The requests run beside those for training. An evaluation that a kill interrupts begins anew; its file
+appears when it is whole.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from bapo_megatron.rollout.engines.requests import Dataset
 from bapo_megatron.rollout.engines.whole_response import Sampling, whole_response
 from bapo_megatron.rollout.sampler.scoring import Scorer
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_paths import RunPaths, step_entries
 from bapo_megatron.runtime.storage import writing
 
 _EPOCH = 2**32
-"""Of the seeds: none of the training's. They are the same at every step, so that steps differ by less."""
+"""The epoch of the seeds, which training never reaches; equal at every step, for less noise between steps."""
 
 
 @dataclass(frozen=True)
-class _Question:
-    """One response that is wanted."""
+class _Item:
+    """One response to sample: a problem of a suite, and which of its samples it is."""
 
     suite: Suite
-    number: int
-    """Of the problem."""
+    problem: int
+    """Position of the problem in its suite."""
     sample: int
 
 
 class HeldOut:
-    """Evaluations of one run, in the sampler's event loop."""
+    """The evaluations of one run, on held-out suites, in the sampler's event loop."""
 
     def __init__(
         self, config: RunConfig, suites: Sequence[Suite], dataset: Dataset, pool: EnginePool, scorer: Scorer
@@ -49,34 +50,37 @@ class HeldOut:
         temperature, most = config.evaluation_sampling
         stops, segment = dataset.stop_token_ids, config.rollout.segment_tokens
         self._sampling = Sampling(temperature, most, config.seed, stops, segment)
-        self._folder = config.directory / "evaluation"
+        self._paths = RunPaths(config.directory)
         self._task: asyncio.Task[None] | None = None
         self._step: int | None = None
-        """That the task evaluates, or that is to come."""
+        """The step that is evaluated, or will be when its weights are loaded."""
 
     def start(self, first_step: int) -> None:
-        """The run goes on before ``first_step``: what a life before it has found out later is void."""
-        for path in self._folder.glob("step_*.jsonl"):
-            if int(path.stem.removeprefix("step_")) >= first_step:
+        """Delete the results of ``first_step`` and later: the run continues before them."""
+        for (step, _), path in step_entries(self._paths.evaluation, ".jsonl"):
+            if step >= first_step:
                 path.unlink()
 
     def expect(self, step: int) -> None:
-        """The weights of ``step`` are coming."""
+        """Prepare the evaluation of ``step``, if it is due and not done: its weights are being loaded."""
         self._step = step if self._config.evaluates(step) and not self._path(step).exists() else None
 
     def begin(self) -> None:
-        """They are there."""
-        self._cancel()
+        """Begin the evaluation that was prepared: the weights are loaded. Cancels an earlier one."""
+        self.close()
         if self._step is not None:
             self._task = asyncio.create_task(self._evaluate(self._step))
 
     @property
     def is_busy(self) -> bool:
-        """An evaluation goes on, or is about to."""
+        """Whether an evaluation is running or prepared."""
         return self._step is not None
 
     async def responses(self, step: int, wait_s: float) -> Path | None:
-        """The file of ``step``; None if it does not exist after ``wait_s`` seconds. Raises its error."""
+        """The file of ``step``; None if it does not exist after ``wait_s`` seconds.
+
+        Raises the error that has ended the evaluation.
+        """
         path = self._path(step)
         if not path.exists() and self._task is not None:
             await asyncio.wait({self._task}, timeout=wait_s)
@@ -85,42 +89,40 @@ class HeldOut:
         return path if path.exists() else None
 
     def close(self) -> None:
-        """Give up what is going on."""
-        self._cancel()
-
-    def _cancel(self) -> None:
+        """Cancel the evaluation that is running."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"step_{step:06d}.jsonl"
+        return self._paths.evaluation_responses(step)
 
     async def _evaluate(self, step: int) -> None:
         samples = self._config.evaluation.samples
-        questions = [
-            _Question(suite, number, sample)
+        items = [
+            _Item(suite, problem, sample)
             for suite in self._suites
-            for number in range(len(suite.prompts))
+            for problem in range(len(suite.prompts))
             for sample in range(samples)
         ]
         try:
             room = asyncio.Semaphore(max(1, self._pool.places // 2))  # the rest is for the training
             async with asyncio.TaskGroup() as group:
-                rows = [group.create_task(self._judged(step, question, room)) for question in questions]
+                rows = [group.create_task(self._scored(step, item, room)) for item in items]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from failed
         lines = "".join(json.dumps(row.result()) + "\n" for row in rows)
-        with writing("an evaluation", self._folder):
-            self._folder.mkdir(exist_ok=True)
+        with writing("an evaluation", self._paths.evaluation):
+            self._paths.evaluation.mkdir(exist_ok=True)
             await asyncio.to_thread(write_atomically, self._path(step), lines)
         self._step = None
         self._pool.changed.set()
 
-    async def _judged(self, step: int, question: _Question, room: asyncio.Semaphore) -> dict[str, Any]:
-        prompt = question.suite.prompts[question.number]
-        name = f"evaluation.{step}.{question.suite.name}.{question.number}-{question.sample}"
-        place = (_EPOCH, question.number, question.sample)
+    async def _scored(self, step: int, item: _Item, room: asyncio.Semaphore) -> dict[str, Any]:
+        """The row of one response in the file."""
+        prompt = item.suite.prompts[item.problem]
+        name = f"evaluation.{step}.{item.suite.name}.{item.problem}-{item.sample}"
+        place = (_EPOCH, item.problem, item.sample)
         async with room:
             ids, finish_reason = await whole_response(
                 self._pool, self._sampling, prompt, name, place, beyond=True
@@ -128,9 +130,9 @@ class HeldOut:
         [text] = await asyncio.to_thread(self._dataset.texts, [ids])
         result = await self._scorer.score(prompt, text, len(ids))
         return {
-            "suite": question.suite.name,
-            "problem": question.number,
-            "sample": question.sample,
+            "suite": item.suite.name,
+            "problem": item.problem,
+            "sample": item.sample,
             "correct": result.score is not None and result.score >= self._config.reward.correct,
             "failure": result.failure,
             "tokens": len(ids),

@@ -1,10 +1,10 @@
-"""The sampler's process: engines, judges and the sampler in one event loop, asked through a pipe.
+"""The sampler's process: engines, reward workers and the sampler in one event loop, called through a pipe.
 
 ``python -m bapo_megatron.rollout.sampler.process FD`` is what ``client.py`` starts. The first message is a
-``Setup``; then one question at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or
-``("error", kind, text, events)``, with signs of life before it (``signs_of_life.py``). When the pipe closes,
-because the trainer has ended in whatever way, this process ends too. What it has not written to the journal
-by then, no one has been told of.
+``Setup``; then one call at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or
+``("error", kind, text, events)``, with heartbeats before it (``heartbeat.py``). When the pipe closes, because
+the trainer has ended in whatever way, this process ends too; the trainer knows of nothing that is not in the
+journal by then.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,40 +30,39 @@ from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.data.suites import Suite
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.interfaces import Engine
 from bapo_megatron.reward.pool import RewardPool
+from bapo_megatron.rollout.engines.backend import EngineError
+from bapo_megatron.rollout.engines.broadcast_receivers import PoolBroadcast
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
-from bapo_megatron.rollout.engines.requests import Dataset, limits_of, stop_token_ids
-from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import ServerError, SglangServer, open_session
-from bapo_megatron.rollout.engines.sglang.pool_broadcast import PoolBroadcast
-from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
-from bapo_megatron.rollout.sampler.heartbeat import answering, tell
+from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
+from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
+from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
+from bapo_megatron.rollout.sampler.heartbeat import send, with_heartbeats
 from bapo_megatron.rollout.sampler.held_out import HeldOut
-from bapo_megatron.rollout.sampler.loop import GroupSampler
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
+from bapo_megatron.runtime.processes import die_with_parent
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the process needs to know."""
+    """The arguments of the process: settings, dataset, and where the engines are."""
 
     config: RunConfig
     problems: PromptSet
     urls: tuple[str, ...]
-    """Of SGLang servers; none for the local engine."""
+    """Addresses of the engines' servers; none for an engine in this process."""
     device: str
-    """Of the local engine."""
+    """The device of an engine in this process."""
     held_out: tuple[Suite, ...] = ()
-    """What `config.evaluation` names."""
+    """The suites that `config.evaluation` names."""
 
 
-_TOLD = (ConfigError, RunStopped, EnginesGone, ServerError, OSError)
-"""Errors that the trainer is told; after others it starts this process again."""
+_SENT_ERRORS = (ConfigError, RunStopped, EnginesGone, EngineError, OSError)
+"""Errors that are sent to the trainer; any other ends this process, and the trainer starts it again."""
 
 
 class Service:
-    """Answers the trainer's questions."""
+    """The methods that the trainer calls through the pipe."""
 
     def __init__(
         self,
@@ -76,8 +75,8 @@ class Service:
         self._events = events
 
     async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The reply to one question, with what has happened since the last one."""
-        asked: dict[str, Callable[..., Awaitable[Any]]] = {
+        """The reply to one call, with the events since the last one."""
+        methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "start": self._start,
             "next_batch": self._next_batch,
             "evaluated": self._evaluated,
@@ -92,8 +91,8 @@ class Service:
             "fail": self._broadcast.fail,
         }
         try:
-            reply: tuple[Any, ...] = ("ok", await asked[method](*arguments))
-        except _TOLD as error:
+            reply: tuple[Any, ...] = ("ok", await methods[method](*arguments))
+        except _SENT_ERRORS as error:
             reply = _failed(error)
         events = self._events.copy()
         self._events.clear()
@@ -112,7 +111,7 @@ class Service:
         return self._or_weights(path)
 
     def _or_weights(self, path: Path | None) -> Path | Literal["weights"] | None:
-        return "weights" if path is None and self._sampler.wants_weights else path
+        return "weights" if path is None and self._sampler.needs_weights else path
 
     async def _load_weights(self, folder: Path, version: int, step: int) -> None:
         self._held_out.expect(step)
@@ -120,13 +119,13 @@ class Service:
         self._held_out.begin()
 
     async def _begin(self, version: int) -> None:
-        self._sampler.weights_are_coming(version)
+        self._sampler.expect_weights(version)
         await self._broadcast.begin()
 
     async def _finish(self, version: int, step: int) -> str:
         digest = await self._broadcast.finish(version)
         self._held_out.expect(step)
-        self._sampler.weights_came(version, step)
+        self._sampler.record_weights(version, step)
         self._held_out.begin()
         return digest
 
@@ -139,7 +138,8 @@ def _failed(error: Exception) -> tuple[str, str, str]:
 
 
 def main() -> None:
-    """The process, from its setup to the end of the pipe."""
+    """Run the process, from its setup to the end of the pipe."""
+    die_with_parent()  # also where it is stopped, or hangs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what Ctrl-C means
     for number in (signal.SIGUSR1, signal.SIGTERM):  # Slurm may tell every process of a job to stop
         signal.signal(number, lambda *_: None)
@@ -148,7 +148,7 @@ def main() -> None:
     pipe = Connection(int(sys.argv[1]))
     try:
         setup: Setup | None = pipe.recv()
-        if setup is None:  # the trainer has ended before it asked anything
+        if setup is None:  # the trainer has ended before it called anything
             return
         collect_seldom()
         uvloop.run(_serve(pipe, setup))
@@ -159,11 +159,11 @@ def main() -> None:
 
 
 def collect_seldom() -> None:
-    """Spare Python's cyclic collector: with tens of thousands of requests in flight it takes half a core.
+    """Run Python's cyclic collector rarely: with tens of thousands of requests it takes half a core.
 
-    What is made here has few cycles (errors with their tracebacks); they are collected all the same, later.
+    The objects of a sampler have few cycles (errors with their tracebacks); they are collected later.
     """
-    gc.freeze()  # the dataset stays; collections need not look at it
+    gc.freeze()  # the dataset stays; collections need not traverse it
     gc.set_threshold(100_000, 20, 100)
 
 
@@ -171,22 +171,24 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
     events: list[dict[str, Any]] = []
     async with AsyncExitStack() as opened:
         try:
-            sampler, pool, held_out = await answering(pipe, _open(setup, opened, partial(_note, events)))
+            sampler, pool, held_out = await with_heartbeats(
+                pipe, _open(setup, opened, partial(_note, events))
+            )
         except (ConfigError, RunStopped) as error:  # after any other the trainer tries again
-            await asyncio.to_thread(pipe.recv)  # whatever the trainer asks first
-            tell(pipe, (*_failed(error), events))
+            await asyncio.to_thread(pipe.recv)  # whatever the trainer calls first
+            send(pipe, (*_failed(error), events))
             return
-        service = Service(sampler, PoolBroadcast(pool, setup.config.rollout.sglang), held_out, events)
+        service = Service(sampler, PoolBroadcast(pool, setup.config.rollout.engine_config), held_out, events)
         while True:
             try:
-                question = await asyncio.to_thread(pipe.recv)
+                call = await asyncio.to_thread(pipe.recv)
             except (EOFError, OSError):
                 os._exit(0)  # the trainer is gone: the next one must not wait for engines to answer an abort
-            if question is None:
+            if call is None:
                 break
-            reply = await answering(pipe, service.answer(*question))
-            await asyncio.to_thread(tell, pipe, reply)
-    tell(pipe, ("ok", None, events))
+            reply = await with_heartbeats(pipe, service.answer(*call))
+            await asyncio.to_thread(send, pipe, reply)
+    send(pipe, ("ok", None, events))
 
 
 async def _open(
@@ -197,48 +199,27 @@ async def _open(
     await reward_pool.start()
     opened.push_async_callback(reward_pool.close)
     scorer = RobustScorer(reward_pool, config.reward.failed, report)
-    engines = await open_engines(config, setup.urls, setup.device, opened)
-    local = rollout.engine == "local"
-    most = rollout.prompts_per_step * rollout.group_size * 1000 if local else rollout.sglang.max_in_flight
-    pool = EnginePool(engines, most, report, EngineTimeouts(update_s=60 * rollout.sglang.update_minutes))
-    opened.push_async_callback(pool.close)
+    rounds = engine_backend(rollout.engine).rounds
+    whole_round = rollout.prompts_per_step * rollout.group_size * 1000 if rounds else None
+    pool = await open_pool(config, setup.urls, setup.device, report, opened, whole_round)
     tokenizer = load_tokenizer(config.model.hf_path)
     dataset = Dataset(setup.problems.prompts, tokenizer, stop_token_ids(config.model.hf_path, tokenizer))
-    sampler = GroupSampler(config, dataset, pool, scorer, report, rounds=local)
-    opened.push_async_callback(sampler.close)
     held_out = HeldOut(config, setup.held_out, dataset, pool, scorer)
+    # Where an engine samples in rounds, the last bits of its answers depend on what else it is asked.
+    sampler = GroupSampler(
+        config, dataset, pool, scorer, report, rounds=rounds, is_held=lambda: rounds and held_out.is_busy
+    )
+    opened.push_async_callback(sampler.close)
     opened.callback(held_out.close)
-    if local:  # its answers hang, in their last bits, on what it is asked at the same time
-        sampler.is_held = lambda: held_out.is_busy
     return sampler, pool, held_out
 
 
-async def open_engines(
-    config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack
-) -> list[Engine]:
-    """The SGLang servers at ``urls``, or the local engine on ``device`` if there are none."""
-    sglang = config.rollout.sglang
-    if not urls:
-        from bapo_megatron.rollout.engines.local.engine import (
-            LocalEngine,  # transformers takes seconds to import
-        )
-        from bapo_megatron.rollout.engines.local.model import LocalModel
-
-        model = config.model
-        load = partial(LocalModel, model.hf_path, config.rollout.max_batch, model.dtype, device)
-        return [LocalEngine(await asyncio.to_thread(load))]
-    session = await opened.enter_async_context(open_session())
-    deadlines = Deadlines(60 * sglang.request_minutes, 60 * sglang.update_minutes)
-    limits = limits_of(config.model.hf_path)
-    return [SglangEngine(SglangServer(url, session), limits, sglang.on_update, deadlines) for url in urls]
-
-
 def _note(events: list[dict[str, Any]], kind: str, **fields: Any) -> None:
-    """Keep an event for the trainer, and say it at once."""
+    """Keep an event for the trainer, and print it at once."""
     events.append({"kind": kind, **fields})
-    told = ", ".join(f"{name}={value}" for name, value in fields.items())
+    text = ", ".join(f"{name}={value}" for name, value in fields.items())
     with suppress(OSError):  # a log on a full disk
-        print(f"sampler: {kind.replace('_', ' ')}: {told}", flush=True)
+        print(f"sampler: {kind.replace('_', ' ')}: {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The record of what each step was trained on: one file a step, whole or not there.
+"""The batches of steps on disk: one file for what each step was trained on, whole or not there.
+
+    RUN/journal/step_000001.npz  step_000002.npz ...
 
 A file holds a JSON header and four arrays, in numpy's zip format: every bit comes back, and a damaged
 file is noticed by its checksums.
@@ -17,18 +19,23 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.pool import Report
+from bapo_megatron.rollout.sampler.event_log.events import batch_served
+from bapo_megatron.rollout.sampler.event_log.state import SamplerState
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_paths import RunPaths, step_entries, step_name
 from bapo_megatron.runtime.storage import writing
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """Where the record of a step is."""
-    return directory / f"step_{step:06d}.npz"
+    """The file of a step's batch."""
+    return directory / f"{step_name(step)}.npz"
 
 
 def write_step(directory: Path, step: int, batch: StepBatch, numbers: Sequence[int] = ()) -> Path:
-    """Record ``batch``. ``numbers``: those of its groups in the sampler's book.
+    """Write the batch of ``step`` to its file. ``numbers``: those of its groups in the sampler's state.
 
     RunStopped if the disk does not take it; the file is not there then.
     """
@@ -42,12 +49,12 @@ def write_step(directory: Path, step: int, batch: StepBatch, numbers: Sequence[i
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The steps that are recorded there, in order."""
-    return sorted(int(path.stem.removeprefix("step_")) for path in directory.glob("step_*.npz"))
+    """The steps that have a file there, in order."""
+    return sorted(step for (step, _), _ in step_entries(directory, ".npz"))
 
 
 def step_groups(directory: Path, step: int) -> list[int]:
-    """Numbers of the groups of ``step`` in the sampler's book. Raises ConfigError as ``read_step`` does."""
+    """The numbers of the groups of ``step``. Raises ConfigError as ``read_step`` does."""
     with _opened(directory, step) as arrays:
         return list(json.loads(arrays["header"].tobytes()).get("numbers", []))
 
@@ -70,49 +77,108 @@ def _opened(directory: Path, step: int) -> Iterator[Any]:
         raise ConfigError(f"{path}: the record of step {step} is damaged: {error!r}") from error
 
 
+class StepFiles:
+    """The step files of ``folder``. Unreadable ones are put aside as ``*.lost``, and reported."""
+
+    def __init__(self, folder: Path, report: Report) -> None:
+        self._folder, self._report = folder, report
+
+    def missing_records(self, sampler_state: SamplerState, first_step: int) -> list[Record]:
+        """The batch records that ``sampler_state`` lacks: they are damaged, or a kill came before them.
+
+        The groups in a step's file belong to that step, and the steps before ``first_step`` have theirs.
+        """
+        missing, served = [], sampler_state.served
+        outstanding = {*sampler_state.open, *sampler_state.finished}
+        for step in steps_in(self._folder):
+            try:
+                numbers = step_groups(self._folder, step)
+            except ConfigError as error:
+                if step > served:
+                    self._put_aside(step, str(error))
+                    break
+                continue
+            if step > served or not outstanding.isdisjoint(numbers):
+                missing.append(batch_served(step, numbers))
+                served = max(served, step)
+        if served < first_step - 1:
+            missing.append(batch_served(first_step - 1, []))
+        return missing
+
+    def delete(self, last: int) -> None:
+        """Delete the files of the steps up to ``last``, also those that were put aside."""
+        for suffix in (".npz", ".lost"):
+            for (step, _), path in step_entries(self._folder, suffix):
+                if step <= last:
+                    path.unlink()
+
+    def is_readable(self, step: int) -> bool:
+        """Whether the file of ``step`` can be read. If not, it and all later ones are put aside."""
+        try:
+            read_step(self._folder, step)
+        except ConfigError as error:
+            self._put_aside(step, str(error))
+            return False
+        return True
+
+    def _put_aside(self, step: int, why: str) -> None:
+        self._report("step_lost", step=step, detail=f"{why}; it is sampled anew")
+        for later in steps_in(self._folder):
+            if later >= step:
+                path = step_path(self._folder, later)
+                path.rename(path.with_suffix(".lost"))
+
+
 class ReplaySampler:
-    """A ``Sampler`` that gives the recorded batches of another run (``config.rollout.replay``)."""
+    """A ``Sampler`` that serves the stored batches of another run (``config.rollout.replay``)."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._directory = run_dir / "journal"
+        self._directory = RunPaths(run_dir).journal
         if not self._directory.is_dir():
             raise ConfigError(f"rollout.replay={run_dir}: no journal there; give the directory of a run")
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:
-        """Nothing to do: the step says it all."""
+        """Do nothing: a step's number is enough to find its batch."""
 
     def next_batch(self, step: int, wait_s: float) -> StepBatch:
         """The batch that the other run trained on in ``step``."""
         return read_step(self._directory, step)
 
     def evaluated(self, step: int, wait_s: float) -> None:
-        """Nothing is asked: there are no engines."""
+        """Return None: there are no engines that could answer."""
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:
-        """Nothing is sampled."""
+        """Do nothing: nothing is sampled."""
 
     def state(self) -> dict[str, Any]:
-        """Nothing."""
+        """An empty state: there is nothing to continue."""
         return {}
 
     def checkpointed(self, oldest: int) -> None:
-        """The other run's record stays."""
+        """Do nothing: the other run keeps its files."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing: no file is open."""
 
 
 def _arrays(batch: StepBatch, numbers: Sequence[int]) -> dict[str, np.ndarray]:
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     groups = [_group_header(group) for group in batch.groups]
     header = {"metrics": batch.metrics, "numbers": list(numbers), "groups": groups}
+    has_masks = any(rollout.loss_mask_R is not None for rollout in rollouts)
     return {
         "header": np.frombuffer(json.dumps(header).encode(), np.uint8),
         "prompt_ids": _joined([group.prompt.token_ids_P for group in batch.groups], np.int32),
         "token_ids": _joined([rollout.token_ids_R for rollout in rollouts], np.int32),
         "log_probs": _joined([rollout.log_probs_R for rollout in rollouts], np.float32),
         "versions": _joined([rollout.versions_R for rollout in rollouts], np.int32),
+        **({"loss_masks": _joined([_loss_mask(one) for one in rollouts], np.bool_)} if has_masks else {}),
     }
+
+
+def _loss_mask(rollout: Rollout) -> np.ndarray:
+    ones_R = np.ones(len(rollout.token_ids_R), np.bool_)
+    return ones_R if rollout.loss_mask_R is None else rollout.loss_mask_R
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
@@ -129,10 +195,16 @@ def _batch(arrays: dict[str, np.ndarray]) -> StepBatch:
     header = json.loads(arrays["header"].tobytes())
     prompt_ids, token_ids = _Reader(arrays["prompt_ids"]), _Reader(arrays["token_ids"])
     log_probs, versions = _Reader(arrays["log_probs"]), _Reader(arrays["versions"])
+    masks = _Reader(arrays["loss_masks"]) if "loss_masks" in arrays else None
 
     def rollout(length: int, finish_reason: Any, reward: float) -> Rollout:
         return Rollout(
-            token_ids.take(length), log_probs.take(length), versions.take(length), finish_reason, reward
+            token_ids.take(length),
+            log_probs.take(length),
+            versions.take(length),
+            finish_reason,
+            reward,
+            masks.take(length) if masks else None,
         )
 
     def group(prompt: dict[str, Any], rollouts: list[tuple[int, str, float]]) -> Group:
@@ -143,12 +215,13 @@ def _batch(arrays: dict[str, np.ndarray]) -> StepBatch:
 
 
 class _Reader:
-    """Takes an array apart again, in order."""
+    """A cursor over an array of parts laid end to end."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
         self._at = 0
 
     def take(self, length: int) -> np.ndarray:
+        """A copy of the next ``length`` elements."""
         self._at += length
         return self._array[self._at - length : self._at].copy()

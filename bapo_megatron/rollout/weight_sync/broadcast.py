@@ -1,30 +1,36 @@
-"""Weights to servers by broadcast: NCCL between GPUs, gloo on a CPU.
+"""Weight sync by broadcast: NCCL between GPUs, gloo on a CPU. The sending side, on the trainer's rank 0.
 
-The trainer's rank 0 sends; every tensor-parallel rank of every server receives. What the servers must do is
-told to them over HTTP, which is the caller's business: it is handed in as functions that begin to tell, and
-return a future that is done when all servers have done it.
+Every tensor-parallel rank of every engine receives. The engines are controlled another way (through the
+sampler's process, and then HTTP, say): each such call returns a future that is done when all have done it.
 """
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
+from bapo_megatron.config import EngineConfig
+from bapo_megatron.interfaces import Policy
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
+from bapo_megatron.rollout.weight_sync.disk import DiskSync
 from bapo_megatron.rollout.weight_sync.process_group import SendingGroup
+from bapo_megatron.runtime.distributed import share
 from bapo_megatron.types import BroadcastGroup, BucketSpec
 
 T = TypeVar("T")
 Tell = Callable[[T], "Future[Any]"]
-"""Begin to tell all servers; done when they all have done it, or one has not. It must not block."""
+"""Begin a call to all servers; done when they all have done it, or one has failed. It must not block."""
 
 _GROUP_NAME = "bapo_weights"
 _MORE_REASONS_S = 2.0
+_LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 class BroadcastError(RuntimeError):
@@ -32,7 +38,7 @@ class BroadcastError(RuntimeError):
 
 
 class WeightBroadcast:
-    """The sending side, for rank 0 of the trainer. After an error ``open`` makes a new group."""
+    """The sender of weight broadcasts, on the trainer's rank 0. After an error ``open`` makes a new group."""
 
     def __init__(
         self,
@@ -73,7 +79,7 @@ class WeightBroadcast:
     def send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: Tell[BucketSpec]) -> int:
         """Send all ``weights``; returns their bytes. BroadcastError, within the timeout, if a server fails.
 
-        ``weights`` is always run to its end, because other ranks take part in it. A server is told of a
+        ``weights`` is always run to its end, because other ranks take part in it. Servers hear of a
         bucket when all have loaded the one before.
         """
         try:
@@ -94,8 +100,8 @@ class WeightBroadcast:
         self._buckets.release()
         if group is None:
             return
-        told = {"the servers": leave(group.place)} if leave else {}
-        self._finish({"the group": group.close(), **told}, self._deadline())
+        left = {"the servers": leave(group.place)} if leave else {}
+        self._finish({"the group": group.close(), **left}, self._deadline())
 
     def _send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: Tell[BucketSpec]) -> int:
         if self._group is None:
@@ -118,8 +124,8 @@ class WeightBroadcast:
         """What waits for the bucket."""
         assert self._group is not None
         deadline = self._deadline()
-        told = on_bucket(bucket.spec)
-        parts = {"the servers": told, "the broadcast": self._group.broadcast(bucket.payload_B)}
+        received = on_bucket(bucket.spec)
+        parts = {"the servers": received, "the broadcast": self._group.broadcast(bucket.payload_B)}
         return lambda: self._finish(parts, deadline)
 
     def _deadline(self) -> float:
@@ -140,6 +146,79 @@ class WeightBroadcast:
         self._buckets.release()  # a broadcast that hangs still reads from them
         if group is not None:
             group.close()
+
+
+def sender_address(config: EngineConfig) -> str:
+    """This machine's address, as the engines' servers reach it: the loopback if all of them are here."""
+    hosts = {urlsplit(url).hostname for url in config.urls}
+    return config.address or ("127.0.0.1" if hosts <= _LOOPBACK else socket.gethostname())
+
+
+class BroadcastReceivers(Protocol):
+    """The engines' side of a broadcast: ``SamplerClient``, which has the methods of ``PoolBroadcast``."""
+
+    def tell(self, method: str, *arguments: Any) -> Future[Any]:
+        """Begin to call a method; the future fails if an engine does."""
+
+
+class BroadcastSync:
+    """The ``WeightSync`` (see interfaces.py) by broadcast, and from disk if that fails.
+
+    On every rank but 0, ``engines`` and ``broadcast`` are None.
+    """
+
+    def __init__(
+        self,
+        engines: BroadcastReceivers | None,
+        broadcast: WeightBroadcast | None,
+        disk: DiskSync,
+        on_event: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._engines, self._broadcast, self._disk, self._on_event = engines, broadcast, disk, on_event
+
+    def push(self, policy: Policy, step: int) -> None:
+        """Send the weights to every engine that answers; to all of them from disk if one fails on the way."""
+        failed = None
+        if policy.data_rank == 0:
+            weights = policy.hf_weights()
+            if self._engines is not None and self._broadcast is not None:
+                failed = self._attempt(self._engines, self._broadcast, weights, policy.version, step)
+            for _ in weights:  # the other ranks take part in the gathering
+                pass
+        if share(failed):
+            self._disk.push(policy, step)
+
+    def _attempt(
+        self,
+        engines: BroadcastReceivers,
+        broadcast: WeightBroadcast,
+        weights: Iterator[tuple[str, Tensor]],
+        version: int,
+        step: int,
+    ) -> str | None:
+        """Why it failed, or None."""
+        try:
+            ranks, are_joined = engines.tell("gather").result()
+            if not ranks:
+                raise BroadcastError("no engine answers that takes broadcasts")
+            if not (are_joined and broadcast.is_open):
+                broadcast.open(ranks, lambda group: engines.tell("join", group))
+            engines.tell("begin", version).result()
+            broadcast.send(weights, lambda bucket: engines.tell("receive", bucket))
+            engines.tell("finish", version, step).result()
+        except Exception as error:  # whatever it is, there is another way
+            reason = f"a broadcast of weights failed: {error}"
+            broadcast.close()
+            _quietly(engines.tell("fail", reason))
+            self._on_event({"kind": "broadcast_failed", "version": version, "reason": str(error)})
+            print(f"{reason}; trying from disk", flush=True)
+            return reason
+        return None
+
+
+def _quietly(call: Future[Any]) -> None:
+    """Wait; a sampler that has died is started again by the sync from disk."""
+    call.exception()
 
 
 def _outcome(part: Future[Any]) -> str:

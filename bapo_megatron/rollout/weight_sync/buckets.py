@@ -1,4 +1,4 @@
-"""Cuts weights into buckets: runs of bytes of a stated size, each of which one broadcast carries.
+"""Buckets of weights: runs of bytes of a stated size, each of which one broadcast carries.
 
 Shapes (suffix of a name): ``_B`` bytes of a bucket.
 """
@@ -17,7 +17,7 @@ from bapo_megatron.types import BucketSpec
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some tensors, and their bytes."""
+    """One bucket: some tensors as one run of bytes, with their names, types and shapes."""
 
     spec: BucketSpec
     payload_B: Tensor
@@ -27,7 +27,7 @@ class Bucket:
 
 
 class Buckets:
-    """Cuts weights into buckets of at most ``nbytes``, in two buffers of ``device``."""
+    """The cutter of weights into buckets of at most ``nbytes``, in two buffers of ``device``."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._nbytes, self._device = nbytes, device

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from bapo_megatron.algo import bapo
 from bapo_megatron.algo.bapo import Bounds, BoundsConfig
+from bapo_megatron.algo.measurements.clipping import clip_fractions
+from tests.support.bapo_objective import clip_sums
 
 # c_high in 1.5, 2.0 and c_low in 0.5, 0.75.
 GRID = BoundsConfig(
@@ -136,15 +138,15 @@ def test_float32_fields_are_compared_as_float64() -> None:
     config = dataclasses.replace(GRID, measure="gradient")
     assert bapo.contribution_sums(alive_T, one_T, zero_T, one_T, config)[0] > 1.4
     assert bapo.contribution_sums(clipped_T, one_T, zero_T, one_T, config)[0] == 0.0
-    assert bapo.clip_sums(alive_T, one_T, one_T, Bounds(0.5, 1.5))[3] == 0
-    assert bapo.clip_sums(clipped_T, one_T, one_T, Bounds(0.5, 1.5))[3] == 1
+    assert clip_sums(alive_T, one_T, one_T, Bounds(0.5, 1.5))[3] == 0
+    assert clip_sums(clipped_T, one_T, one_T, Bounds(0.5, 1.5))[3] == 1
 
 
 def test_empty_batch_has_zero_sums() -> None:
     empty_T = torch.zeros(0)
     assert bapo.contribution_sums(empty_T, empty_T, empty_T, empty_T, GRID).tolist() == [0.0] * 4
     assert bapo.measured_sums(empty_T, empty_T, empty_T, empty_T, GRID).tolist() == [0.0] * 16
-    assert bapo.clip_sums(empty_T, empty_T, empty_T, Bounds(0.5, 1.5)).tolist() == [0.0] * 5
+    assert clip_sums(empty_T, empty_T, empty_T, Bounds(0.5, 1.5)).tolist() == [0.0] * 5
     assert bapo.policy_loss(empty_T, empty_T, empty_T, Bounds(0.5, 1.5)).item() == 0.0
 
 
@@ -214,7 +216,7 @@ def test_shapes_must_agree(name: str) -> None:
         with pytest.raises(ValueError, match="shape"):
             bapo.policy_loss(**fields, bounds=Bounds(0.5, 1.5))
         with pytest.raises(ValueError, match="shape"):
-            bapo.clip_sums(**fields, bounds=Bounds(0.5, 1.5))
+            clip_sums(**fields, bounds=Bounds(0.5, 1.5))
 
 
 def test_overlapping_candidates_are_refused() -> None:
@@ -350,10 +352,10 @@ def test_contributions_refuse_what_does_not_belong_together() -> None:
 def test_clip_counts_and_fractions() -> None:
     # At 0.75, 1.5 of the five tokens: 3 positive, 2 negative; 1.75 and 4.0 clipped above, 0.6 below.
     log_ratio_T, advantage_T = float64(RATIOS).log(), float64(ADVANTAGES)
-    counts = bapo.clip_sums(log_ratio_T, advantage_T, torch.ones(5), Bounds(0.75, 1.5))
+    counts = clip_sums(log_ratio_T, advantage_T, torch.ones(5), Bounds(0.75, 1.5))
     assert counts.dtype == torch.float64
     assert counts.tolist() == [5, 3, 2, 2, 1]
-    assert bapo.clip_fractions(counts) == {
+    assert clip_fractions(counts) == {
         "bapo/clip_fraction_high": 0.4,
         "bapo/clip_fraction_low": 0.2,
         "bapo/positive_token_fraction": 0.6,
@@ -363,12 +365,12 @@ def test_clip_counts_and_fractions() -> None:
 def test_clip_counts_ignore_weights_masked_tokens_and_zero_advantages() -> None:
     log_ratio_T = float64([4.0, 4.0, math.nan, 0.1, 4.0]).log()
     advantage_T = float64([1.0, 0.0, math.nan, -1.0, 1.0])
-    counts = bapo.clip_sums(log_ratio_T, advantage_T, float64([0.25, 1.0, 0.0, 1.0, 0.0]), Bounds(0.75, 1.5))
+    counts = clip_sums(log_ratio_T, advantage_T, float64([0.25, 1.0, 0.0, 1.0, 0.0]), Bounds(0.75, 1.5))
     assert counts.tolist() == [3, 1, 1, 1, 1]
 
 
 def test_clip_fractions_of_nothing_are_zero() -> None:
-    assert set(bapo.clip_fractions([0.0] * 5).values()) == {0.0}
+    assert set(clip_fractions([0.0] * 5).values()) == {0.0}
 
 
 @pytest.mark.gpu

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from bapo_megatron.algo.bapo import BoundsConfig, clipped_tokens, fixed, grpo, published_code
-from bapo_megatron.algo.bounds import search_bounds
-from bapo_megatron.algo.diagnostics import (
+from bapo_megatron.algo.bapo import BoundsConfig, fixed, grpo, published_code
+from bapo_megatron.algo.losses.bapo import BapoLoss
+from bapo_megatron.algo.measurements import PackView
+from bapo_megatron.algo.measurements.diagnostics import (
     QUADRANTS,
     RATIO_BINS,
     RATIO_EDGES,
     diagnostic_metrics,
     diagnostic_sums,
 )
+from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.types import Metrics, MicroBatch, TokenStats
 from tests.unit.algo.test_objective import pack
 
 LN = math.log
 
 
-def bounds_of(config: BoundsConfig) -> Any:
-    return search_bounds(torch.zeros(2, dtype=torch.float64), config)
-
-
 def sums_of(stats: TokenStats, batch: MicroBatch, config: BoundsConfig, version: int) -> torch.Tensor:
-    log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
-    bounds = bounds_of(config)
-    clipped_T = clipped_tokens(log_ratio_T, batch.advantage_T, batch.mask_T, bounds)
-    return diagnostic_sums(stats, log_ratio_T, clipped_T, batch, bounds, version)
+    """Of BAPO's loss at fixed bounds."""
+    loss = BapoLoss(AlgorithmConfig(bounds=config))
+    terms = loss.terms(stats, batch, loss.search.known)
+    return diagnostic_sums(PackView(stats, batch, terms, loss.search.known, version))
 
 
 # At pi = 1/2 with entropy 1, log pi + H = 1 - ln 2 > 0: a likely token. At 1/4 it is 1 - 2 ln 2 < 0.
@@ -104,14 +102,10 @@ def test_a_dual_clip_takes_the_gradient_away() -> None:
     """A = -1 at r = 4 beyond the dual clip of 3: it has no mass. Without it the mass is 4."""
     batch = pack([-1.0], [LN(1 / 8)], [1.0], [0])
     stats = TokenStats(torch.tensor([LN(1 / 2)]), torch.ones(1))
-    config = published_code()
-    dual = sums_of(stats, batch, fixed(0.8, 1.2), 0)
-    assert diagnostic_metrics(dual)["entropy_rule/effect"] == pytest.approx(4 * (1 - LN(2)))
-    bounds = bounds_of(grpo())
-    clipped_T = torch.zeros(1, dtype=torch.bool)
-    bounds = type(bounds)(**{**vars(bounds), "dual_clip": config.dual_clip})
-    log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
-    metrics = diagnostic_metrics(diagnostic_sums(stats, log_ratio_T, clipped_T, batch, bounds, 0))
+    single = sums_of(stats, batch, fixed(0.8, 1.2), 0)
+    assert diagnostic_metrics(single)["entropy_rule/effect"] == pytest.approx(4 * (1 - LN(2)))
+    dual = dataclasses.replace(fixed(0.8, 1.2), dual_clip=published_code().dual_clip)
+    metrics = diagnostic_metrics(sums_of(stats, batch, dual, 0))
     assert metrics["entropy_rule/effect"] == 0.0
     assert metrics["quadrant/negative_high/clipped"] == 0.0  # as in bapo/clip_fraction_low
 

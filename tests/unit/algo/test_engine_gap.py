@@ -1,4 +1,4 @@
-"""The gap between engine and trainer, and the alarm on it."""
+"""The gap between engine and trainer, and the check of it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from bapo_megatron.algo.engine_gap import gap_metrics, gap_sums
+from bapo_megatron.algo.measurements.engine_gap import gap_metrics, gap_sums
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.errors import ConfigError, GapError
-from bapo_megatron.trainer import mismatch_check as alarm
+from bapo_megatron.trainer import recorder as mismatch
 
 MEAN, MAX = "rollout/engine_gap_mean", "rollout/engine_gap_max"
 
@@ -93,10 +93,10 @@ UPDATES = [{MEAN: 0.06, MAX: 0.8}, {MEAN: None, MAX: None}]
 )
 def test_a_gap_above_its_limit_is_noted(limits: dict[str, Any], says: str) -> None:
     notes = Notes()
-    alarm.check_gap(AlgorithmConfig(**limits), 7, UPDATES, notes)
+    mismatch.check_engine_gap(AlgorithmConfig(**limits), 7, UPDATES, notes)
     message = f"step 7: engine and trainer differ about the same tokens: {says}"
     assert notes.taken == [(7, message, "warn")]
-    alarm.check_gap(AlgorithmConfig(**limits), 7, UPDATES, None)  # the other ranks
+    mismatch.check_engine_gap(AlgorithmConfig(**limits), 7, UPDATES, None)  # the other ranks
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,14 @@ def test_a_gap_above_its_limit_is_noted(limits: dict[str, Any], says: str) -> No
         ({}, []),
     ],
 )
-def test_no_alarm_at_a_limit_without_one_or_without_tokens(limits: Any, updates: Any) -> None:
+def test_no_warning_at_a_limit_without_one_or_without_tokens(limits: Any, updates: Any) -> None:
     notes = Notes()
-    alarm.check_gap(AlgorithmConfig(on_gap="stop", **limits), 7, updates, notes)
+    mismatch.check_engine_gap(AlgorithmConfig(on_gap="stop", **limits), 7, updates, notes)
     assert notes.taken == []
 
 
 def test_a_gap_that_is_no_number_is_above_any_limit() -> None:
-    assert list(alarm.gap_excess(AlgorithmConfig(gap_mean_limit=1e9), [{MEAN: math.nan, MAX: math.inf}]))
+    assert list(mismatch.gap_excess(AlgorithmConfig(gap_mean_limit=1e9), [{MEAN: math.nan, MAX: math.inf}]))
 
 
 @pytest.mark.parametrize("main", [True, False])
@@ -124,8 +124,8 @@ def test_stop_raises_on_every_rank_after_the_record_is_written(
 ) -> None:
     notes = Notes()
     waited: list[int] = []
-    monkeypatch.setattr(alarm, "share", lambda _: waited.append(len(notes.taken)))
+    monkeypatch.setattr(mismatch, "share", lambda _: waited.append(len(notes.taken)))
     with pytest.raises(GapError, match=r"step 7.*gap_mean_limit=0.05.*algorithm.on_gap=warn") as caught:
-        alarm.check_gap(AlgorithmConfig(on_gap="stop"), 7, UPDATES, notes if main else None)
+        mismatch.check_engine_gap(AlgorithmConfig(on_gap="stop"), 7, UPDATES, notes if main else None)
     assert waited == [int(main)]  # it waits with the others once it has written
     assert isinstance(caught.value, ConfigError)  # exit code 2: to start again unchanged does not help

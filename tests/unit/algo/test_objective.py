@@ -9,15 +9,9 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import balanced, fixed, grpo, published_code
-from bapo_megatron.algo.objective import (
-    contribution_fn,
-    loss_fn,
-    mean_entropy,
-    search,
-    update_metric_names,
-    update_metrics,
-)
+from bapo_megatron.algo.losses.bapo import contribution_fn, search
 from bapo_megatron.types import MicroBatch, TokenStats
+from tests.support.bapo_objective import loss_fn, objective, update_metrics
 
 LN = math.log
 
@@ -32,7 +26,7 @@ def pack(
     """Tokens with these fields; a token counts if its weight is not 0. pi_old is pi_rollout, or ``old``."""
     count = len(advantages)
     weight_T = torch.tensor(weights)
-    return MicroBatch(
+    return MicroBatch.of(
         token_T=torch.zeros(count, dtype=torch.int64),
         label_T=torch.zeros(count, dtype=torch.int64),
         position_T=torch.arange(count),
@@ -69,7 +63,7 @@ def test_loss_and_metrics_of_fixed_bounds_by_hand() -> None:
     sums = loss_fn(found, config, version=6)(STATS, PACK)
     metrics = update_metrics(sums, found, config)
     assert float(sums[0]) == pytest.approx(-0.4, abs=1e-6)
-    assert mean_entropy(sums) == pytest.approx(0.6)
+    assert objective(config).mean_entropy(sums) == pytest.approx(0.6)
     expected = {
         "policy/loss": -0.4 / 3,
         "policy/entropy": 0.6,
@@ -214,8 +208,8 @@ def test_bounds_that_the_update_found_itself_are_those_of_its_own_sums() -> None
 
 
 def test_names_are_the_same_whatever_the_config() -> None:
-    names = set(update_metric_names(balanced()))
-    assert names == set(update_metric_names(published_code()))
+    names = set(objective(balanced()).metric_names())
+    assert names == set(objective(published_code()).metric_names())
     assert sum(name.startswith("contribution/") for name in names) == 12
 
 

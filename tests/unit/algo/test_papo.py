@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algo.bapo import balanced, grpo
-from bapo_megatron.algo.objective import contribution_fn, loss_fn, search
+from bapo_megatron.algo.losses.bapo import contribution_fn, search
 from bapo_megatron.algo.papo import polarity, reweighted
 from bapo_megatron.algo.papo_schedule import BranchWeights, PapoConfig, PapoSchedule, phase
 from bapo_megatron.config import AlgorithmConfig
-from bapo_megatron.config.validation import run_problems
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
+from tests.support.bapo_objective import loss_fn
 from tests.unit.algo.test_objective import pack
 from tests.unit.config.test_config import GOOD
 
@@ -250,5 +251,5 @@ def test_off_means_untouched() -> None:
 def test_values_out_of_range_are_named(field: str, value: float) -> None:
     settings = PapoConfig(**{"enabled": True, field: value})
     run = dataclasses.replace(GOOD, algorithm=AlgorithmConfig(polarity=settings))
-    [problem] = run_problems(run)
-    assert problem.startswith(f"algorithm.polarity.{field}={value} must be")
+    with pytest.raises(ConfigError, match=rf"^algorithm\.polarity\.{field}={value} must be [^\n]*$"):
+        run.check()

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from bapo_megatron.algo.staleness import AGE_METRICS, BUCKETS, age_metrics, bucket_metrics, bucket_sums
+from bapo_megatron.algo.measurements.staleness import (
+    AGE_METRICS,
+    BUCKETS,
+    age_metrics,
+    bucket_metrics,
+    bucket_sums,
+)
 
 
 def test_the_three_parts_by_hand() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
+from bapo_megatron.checkpoint.reader import Checkpoint, latest_checkpoint
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.errors import CheckpointError, RunStopped
@@ -28,23 +29,31 @@ def store(tmp_path: Path) -> CheckpointStore:
     return store
 
 
+def folder_of(store: CheckpointStore) -> Path:
+    return store._paths.checkpoints
+
+
+def latest_of(store: CheckpointStore) -> Checkpoint | None:
+    return latest_checkpoint(store._paths.root)
+
+
 def test_the_newest_is_found_with_its_state(store: CheckpointStore) -> None:
-    latest = store.latest()
+    latest = latest_of(store)
     assert latest is not None
     assert (latest.step, latest.trainer) == (20, {"version": 80})
     assert (latest.policy / "deep/weights.bin").read_bytes() == b"weights of 20"
 
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:
-    assert CheckpointStore(tmp_path, CheckpointConfig()).latest() is None
+    assert latest_checkpoint(tmp_path) is None
 
 
 def test_old_ones_are_deleted_and_zero_keeps_all(store: CheckpointStore, tmp_path: Path) -> None:
     save(store, 30, write_policy(b"x"), {})
-    assert sorted(path.name for path in store.folder.iterdir()) == ["step_000020", "step_000030"]
+    assert sorted(path.name for path in folder_of(store).iterdir()) == ["step_000020", "step_000030"]
     keeper = CheckpointStore(tmp_path, CheckpointConfig(keep_last=0))
     save(keeper, 40, write_policy(b"x"), {})
-    assert len(list(keeper.folder.iterdir())) == 3
+    assert len(list(folder_of(keeper).iterdir())) == 3
 
 
 def flip_a_bit(folder: Path) -> None:
@@ -78,8 +87,8 @@ def break_manifest(folder: Path) -> None:
 def test_a_damaged_one_is_passed_over_and_named(
     damage: Callable[[Path], None], store: CheckpointStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage(store.folder / "step_000020")
-    latest = store.latest()
+    damage(folder_of(store) / "step_000020")
+    latest = latest_of(store)
     assert latest is not None
     assert latest.step == 10
     assert "passing over" in (printed := capsys.readouterr().out)
@@ -93,10 +102,10 @@ def test_a_failed_save_leaves_the_older_ones_and_is_cleaned_up(store: Checkpoint
 
     with pytest.raises(RunStopped, match="checkpoint of step 30 could not be written .*No space left"):
         save(store, 30, fail, {})
-    assert store.latest().step == 20
+    assert latest_of(store).step == 20
     save(store, 30, write_policy(b"whole"), {})
-    assert store.latest().step == 30
-    assert not list(store.folder.glob(".*"))
+    assert latest_of(store).step == 30
+    assert not list(folder_of(store).glob(".*"))
 
 
 @pytest.mark.parametrize(("failures", "waits"), [({}, [120.0]), ({1: (OSError(28, "full"), None)}, [])])
@@ -117,30 +126,30 @@ def test_a_rank_that_does_not_know_what_failed_lets_the_other_speak(
 
 
 def test_a_broken_checkpoint_of_the_same_step_is_replaced(store: CheckpointStore) -> None:
-    (store.folder / "step_000020/manifest.json").unlink()
+    (folder_of(store) / "step_000020/manifest.json").unlink()
     save(store, 20, write_policy(b"again"), {"version": 1})
-    assert store.latest().trainer == {"version": 1}
+    assert latest_of(store).trainer == {"version": 1}
 
 
 def test_foreign_names_are_ignored(store: CheckpointStore) -> None:
-    shutil.copytree(store.folder / "step_000020", store.folder / "step_000099.copy")
-    assert store.latest().step == 20
+    shutil.copytree(folder_of(store) / "step_000020", folder_of(store) / "step_000099.copy")
+    assert latest_of(store).step == 20
 
 
 def test_the_newest_save_is_kept_though_broken_ones_have_later_steps(store: CheckpointStore) -> None:
     save(store, 30, write_policy(b"x"), {})
     for step in (20, 30):
-        truncate(store.folder / f"step_{step:06d}")
+        truncate(folder_of(store) / f"step_{step:06d}")
     save(store, 10, write_policy(b"continued from before"), {"version": 7})
-    assert store.latest().trainer == {"version": 7}
-    assert [path.name for path in store.folder.iterdir()] == ["step_000010"]
+    assert latest_of(store).trainer == {"version": 7}
+    assert [path.name for path in folder_of(store).iterdir()] == ["step_000010"]
 
 
 def test_all_broken_is_an_error_and_not_a_new_beginning(store: CheckpointStore) -> None:
     for step in (10, 20):
-        truncate(store.folder / f"step_{step:06d}")
+        truncate(folder_of(store) / f"step_{step:06d}")
     with pytest.raises(CheckpointError, match="no checkpoint of the run is whole") as caught:
-        store.latest()
+        latest_of(store)
     assert "step_000010" in str(caught.value)
     assert "move" in str(caught.value)
 
@@ -156,27 +165,41 @@ class Slow(Written):
 
 def test_the_training_goes_on_until_it_is_whole(store: CheckpointStore) -> None:
     saving = Slow()
-    store.begin((30, 0), lambda path: (write_policy(b"slow")(path), saving)[1], {})
+    store.begin((30, 0), {"policy": lambda path: (write_policy(b"slow")(path), saving)[1]}, {})
     for _ in range(3):
         assert store.finalize(wait=False) is None
-        assert store.latest().step == 20
+        assert latest_of(store).step == 20
     saving.is_done = True
     while (saved := store.finalize(wait=False)) is None:
         pass
     assert (saved.step, saved.updates) == (30, 0)
     assert store.finalize(wait=True) is None
-    assert store.latest().step == 30
+    assert latest_of(store).step == 30
+
+
+def test_every_folder_must_be_written_and_is_in_the_manifest(store: CheckpointStore) -> None:
+    saving = Slow()
+    folders = {"policy": write_policy(b"x"), "more": lambda path: (write_policy(b"more")(path), saving)[1]}
+    store.begin((30, 0), folders, {})
+    for _ in range(3):
+        assert store.finalize(wait=False) is None
+    saving.is_done = True
+    assert store.finalize(wait=True) is not None
+    latest = latest_of(store)
+    assert latest is not None
+    (latest.path / "more/deep/weights.bin").write_bytes(b"less")
+    assert latest_of(store).step == 20  # damage to any folder is found
 
 
 def test_one_within_a_step_comes_after_the_step_before_and_before_its_own(store: CheckpointStore) -> None:
-    store.begin((20, 3), write_policy(b"within"), {"within": 1})
+    store.begin((20, 3), {"policy": write_policy(b"within")}, {"within": 1})
     store.finalize(wait=True)
-    latest = store.latest()
+    latest = latest_of(store)
     assert latest is not None
     assert (latest.moment, latest.trainer) == ((20, 3), {"within": 1})
     assert latest.path.name == "step_000020_update_003"
     save(store, 21, write_policy(b"x"), {})
-    assert store.latest().moment == (21, 0)
+    assert latest_of(store).moment == (21, 0)
 
 
 def test_the_best_are_kept(tmp_path: Path) -> None:
@@ -185,16 +208,23 @@ def test_the_best_are_kept(tmp_path: Path) -> None:
     for step, score in ((10, 0.5), (20, 0.7), (30, 0.5), (40, None), (50, 0.1)):
         save(store, step, write_policy(b"x"), {})
         if score is not None:
-            store.scores[step] = score
-    names = sorted(path.name for path in store.folder.iterdir())
+            store.record_score(step, score)
+    names = sorted(path.name for path in folder_of(store).iterdir())
     assert names == ["step_000020", "step_000030", "step_000050"]
+
+
+def test_scores_of_the_run_before_count(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_best=1), scores={10: 0.5, 20: 0.4})
+    for step in (10, 20, 30):
+        save(store, step, write_policy(b"x"), {})
+    assert sorted(path.name for path in folder_of(store).iterdir()) == ["step_000010", "step_000030"]
 
 
 def test_milestones_are_kept_for_ever(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_every=20))
     for step in (10, 20, 30, 40, 50):
         save(store, step, write_policy(b"x"), {})
-    assert sorted(path.name for path in store.folder.iterdir()) == [
+    assert sorted(path.name for path in folder_of(store).iterdir()) == [
         "step_000020",
         "step_000040",
         "step_000050",
@@ -206,7 +236,7 @@ def test_a_milestone_that_was_passed_over_goes(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_every=20))
     for step in (10, 20):
         save(store, step, write_policy(b"x"), {})
-    truncate(store.folder / "step_000020")
-    store.newest = (10, 0)
+    truncate(folder_of(store) / "step_000020")
+    store = CheckpointStore(tmp_path, CheckpointConfig(keep_last=1, keep_every=20), newest=(10, 0))
     save(store, 11, write_policy(b"y"), {})
-    assert [path.name for path in store.folder.iterdir()] == ["step_000011"]
+    assert [path.name for path in folder_of(store).iterdir()] == ["step_000011"]

@@ -27,11 +27,11 @@ from bapo_megatron.errors import Preempted
 from bapo_megatron.interfaces import Saving
 from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.checkpointing import finalize
+from bapo_megatron.trainer.checkpointing import finalize_checkpoint
 from bapo_megatron.trainer.clip_bounds import Clipping
 from checkpoints_tools import to_megatron
 from tests.support.checkpoint_models import folder_bytes, save_random_model
-from tests.support.runs import Told, run_of
+from tests.support.runs import Asked, run_of
 from tests.support.saves import Written, save
 
 BIG = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 5000}
@@ -72,12 +72,20 @@ def copy_of(policy: Path) -> Callable[[Path], Saving]:
 class Owner:
     """A run's store and its exports, with the events that they note."""
 
-    def __init__(self, run_dir: Path, model: Path, policy: Path, every: int = 10, **checkpoint: Any) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        model: Path,
+        policy: Path,
+        every: int = 10,
+        newest: tuple[int, int] = (0, 0),
+        **checkpoint: Any,
+    ) -> None:
         self.events: list[dict[str, Any]] = []
-        self.store = CheckpointStore(run_dir, CheckpointConfig(**{"keep_last": 1, **checkpoint}))
         self.exports = StepExports(run_dir, model, every, self.events.append)
-        self.store.holds = self.exports.holds
-        self._policy = policy
+        config, in_use = CheckpointConfig(**{"keep_last": 1, **checkpoint}), self.exports.is_using
+        self.store = CheckpointStore(run_dir, config, newest, is_in_use=in_use)
+        self._folder, self._policy = run_dir / "checkpoints", policy
 
     def reach(self, step: int) -> None:
         """Save the checkpoint of a step and offer it."""
@@ -96,7 +104,7 @@ class Owner:
         return [(event["kind"], event["step"]) for event in self.events]
 
     def checkpoints(self) -> list[str]:
-        return sorted(path.name for path in self.store.folder.iterdir())
+        return sorted(path.name for path in self._folder.iterdir())
 
 
 def exporters() -> list[psutil.Process]:
@@ -158,7 +166,7 @@ def test_zero_exports_nothing(tmp_path: Path, model: Path, policy: Path) -> None
 def endless(owner: Owner, policy: Path) -> Owner:
     """The checkpoint of step 10 has a manifest that nobody writes: who reads it waits."""
     save(owner.store, 10, copy_of(policy), {})
-    manifest = owner.store.folder / "step_000010/manifest.json"
+    manifest = owner._folder / "step_000010/manifest.json"
     manifest.unlink()
     os.mkfifo(manifest)
     return owner
@@ -225,7 +233,7 @@ def test_a_failure_is_an_event_and_the_next_one_goes_on(
     owner: Owner, halted: psutil.Process, capfd: pytest.CaptureFixture[str]
 ) -> None:
     owner.reach(20)
-    (owner.store.folder / "step_000010/policy/common.pt").unlink()
+    (owner._folder / "step_000010/policy/common.pt").unlink()
     halted.resume()
     owner.wait()
     failed = owner.events[-3]
@@ -262,8 +270,7 @@ def test_a_continued_run_makes_the_newest_two_that_are_missing(
         before.reach(step)
     shutil.copytree(model, tmp_path / "exports/step_000040")
     shutil.copytree(model, tmp_path / "exports/.step_000010.bapo-ckpt.tmp")
-    owner = Owner(tmp_path, model, policy, keep_last=0)
-    owner.store.newest = (40, 0)
+    owner = Owner(tmp_path, model, policy, newest=(40, 0), keep_last=0)
     owner.exports.resume(owner.store.steps())
     owner.wait()
     owner.exports.close()
@@ -275,12 +282,11 @@ def test_a_continued_run_makes_the_newest_two_that_are_missing(
 def test_checkpoints_that_were_passed_over_are_not_exported(
     tmp_path: Path, model: Path, policy: Path
 ) -> None:
-    owner = Owner(tmp_path, model, policy, every=0, keep_last=0)
+    before = Owner(tmp_path, model, policy, every=0, keep_last=0)
     for moment in ((10, 0), (10, 3), (20, 0)):
-        owner.store.begin(moment, copy_of(policy), {})
-        owner.store.finalize(wait=True)
-    owner.store.newest = (10, 3)
-    assert owner.store.steps() == [10]
+        before.store.begin(moment, {"policy": copy_of(policy)}, {})
+        before.store.finalize(wait=True)
+    assert Owner(tmp_path, model, policy, newest=(10, 3)).store.steps() == [10]
 
 
 def test_closing_leaves_nothing_half_written(tmp_path: Path) -> None:
@@ -367,18 +373,18 @@ def test_the_loop_offers_what_has_become_whole_and_never_waits(
     owner: Owner, policy: Path, halted: psutil.Process
 ) -> None:
     run = run_with(owner)
-    owner.store.begin((20, 0), copy_of(policy), {})
-    finalize(run, wait=True)  # returns, though the export of step 10 does not go on
-    assert owner.exports.holds(20)
-    owner.store.begin((20, 2), copy_of(policy), {})
-    finalize(run, wait=True)
+    owner.store.begin((20, 0), {"policy": copy_of(policy)}, {})
+    finalize_checkpoint(run, wait=True)  # returns, though the export of step 10 does not go on
+    assert owner.exports.is_using(20)
+    owner.store.begin((20, 2), {"policy": copy_of(policy)}, {})
+    finalize_checkpoint(run, wait=True)
     assert owner.kinds() == [("export_started", 10)]
     assert owner.checkpoints() == ["step_000010", "step_000020", "step_000020_update_002"]
     halted.resume()
     deadline = time.monotonic() + DEADLINE_S
     while ("export_started", 20) not in owner.kinds():
         assert time.monotonic() < deadline
-        finalize(run)
+        finalize_checkpoint(run)
         time.sleep(0.01)
 
 
@@ -401,8 +407,8 @@ def test_the_end_of_a_run_waits_and_then_deletes_what_was_held(
 
 def test_who_waits_at_the_end_can_be_told_to_stop(owner: Owner, halted: psutil.Process) -> None:
     run = run_with(owner)
-    run.preemption = Told(at=1)  # type: ignore[assignment]
-    owner.store.newest = (20, 0)
+    run.preemption = Asked(at=1)  # type: ignore[assignment]
+    owner.reach(20)
     with pytest.raises(Preempted, match="saved after step 20"):
         wait_for_exports(run)
 

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from checkpoints_tools.core import progress
-from checkpoints_tools.core.progress import Progress, format_bytes, format_time
+from checkpoints_tools.core.progress import ByteProgress, format_bytes, format_time
 
 
 class Clock:
@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_a_log_gets_a_line_every_ten_seconds(clock: Clock) -> None:
     stream = io.StringIO()
-    shown = Progress(4_000_000_000, stream)
+    shown = ByteProgress(4_000_000_000, stream)
     for _ in range(3):
         clock.now += 5
         shown.add(1_000_000_000)
@@ -47,7 +47,7 @@ def test_a_terminal_has_one_line_that_changes(clock: Clock) -> None:
             return True
 
     stream = Terminal()
-    shown = Progress(2000, stream)
+    shown = ByteProgress(2000, stream)
     clock.now += 1
     shown.add(500)
     clock.now += 0.1

@@ -16,7 +16,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from bapo_megatron.errors import CheckpointError
-from checkpoints_tools.archives.pickle_allow_list import Record, load_pickle
+from checkpoints_tools.archives.pickle_allow_list import PickledObject, load_pickle
 
 
 class Attack:
@@ -44,7 +44,7 @@ def test_types_and_sizes_become_names_and_tuples() -> None:
 def test_objects_become_records_of_what_they_were_made_from() -> None:
     arguments = argparse.Namespace(tensor_model_parallel_size=2, attention_backend=AttnBackend.auto)
     record = load_pickle(pickle.dumps(arguments), "x")
-    assert isinstance(record, Record)
+    assert isinstance(record, PickledObject)
     assert record.class_name == "argparse.Namespace"
     assert record.field("tensor_model_parallel_size") == 2
     assert record.field("attention_backend").class_name == "megatron.core.transformer.enums.AttnBackend"
@@ -56,7 +56,7 @@ def test_objects_become_records_of_what_they_were_made_from() -> None:
     "value", [np.zeros(3), np.float32(1.5), Path("/a"), signal.SIGTERM, torch.device("cpu")]
 )
 def test_what_megatron_keeps_beside_the_weights_is_read(value: Any) -> None:
-    assert isinstance(load_pickle(pickle.dumps(value), "x"), Record)
+    assert isinstance(load_pickle(pickle.dumps(value), "x"), PickledObject)
 
 
 @pytest.mark.parametrize(

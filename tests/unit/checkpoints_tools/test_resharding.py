@@ -19,10 +19,16 @@ from checkpoints_tools.archives.torch_archive import object_archive
 from checkpoints_tools.archives.torch_zip import StoredTensor
 from checkpoints_tools.core.copying import copy_tensors
 from checkpoints_tools.formats.opening import open_checkpoint
-from checkpoints_tools.formats.torch_dist import read_torch_dist
+from checkpoints_tools.formats.torch_dist import TorchDist
 from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
 from checkpoints_tools.rewriting import common_for_stacked
 from tests.support.checkpoint_models import edit_metadata, folder_bytes, save_random_model
+
+
+def read_torch_dist(folder: Path) -> TorchDist:
+    content = open_checkpoint(folder).content
+    assert isinstance(content, TorchDist)
+    return content
 
 
 @pytest.fixture
@@ -50,8 +56,6 @@ def test_reshard_refuses_what_another_command_does(stored: Path, tmp_path: Path)
         reshard(stored, tmp_path / "out", tensor=2)
     with pytest.raises(ConfigError, match="--grid 0"):
         reshard(stored, tmp_path / "out", grid=0)
-    with pytest.raises(CheckpointError, match="is a checkpoint of format HF, not torch_dist"):
-        read_torch_dist(tmp_path / "hf")
 
 
 def test_objects_beside_the_weights_are_carried_along(stored: Path, tmp_path: Path) -> None:

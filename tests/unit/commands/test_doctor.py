@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from bapo_megatron.commands.doctor import machine
-from bapo_megatron.commands.doctor.child import Child, one_line, run_child, within
-from bapo_megatron.commands.doctor.doctor import Command, guarded, run_doctor
+from bapo_megatron.commands.doctor.doctor import DoctorArguments, guarded, run_doctor
 from bapo_megatron.commands.doctor.packages import (
     PACKAGES,
     Import,
@@ -27,10 +26,12 @@ from bapo_megatron.commands.doctor.packages import (
     try_imports,
 )
 from bapo_megatron.commands.doctor.probe import torch_facts
-from bapo_megatron.commands.doctor.rows import Row
-from bapo_megatron.commands.doctor.table import as_json, lines, verdict
+from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
+from bapo_megatron.commands.doctor.table import as_json, lines, summary_line
 from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, Permitted, canonical, permitted, pins
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime import child_process, processes
+from bapo_megatron.runtime.child_process import CommandResult, run_command, within
 
 ROOT = Path(__file__).parents[3]
 NEEDED = Package("torch", "torch")
@@ -87,15 +88,20 @@ def test_a_range(version: str, holds: bool) -> None:
     assert Permitted("<2.14,>=2.6").holds(version) is holds
 
 
-@pytest.mark.parametrize("path", sorted(Path(machine.__file__).parent.glob("*.py")), ids=lambda p: p.name)
+RUNS_CHILDREN = (child_process, processes)
+MODULES = [*sorted(Path(machine.__file__).parent.glob("*.py")), *(Path(m.__file__) for m in RUNS_CHILDREN)]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.name)
 def test_the_doctor_starts_where_nothing_is_installed(path: Path) -> None:
-    """Imports at the top of its modules are the standard library's, its own, and errors.py."""
+    """Imports at the top of its modules are the standard library's, its own, and a few that do the same."""
+    shared = {"bapo_megatron.errors", "bapo_megatron.runtime", *(m.__name__ for m in RUNS_CHILDREN)}
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
             assert {alias.name.partition(".")[0] for alias in node.names} <= sys.stdlib_module_names
         elif isinstance(node, ast.ImportFrom):
             name = str(node.module)
-            ours = name.startswith("bapo_megatron.commands.doctor.") or name == "bapo_megatron.errors"
+            ours = name.startswith("bapo_megatron.commands.doctor.") or name in shared
             assert ours or name.partition(".")[0] in sys.stdlib_module_names
 
 
@@ -214,7 +220,7 @@ def test_what_torch_is_asked() -> None:
 def test_a_child_and_its_children_end_at_the_deadline() -> None:
     """The grandchild holds the child's output open, which must not be waited for."""
     began = time.monotonic()
-    child = run_child(["sh", "-c", "sleep 60 & echo $!; sleep 60"], 1.0)
+    child = run_command(["sh", "-c", "sleep 60 & echo $!; sleep 60"], 1.0)
     assert time.monotonic() - began < 20
     assert (child.ended, child.code) == ("no end within 1 s", None)
     deadline = time.monotonic() + 10
@@ -224,9 +230,9 @@ def test_a_child_and_its_children_end_at_the_deadline() -> None:
 
 
 def test_a_child_that_cannot_be_started(tmp_path: Path) -> None:
-    ended = run_child([str(tmp_path / "none")], 1.0).ended
+    ended = run_command([str(tmp_path / "none")], 1.0).ended
     assert ended == f"{tmp_path / 'none'} cannot be started: No such file or directory"
-    assert Child("", "first\n last \n\n", "exit code 1").reason() == "exit code 1: last"
+    assert CommandResult("", "first\n last \n\n", "exit code 1").reason() == "exit code 1: last"
 
 
 def test_within() -> None:
@@ -247,9 +253,9 @@ def test_one_line() -> None:
 
 
 ROWS = [
-    Row("one", "torch", "ok", "2.13.0", "tested: 2.13.0", "is dropped"),
-    Row("one", "wandb", "optional", "not installed", "for logging", "pip install wandb"),
-    Row("two", "http://a-rather-long-name:30000", "problem", "no answer", "a server", "start it"),
+    DoctorRow("one", "torch", "ok", "2.13.0", "tested: 2.13.0", "is dropped"),
+    DoctorRow("one", "wandb", "optional", "not installed", "for logging", "pip install wandb"),
+    DoctorRow("two", "http://a-rather-long-name:30000", "problem", "no answer", "a server", "start it"),
 ]
 
 
@@ -269,8 +275,8 @@ def test_the_table() -> None:
 
 def test_the_verdict() -> None:
     said = "1 problem: a run could not start (1 optional: missing, low or untested)"
-    assert verdict(ROWS, "a run") == said
-    assert verdict(ROWS[:1], "a.py") == "no problem: a.py could start"
+    assert summary_line(ROWS, "a run") == said
+    assert summary_line(ROWS[:1], "a.py") == "no problem: a.py could start"
 
 
 def test_json() -> None:
@@ -291,13 +297,15 @@ def test_a_section_that_breaks_costs_itself() -> None:
 
 
 def test_the_command_line() -> None:
-    assert Command.of([]) == Command(None)
-    assert Command.of(["--json"]) == Command(None, (), True)
-    wanted = Command(Path("a.py"), ("--steps", "3"), True)
-    assert Command.of(["a.py", "--steps", "3", "--json"]) == Command.of(["--json", "a.py", "--steps", "3"])
-    assert Command.of(["a.py", "--json", "--steps", "3"]) == wanted
+    assert DoctorArguments.of([]) == DoctorArguments(None)
+    assert DoctorArguments.of(["--json"]) == DoctorArguments(None, (), True)
+    wanted = DoctorArguments(Path("a.py"), ("--steps", "3"), True)
+    assert DoctorArguments.of(["a.py", "--steps", "3", "--json"]) == DoctorArguments.of(
+        ["--json", "a.py", "--steps", "3"]
+    )
+    assert DoctorArguments.of(["a.py", "--json", "--steps", "3"]) == wanted
     with pytest.raises(ConfigError, match="--steps: the recipe comes first"):
-        Command.of(["--steps", "3"])
+        DoctorArguments.of(["--steps", "3"])
 
 
 def test_help_needs_nothing(capsys: pytest.CaptureFixture[str]) -> None:

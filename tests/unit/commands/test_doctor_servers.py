@@ -16,7 +16,7 @@ import pytest
 from bapo_megatron.commands.doctor import http
 from bapo_megatron.commands.doctor.http import get
 from bapo_megatron.commands.doctor.recipe import Facts, facts_of, problems_of, recipe_rows
-from bapo_megatron.commands.doctor.rows import Row
+from bapo_megatron.commands.doctor.rows import DoctorRow
 from bapo_megatron.commands.doctor.servers import longest_sequence, server_rows
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
 from bapo_megatron.config import RunConfig
@@ -92,7 +92,7 @@ def facts(*urls: str, **more: Any) -> Facts:
     return dataclasses.replace(usual, **more)
 
 
-def bad(rows: Iterator[Row]) -> list[Row]:
+def bad(rows: Iterator[DoctorRow]) -> list[DoctorRow]:
     return [row for row in rows if row.state != "ok"]
 
 
@@ -249,7 +249,7 @@ def test_a_check_that_breaks_is_told(demo: Callable[..., RunConfig], monkeypatch
         raise OSError("the disk is gone")
 
     monkeypatch.setattr("bapo_megatron.trainer.preflight.check_same_run", broken)
-    monkeypatch.setattr("bapo_megatron.trainer.preflight.sglang_python", lambda _given: None)
+    monkeypatch.setattr("bapo_megatron.trainer.preflight._check_engine", lambda _config: None)
     assert list(problems_of(demo())) == ["OSError in broken: the disk is gone"]
 
 

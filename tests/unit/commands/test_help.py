@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 
-from bapo_megatron.cli import run
+from bapo_megatron.cli import COMMANDS, USAGE, run
+from bapo_megatron.commands import study
 from bapo_megatron.errors import ConfigError, refuse_arguments
 
 
@@ -20,3 +27,32 @@ def test_help(command: list[str], flag: str, capsys: pytest.CaptureFixture[str])
 def test_other_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="usage: this"):
         refuse_arguments(["--halp"], "usage: this")
+
+
+def test_every_command_is_there_and_told_of() -> None:
+    assert set(re.findall(r"^  ([a-z-]+) ", USAGE, re.MULTILINE)) == set(COMMANDS)
+    for place in COMMANDS.values():
+        module, _, function = place.partition(":")
+        assert callable(getattr(import_module(f"bapo_megatron.{module}"), function))
+
+
+def test_the_help_of_all_commands_imports_nothing_but_the_standard_library() -> None:
+    script = (
+        "import sys; before = set(sys.modules); from bapo_megatron.cli import run; run(['--help'])\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "print(new - {*sys.stdlib_module_names, '__mp_main__'}, file=sys.stderr)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stderr == "{'bapo_megatron'}\n"
+    assert found.stdout == USAGE
+
+
+def test_the_study_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An installed package has no folder of benchmarks beside it."""
+    monkeypatch.setattr(study, "_CHECKOUT", tmp_path)
+    assert run(["study", "staleness"]) == 2
+    message = capsys.readouterr().err
+    assert f"{tmp_path} is none: clone it" in message
+    assert len(message.splitlines()) == 1

@@ -16,11 +16,9 @@ from bapo_megatron.cli import run as bapo
 from bapo_megatron.commands.plan.activations import kept
 from bapo_megatron.commands.plan.advice import fastest_layouts, problems, smallest_changes
 from bapo_megatron.commands.plan.engines import cache_bytes_per_token, engines
-from bapo_megatron.commands.plan.job import Job, find_shape
+from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape, in_flight, slots
 from bapo_megatron.commands.plan.memory import host_bytes, optimizer_bytes, stage_memory
-from bapo_megatron.commands.plan.options import PlanOptions
 from bapo_megatron.commands.plan.plan import make_plan
-from bapo_megatron.commands.plan.schedule import in_flight, slots
 from bapo_megatron.commands.plan.sizes import largest_parameter, stage_parameters, total_parameters
 from bapo_megatron.commands.plan.speed import recompute_share, speed
 from bapo_megatron.commands.plan.traffic import forward_passes, update_traffic
@@ -170,9 +168,9 @@ def test_peaks_by_hand() -> None:
     assert memory.workspace == 16 * 2 * (3 * 16 + 2 * 8)
     parts = memory.activations + memory.workspace + memory.head
     assert memory.training == pytest.approx(steady + 1.05 * parts + memory.buffers, abs=1e-3)
-    assert memory.buffers == 3 * 16 * 44  # the fields of three packs
+    assert memory.buffers == 3 * 16 * 56  # the columns of three packs
     message = 2 * 16 * 8 * 2  # sent and received
-    assert stage_memory(job(ParallelConfig(pipeline=2)), 0).buffers == message + 8 * 16 * 44
+    assert stage_memory(job(ParallelConfig(pipeline=2)), 0).buffers == message + 8 * 16 * 56
 
 
 def test_activations_by_hand() -> None:
@@ -376,10 +374,10 @@ def test_the_documentation_shows_this_plan(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--mfu", "1.5"], "--mfu 1.5 must be in (0, 1]"),
+        (["--mfu", "1.5"], "mfu=1.5 must be above 0 and at most 1"),
         (["--parallel.tensor", "3"], "parallel.tensor=3 does not divide"),
         (["--parallel.context", "16", "--batch.pack-tokens", "67600"], "not a multiple of 256"),
-        (["--engine-gpus", "0"], "--engine-gpus 0 must be at least 1"),
+        (["--engine-gpus", "0"], "engine_gpus=0 must be at least 1"),
     ],
 )
 def test_bad_input_is_named(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ import pytest
 from matplotlib.image import imread
 
 from bapo_megatron.cli import run as bapo
-from bapo_megatron.commands.report.comparison import differences, write_comparison
+from bapo_megatron.commands.report.comparison import setting_differences, with_unique_names, write_comparison
+from bapo_megatron.commands.report.data import RunRecord
 from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
 from bapo_megatron.commands.report.page import common_folder
 from bapo_megatron.commands.report.panels import PANELS
@@ -82,8 +83,16 @@ def test_same_runs_give_the_same_page(runs: list[Path], tmp_path: Path) -> None:
 def test_differences_by_hand() -> None:
     first = {"name": "a", "run_dir": "x", "same": 1, "lr": 1e-6, "kind": "grpo"}
     second = {"name": "b", "run_dir": "y", "same": 1, "lr": 2e-6}
-    assert differences([first, second]) == [("kind", ['"grpo"', "–"]), ("lr", ["1e-06", "2e-06"])]  # noqa: RUF001
-    assert differences([first, first]) == []
+    assert setting_differences([first, second]) == [("kind", ['"grpo"', "–"]), ("lr", ["1e-06", "2e-06"])]  # noqa: RUF001
+    assert setting_differences([first, first]) == []
+
+
+def test_runs_of_one_name_keep_all_that_was_read() -> None:
+    evaluations = [{"step": 1, "eval/mean": 0.25}]
+    runs = [RunRecord(Path(name), [{"step": 1}], [], [], {"name": "same"}, evaluations) for name in "ab"]
+    named = with_unique_names(runs)
+    assert [run.name for run in named] == ["same (a)", "same (b)"]
+    assert [run.evaluations for run in named] == [evaluations, evaluations]
 
 
 @pytest.mark.usefixtures("few_pictures")

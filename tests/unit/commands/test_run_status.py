@@ -16,9 +16,9 @@ from bapo_megatron.commands.cluster.commands import status_command
 from bapo_megatron.commands.cluster.run_logs import cancel, follow_logs, newest_logs, show_logs
 from bapo_megatron.commands.cluster.slurm_client import read_job_state
 from bapo_megatron.commands.cluster.status import read_status, tail_rows, writer
-from bapo_megatron.commands.cluster.status_text import ago, render
+from bapo_megatron.commands.cluster.status_text import ago, status_text
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.deadline import within
+from bapo_megatron.runtime.child_process import within
 
 NOW = 1_800_000_000.0
 STATE = "job=41\nrestart=2\nstatus=running\nend=1800003600\nnodes=n1 n2\nexcluded=n3\ncrash=1\ntime_limit=4\n"
@@ -72,7 +72,7 @@ def test_an_export_that_failed_is_the_last_trouble(run: Path) -> None:
 
 
 def test_everything_that_is_known_is_shown(run: Path) -> None:
-    assert render(read_status(run, NOW)).splitlines()[1:] == [
+    assert status_text(read_status(run, NOW)).splitlines()[1:] == [
         "job         41, RUNNING, restart 2, on n1 n2, 1:00:00 left",
         "step        120 of 500, reward 0.512, 8,123 tokens/s, 6:20:00 to go at 60.0 s a step",
         "checkpoint  step 110, 4 min ago",  # step 120 has no manifest yet
@@ -112,16 +112,16 @@ def test_the_state_of_a_job(
 
 def test_a_local_run_needs_no_slurm(run: Path) -> None:
     (run / "slurm.state").unlink()
-    assert "job         not running" in render(read_status(run, NOW))
+    assert "job         not running" in status_text(read_status(run, NOW))
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert writer(run) == os.getpid()
-        assert f"job         running here, process {os.getpid()}" in render(read_status(run, NOW))
+        assert f"job         running here, process {os.getpid()}" in status_text(read_status(run, NOW))
 
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
-    text = render(read_status(tmp_path, NOW))
+    text = status_text(read_status(tmp_path, NOW))
     assert "step        none yet" in text
     assert "checkpoint  none yet" in text
     assert "error" not in text

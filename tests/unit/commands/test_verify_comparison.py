@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from bapo_megatron.commands.verify.comparison import (
-    Row,
+    QuantityRow,
     Tolerances,
-    compare,
-    first_difference,
+    compare_layouts,
+    comparison_table,
+    first_differing_row,
     first_not_finite,
     not_measured,
-    render,
 )
 from bapo_megatron.commands.verify.layout_reference import LayoutReference
 from tests.support.layout_references import BOUNDS, handmade
@@ -25,8 +25,10 @@ QUANTITIES = ["log-probs", "entropies", "contribution sums", "bounds (low, high)
 
 def rows_of(
     ours: LayoutReference, reference: LayoutReference | None = None, **tolerances: float
-) -> list[Row]:
-    return compare(reference or handmade(), ours.tokens, ours.totals, BOUNDS, Tolerances(**tolerances))
+) -> list[QuantityRow]:
+    return compare_layouts(
+        reference or handmade(), ours.tokens, ours.totals, BOUNDS, Tolerances(**tolerances)
+    )
 
 
 def with_totals(**changes: object) -> LayoutReference:
@@ -45,7 +47,7 @@ def test_equal_certificates_agree() -> None:
     assert [row.quantity for row in rows] == QUANTITIES
     assert {row.verdict for row in rows} == {"ok"}
     assert {row.worst_absolute for row in rows} == {0.0}
-    assert first_difference(rows) is None
+    assert first_differing_row(rows) is None
 
 
 def test_the_first_token_is_named() -> None:
@@ -54,7 +56,7 @@ def test_the_first_token_is_named() -> None:
     ours.tokens.entropies[0][0] = 9.0
     rows = rows_of(ours)
     assert [row.verdict for row in rows[:3]] == ["DIFFERS", "DIFFERS", "ok"]
-    first = first_difference(rows)
+    first = first_differing_row(rows)
     assert first.quantity == "log-probs"
     # Position 1 of the second sample predicts its token 2, the first of its response.
     assert "at sample 1, token 2 of 4 (0 of the response, id 10): -5 in the reference, -5.001 here" in (
@@ -67,23 +69,25 @@ def test_the_first_token_is_named() -> None:
 
 
 def test_a_token_of_a_prompt_is_named() -> None:
-    first = first_difference(rows_of(with_token("entropies", 1, 0, 3.1)))
+    first = first_differing_row(rows_of(with_token("entropies", 1, 0, 3.1)))
     assert first.quantity == "entropies"
     assert "sample 1, token 1 of 4 (in the prompt, id 9): 3 in the reference, 3.1 here" in first.detail
 
 
 def test_the_tolerance_is_absolute_plus_relative() -> None:
     ours = with_token("log_probs", 0, 1, -4.25)  # 0.25 from -4
-    assert first_difference(rows_of(ours, token_relative=0.05, token_absolute=0.04)).quantity == "log-probs"
-    assert first_difference(rows_of(ours, token_relative=0.05, token_absolute=0.06)) is None
+    assert (
+        first_differing_row(rows_of(ours, token_relative=0.05, token_absolute=0.04)).quantity == "log-probs"
+    )
+    assert first_differing_row(rows_of(ours, token_relative=0.05, token_absolute=0.06)) is None
 
 
 def test_the_mean_has_its_own_tolerance() -> None:
     ours = with_token("log_probs", 0, 1, -4.25)  # 0.05 on average over five tokens
-    first = first_difference(rows_of(ours, token_absolute=0.3, token_mean=0.04))
+    first = first_differing_row(rows_of(ours, token_absolute=0.3, token_mean=0.04))
     assert "on average they are 5.00e-02 apart, more than 0.04" in first.detail
     assert "most at sample 0, token 2 of 3 (0 of the response, id 7): -4" in first.detail
-    assert first_difference(rows_of(ours, token_absolute=0.3, token_mean=0.06)) is None
+    assert first_differing_row(rows_of(ours, token_absolute=0.3, token_mean=0.06)) is None
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -101,7 +105,7 @@ def test_a_sum_is_named() -> None:
     sums = handmade().totals.sums.copy()
     sums[3] *= 1.001
     sums[6] *= 1.001
-    first = first_difference(rows_of(with_totals(sums=sums)))
+    first = first_differing_row(rows_of(with_totals(sums=sums)))
     assert first.quantity == "contribution sums"
     assert first.detail == (
         "N(c_low=0.9) (gradient, uniform), the first of 2 that differ: 2 in the reference, 2.002 here"
@@ -111,15 +115,15 @@ def test_a_sum_is_named() -> None:
 @pytest.mark.parametrize(("field", "quantity"), [("loss", "loss"), ("grad_norm", "gradient norm")])
 def test_a_total_is_named(field: str, quantity: str) -> None:
     value = getattr(handmade().totals, field)
-    assert first_difference(rows_of(with_totals(**{field: value * (1 + 5e-6)}))) is None
-    first = first_difference(rows_of(with_totals(**{field: value * (1 + 5e-5)})))
+    assert first_differing_row(rows_of(with_totals(**{field: value * (1 + 5e-6)}))) is None
+    first = first_differing_row(rows_of(with_totals(**{field: value * (1 + 5e-5)})))
     assert first.quantity == quantity
     assert f"{value:g} in the reference" in first.detail
 
 
 def test_bounds_differ() -> None:
     """Bounds that do not follow from their sums, and bounds that follow from other sums."""
-    first = first_difference(rows_of(with_totals(high=1.2)))
+    first = first_differing_row(rows_of(with_totals(high=1.2)))
     assert first.quantity == "bounds (low, high)"
     assert first.detail == "(0.8, 1.4) in the reference, (0.8, 1.2) here"
     sums = handmade(3.5).totals.sums
@@ -135,13 +139,13 @@ def test_a_tie_is_no_difference() -> None:
         rows = rows_of(ours, reference)
         assert rows[3].verdict == "tie"
         assert "lie within the sums' tolerance of the target 0.5" in rows[3].detail
-        assert first_difference(rows) is None
+        assert first_differing_row(rows) is None
     strict = rows_of(above, below, total_relative=1e-8, total_absolute=1e-5)
-    assert first_difference(strict).quantity == "bounds (low, high)"
+    assert first_differing_row(strict).quantity == "bounds (low, high)"
 
 
 def test_the_table_shows_every_quantity() -> None:
-    lines = render(rows_of(with_token("log_probs", 0, 1, -4.25))).splitlines()
+    lines = comparison_table(rows_of(with_token("log_probs", 0, 1, -4.25))).splitlines()
     assert lines[0].split("  ")[0] == "quantity"
     assert [line[:18].rstrip() for line in lines[2:]] == QUANTITIES
     assert lines[2].endswith("DIFFERS")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from annotated_types import Ge, Gt, Le, Lt
 
 from bapo_megatron.algo.bapo import paper
 from bapo_megatron.checkpoint.run_directory import (
     changed_settings,
+    check_partial_step,
     check_same_run,
-    check_within_step,
     check_writable,
     only_writer,
     store_config,
@@ -32,7 +34,7 @@ from bapo_megatron.config import (
     SglangConfig,
 )
 from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.config.validation import flat
+from bapo_megatron.config.validation import flat, out_of_range
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
@@ -73,6 +75,14 @@ def test_a_good_reward_passes() -> None:
         (
             {"rollout": RolloutConfig(max_response_tokens=200, temperature=0.0)},
             "temperature=0.0 must be above 0",
+        ),
+        (
+            {"rollout": RolloutConfig(max_response_tokens=200, sglang=SglangConfig(memory_fraction=1.0))},
+            "rollout.sglang.memory_fraction=1.0 must be above 0 and below 1",
+        ),
+        (
+            {"rollout": RolloutConfig(max_response_tokens=200, segment_tokens=0)},
+            "segment_tokens=0 must be at",
         ),
         ({"optimizer": OptimizerConfig(lr=1e-6, min_lr=1e-5)}, "optimizer.min_lr=1e-05 is above"),
         ({"optimizer": OptimizerConfig(lr=float("nan"))}, "optimizer.lr=nan is not a finite number"),
@@ -209,6 +219,23 @@ def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
         load_recipe(tmp_path / "none.py", RunConfig)
 
 
+def test_a_range_stands_at_the_field() -> None:
+    @dataclasses.dataclass
+    class Knobs:
+        share: Annotated[float | None, Gt(0), Le(1)] = None
+        count: Annotated[int, Ge(2)] = 2
+        part: Annotated[float, Lt(1)] = -5.0
+        free: float = -7.0
+
+    assert list(out_of_range(Knobs())) == list(out_of_range(Knobs(1.0, 3, 0.99))) == []
+    assert list(out_of_range(Knobs(0.0, 1, 1.0, float("nan")))) == [
+        "share=0.0 must be above 0 and at most 1",
+        "count=1 must be at least 2",
+        "part=1.0 must be below 1",
+        "free=nan is not a finite number",
+    ]
+
+
 def test_flat_names_are_dotted() -> None:
     leaves = flat(GOOD)
     assert leaves["parallel.tensor"] == 1
@@ -277,10 +304,26 @@ def test_a_step_ends_as_it_began(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"^algorithm.reuse_epochs: the newest checkpoint lies within a step"
     ):
-        check_within_step(changed, reused)
+        check_partial_step(changed, reused)
     slower = dataclasses.replace(reused, algorithm=run.algorithm)
-    check_within_step(changed_settings(slower), slower)
+    check_partial_step(changed_settings(slower), slower)
     assert changed_settings(dataclasses.replace(run, run_dir=tmp_path / "new")) == []
+
+
+def test_a_run_from_before_there_were_losses_has_bapo(tmp_path: Path) -> None:
+    """Its config.json has no ``algorithm.loss``: it goes on with BAPO's, and with no other."""
+    run = dataclasses.replace(GOOD, run_dir=tmp_path)
+    store_config(run)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["config"].pop("algorithm.loss") == "bapo"
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    check_same_run(run)
+    assert changed_settings(run) == []
+    other = dataclasses.replace(run, algorithm=AlgorithmConfig(loss="mine:Loss"))
+    with pytest.raises(ConfigError, match="algorithm.loss: 'bapo' in the run, 'mine:Loss' now"):
+        check_same_run(other)
+    assert changed_settings(other) == [("algorithm.loss", "bapo", "mine:Loss")]
 
 
 def test_a_run_directory_of_another_format_is_refused(tmp_path: Path) -> None:

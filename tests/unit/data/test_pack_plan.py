@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bapo_megatron.data.pack_balancing import Documents, level
+from bapo_megatron.data.pack_balancing import Documents, balance
 from bapo_megatron.data.pack_plan import plan_packs
 from bapo_megatron.types import PackLayout
 
@@ -116,51 +116,51 @@ def test_one_length_pads_little_and_comes_out_level(seed: int) -> None:
     assert costs.max() <= 1.03 * costs.mean()
 
 
-def test_leveling_exchanges_a_document_for_a_shorter_one() -> None:
+def test_balancing_exchanges_a_document_for_a_shorter_one() -> None:
     """7 + 4 against 5 + 2 (11 : 7) in full packs of 11 and 8: 7 for 5 gives 9 : 9."""
     lengths = np.array([7, 4, 5, 2])
     groups = [[[0, 1]], [[2, 3]]]
-    level(groups, Documents(lengths, lengths, 11), slack=0)
+    balance(groups, Documents(lengths, lengths, 11), slack=0)
     assert [sorted(group[0]) for group in groups] == [[1, 2], [0, 3]]
 
 
-def test_leveling_moves_a_document_where_there_is_room() -> None:
+def test_balancing_moves_a_document_where_there_is_room() -> None:
     """Three of 3 against one: moving one gives 6 : 6."""
     lengths = np.array([3, 3, 3, 3])
     groups = [[[0, 1, 2]], [[3]]]
-    level(groups, Documents(lengths, lengths, 9), slack=0)
+    balance(groups, Documents(lengths, lengths, 9), slack=0)
     assert groups == [[[1, 2]], [[3, 0]]]
 
 
-def test_leveling_stops_where_there_is_no_room() -> None:
+def test_balancing_stops_where_there_is_no_room() -> None:
     """Weights 9 : 1 as before, but the light document takes 6 of 9 tokens: nothing fits beside it."""
     groups = [[[0, 1]], [[2]]]
-    level(groups, Documents(np.array([5, 4, 6]), np.array([5, 4, 1]), 9), slack=0)
+    balance(groups, Documents(np.array([5, 4, 6]), np.array([5, 4, 1]), 9), slack=0)
     assert groups == [[[0, 1]], [[2]]]
 
 
-def test_leveling_goes_on_to_the_next_group() -> None:
+def test_balancing_goes_on_to_the_next_group() -> None:
     """Weights 5 4 | 1 | 2. The 1 fills its pack of 9 tokens, so the 5 changes places with the 2."""
     groups = [[[0, 1]], [[2]], [[3]]]
-    level(groups, Documents(np.array([5, 4, 9, 2]), np.array([5, 4, 1, 2]), 9), slack=0)
+    balance(groups, Documents(np.array([5, 4, 9, 2]), np.array([5, 4, 1, 2]), 9), slack=0)
     assert groups == [[[1, 3]], [[2]], [[0]]]
 
 
-def test_leveling_stops_at_the_slack_and_at_the_work() -> None:
+def test_balancing_stops_at_the_slack_and_at_the_work() -> None:
     """9 : 1 is 4 above the mean of 5."""
     lengths = np.array([5, 4, 1])
     for slack, work in ((4.0, 10**6), (3.9, 5000)):
         groups = [[[0, 1]], [[2]]]
-        level(groups, Documents(lengths, lengths, 9), slack, work)
+        balance(groups, Documents(lengths, lengths, 9), slack, work)
         assert groups == [[[0, 1]], [[2]]]
 
 
-def test_leveling_exchanges_whole_packs() -> None:
+def test_balancing_exchanges_whole_packs() -> None:
     """All packs are full. Weights (5 4) 8 : 2 (1 0), the packs in brackets of unequal pieces.
 
     Best is (5 4) for 2: 10 : 10. Single documents, 8 for 2, would give 11 : 9.
     """
     tokens, weights = np.array([3, 2, 5, 5, 4, 1]), np.array([5, 4, 8, 2, 1, 0])
     groups = [[[0, 1], [2]], [[3], [4, 5]]]
-    level(groups, Documents(tokens, weights, 5), slack=0)
+    balance(groups, Documents(tokens, weights, 5), slack=0)
     assert groups == [[[3], [2]], [[0, 1], [4, 5]]]

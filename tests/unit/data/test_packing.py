@@ -144,6 +144,13 @@ def test_a_sample_without_positions_takes_no_room() -> None:
     assert pack.rows == ((0, 0, 2), (1, 2, 0), (2, 2, 0))
 
 
+def test_nothing_predicts_the_first_token_of_a_sample_without_a_prompt() -> None:
+    [pack] = pack_samples([sample([], [4, 5, 6]), sample([1], [2])], 8)
+    assert pack.label_T.tolist() == [5, 6, 2]
+    assert pack.mask_T.tolist() == [1, 1, 1]
+    assert pack.rollout_log_prob_T.tolist() == [-2, -3, -1]
+
+
 def test_a_layout_of_multiples_that_do_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="length_multiple=6 is no multiple of document_multiple=4"):
         PackLayout(length_multiple=6, document_multiple=4)

@@ -13,7 +13,7 @@ from bapo_megatron.types import MicroBatch, TokenStats
 
 def batch_of(labels: torch.Tensor, weights: torch.Tensor) -> MicroBatch:
     zeros = torch.zeros(labels.numel())
-    return MicroBatch(
+    return MicroBatch.of(
         token_T=labels,
         label_T=labels,
         position_T=labels,

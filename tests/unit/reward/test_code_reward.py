@@ -339,7 +339,7 @@ FORGERIES = {
     "written result": WRITES.format("4"),
     "patched builtins": "import builtins, json\nfor name in ('bool', 'isinstance', 'eval', 'compile'):\n"
     "    setattr(builtins, name, lambda *_, **__: True)\njson.dumps = lambda *_: '4'\ndouble = lambda x: 5",
-    "patched harness": "import __main__, sys\n__main__._tell = sys.modules.get('bapo_megatron')\n"
+    "patched harness": "import __main__, sys\n__main__._write_value = sys.modules.get('bapo_megatron')\n"
     "import bapo_megatron.reward.sandbox.child as s\ns._plain = lambda _: 4",
 }
 
@@ -480,7 +480,7 @@ def test_without_namespaces_the_second_line_holds(monkeypatch: pytest.MonkeyPatc
     """A kernel that permits neither namespaces nor a filter, played by the bootstrap."""
     begin = sandbox_module._BEGIN.replace(
         "del sys",
-        "from bapo_megatron.reward import sandbox_walls as w\n"
+        "from bapo_megatron.reward.sandbox import isolation as w\n"
         "w.separate, w.filter_note = lambda box: ['no namespaces'], lambda: ['no filter']\ndel sys",
     )
     monkeypatch.setattr(sandbox_module, "_BEGIN", begin)

@@ -192,7 +192,7 @@ def test_closing_ends_all_that_runs_or_waits(tmp_path: Path, monkeypatch: pytest
 
     async def main() -> None:
         pool = RewardPool(RewardConfig(function=SCORE, workers=1), 100)
-        with pytest.raises(RuntimeError, match=r"start\(\) it before judge"):
+        with pytest.raises(RuntimeError, match=r"start\(\) it before score"):
             await pool.score(prompt(), "1", 1)
         await pool.start()
         tasks = [
@@ -226,7 +226,7 @@ async def main():
     pool = RewardPool(RewardConfig(function=SCORE, workers=2), 100)
     await pool.start()
     texts = (f"{kind} {sys.argv[1]}/{kind}" for kind in ("hold", "child"))
-    await asyncio.gather(*(pool.judge(prompt(), text, 1) for text in texts))
+    await asyncio.gather(*(pool.score(prompt(), text, 1) for text in texts))
 
 asyncio.run(main())
 """

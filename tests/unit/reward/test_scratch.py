@@ -73,11 +73,11 @@ def test_nothing_else_is_touched(place: Path) -> None:
     assert len(list(place.iterdir())) == 3
 
 
-def test_a_judge_that_cannot_be_started_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_be_started_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(*_arguments: object) -> None:
         raise OSError("no room for a process")
 
-    monkeypatch.setattr(pool, "Child", no_room)
+    monkeypatch.setattr(pool, "AnsweringChild", no_room)
     worker = pool._Worker(RewardConfig())
     open_before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):

@@ -63,8 +63,8 @@ def test_every_problem_is_asked_as_often_as_wanted_segment_by_segment(tmp_path: 
         *(("easy", problem, sample) for problem in (0, 1) for sample in (0, 1)),
         *(("hard", 0, sample) for sample in (0, 1)),
     ]
-    told = [(row["response"], row["correct"], row["tokens"], row["finish_reason"]) for row in rows]
-    assert told == [
+    found = [(row["response"], row["correct"], row["tokens"], row["finish_reason"]) for row in rows]
+    assert found == [
         *[("y", True, 2, "stop"), ("no", False, 3, "stop")] * 2,
         *[("nev", False, 3, "length")] * 2,
     ]
@@ -111,8 +111,8 @@ def test_only_what_is_due_and_not_there_is_asked(tmp_path: Path) -> None:
     assert asyncio.run(main()) == 0
 
 
-def test_what_a_life_that_went_back_found_out_is_void(tmp_path: Path) -> None:
-    """The run goes on before step 3: step 2 made the weights it starts from, step 4 is yet to come."""
+def test_results_after_the_step_that_a_run_continues_from_are_deleted(tmp_path: Path) -> None:
+    """The run continues before step 3: step 2 made the weights it starts from, step 4 is yet to come."""
     made = world(tmp_path)
     (tmp_path / "evaluation").mkdir()
     for step in (2, 4):
@@ -133,11 +133,13 @@ def test_the_sampler_is_held_until_all_is_answered(tmp_path: Path) -> None:
     engine.holds = lambda request: request.request_id.startswith("evaluation.")
     engine.gate.clear()
 
+    evaluations: list[HeldOut] = []
+
     async def main() -> None:
-        async with made.sampling() as sampler:
+        async with made.sampling(is_held=lambda: any(one.is_busy for one in evaluations)) as sampler:
             await made.batch(1)
             asked = held_out(made)
-            sampler.is_held = lambda: asked.is_busy
+            evaluations.append(asked)
             asked.expect(1)
             await made.weights(1)
             asked.begin()

@@ -1,4 +1,4 @@
-"""The sampler, on engines that write what the test tells them."""
+"""The sampler on scripted engines, in virtual time."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ from tests.support.sampling import (
     uniform_on,
     until,
 )
+from tests.support.virtual_time import run_virtually
 
 T = TypeVar("T")
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(coroutine, 90))
+    with pytest.MonkeyPatch.context() as patch:
+        return run_virtually(coroutine, None, patch)
 
 
 def test_groups_hold_what_the_engine_said(tmp_path: Path) -> None:
@@ -43,6 +45,7 @@ def test_groups_hold_what_the_engine_said(tmp_path: Path) -> None:
         world = World(tmp_path, [engine])
         async with world.sampling():
             batch = await world.batch(1)
+            assert world.sampler.state()["served"] == 1  # its record is committed before its file is served
         assert prompt_ids(batch) == [0, 1, 2, 3]
         for group in batch.groups:
             assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0, 0.0]
@@ -58,7 +61,7 @@ def test_groups_hold_what_the_engine_said(tmp_path: Path) -> None:
     run(check())
 
 
-def test_steps_go_on_through_the_data(tmp_path: Path) -> None:
+def test_steps_take_the_data_in_order(tmp_path: Path) -> None:
     async def check() -> None:
         world = World(tmp_path, [ScriptedEngine(mixed)], prompts=6)
         async with world.sampling():
@@ -99,7 +102,7 @@ def test_oversampling_is_bounded_and_fewer_groups_are_legal(tmp_path: Path) -> N
     run(check())
 
 
-def test_uniform_groups_stay_if_told_so(tmp_path: Path) -> None:
+def test_uniform_groups_stay_if_they_are_not_to_be_dropped(tmp_path: Path) -> None:
     async def check() -> None:
         world = World(tmp_path, [ScriptedEngine(uniform_on(1, 2))], drop_uniform_groups=False)
         async with world.sampling():
@@ -147,7 +150,7 @@ def test_each_request_has_a_seed_of_its_own_that_comes_again(tmp_path: Path) -> 
             await world.train(2)  # the second epoch
         return [request.params.seed for request in engine.asked]
 
-    first, second = (asyncio.run(seeds(tmp_path / name)) for name in "ab")
+    first, second = (run(seeds(tmp_path / name)) for name in "ab")
     assert len(set(first)) == 24
     assert first == second
     assert request_seed(0, 1, 2, 3) == 6463705122041852897
@@ -173,7 +176,7 @@ def test_segments_make_the_uncut_response(tmp_path: Path) -> None:
     run(check())
 
 
-def test_partial_rollout_goes_on_under_newer_weights(tmp_path: Path) -> None:
+def test_partial_rollout_continues_under_newer_weights(tmp_path: Path) -> None:
     """Two tokens for each response under each version: a response of five takes three steps."""
 
     def answer(prompt: int, sample: int) -> str:
@@ -285,8 +288,8 @@ def test_budgets_are_of_the_steps_that_a_group_has_seen(tmp_path: Path) -> None:
     run(check())
 
 
-def test_rounds_give_the_same_groups_however_long_a_judge_takes(tmp_path: Path) -> None:
-    """A step that took what happened to be judged would hang on the machine's load."""
+def test_rounds_give_the_same_groups_however_long_scoring_takes(tmp_path: Path) -> None:
+    """A step that took what happened to be scored would depend on the machine's load."""
 
     class Slow(StartsWithY):
         def __init__(self, seed: int) -> None:
@@ -439,7 +442,7 @@ def test_a_journal_of_other_settings_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_one_process_writes_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bapo_megatron.rollout.sampler.journal._LOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("bapo_megatron.rollout.sampler.event_log.journal._LOCK_WAIT_S", 0.2)
 
     async def check() -> None:
         async with World(tmp_path, [ScriptedEngine(mixed)]).sampling():

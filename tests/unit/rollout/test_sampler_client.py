@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 
 from bapo_megatron.errors import RunStopped
-from bapo_megatron.rollout.sampler import client
-from bapo_megatron.rollout.sampler import heartbeat as signs_of_life
-from bapo_megatron.rollout.sampler import process as service
+from bapo_megatron.rollout.sampler import client, heartbeat, process
 from bapo_megatron.rollout.sampler.client import SamplerClient
-from bapo_megatron.rollout.sampler.heartbeat import ALIVE, answering
+from bapo_megatron.rollout.sampler.heartbeat import ALIVE, with_heartbeats
 
 SILENT_S = 5.0
 """Longer than a busy machine takes to start an interpreter."""
@@ -80,7 +78,7 @@ def test_a_question_that_nobody_reads_is_given_up(
 
 
 def test_an_answer_in_the_making_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signs_of_life, "BEAT_S", 0.02)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
     ours, theirs = Pipe()
 
     async def slow() -> str:
@@ -90,11 +88,11 @@ def test_an_answer_in_the_making_gives_signs_of_life(monkeypatch: pytest.MonkeyP
     async def failing() -> None:
         raise ValueError("wrong")
 
-    assert asyncio.run(answering(theirs, slow())) == "done"
+    assert asyncio.run(with_heartbeats(theirs, slow())) == "done"
     assert ours.poll(1.0)
     assert ours.recv() == ALIVE
     with pytest.raises(ValueError, match="wrong"):
-        asyncio.run(answering(theirs, failing()))
+        asyncio.run(with_heartbeats(theirs, failing()))
 
 
 def test_what_goes_wrong_at_the_beginning_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +102,7 @@ def test_what_goes_wrong_at_the_beginning_is_told(tmp_path: Path, monkeypatch: p
     async def fail(*_: Any) -> None:
         raise RunStopped("the journal could not be written")
 
-    monkeypatch.setattr(service, "_open", fail)
+    monkeypatch.setattr(process, "_open", fail)
     ours.send(("start", (1, None)))
-    asyncio.run(service._serve(theirs, None))  # type: ignore[arg-type]
+    asyncio.run(process._serve(theirs, None))  # type: ignore[arg-type]
     assert ours.recv() == ("error", "RunStopped", "the journal could not be written", [])

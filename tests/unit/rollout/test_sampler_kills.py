@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from bapo_megatron.errors import RunStopped
-from bapo_megatron.rollout.sampler.state import SamplerState
+from bapo_megatron.rollout.sampler.event_log.state import SamplerState
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups, steps_in
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from tests.support import accounts
 from tests.support.raw_journal import keep_logs
 from tests.support.sampling import ScriptedEngine, World, prompt_ids, until
@@ -29,9 +29,9 @@ def answer(prompt: int, sample: int) -> str:
     return ("y" if sample == 0 and prompt % 4 else "n") + "abcdefghijk"[: (prompt * 7 + sample * 3) % 11]
 
 
-def book_of(world: World) -> SamplerState:
-    """What the journal says."""
-    return accounts.book_of(world.journal, world.dataset.prompts, world.config.rollout.group_size)
+def state_of(world: World) -> SamplerState:
+    """The sampler's state that the journal replays."""
+    return accounts.state_of(world.journal, world.dataset.prompts, world.config.rollout.group_size)
 
 
 def check_accounts(world: World, logs: Path | None = None) -> Counter[str]:
@@ -42,7 +42,7 @@ def check_accounts(world: World, logs: Path | None = None) -> Counter[str]:
 
 @pytest.mark.parametrize("seed", slow_but(range(12), 0, 1, 2))
 def test_kills_at_any_moment(tmp_path: Path, seed: int) -> None:
-    """Samplers are killed at random, some with their last record torn; the run goes on from its files."""
+    """Samplers are killed at random, some with their last record torn; the run continues from its files."""
     random = np.random.default_rng(seed)
     engines: list[ScriptedEngine] = []
     given: dict[int, list[int]] = {}
@@ -92,7 +92,7 @@ def tear(path: Path, random: np.random.Generator) -> None:
         file.write(b"BPR1segments" + random.bytes(int(random.integers(0, 40))))
 
 
-def test_finished_segments_survive_and_responses_go_on_from_them(tmp_path: Path) -> None:
+def test_finished_segments_survive_and_responses_continue_from_them(tmp_path: Path) -> None:
     async def check() -> None:
         engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
         engine.holds = lambda request: request.prefix_tokens >= 4
@@ -101,7 +101,7 @@ def test_finished_segments_survive_and_responses_go_on_from_them(tmp_path: Path)
         async with world.sampling():
             await until(lambda: world.sampler.state()["tokens"].get("sampled") == 3 * 2 * 4)
             world.kill()
-        assert book_of(world).tokens["sampled"] == 3 * 2 * 4
+        assert state_of(world).tokens["sampled"] == 3 * 2 * 4
         engine.gate.set()
         engine.asked.clear()
         async with world.sampling():
@@ -115,7 +115,7 @@ def test_finished_segments_survive_and_responses_go_on_from_them(tmp_path: Path)
     asyncio.run(asyncio.wait_for(check(), 90))
 
 
-def test_damage_is_told_with_its_offset_and_costs_only_what_it_hit(tmp_path: Path) -> None:
+def test_damage_is_reported_with_its_offset_and_costs_only_what_it_hit(tmp_path: Path) -> None:
     async def check() -> None:
         engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
         engine.holds = lambda request: request.prefix_tokens >= 6
@@ -134,8 +134,8 @@ def test_damage_is_told_with_its_offset_and_costs_only_what_it_hit(tmp_path: Pat
         engine.asked.clear()
         async with world.sampling():
             batch = await world.batch(1)
-        (told,) = [event for event in world.events if event["kind"] == "journal_damaged"]
-        assert f"at offset {second.offset} are damaged" in told["detail"]
+        (event,) = [event for event in world.events if event["kind"] == "journal_damaged"]
+        assert f"at offset {second.offset} are damaged" in event["detail"]
         assert 2 in {request.prefix_tokens for request in engine.asked}  # from before the hole
         assert [len(r.token_ids_R) for group in batch.groups for r in group.rollouts] == [7] * 6
 
@@ -164,13 +164,13 @@ def test_the_tokens_of_a_damaged_step_are_not_counted_as_trained(tmp_path: Path,
             for step in (2, 3):
                 metrics = (await world.train(step)).metrics
         assert sorted(path.name for path in world.journal.glob("*.lost"))[0] == "step_000002.lost"
-        sampler_state = accounts.book_of(
+        sampler_state = accounts.state_of(
             world.journal, world.dataset.prompts, world.config.rollout.group_size
         )
         dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
         assert (
             sampler_state.tokens["sampled"]
-            == sampler_state.tokens["trained"] + dropped + sampler_state.live_tokens
+            == sampler_state.tokens["trained"] + dropped + sampler_state.outstanding_tokens
         )
         assert sampler_state.tokens["dropped_lost"] > 0
         assert metrics["sampler/tokens_trained"] == sampler_state.tokens["trained"]
@@ -220,7 +220,7 @@ def test_old_steps_go_but_not_those_that_a_continuation_needs(tmp_path: Path) ->
     asyncio.run(asyncio.wait_for(check(), 90))
 
 
-def test_a_full_disk_is_told_and_the_journal_stays_whole(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_the_journal_stays_whole(tmp_path: Path) -> None:
     async def check() -> None:
         world = World(tmp_path, [ScriptedEngine(answer)], prompts=40, **SETTINGS)
         async with world.sampling():
@@ -255,8 +255,8 @@ def test_a_full_disk_is_told_and_the_journal_stays_whole(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("rounds", [True, False])
-def test_told_to_end_it_keeps_what_servers_have_in_hand(tmp_path: Path, rounds: bool) -> None:
-    """An engine that answers in rounds begins its round again: from half of it other bits would follow."""
+def test_a_closed_sampler_keeps_the_tokens_of_requests_in_flight(tmp_path: Path, rounds: bool) -> None:
+    """In rounds they are not kept: a round that continues from half of it would end in other bits."""
 
     async def check() -> None:
         engine = ScriptedEngine(lambda prompt, sample: "yabcde" if sample else "nabcde")
@@ -264,7 +264,7 @@ def test_told_to_end_it_keeps_what_servers_have_in_hand(tmp_path: Path, rounds: 
         world = World(tmp_path, [engine], **{**SETTINGS, "segment_tokens": None})
         async with world.sampling(rounds=rounds):
             await until(lambda: len(engine.asked) == 3 * 2)
-        assert book_of(world).tokens["sampled"] == (0 if rounds else 3 * 2)  # one token each
+        assert state_of(world).tokens["sampled"] == (0 if rounds else 3 * 2)  # one token each
         engine.gate.set()
         engine.asked.clear()
         async with world.sampling(rounds=rounds):

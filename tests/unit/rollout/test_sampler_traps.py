@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.config import RolloutConfig, RunConfig
+from bapo_megatron.config import RolloutConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
 from bapo_megatron.rollout.sampler.step_batches import step_groups, steps_in
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
 from bapo_megatron.types import GenerateRequest, Generation, Prompt
+from tests.support.receiving_engine import ReceivingEngine
 from tests.support.sampling import EOS, ScriptedEngine, World, mixed, prompt_ids
 
 
@@ -78,17 +79,16 @@ def test_a_prompt_that_is_always_too_old_is_given_up(tmp_path: Path) -> None:
 
 def test_a_budget_that_no_long_response_can_keep_is_refused() -> None:
     rollout = RolloutConfig(budget_tokens=100, max_staleness=2, max_response_tokens=301)
-    config = RunConfig("x", None, None, rollout=rollout)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"rollout.max_staleness=3$"):
-        from bapo_megatron.config.validation import _staleness_problems, raise_problems
+        from bapo_megatron.config.validation import raise_problems, staleness_problems
 
-        raise_problems(list(_staleness_problems(config)))
+        raise_problems(list(staleness_problems(rollout)))
 
 
 @pytest.mark.parametrize(
     ("error", "outcome"), [(OSError(24, "too many open files"), "failed"), (RuntimeError("a bug"), "raised")]
 )
-def test_a_judge_that_raises_is_heard_of(tmp_path: Path, error: Exception, outcome: str) -> None:
+def test_a_scorer_that_raises_is_reported(tmp_path: Path, error: Exception, outcome: str) -> None:
     class Broken:
         async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
             if prompt.prompt_id == 1:
@@ -177,16 +177,16 @@ def test_a_lost_record_of_a_step_does_not_train_its_groups_twice(tmp_path: Path)
 
 def test_an_engine_that_misses_a_broadcast_is_lost(tmp_path: Path) -> None:
     async def check() -> None:
-        here, away = ScriptedEngine(mixed, "here"), ScriptedEngine(mixed, "away")
+        here, away = ReceivingEngine("here"), ReceivingEngine("away")
         world = World(tmp_path, [here, away])
         async with world.sampling() as sampler:
             await world.batch(1)
             away.ready = False
             assert await world.pool.gather() == [here]
-            sampler.weights_are_coming(1)
+            sampler.expect_weights(1)
             here.version = 1
             world.pool.adopt(1)
-            sampler.weights_came(1, 1)
+            sampler.record_weights(1, 1)
             away.ready = True
             assert world.pool.up == 1
             batch = await world.batch(2)
@@ -198,7 +198,7 @@ def test_an_engine_that_misses_a_broadcast_is_lost(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_hangs_in_updates_holds_up_one_push_and_no_other(tmp_path: Path) -> None:
-    """It answers, so it is not silent; only the deadline of the first update tells."""
+    """It answers, so it is not silent; only the deadline of the first update shows it."""
 
     async def check() -> None:
         hanging, well = ScriptedEngine(mixed, "hanging"), ScriptedEngine(mixed, "well")

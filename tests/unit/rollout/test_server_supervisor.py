@@ -151,7 +151,6 @@ def test_a_server_that_cannot_be_started_at_all_is_told_at_once(
     config: RunConfig, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "server_command", lambda *_: ["/nowhere/python"])
-    monkeypatch.setattr(process.shutil, "which", lambda _: None)  # setpriv would say it in its own way
     supervisor = ServerSupervisor(config, 0, False, events.append)
     with pytest.raises(RuntimeError, match=r"/nowhere/python could not be started: .*No such file"):
         supervisor.wait_ready(1)

@@ -16,7 +16,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.stream_writer import write_shards
 from bapo_megatron.rollout.engines.sglang.server_process import server_command, sglang_python
 from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
-from bapo_megatron.rollout.weight_sync.staging import WeightStaging
+from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.types import GenerateRequest, SamplingParams
 from tests.support.models import save_tiny_model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -68,6 +69,23 @@ def assert_same(left: StepBatch, right: StepBatch) -> None:
 def test_every_bit_comes_back(tmp_path: Path) -> None:
     write_step(tmp_path / "journal", 12, batch())
     assert_same(read_step(tmp_path / "journal", 12), batch())
+
+
+def test_loss_masks_come_back_and_take_no_room_where_there_are_none(tmp_path: Path) -> None:
+    """A rollout without a mask, beside one with a mask, gets one of ones."""
+    plain = batch()
+    mask_R = np.array([True, False, True])
+    last = plain.groups[1]
+    masked = (dataclasses.replace(last.rollouts[0], loss_mask_R=mask_R), last.rollouts[1])
+    groups = (plain.groups[0], dataclasses.replace(last, rollouts=masked))
+    write_step(tmp_path, 1, dataclasses.replace(plain, groups=groups))
+    found = read_step(tmp_path, 1)
+    assert_same(found, plain)
+    masks = [rollout.loss_mask_R for group in found.groups for rollout in group.rollouts]
+    assert [mask.tolist() for mask in masks] == [[True] * 10, [], [True, False, True], [True] * 8]
+    with np.load(write_step(tmp_path, 2, plain)) as arrays:
+        assert set(arrays.files) == {"header", "prompt_ids", "token_ids", "log_probs", "versions"}
+    assert all(one.loss_mask_R is None for group in read_step(tmp_path, 2).groups for one in group.rollouts)
 
 
 def test_an_empty_step_comes_back(tmp_path: Path) -> None:

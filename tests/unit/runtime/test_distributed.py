@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.distributed import launched_world_size
 
+ROOT = Path(__file__).parents[3]
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -72,3 +78,28 @@ def test_half_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT is not"):
         launched_world_size()
+
+
+RANKS = """
+import os, signal, sys, time
+from bapo_megatron.runtime.distributed import run_processes
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as under nohup
+def worker():
+    print(os.getpid(), flush=True)
+    time.sleep(1000)
+run_processes(worker, (), 2)
+"""
+
+
+def test_ranks_end_with_the_command_also_where_ctrl_c_is_ignored() -> None:
+    command = [sys.executable, "-c", RANKS]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        ranks = [psutil.Process(int(process.stdout.readline())) for _ in range(2)]
+        process.kill()
+    try:
+        psutil.wait_procs(ranks, timeout=60)
+        assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -17,14 +17,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
+from bapo_megatron.checkpoint.reader import latest_checkpoint
 from bapo_megatron.checkpoint.store import CheckpointStore
+from bapo_megatron.checkpoint.writer import clear_leftovers
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.hf.export import export_hf
-from bapo_megatron.rollout.sampler.journal import SegmentJournal
+from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
 from bapo_megatron.rollout.sampler.step_batches import read_step, write_step
-from bapo_megatron.rollout.sampler.write_ahead_log import Record, read_records
-from bapo_megatron.rollout.weight_sync.staging import WeightStaging
+from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.runtime.exit_codes import end_with
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
 from bapo_megatron.runtime.storage import DiskError, writing
@@ -77,7 +79,7 @@ def test_a_checkpoint(disk: Path) -> None:
     save(store, 10, write_policy(bytes(100_000)), {})
 
     def again() -> None:
-        latest = store.latest()
+        latest = latest_checkpoint(disk)
         assert latest is not None
         assert latest.step == 10
         save(store, 20, write_policy(bytes(100_000)), {})
@@ -86,10 +88,10 @@ def test_a_checkpoint(disk: Path) -> None:
     ballast = fill(disk, 8)
     with pytest.raises(RunStopped):
         save(store, 30, write_policy(bytes(100_000)), {})
-    store.clear_leftovers()  # as a continuation does, which needs the room
+    clear_leftovers(disk)  # as a continuation does, which needs the room
     ballast.unlink()
     assert sum(path.stat().st_size for path in disk.rglob("*.bin")) == 200_000
-    latest = store.latest()
+    latest = latest_checkpoint(disk)
     assert latest is not None
     assert latest.step == 20
 
@@ -139,7 +141,7 @@ def test_the_rollouts_of_a_step(disk: Path) -> None:
 
 def test_the_journal(disk: Path) -> None:
     journal = SegmentJournal(disk)
-    journal.begin(Record("state", {"n": 0}, {}))
+    journal.rotate(Record("state", {"n": 0}, {}))
     large = Record("segments", {"parts": []}, {"ids": np.zeros(10_000, np.int32)})
     full_then_not(disk, lambda: journal.commit([large]), disk / "segments-000001.log")
     journal.close()

@@ -20,16 +20,16 @@ from benchmarks.study.claims import (
     Side,
     best_preset,
     by_seed,
-    differences,
     findings,
-    within,
+    limited_to,
+    side_differences,
 )
 from benchmarks.study.document import document
 from benchmarks.study.figures import _draw_curves, draw_against_staleness, draw_study, spread
 from benchmarks.study.measures import ArmRecord
 from benchmarks.study.methods import BAPO, METHODS, SETTINGS, STALE
 from benchmarks.study.options import StudyOptions
-from benchmarks.study.plan import Plan, make_plan
+from benchmarks.study.plan import StudyPlan, make_study_plan
 from benchmarks.study.runner import Failure
 
 FLAT = dict.fromkeys((*SMALLEST, "final_reward", "mean_reward", "final_entropy", "first_entropy"), 0.5) | {
@@ -52,7 +52,7 @@ def record(method: str, setting: str, seed: int, **figures: float) -> ArmRecord:
 
 def made_up(**of_method: float) -> list[ArmRecord]:
     """Every arm of three seeds, alike but for their seed and the entropy that each method keeps."""
-    plan = make_plan(StudyOptions(seeds=3))
+    plan = make_study_plan(StudyOptions(seeds=3))
     return [
         record(
             arm.method, arm.setting, arm.seed, entropy_kept=of_method.get(arm.method, 0.5) + 0.001 * arm.seed
@@ -93,7 +93,7 @@ def test_bounds_that_rest_say_nothing_of_the_search() -> None:
     assert found["BAPO (`balanced`) outperforms GRPO", "balanced", "held_out"] == "does not apply"
     assert found["BAPO (`published_code`) outperforms GRPO", "published_code", "held_out"] == "opposite"
     assert found["A lower c_low degrades performance", "balanced", "held_out"] == "seen"
-    plan = make_plan(StudyOptions())
+    plan = make_study_plan(StudyOptions())
     text = document(plan, records, findings(records, plan.options.settings), [], {})
     assert "| BAPO (`balanced`) outperforms GRPO |" not in text
     assert "- balanced (partial): 2, of bounds that move. Here 4.0 % of the updates moved theirs." in text
@@ -143,7 +143,7 @@ def test_pairs_are_of_one_seed_and_settings_are_averaged() -> None:
         *(record("balanced", name, 1, held_out=0.7) for name in STALE),
     ]
     [claim] = [one for one in CLAIMS if one.text == "BAPO (`balanced`) outperforms GRPO"]
-    assert differences(records, claim) == pytest.approx([0.4])
+    assert side_differences(records, claim) == pytest.approx([0.4])
     assert by_seed(records, claim.side, "held_out") == pytest.approx({0: 0.6, 1: 0.7})
 
 
@@ -162,7 +162,7 @@ def test_on_policy_the_baseline_stands_for_methods_that_only_clip() -> None:
 
 def test_a_claim_keeps_the_settings_that_the_study_has() -> None:
     [claim] = [one for one in CLAIMS if one.text == "BAPO (`paper`) keeps the entropy"]
-    cut = within(claim, ("fresh", "stale_7"))
+    cut = limited_to(claim, ("fresh", "stale_7"))
     assert cut.side.settings == ("stale_7",)
     assert cut.other is not None
     assert cut.other.settings == ("stale_7",)
@@ -214,7 +214,7 @@ def test_presets_are_compared_on_the_seeds_that_all_have() -> None:
     ]
     best, finding = best_preset(records, tuple(SETTINGS))[0]
     assert (best, finding.effect and finding.effect.mean) == ("paper", 0.0)
-    plan = make_plan(StudyOptions(methods=("paper", "balanced", "balanced_half")))
+    plan = make_study_plan(StudyOptions(methods=("paper", "balanced", "balanced_half")))
     text = document(plan, records, [], [], {})
     assert "most held-out problems: `paper` and `balanced` and `balanced_half`." in text
 
@@ -225,7 +225,7 @@ def test_entropy_is_held_against_learning() -> None:
         record("grpo", "stale_3", seed, entropy_kept=0.1 * seed, held_out=1 - 0.1 * seed)
         for seed in range(1, 10)
     ]
-    plan = make_plan(StudyOptions(methods=("grpo",)))
+    plan = make_study_plan(StudyOptions(methods=("grpo",)))
     assert "Over the 9 stale arms" in (text := document(plan, records, [], [], {}))
     assert "correlate at -1.00." in text
     assert "correlate" not in document(plan, records[:7], [], [], {})
@@ -239,7 +239,9 @@ def test_differences_are_shown_for_each_setting() -> None:
         for setting, shift in zip(("stale_3", "stale_7"), shifts, strict=True)
         for seed in range(3)
     ]
-    plan = make_plan(StudyOptions(methods=("grpo", "balanced"), settings=("stale_3", "stale_7"), seeds=3))
+    plan = make_study_plan(
+        StudyOptions(methods=("grpo", "balanced"), settings=("stale_3", "stale_7"), seeds=3)
+    )
     text = document(plan, records, [], [], {})
     assert "| balanced | +0.100 (+0.100 to +0.100), 3 | -0.200 (-0.200 to -0.200), 3 |" in text
 
@@ -255,7 +257,7 @@ def test_the_spread_by_hand() -> None:
 # --- the command on a study that is there ---------------------------------------------------------
 
 
-def write_run(plan: Plan, number: int, entropy: float) -> None:
+def write_run(plan: StudyPlan, number: int, entropy: float) -> None:
     """A finished arm on disk whose entropy ends at so much of its start."""
     arm = plan.arms[number]
     arm.run_dir.mkdir(parents=True)
@@ -278,7 +280,7 @@ def write_run(plan: Plan, number: int, entropy: float) -> None:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The document of a quick study one of whose six arms is missing."""
     folder = tmp_path_factory.mktemp("study")
-    plan = make_plan(StudyOptions(folder=folder, quick=True).resolved())
+    plan = make_study_plan(StudyOptions(folder=folder, quick=True).resolved())
     kept = {"grpo": 0.5, "balanced": 0.8}
     for number, arm in enumerate(plan.arms[:-1]):
         write_run(plan, number, kept[arm.method] + 0.01 * arm.seed)
@@ -309,7 +311,7 @@ def test_the_pictures_show_something(written: Path) -> None:
 
 
 def test_failures_are_told_and_counted(tmp_path: Path) -> None:
-    plan = make_plan(StudyOptions(folder=tmp_path, quick=True).resolved())
+    plan = make_study_plan(StudyOptions(folder=tmp_path, quick=True).resolved())
     records = [record(arm.method, arm.setting, arm.seed) for arm in plan.arms[:3]]
     failed = [Failure(arm, "exit code 1: not finite") for arm in plan.arms[3:5]]
     text = document(plan, records, findings(records, plan.options.settings), failed, {})

@@ -16,7 +16,7 @@ from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from benchmarks.study.methods import METHODS, SETTINGS
 from benchmarks.study.options import RECIPE, StudyOptions
-from benchmarks.study.plan import PLAN, Arm, check_same_study, make_plan, store_plan
+from benchmarks.study.plan import PLAN, Arm, check_same_study, make_study_plan, store_plan
 
 SMALL = StudyOptions(methods=("grpo", "balanced"), settings=("fresh", "stale_7"), seeds=2, steps=4)
 
@@ -30,7 +30,7 @@ def configured(arm: Arm) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def whole() -> dict[tuple[str, str, int], Arm]:
-    return {(arm.method, arm.setting, arm.seed): arm for arm in make_plan(StudyOptions()).arms}
+    return {(arm.method, arm.setting, arm.seed): arm for arm in make_study_plan(StudyOptions()).arms}
 
 
 def test_the_whole_study(whole: dict[tuple[str, str, int], Arm]) -> None:
@@ -47,7 +47,7 @@ def test_the_whole_study(whole: dict[tuple[str, str, int], Arm]) -> None:
 
 
 def test_seeds_are_the_outer_loop() -> None:
-    assert [arm.seed for arm in make_plan(SMALL).arms] == [0, 0, 0, 1, 1, 1]
+    assert [arm.seed for arm in make_study_plan(SMALL).arms] == [0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -88,7 +88,7 @@ def test_settings_by_hand(whole: dict[tuple[str, str, int], Arm]) -> None:
 
 @pytest.mark.parametrize(("steps", "every"), [(30, 10), (40, 10), (8, 2), (7, 7), (1, 1)])
 def test_the_last_weights_are_evaluated(steps: int, every: int) -> None:
-    for arm in make_plan(replace(SMALL, steps=steps)).arms:
+    for arm in make_study_plan(replace(SMALL, steps=steps)).arms:
         config = configured(arm)
         assert (config.evaluation.every, config.checkpoint.every) == (every, every)
         assert config.evaluates(config.steps)
@@ -96,7 +96,7 @@ def test_the_last_weights_are_evaluated(steps: int, every: int) -> None:
 
 def test_a_quick_study_is_small() -> None:
     options = StudyOptions(quick=True).resolved()
-    assert len(make_plan(options).arms) == 6
+    assert len(make_study_plan(options).arms) == 6
     assert (options.steps, options.seeds) == (6, 2)
     assert replace(options, steps=3).resolved().steps == 3
 
@@ -104,10 +104,10 @@ def test_a_quick_study_is_small() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (StudyOptions(seeds=0), "--seeds 0 must be at least 1"),
-        (StudyOptions(parallel=0), "--parallel 0"),
-        (StudyOptions(steps=0), "--steps 0"),
-        (StudyOptions(lr=0.0), "--lr 0.0 must be above 0"),
+        (StudyOptions(seeds=0), "seeds=0 must be at least 1"),
+        (StudyOptions(parallel=0), "parallel=0"),
+        (StudyOptions(steps=0), "steps=0"),
+        (StudyOptions(lr=0.0), "lr=0.0 must be above 0"),
         (StudyOptions(methods=("ppo",)), "--methods ppo: choose from grpo clip_higher"),
         (StudyOptions(settings=("stale_7", "stale_7")), "each once"),
         (StudyOptions(settings=()), "name at least one"),
@@ -118,7 +118,7 @@ def test_a_quick_study_is_small() -> None:
 )
 def test_wrong_flags_are_named(options: StudyOptions, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_plan(options)
+        make_study_plan(options)
 
 
 def test_a_batch_that_cannot_be_split(tmp_path: Path) -> None:
@@ -131,13 +131,13 @@ def test_a_batch_that_cannot_be_split(tmp_path: Path) -> None:
         "    return replace(run, rollout=replace(run.rollout, prompts_per_step=6))\n"
     )
     with pytest.raises(ConfigError, match="prompts_per_step=6 cannot be split into 4"):
-        make_plan(StudyOptions(recipe=recipe))
-    make_plan(StudyOptions(recipe=recipe, settings=("fresh", "stale_3")))
+        make_study_plan(StudyOptions(recipe=recipe))
+    make_study_plan(StudyOptions(recipe=recipe, settings=("fresh", "stale_3")))
 
 
 def test_a_study_may_grow(tmp_path: Path) -> None:
-    store_plan(make_plan(replace(SMALL, folder=tmp_path)))
-    store_plan(make_plan(replace(SMALL, folder=tmp_path, seeds=3, methods=("grpo", "paper"))))
+    store_plan(make_study_plan(replace(SMALL, folder=tmp_path)))
+    store_plan(make_study_plan(replace(SMALL, folder=tmp_path, seeds=3, methods=("grpo", "paper"))))
     stored = json.loads((tmp_path / PLAN).read_text())
     assert len(stored["arms"]) == 6 + 3 + 2  # the first; a third seed of grpo, three of paper
     assert stored["base"]["optimizer.lr"] == 1e-4
@@ -151,10 +151,10 @@ def test_a_study_may_grow(tmp_path: Path) -> None:
     ],
 )
 def test_a_study_does_not_mix(changed: dict[str, float], named: str, tmp_path: Path) -> None:
-    store_plan(make_plan(replace(SMALL, folder=tmp_path)))
+    store_plan(make_study_plan(replace(SMALL, folder=tmp_path)))
     before = (tmp_path / PLAN).read_bytes()
     with pytest.raises(ConfigError, match="another --folder") as refused:
-        store_plan(make_plan(replace(SMALL, folder=tmp_path, **changed)))  # type: ignore[arg-type]
+        store_plan(make_study_plan(replace(SMALL, folder=tmp_path, **changed)))  # type: ignore[arg-type]
     assert str(refused.value).count(named) == 1
     assert (tmp_path / PLAN).read_bytes() == before
 
@@ -168,28 +168,28 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         (replace(SMALL, folder=tmp_path / "study", write=wrong / "study.md"), "--write"),
     ):
         with pytest.raises(ConfigError, match=f"{flag}: .*below cannot be written"):
-            store_plan(make_plan(options))
+            store_plan(make_study_plan(options))
     assert not (tmp_path / "study" / PLAN).exists()
 
 
 def test_a_study_may_be_moved(tmp_path: Path) -> None:
-    store_plan(make_plan(replace(SMALL, folder=tmp_path / "here")))
+    store_plan(make_study_plan(replace(SMALL, folder=tmp_path / "here")))
     (tmp_path / "here").rename(tmp_path / "there")
-    store_plan(make_plan(replace(SMALL, folder=tmp_path / "there")))
+    store_plan(make_study_plan(replace(SMALL, folder=tmp_path / "there")))
     assert str(tmp_path / "there") in (tmp_path / "there" / PLAN).read_text()
 
 
 def test_another_checkout_may_analyse_a_study(tmp_path: Path) -> None:
     """But not continue it there: its runs would not."""
-    store_plan(make_plan(replace(SMALL, folder=tmp_path)))
+    store_plan(make_study_plan(replace(SMALL, folder=tmp_path)))
     (tmp_path / "other").symlink_to(RECIPE.parent)
     elsewhere = replace(SMALL, folder=tmp_path, recipe=tmp_path / "other" / RECIPE.name)
-    check_same_study(make_plan(replace(elsewhere, analyse=True)))
+    check_same_study(make_study_plan(replace(elsewhere, analyse=True)))
     with pytest.raises(ConfigError, match="recipe: model.hf_path: .*/recipes/demo/policy in the study"):
-        store_plan(make_plan(elsewhere))
+        store_plan(make_study_plan(elsewhere))
     another_task = replace(elsewhere, recipe=RECIPE.with_name("demo_study_long.py"), analyse=True)
     with pytest.raises(ConfigError, match="hf_path: demo/policy in the study, demo/policy_long now"):
-        check_same_study(make_plan(another_task))
+        check_same_study(make_study_plan(another_task))
 
 
 @pytest.mark.parametrize("recipe", ["demo_study.py", "demo_study_long.py"])
@@ -208,7 +208,7 @@ def test_done_needs_the_last_evaluation(tmp_path: Path) -> None:
     assert not arm.is_done()
     evaluations.write_text('{"step": 4, "eval/mean": 0.5}\n')
     assert arm.is_done()
-    assert all(one.evaluates for one in make_plan(SMALL).arms)
+    assert all(one.evaluates for one in make_study_plan(SMALL).arms)
 
 
 def test_done_is_an_export_of_the_last_step(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,38 +20,55 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.server_process import server_flags
-from bapo_megatron.trainer.preflight import _check_gpus
+from bapo_megatron.trainer import preflight
+from tests.support.plain_engine import PlainConfig
+
+CheckGpus = Callable[[RunConfig, int], None]
+
+
+@pytest.fixture
+def check_gpus(monkeypatch: pytest.MonkeyPatch) -> CheckGpus:
+    """The check of a run's engine on a machine with so many GPUs."""
+
+    def check(config: RunConfig, gpus: int) -> None:
+        monkeypatch.setattr(preflight, "has_cuda", lambda: True)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+        preflight._check_engine(config)
+
+    return check
 
 
 def run(
-    parallel: ParallelConfig | None = None, evaluation: EvaluationConfig | None = None, **sglang: object
+    parallel: ParallelConfig | None = None, evaluation: EvaluationConfig | None = None, **fields: object
 ) -> RunConfig:
+    sglang = SglangConfig(python=Path(sys.executable), **fields)  # type: ignore[arg-type]
     return RunConfig(
         name="gpus",
         model=ModelConfig(Path("model")),
         data=DataConfig(Path("data"), max_prompt_tokens=100),
         parallel=parallel or ParallelConfig(tensor=4, sequence=True),
-        rollout=RolloutConfig(engine="sglang", max_response_tokens=1000, sglang=SglangConfig(**sglang)),  # type: ignore[arg-type]
+        rollout=RolloutConfig(engine="sglang", max_response_tokens=1000, sglang=sglang),
         evaluation=evaluation or EvaluationConfig(),
     )
 
 
-def test_servers_on_other_gpus_than_the_training() -> None:
-    _check_gpus(run(first_gpu=4, servers=4), 8)
-    _check_gpus(run(first_gpu=4, servers=2, tensor=2), 8)
+def test_servers_on_other_gpus_than_the_training(check_gpus: CheckGpus) -> None:
+    check_gpus(run(first_gpu=4, servers=4), 8)
+    check_gpus(run(first_gpu=4, servers=2, tensor=2), 8)
+    check_gpus(run(first_gpu=7, servers=5, urls=("http://elsewhere:1",)), 8)
 
 
-def test_servers_that_share_gpus_must_leave_memory() -> None:
-    _check_gpus(run(memory_fraction=0.5), 8)
+def test_servers_that_share_gpus_must_leave_memory(check_gpus: CheckGpus) -> None:
+    check_gpus(run(memory_fraction=0.5), 8)
     with pytest.raises(ConfigError, match="trains on GPUs 0 to 3: set rollout.sglang.first_gpu to 4"):
-        _check_gpus(run(), 8)
+        check_gpus(run(), 8)
     with pytest.raises(ConfigError, match="take GPUs 7 to 7, and this run trains on GPUs 0 to 7"):
-        _check_gpus(run(ParallelConfig(tensor=4, data=2, sequence=True), first_gpu=7), 8)
+        check_gpus(run(ParallelConfig(tensor=4, data=2, sequence=True), first_gpu=7), 8)
 
 
-def test_servers_without_a_gpu() -> None:
+def test_servers_without_a_gpu(check_gpus: CheckGpus) -> None:
     with pytest.raises(ConfigError, match="take GPUs 4 to 8, but this machine has 8: start fewer servers"):
-        _check_gpus(run(first_gpu=4, servers=5), 8)
+        check_gpus(run(first_gpu=4, servers=5), 8)
 
 
 def test_a_server_has_room_for_the_longest_response_of_an_evaluation() -> None:
@@ -63,3 +83,13 @@ def test_a_server_has_room_for_the_longest_response_of_an_evaluation() -> None:
     problems = run(evaluation=EvaluationConfig(every=2, **longer), context=2000)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rollout.sglang.context=2000 is less than .*3100"):
         problems.check()
+
+
+def test_the_engine_is_checked_where_the_run_samples() -> None:
+    plain = "tests.support.plain_engine:PlainBackend"
+    rollout = RolloutConfig(engine=plain, custom_engine=PlainConfig(copies=0))
+    with pytest.raises(ConfigError, match="rollout.custom_engine.copies must be at least 1"):
+        preflight._check_engine(replace(run(), rollout=rollout))
+    preflight._check_engine(replace(run(), rollout=replace(rollout, replay=Path("other"))))
+    with pytest.raises(ConfigError, match="rollout.engine='vllm' is unknown: give local, sglang"):
+        preflight._check_engine(replace(run(), rollout=replace(rollout, engine="vllm")))

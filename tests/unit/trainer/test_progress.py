@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from io import StringIO
 
 import pytest
@@ -30,7 +31,7 @@ class Terminal(StringIO):
 
 def test_log_has_one_plain_line_a_step() -> None:
     stream = StringIO()
-    with Progress(60, 1, stream) as progress:
+    with closing(Progress(60, 1, stream)) as progress:
         progress.update(1, METRICS)
         progress.update(12, METRICS)
     first, second = stream.getvalue().splitlines()
@@ -68,7 +69,7 @@ def test_terminal_shows_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
-    with Progress(60, 11, stream) as progress:
+    with closing(Progress(60, 11, stream)) as progress:
         assert "step 11/60 is under way" in stream.getvalue()
         progress.update(12, METRICS)
         progress.update(13, dict.fromkeys(METRICS))
@@ -81,7 +82,7 @@ def test_terminal_shows_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_colour_asked_for_in_a_log_is_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     stream = StringIO()
-    with Progress(2, 1, stream) as progress:
+    with closing(Progress(2, 1, stream)) as progress:
         progress.update(1, METRICS)
     assert "\x1b" not in stream.getvalue()
 

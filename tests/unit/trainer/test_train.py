@@ -27,6 +27,7 @@ from bapo_megatron.train import next_batch, train_on
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.trainer.evaluation import evaluate
+from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.types import (
     Group,
     MicroBatch,
@@ -39,7 +40,7 @@ from bapo_megatron.types import (
     TokenStats,
     UpdateResult,
 )
-from tests.support.runs import Told, run_of
+from tests.support.runs import Asked, run_of
 
 CONFIG = RunConfig("test", ModelConfig(Path("m")), DataConfig(Path("d")), batch=BatchConfig(pack_tokens=8))
 
@@ -100,6 +101,7 @@ class Store:
 
     def __init__(self) -> None:
         self.newest = (0, 0)
+        self.scores: dict[int, float] = {}
         self.begun: list[tuple[tuple[int, int], dict[str, Any]]] = []
         self._is_pending = False
 
@@ -109,6 +111,9 @@ class Store:
 
     def oldest_step(self) -> int:
         return 0
+
+    def record_score(self, step: int, score: float) -> None:
+        self.scores[step] = score
 
     def finalize(self, wait: bool) -> Saved | None:
         is_pending, self._is_pending = self._is_pending, False
@@ -189,7 +194,7 @@ class EndlessSampler:
 
 def test_the_ranks_meet_while_groups_are_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
     met = []
-    monkeypatch.setattr("bapo_megatron.trainer.waiting.share", lambda value: met.append(value) or value)
+    monkeypatch.setattr("bapo_megatron.trainer.checkpointing.share", lambda value: met.append(value) or value)
     run, _ = run_with()
     run.sampler = EndlessSampler(stops=False)  # type: ignore[assignment]
     assert next_batch(run, 4) == StepBatch((), {})
@@ -236,25 +241,23 @@ def test_an_evaluation_is_waited_for_recorded_and_scored(
             told.append((step, metrics["eval/mean"], metrics["eval/s/problems"]))
 
     run.sampler = run.sync = run.recorder = Parts()  # type: ignore[assignment]
-    run.checkpoints.scores = {}
     evaluate(run, 9)
     evaluate(run, 10)
     assert told == [(10, 0.5, 2)]
-    assert run.checkpoints.scores == {10: 0.5}
+    assert run.checkpoints.scores == {10: 0.5}  # type: ignore[attr-defined]
 
 
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other ranks to tell."""
-    for module in ("waiting", "saving"):
-        monkeypatch.setattr(f"bapo_megatron.{module}.share", lambda value: value)
-    monkeypatch.setattr("bapo_megatron.trainer.checkpointing.certificate", lambda *_: {})
+    monkeypatch.setattr("bapo_megatron.trainer.checkpointing.share", lambda value: value)
+    monkeypatch.setattr("bapo_megatron.trainer.checkpointing.state_fingerprint", lambda *_: {})
 
 
 def test_a_run_that_is_told_to_stop_while_it_waits_saves_first(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(monkeypatch)
     run, _ = run_with()
     run.sampler = EndlessSampler(stops=False)  # type: ignore[assignment]
-    run.preemption = Told(at=2)  # type: ignore[assignment]
+    run.preemption = Asked(at=2)  # type: ignore[assignment]
     with pytest.raises(Preempted, match="told to stop; saved after step 3$"):
         next_batch(run, 4)
     assert [moment for moment, _ in run.checkpoints.begun] == [(3, 0)]  # type: ignore[attr-defined]
@@ -268,14 +271,14 @@ def test_a_step_that_is_cut_goes_on_behind_its_last_update(monkeypatch: pytest.M
     whole, _ = run_with(**several)
     expected = train_on(whole, 5, batch)
     first, policy = run_with(**several)
-    first.preemption = Told(at=3)  # type: ignore[assignment]
+    first.preemption = Asked(at=3)  # type: ignore[assignment]
     with pytest.raises(Preempted, match="saved after step 4 and 3 updates of the next"):
         train_on(first, 5, batch)
     [(moment, trainer)] = first.checkpoints.begun  # type: ignore[attr-defined]
     assert moment == (4, 3)
     second, fresh = run_with(**several)
     fresh.version = trainer["version"]
-    second.within = tuple(json.loads(json.dumps(trainer["within"])))  # type: ignore[assignment]
+    second.partial_step = PartialStep(*json.loads(json.dumps(trainer["within"])))
     assert train_on(second, 5, batch) == expected
     assert len(fresh.losses) == 1
     assert len(policy.losses) == 3
@@ -286,7 +289,7 @@ def test_log_probs_of_the_trainer_belong_to_the_start_of_a_step(monkeypatch: pyt
     """So a step that uses them is not cut."""
     monkeypatch.setattr("bapo_megatron.train.with_old_log_probs", lambda policy, groups, *_: groups)
     run, _ = run_with(updates_per_epoch=2, old_log_probs="trainer")
-    run.preemption = Told(at=1)  # type: ignore[assignment]
+    run.preemption = Asked(at=1)  # type: ignore[assignment]
     assert len(train_on(run, 5, StepBatch(tuple(group([0.0, 1.0], [1, 1]) for _ in range(3)), {}))) == 2
 
 

@@ -74,7 +74,7 @@ class LocalEngine:
         await self._in_thread(self._model.resume)
 
     async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
-        """Take over the weights of an HF folder between two tokens. Requests in flight go on under them."""
+        """Take over the weights of an HF folder between two tokens. Those in flight continue under them."""
         staged = await self._in_thread(lambda: self._model.stage(_weights_in(folder)))
         await confirm(await self._in_thread(partial(_digest, staged)))
         await self._in_thread(partial(self._model.commit, staged, version))

@@ -26,7 +26,7 @@ from bapo_megatron.types import GenerateRequest, Generation
 
 
 class LocalModel:
-    """What ``LocalEngine`` runs: ``AutoModelForCausalLM``, called from several threads.
+    """The model of ``LocalEngine``: ``AutoModelForCausalLM``, called from several threads.
 
     Threads: each step of decoding holds ``_gate``. Who wants it first sets a flag and then waits for the
     lock; decoding looks at the flags before each step. Without them a thread that decodes would take
@@ -149,6 +149,6 @@ def _load(hf_path: Path, dtype: str, device: str) -> Any:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.hf_path={hf_path}: cannot be loaded: {error}") from error
-    if report["missing_keys"]:  # transformers would go on with random numbers
+    if report["missing_keys"]:  # transformers would continue with random numbers
         raise ConfigError(f"model.hf_path={hf_path}: weights are missing: {sorted(report['missing_keys'])}")
     return model.to(device).eval()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.hf.weight_check import exactly
+from bapo_megatron.hf.weight_check import checked_weights
 
 
 class ModelWeights:
@@ -21,11 +21,11 @@ class ModelWeights:
         self._aliases = {name: names[id(every[name])] for name in every.keys() - self._own.keys()}
 
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies of all tensors, in the model's type and place. ValueError if they are not ``exactly`` it."""
+        """Copies of all tensors, in the model's type and place. ValueError if they are not its own."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self._own.items()}
         return {
             name: tensor.detach().to(self._own[name].device, self._own[name].dtype, copy=True)
-            for name, tensor in exactly(weights, shapes, self._aliases)
+            for name, tensor in checked_weights(weights, shapes, self._aliases)
         }
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, nothing
 from bapo_megatron.rollout.engines.sglang.http_client import PauseMode, ServerError, SglangServer
 from bapo_megatron.rollout.engines.sglang.inflight import InflightRequest, InflightRequests
-from bapo_megatron.types import GenerateRequest, Generation
+from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation
 
 _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
 """A request that is between two states may miss an abort, of itself or of all."""
@@ -42,9 +42,12 @@ class SglangEngine:
         limits: ModelLimits,
         on_update: PauseMode = "retract",
         deadlines: Deadlines | None = None,
+        tensor: int = 1,
     ) -> None:
-        """``on_update``: what becomes of requests in flight when weights change, see ``SglangConfig``."""
+        """``on_update``: what becomes of requests in flight when weights change, see ``SglangConfig``.
+        ``tensor``: tensor parallel size of the server."""
         self.name = server.url
+        self.broadcast_ranks = tensor
         self.server = server
         self._limits = limits
         self._on_update = on_update
@@ -69,22 +72,22 @@ class SglangEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         """Answer one request. ValueError, before it is sent, if it is malformed; ServerError if it fails."""
         check_request(request, self._limits)
-        request_task = InflightRequest()
-        self._inflight.all.add(request_task)
+        pending = InflightRequest()
+        self._inflight.all.add(pending)
         try:
-            if not await self._inflight.may_send(request_task):
+            if not await self._inflight.may_send(pending):
                 return nothing(request)
-            request_task.sent = True
-            answer = await self._answer(request, request_task)
-            if answer.finish_reason == "abort" and not request_task.aborted and not len(answer.token_ids_R):
+            pending.sent = True
+            answer = await self._answer(request, pending)
+            if answer.finish_reason == "abort" and not pending.aborted and not len(answer.token_ids_R):
                 raise ServerError(f"{self.name}: ended a request that nobody aborted")
             if len(answer.token_ids_R) and not 0 <= answer.token_ids_R.min() <= answer.token_ids_R.max() < (
                 self._limits.vocabulary
             ):
                 raise ServerError(f"{self.name}: answers with token ids outside the vocabulary")
-            return _up_to(answer, request_task.newest)
+            return _up_to(answer, pending.newest)
         finally:
-            self._inflight.all.discard(request_task)
+            self._inflight.all.discard(pending)
 
     async def abort(self) -> None:
         """End the requests in flight: they return what they have; what has not begun returns no token."""
@@ -106,7 +109,7 @@ class SglangEngine:
             await self._resume()
 
     async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
-        """Take over the weights of an HF folder between two tokens. Requests in flight go on under them.
+        """Take over the weights of an HF folder between two tokens. Requests in flight continue under them.
 
         ServerError if the server does not take them, or says afterwards that it has others, and what
         ``confirm`` raises. Its state is unknown then: it must not sample before a load has succeeded.
@@ -116,32 +119,57 @@ class SglangEngine:
             await self.server.pause(self._on_update)
             flush, timeout = self._on_update == "retract", self._deadlines.update_s
             await self.server.update_from_disk(folder, version, flush, timeout)
-            told = await self.weight_version()
-            if told != version:
-                raise ServerError(f"{self.name}: says it has weights {told} after it was sent {version}")
+            found = await self.weight_version()
+            if found != version:
+                raise ServerError(f"{self.name}: says it has weights {found} after it was sent {version}")
             await confirm(await self.server.checksum(timeout))
             if self._paused_at is None:
                 await self._resume()
 
-    async def hold(self) -> None:
-        """Stop sampling for weights that come by broadcast. What it did for nobody any more is ended."""
+    async def leave_group(self, name: str, timeout_s: float) -> None:
+        """Leave the group, if the server is in one of that name."""
+        await self.server.leave_weight_group(name, timeout_s)
+
+    async def join_group(self, group: BroadcastGroup, first_rank: int, timeout_s: float) -> None:
+        """Join a broadcast's group; see ``SglangServer.join_weight_group``."""
+        await self.server.join_weight_group(group, first_rank, timeout_s)
+
+    async def begin_update(self) -> None:
+        """Stop sampling for weights that come by broadcast. What no request here waits for is ended."""
         async with self._one_control:
             self._inflight.close_gate()
             if not self._inflight.all:
                 await self.server.abort_all()
             await self.server.pause(self._on_update)
+            await self.server.end_update()
+            await self.server.begin_update()
 
-    async def release(self) -> None:
-        """Sample again."""
+    async def receive(self, bucket: BucketSpec, group_name: str, timeout_s: float) -> None:
+        """Take one bucket from the sender of the group, and load it."""
+        await self.server.receive(bucket, group_name, timeout_s)
+
+    async def end_update(self, timeout_s: float) -> str:
+        """All buckets came: the digest of the weights that the server computes with."""
+        await self.server.end_update()
+        if self._on_update == "retract":
+            await self.server.flush_cache()
+        return await self.server.checksum(timeout_s)
+
+    async def set_version(self, version: int) -> None:
+        """The weights that came have this version."""
+        await self.server.set_version(version)
+
+    async def resume_after_update(self) -> None:
+        """Sample again, unless the caller's pause holds."""
         async with self._one_control:
             await self.weight_version()
             if self._paused_at is None:
                 await self._resume()
 
     async def close(self) -> None:
-        """Nothing: the server goes on."""
+        """Nothing to release: the server keeps running."""
 
-    async def _answer(self, request: GenerateRequest, request_task: InflightRequest) -> Generation:
+    async def _answer(self, request: GenerateRequest, pending: InflightRequest) -> Generation:
         """The server's answer; what it has at the deadline.
 
         ServerError if it does not answer the abort either, or if requests get no token in all their time, one
@@ -151,12 +179,12 @@ class SglangEngine:
         overdue: list[asyncio.Task[None]] = []
 
         def end() -> None:
-            overdue.append(asyncio.create_task(self._end(request_task, timeouts)))
+            overdue.append(asyncio.create_task(self._end(pending, timeouts)))
 
         timer = loop.call_later(limits.request_s, end)
         try:
             async with asyncio.timeout(None) as timeouts:
-                answer = await self.server.generate(request, request_task.rid)
+                answer = await self.server.generate(request, pending.rid)
         except TimeoutError as error:
             raise ServerError(
                 f"{self.name}: no answer within {limits.request_s:g} s, nor to an abort within "
@@ -179,18 +207,18 @@ class SglangEngine:
         elif now - self._fruitless_since > self._deadlines.abort_s:
             raise ServerError(f"{self.name}: no token for any request within {self._deadlines.request_s:g} s")
 
-    async def _end(self, request_task: InflightRequest, timeouts: asyncio.Timeout) -> None:
-        """Abort one request, until it is answered or ``patience`` ends. A paused server would not answer."""
+    async def _end(self, pending: InflightRequest, timeouts: asyncio.Timeout) -> None:
+        """Abort one request until it is answered or overdue. A paused server would not answer."""
         while True:
-            await self._inflight.may_go_on()
+            await self._inflight.until_open()
             async with self._one_control:
                 if self._inflight.are_held:
                     continue
-                request_task.aborted = True
+                pending.aborted = True
                 timeouts.reschedule(asyncio.get_running_loop().time() + self._deadlines.abort_s)
-                with suppress(ServerError):  # patience ends all the same
+                with suppress(ServerError):  # the deadline passes all the same
                     while True:
-                        await self.server.abort(request_task.rid)
+                        await self.server.abort(pending.rid)
                         await asyncio.sleep(_ABORT_AGAIN_S)
                 return
 
@@ -201,14 +229,14 @@ class SglangEngine:
     async def _abort(self) -> None:
         """Requests answer an abort at their next token, so a paused server runs for as long as that takes."""
         inflight = await self._inflight.abort()
-        for request_task in inflight:
-            request_task.newest = self._paused_at
+        for pending in inflight:
+            pending.newest = self._paused_at
         self._inflight.close_gate()
-        if self._paused_at is not None and any(request_task.sent for request_task in inflight):
+        if self._paused_at is not None and any(pending.sent for pending in inflight):
             await self.server.resume()
             await asyncio.sleep(0.1)  # retracted requests run again, or their last tokens would be lost
         await self.server.abort_all()
-        while any(request_task in self._inflight.all for request_task in inflight):
+        while any(pending in self._inflight.all for pending in inflight):
             await asyncio.sleep(_ABORT_ALL_AGAIN_S)
             await self.server.abort_all()  # the gate is closed: there are no others
         if self._paused_at is not None:

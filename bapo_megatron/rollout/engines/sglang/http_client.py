@@ -1,4 +1,4 @@
-"""One SGLang server over HTTP. Every call has a deadline, and says which server failed and how."""
+"""The HTTP client of one SGLang server. Every call has a deadline, and says which server failed and how."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from typing import Any, Literal
 
 import aiohttp
 
+from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation
 
 PauseMode = Literal["in_place", "retract"]
 
 _LONG_REPLY_BYTES = 500_000
-"""Of some ten thousand tokens, which take milliseconds to read. A thread does it, and others go on."""
+"""Bytes of some ten thousand tokens. A thread reads replies that long: it takes milliseconds."""
 
 _KEEP_IDLE_S = 2.0
 """A connection is used again for so long. Less than the 5 s after which a server of uvicorn closes it: a
 request that is sent at that moment would fail as if the server had died."""
 
 _CONNECT_S = 60.0
-"""A machine that is gone is noticed earlier, by its silence (``fleet.py``)."""
+"""A machine that is gone is noticed earlier, by its silence (``pool.py``)."""
 
 _CROSSED_S = 2.0
 """A request that is cut off so early may have crossed the end of an idle connection: it is sent once more."""
 
 
 def open_session() -> aiohttp.ClientSession:
-    """For calls to servers: as many connections as there are requests in flight."""
+    """The HTTP session for calls to servers: as many connections as there are requests in flight."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S))
 
 
-class ServerError(RuntimeError):
-    """A server refused, hung, or answered nonsense. The message names it."""
+class ServerError(EngineError):
+    """An SGLang server refused, hung, or answered nonsense. The message names it."""
 
 
 class Disconnected(ServerError):
@@ -87,7 +88,7 @@ class SglangServer:
         await self._control_call("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Continue after ``pause``."""
         await self._control_call("/continue_generation", {})
 
     async def weight_version(self) -> int:
@@ -207,8 +208,8 @@ class SglangServer:
             ) as answer:
                 content = await answer.read()
                 if answer.status != 200:
-                    told = f"{url}: status {answer.status}: {content[:500].decode(errors='replace')}"
-                    raise Refused(told) if answer.status == 400 else ServerError(told)
+                    message = f"{url}: status {answer.status}: {content[:500].decode(errors='replace')}"
+                    raise Refused(message) if answer.status == 400 else ServerError(message)
                 return content
         except aiohttp.ConnectionTimeoutError:
             raise ServerError(f"{url}: no connection within {_CONNECT_S:g} s") from None

@@ -1,4 +1,4 @@
-"""Which requests are in flight at a server, and whether those that are not sent yet may be."""
+"""The requests in flight at a server, and the gate that holds back those that are not sent yet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import uuid
 
 
 class InflightRequest:
-    """One request on its way. An abort ends those that have begun before it, and no later one."""
+    """One request in flight. An abort ends those that have begun before it, and no later one."""
 
     def __init__(self) -> None:
         self.rid = uuid.uuid4().hex
@@ -18,33 +18,33 @@ class InflightRequest:
 
 
 class InflightRequests:
-    """All of them, and the gate before the server. Lives in one event loop."""
+    """All requests in flight, and the gate before the server. Lives in one event loop."""
 
     def __init__(self) -> None:
         self.all: set[InflightRequest] = set()
         self._changed = asyncio.Condition()
         self._open = True
 
-    async def may_send(self, request_task: InflightRequest) -> bool:
-        """Wait until the gate is open; False if ``flight`` is aborted before."""
+    async def may_send(self, pending: InflightRequest) -> bool:
+        """Wait until the gate is open; False if ``pending`` is aborted before."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._open or request_task.aborted)
-        return not request_task.aborted
+            await self._changed.wait_for(lambda: self._open or pending.aborted)
+        return not pending.aborted
 
     @property
     def are_held(self) -> bool:
         """No request is sent now: the server is paused, or about to be."""
         return not self._open
 
-    async def may_go_on(self) -> None:
+    async def until_open(self) -> None:
         """Wait until the gate is open."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._open)
 
     async def abort(self) -> list[InflightRequest]:
         """Mark those that have begun; what of them waits at the gate is not sent any more."""
-        for request_task in self.all:
-            request_task.aborted = True
+        for pending in self.all:
+            pending.aborted = True
         async with self._changed:
             self._changed.notify_all()
         return list(self.all)

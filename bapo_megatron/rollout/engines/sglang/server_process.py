@@ -1,9 +1,8 @@
-"""Starts and stops an SGLang server on this machine, in SGLang's own environment."""
+"""The process of an SGLang server on this machine, in SGLang's own environment."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -20,6 +19,7 @@ import tyro
 import bapo_megatron.rollout.engines.sglang_cpu as on_cpu
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.child_process import ChildProcess
 
 PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
 _CPU_LAUNCHER = Path(on_cpu.__file__).with_name("launch.py")
@@ -33,7 +33,7 @@ _CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[str]:
-    """What the recipe says of its servers, as flags of ``sglang.launch_server``, for one of them."""
+    """The flags of ``sglang.launch_server`` that a recipe gives one of its servers."""
     sglang = config.rollout.sglang
     context = sglang.context or config.longest_request
     place = (
@@ -86,7 +86,7 @@ def serve(command: ServeCommand, cuda: bool) -> NoReturn:
 
 
 def server_environment(cuda: bool, threads: int | None = None) -> dict[str, str]:
-    """Variables of the server's process: this one's, and what a CPU needs."""
+    """Environment variables of the server's process: this one's, and what a CPU needs."""
     environment = dict(os.environ)
     for name in ("PYTHONPATH", "VIRTUAL_ENV"):  # of another environment
         environment.pop(name, None)
@@ -109,22 +109,16 @@ def sglang_python(given: Path | None = None) -> Path:
     return path.absolute()
 
 
-class ServerProcess:
-    """A server in a process group of its own, which ends with this process however that ends."""
+class ServerProcess(ChildProcess):
+    """A server in a process group of its own, which ends with this process however that ends, and with it all
+    that it has started: SGLang's schedulers tie themselves to it only when they have imported everything."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> None:
-        """Start it; its output goes to the end of ``log``."""
+        """Start it; its output goes to the end of ``log``. OSError if it cannot be started."""
         self.url, self.log = url, log
-        ends_with_this = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [*ends_with_this, *command],
-                env=dict(environment),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            super().__init__(command, environment, guarded=True, stdout=output, stderr=subprocess.STDOUT)
 
     def wait_ready(self, seconds: float = 300.0) -> None:
         """Until it takes requests. RuntimeError with the end of its log if it ends or takes longer."""
@@ -141,11 +135,11 @@ class ServerProcess:
 
     def stop(self, seconds: float = 10.0) -> None:
         """End it and all its children: first asked, then killed."""
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(seconds)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        self.close()
 
     def is_ready(self) -> bool:
         """Whether it takes requests."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import RunStopped
+from bapo_megatron.rollout.engines.backend import EngineServers, OnEvent
 from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
     server_command,
@@ -19,22 +19,22 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     sglang_python,
 )
 from bapo_megatron.runtime.distributed import free_port
+from bapo_megatron.runtime.run_paths import RunPaths
 
 _HOST = "127.0.0.1"
 _LOOK_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 """A server that ends again and again is started at ever longer intervals, up to this."""
 
-Event = Callable[[dict[str, Any]], None]
 
+class RunServers(EngineServers):
+    """The SGLang servers of a run, and the supervisors of those that it has started itself."""
 
-class RunServers:
-    """The servers of a run."""
-
-    def __init__(self, urls: Sequence[str], keepers: Sequence[ServerSupervisor], on_event: Event) -> None:
-        """``keepers``: of those that the run has started itself."""
+    def __init__(
+        self, urls: Sequence[str], supervisors: Sequence[ServerSupervisor], on_event: OnEvent
+    ) -> None:
         self.urls = list(urls)
-        self._keepers = {supervisor.url: supervisor for supervisor in keepers}
+        self._supervisors = {supervisor.url: supervisor for supervisor in supervisors}
         self._on_event = on_event
 
     def heed(self, event: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ class RunServers:
         if event["kind"] not in ("engine_hangs", "engine_ready"):
             return
         url, reason = event["engine"], event["reason"] if event["kind"] == "engine_hangs" else None
-        if supervisor := self._keepers.get(url):
+        if supervisor := self._supervisors.get(url):
             supervisor.restart(reason)
         elif reason:
             advice = "this run has not started it: end it, and start it again at the same address"
@@ -51,31 +51,26 @@ class RunServers:
 
 
 @contextmanager
-def servers_of(config: RunConfig, cuda: bool, on_event: Event) -> Iterator[RunServers]:
+def servers_of(config: RunConfig, cuda: bool, on_event: OnEvent) -> Iterator[RunServers]:
     """Servers that take requests. Those that the run starts itself end with it."""
     sglang = config.rollout.sglang
     if sglang.urls:
         yield RunServers([url.rstrip("/") for url in sglang.urls], [], on_event)
         return
-    keepers = [ServerSupervisor(config, number, cuda, on_event) for number in range(sglang.servers)]
+    supervisors = [ServerSupervisor(config, number, cuda, on_event) for number in range(sglang.servers)]
     try:
-        for supervisor in keepers:
+        for supervisor in supervisors:
             supervisor.wait_ready(60 * sglang.start_minutes)
-        yield RunServers([supervisor.url for supervisor in keepers], keepers, on_event)
+        yield RunServers([supervisor.url for supervisor in supervisors], supervisors, on_event)
     finally:
-        for supervisor in keepers:
+        for supervisor in supervisors:
             supervisor.stop()
-
-
-def are_local(urls: Sequence[str]) -> bool:
-    """Whether all of them, or those that a run without any starts, are on this machine."""
-    return all(urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1") for url in urls)
 
 
 class ServerSupervisor:
     """One server of the run, started again at the same address whenever it ends, or is said to hang."""
 
-    def __init__(self, config: RunConfig, number: int, cuda: bool, on_event: Event) -> None:
+    def __init__(self, config: RunConfig, number: int, cuda: bool, on_event: OnEvent) -> None:
         """Start it on this machine. Its log is in the run directory."""
         port = free_port()
         self.url = f"http://{_HOST}:{port}"
@@ -85,7 +80,7 @@ class ServerSupervisor:
             sglang_python(sglang.python), config.model.hf_path, _HOST, port, cuda, flags
         )
         self._environment = server_environment(cuda)
-        self._log = config.directory / "logs" / f"server-{number}.log"
+        self._log = RunPaths(config.directory).server_log(number)
         self._start_s = 60 * sglang.start_minutes
         self._on_event = on_event
         self._ends = threading.Event()
@@ -97,7 +92,6 @@ class ServerSupervisor:
         """Why it is to be ended and started again."""
         self._may_hang = False
         """It has taken requests, or had the time to: from now on silence is no longer its start."""
-        # A process that was told to end with its parent ends with the thread that started it.
         self._thread = threading.Thread(target=self._keep, name=f"server-{number}", daemon=True)
         self._thread.start()
         self._kept.wait()

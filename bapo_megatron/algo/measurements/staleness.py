@@ -1,0 +1,127 @@
+"""Staleness metrics: how old the tokens of an update are, why, and how clipping and entropy depend on it.
+
+The staleness of a token is the number of updates between the policy that sampled it and the policy that
+trains on it. With ``v`` the version in training, ``v0`` that of the step's beginning and ``n`` the newest
+version in the token's group it has three parts:
+
+    v - version = (v - v0) + (v0 - n) + (n - version)
+                   reuse      queue      segment
+
+Reuse: updates that this step has already made. Queue: those between the newest token of the group and the
+step. Segment: those between the token and the newest of its group, both sampled while it was unfinished.
+
+Legend: ``_T`` tokens of a pack, ``_K`` those of them that count, ``_R`` tokens of a response, ``_B`` buckets.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bapo_megatron.algo.measurements import Measurement, PackView
+from bapo_megatron.types import Metrics
+
+BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16+")
+"""Buckets of total staleness, in updates. Widths double: age changes a token ever more slowly."""
+
+_STARTS = (1, 2, 4, 8, 16)
+_VALUES = ("tokens", "clipped", "ratio_gap", "entropy")
+
+BUCKET_SUMS = len(BUCKETS) * len(_VALUES)
+"""Length of the vector of ``bucket_sums``."""
+
+AGE_METRICS = tuple(
+    f"staleness/{name}" for name in ("mean", "max", "reuse_mean", "queue_mean", "segment_mean")
+)
+"""Names of the metrics of ``age_metrics``."""
+
+
+def age_metrics(groups: Sequence[Sequence[np.ndarray]], version: int, step_version: int) -> Metrics:
+    """Metrics of the staleness of an update's tokens: mean, maximum, and the means of its three parts.
+
+    Args:
+        groups: for each group, for each response int32 [R], the version that sampled each token.
+        version: of the policy in training.
+        step_version: of the policy at the beginning of the step.
+
+    Returns:
+        ``AGE_METRICS``, in updates, each a mean or maximum over tokens; None where there are no tokens.
+    """
+    tokens = behind = spread = oldest = 0
+    for group in groups:
+        versions = np.concatenate([np.zeros(0, np.int64), *group])
+        if len(versions):
+            newest = int(versions.max())
+            tokens += len(versions)
+            behind += len(versions) * (step_version - newest)
+            spread += int((newest - versions).sum(dtype=np.int64))
+            oldest = max(oldest, version - int(versions.min()))
+    if not tokens:
+        return dict.fromkeys(AGE_METRICS)
+    reuse, queue, segment = float(version - step_version), behind / tokens, spread / tokens
+    means = (reuse + queue + segment, float(oldest), reuse, queue, segment)
+    return dict(zip(AGE_METRICS, means, strict=True))
+
+
+def bucket_of(staleness_T: Tensor) -> Tensor:
+    """The place in ``BUCKETS`` (int64) of each token, from its staleness in updates; below 0 counts as 0."""
+    return torch.bucketize(staleness_T, _starts(staleness_T.device), right=True)
+
+
+@functools.lru_cache(maxsize=4)
+def _starts(device: torch.device) -> Tensor:
+    return torch.tensor(_STARTS, device=device)
+
+
+@torch.no_grad()
+def bucket_sums(
+    staleness_T: Tensor, live_T: Tensor, clipped_T: Tensor, log_ratio_T: Tensor, entropy_T: Tensor
+) -> Tensor:
+    """Sums over the tokens of each staleness bucket: tokens, clipped tokens, |log ratio|, entropy.
+
+    Args:
+        staleness_T: integer, in updates. Below 0 counts as 0 (rollouts of another run may be newer).
+        live_T: bool, the tokens that count.
+        clipped_T: bool, the tokens that the loss clips.
+        log_ratio_T: log of the loss's ratio, nats.
+        entropy_T: nats.
+
+    Returns:
+        float64 [B * 4], additive over packs and ranks.
+    """
+    live_K = live_T.nonzero().squeeze(1)
+    bucket_K = bucket_of(staleness_T.index_select(0, live_K))
+    columns = (live_T, clipped_T, log_ratio_T.abs(), entropy_T)
+    values_K4 = torch.stack([column_T.index_select(0, live_K).double() for column_T in columns], dim=1)
+    sums_B4 = values_K4.new_zeros(len(BUCKETS), len(_VALUES)).index_add_(0, bucket_K, values_K4)
+    return sums_B4.flatten()
+
+
+def bucket_metrics(sums: Tensor) -> Metrics:
+    """Metrics ``staleness/BUCKET/...`` from the (reduced) ``bucket_sums``.
+
+    ``tokens`` is the bucket's share of all tokens (0 where there are none); ``clipped``, ``ratio_gap`` and
+    ``entropy`` are means over the bucket's tokens, None where it has none.
+    """
+    rows = sums.reshape(len(BUCKETS), len(_VALUES)).tolist()
+    total = max(sum(row[0] for row in rows), 1.0)
+    metrics: Metrics = {}
+    for bucket, (tokens, *values) in zip(BUCKETS, rows, strict=True):
+        metrics[f"staleness/{bucket}/tokens"] = tokens / total
+        for name, value in zip(_VALUES[1:], values, strict=True):
+            metrics[f"staleness/{bucket}/{name}"] = value / tokens if tokens else None
+    return metrics
+
+
+def _sums(view: PackView) -> Tensor:
+    staleness_T = view.version - view.batch.version_T
+    clipped_T, entropy_T = view.terms.clipped_T, view.stats.entropy_T
+    return bucket_sums(staleness_T, view.live_T, clipped_T, view.log_ratio_T, entropy_T)
+
+
+STALENESS = Measurement("staleness", BUCKET_SUMS, _sums, lambda sums, _update: bucket_metrics(sums))
+"""The tokens of an update by their staleness."""

@@ -1,0 +1,97 @@
+"""The reader of checkpoints: finds the newest one that is whole, every byte checked against its manifest."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from bapo_megatron.checkpoint.writer import Digests, digest
+from bapo_megatron.errors import CheckpointError
+from bapo_megatron.runtime.distributed import is_main, share
+from bapo_megatron.runtime.run_paths import MANIFEST, POLICY, TRAINER_STATE, Moment, RunPaths, step_entries
+
+READERS = 4
+"""Files that a rank verifies at a time."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
+    path: Path
+    moment: Moment
+    trainer: dict[str, Any]
+    """The state of the training loop, as given to ``CheckpointStore.begin``."""
+
+    @property
+    def step(self) -> int:
+        """The last finished step."""
+        return self.moment[0]
+
+    @property
+    def policy(self) -> Path:
+        """The folder of the model and the optimizer."""
+        return self.path / POLICY
+
+
+def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
+    """The newest whole checkpoint of a run, None if it never had one. Collective: each rank reads its share.
+
+    A broken checkpoint is skipped and named. CheckpointError if all are broken: to start at step 1 would
+    erase the run's record, and a person has to decide that.
+    """
+    folder, problems = RunPaths(run_dir).checkpoints, []
+    for moment, path in share(sorted(step_entries(folder), reverse=True) if is_main() else None):
+        try:
+            return _read(path, moment)
+        except CheckpointError as error:
+            problems.append(f"{path}: {error}")
+            if is_main():
+                print(f"passing over {problems[-1]}", flush=True)
+    if problems:
+        raise CheckpointError(
+            "no checkpoint of the run is whole:\n"
+            + "\n".join(problems)
+            + f"\nrestore one, or move {folder} away to begin at step 1"
+        )
+    return None
+
+
+def _read(path: Path, moment: Moment) -> Checkpoint:
+    """The checkpoint in ``path``, or CheckpointError on every rank alike. Collective."""
+    files, problem = share(_manifest(path) if is_main() else None)
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, _first_damage(path, files))
+    if found := problem or next(filter(None, problems), None):
+        raise CheckpointError(found)
+    trainer = share(json.loads((path / TRAINER_STATE).read_text()) if is_main() else None)
+    return Checkpoint(path, moment, trainer)
+
+
+def _manifest(path: Path) -> tuple[Digests, str | None]:
+    """The digests of the manifest, the largest file first; or why it cannot be used."""
+    try:
+        files = dict(json.loads((path / MANIFEST).read_text())["files"])
+        return dict(sorted(files.items(), key=lambda item: -item[1]["bytes"])), None
+    except FileNotFoundError:
+        return {}, "it has no manifest"
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        return {}, f"its manifest cannot be read: {error!r}"
+
+
+def _first_damage(path: Path, files: Digests) -> str | None:
+    """The damage of the first bad file of this rank's share, every n-th file of n ranks."""
+    mine = list(files)[dist.get_rank() :: dist.get_world_size()]
+    with ThreadPoolExecutor(READERS, thread_name_prefix="verify") as pool:
+        return next(filter(None, pool.map(lambda name: _damage(path, name, files[name]), mine)), None)
+
+
+def _damage(path: Path, name: str, recorded: dict[str, Any]) -> str | None:
+    if not (path / name).is_file():
+        return f"{name} is missing"
+    return f"{name} differs from the manifest" if digest(path / name) != recorded else None

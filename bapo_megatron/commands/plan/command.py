@@ -1,0 +1,45 @@
+"""``bapo plan RECIPE [flags]``: memory, traffic and speed of a recipe on a kind of GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from bapo_megatron.commands.plan.advice import fastest_layouts, problems, smallest_changes
+from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape
+from bapo_megatron.commands.plan.plan import as_dict, make_plan
+from bapo_megatron.commands.plan.table import plan_text
+from bapo_megatron.commands.recipe_flags import parse_flags, recipe_path
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """All flags of ``bapo plan``: those of the recipe and its own, without a prefix."""
+
+    run: Annotated[RunConfig, tyro.conf.arg(name="")]
+    options: Annotated[PlanOptions, tyro.conf.arg(name="")] = field(default_factory=PlanOptions)
+
+
+def plan_command(arguments: Sequence[str]) -> int:
+    """Print the plan of the recipe. Exit code 1 if it does not fit, else 0."""
+    recipe = recipe_path("plan", arguments)
+    command = parse_flags("plan", recipe, PlanCommand(load_recipe(recipe, RunConfig)), arguments)
+    command.options.check()
+    job = Job(command.run, find_shape(recipe, command.run.model.hf_path), command.options)
+    if found := problems(job):
+        raise ConfigError("\n".join(found))
+    plan = make_plan(job)
+    fits = not any(plan.misfits())
+    advice = [] if fits else smallest_changes(plan)
+    if command.options.as_json:
+        print(json.dumps({**as_dict(plan), "advice": [vars(change) for change in advice]}, indent=2))
+    else:
+        print(plan_text(plan, advice, fastest_layouts(plan, command.options.compare)), end="")
+    return 0 if fits and plan.engine_misfit() is None else 1

@@ -1,0 +1,43 @@
+"""The command line of commands that take a recipe: its path first, then flags that override its fields."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from bapo_megatron.errors import ConfigError
+
+C = TypeVar("C")
+
+
+def recipe_config(command: str, kind: type[C], arguments: Sequence[str]) -> C:
+    """The recipe's configuration, overridden by the flags. ConfigError if the recipe returns no ``kind``."""
+    from bapo_megatron.config.recipe import load_recipe
+
+    recipe = recipe_path(command, arguments)
+    return parse_flags(command, recipe, load_recipe(recipe, kind), arguments)
+
+
+def recipe_path(command: str, arguments: Sequence[str]) -> Path:
+    """The path of the recipe, the first argument. Prints the usage and exits where help is asked for."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(f"usage: bapo {command} RECIPE [flags]\n\n`bapo {command} RECIPE --help` lists the flags.")
+        sys.exit(0 if arguments else 2)
+    if arguments[0].startswith("-"):
+        raise ConfigError(f"usage: bapo {command} RECIPE [flags]; the recipe comes first")
+    return Path(arguments[0])
+
+
+def parse_flags(command: str, recipe: Path, default: C, arguments: Sequence[str]) -> C:
+    """The dataclass ``default`` with its fields overridden by the flags after the recipe."""
+    import tyro
+
+    return tyro.cli(
+        type(default),
+        prog=f"bapo {command} {recipe}",
+        description=f"Defaults are those of {recipe}.",
+        default=default,
+        args=list(arguments[1:]),
+    )

@@ -1,0 +1,20 @@
+"""``bapo rollout-server RECIPE [flags]``: an SGLang server with the recipe's model, in the foreground."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bapo_megatron.commands.recipe_flags import parse_flags, recipe_path
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.policy.device import has_cuda
+from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand, serve
+
+
+def rollout_server_command(arguments: Sequence[str]) -> None:
+    """Start the server, and wait until it ends."""
+    recipe = recipe_path("rollout-server", arguments)
+    default = ServeCommand(load_recipe(recipe, RunConfig))
+    command = parse_flags("rollout-server", recipe, default, arguments)
+    command.run.check()
+    serve(command, has_cuda())

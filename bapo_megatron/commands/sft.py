@@ -1,0 +1,40 @@
+"""``bapo sft RECIPE [flags]``: a supervised warm start, written as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from bapo_megatron.cli import quiet
+from bapo_megatron.commands.recipe_flags import recipe_config
+
+if TYPE_CHECKING:
+    from bapo_megatron.config import SftConfig
+
+
+def sft_command(arguments: Sequence[str]) -> None:
+    """Check the warm start, then train: as this rank of a launcher, or in processes of its own."""
+    from bapo_megatron.config import SftConfig
+    from bapo_megatron.policy.layout import data_parallel_size
+    from bapo_megatron.runtime.distributed import launched_world_size, run_processes
+    from bapo_megatron.trainer.preflight import check_sft
+
+    config = recipe_config("sft", SftConfig, arguments)
+    launched = launched_world_size()
+    data = data_parallel_size(config.parallel, launched)
+    check_sft(config)
+    if launched is not None:
+        sft_process(config)
+    else:
+        run_processes(sft_process, (config,), data * config.parallel.model_size)
+
+
+def sft_process(config: SftConfig) -> None:
+    """One rank of a warm start, from its process group to the written model."""
+    from bapo_megatron.policy.layout import parallel_processes
+    from bapo_megatron.runtime.storage import writing
+    from bapo_megatron.trainer.sft import run_sft
+
+    quiet()
+    with writing("the model", config.output), parallel_processes(config.parallel):
+        run_sft(config)

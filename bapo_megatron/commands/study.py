@@ -1,0 +1,25 @@
+"""``bapo study staleness [flags]``: the study in ``benchmarks/study`` of the checkout."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bapo_megatron.cli import run
+from bapo_megatron.errors import ConfigError
+
+_CHECKOUT = Path(__file__).parents[2]
+
+
+def study_command(arguments: Sequence[str]) -> int:
+    """Run the study of this checkout. ConfigError if the package is installed without one."""
+    if not (_CHECKOUT / "benchmarks/study/command.py").is_file():
+        raise ConfigError(
+            f"bapo study runs from a checkout of the repository, and {_CHECKOUT} is none: clone it and "
+            "install the package from there, `pip install -e .`"
+        )
+    sys.path.append(str(_CHECKOUT))
+    code: int = importlib.import_module("benchmarks.study.command").study_command(arguments, run)
+    return code

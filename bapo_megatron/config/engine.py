@@ -1,0 +1,45 @@
+"""The configuration that every rollout engine has, whatever it is: addresses, deadlines, weight transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of a rollout engine that the sampler, the pool and weight sync need. Engines add their own."""
+
+    urls: tuple[str, ...] = ()
+    """Servers that run already, e.g. http://node7:30000. None: the run starts servers of its own."""
+    max_in_flight: Annotated[int, Ge(1)] = 256
+    """Requests at a server at a time."""
+    request_minutes: Annotated[float, Gt(0)] = 60.0
+    """Longest wait for the answer to one request, in the server's queue and at work. Then it is aborted, and
+    continued from the tokens that it has."""
+    update_minutes: Annotated[float, Gt(0)] = 10.0
+    """Longest wait for a server to load new weights."""
+    lost_minutes: Annotated[float, Gt(0)] = 30.0
+    """Longest wait while no server works; then the run saves a checkpoint and ends."""
+    sync: Literal["disk", "broadcast"] = "disk"
+    """How weights reach the servers. `disk`: a folder in the run directory, which they must see. `broadcast`:
+    over NCCL between GPUs, gloo on a CPU; from disk after all, if that fails."""
+    bucket_mb: Annotated[float, Gt(0)] = 512.0
+    """Megabytes (2^20 bytes) of each of the two buffers of a broadcast."""
+    address: str | None = None
+    """Address of rank 0's machine, as servers reach it, for a broadcast. None: its host name, or 127.0.0.1 if
+    the servers are on it."""
+
+    def problems(self, longest_request: int) -> Iterator[str]:
+        """Mistakes in the fields, each beginning with the field's name.
+
+        ``longest_request``: most tokens of prompt and response together.
+        """
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                yield f"urls: {url!r} is no address; write it as http://HOST:PORT"
+        if len(set(self.urls)) < len(self.urls):
+            yield f"urls names a server twice: {', '.join(sorted(self.urls))}"

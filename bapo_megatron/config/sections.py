@@ -1,0 +1,261 @@
+"""The sections of a run's configuration: one frozen dataclass each, with the range of each number.
+
+The docstring of a field is its text in ``--help``. ``Annotated[int, Ge(1)]`` states a range, which
+``validation.out_of_range`` checks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Lt
+from tyro.conf import AvoidSubcommands
+
+from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.algo.papo_schedule import PapoConfig
+from bapo_megatron.config.engine import EngineConfig
+from bapo_megatron.config.sglang import SglangConfig
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model that training starts from."""
+
+    hf_path: Path
+    """Hugging Face folder: config.json, safetensors, tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of weights and activations; gradients are summed, and master weights kept, in float32."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The parallel layout: how the model is split over processes."""
+
+    tensor: Annotated[int, Ge(1)] = 1
+    """Tensor parallel size (TP): splits heads, MLP and vocabulary."""
+    pipeline: Annotated[int, Ge(1)] = 1
+    """Pipeline parallel size (PP): splits the layers into stages."""
+    virtual: Annotated[int, Ge(1)] = 1
+    """Model chunks on each pipeline stage (interleaved schedule); 1 for none."""
+    context: Annotated[int, Ge(1)] = 1
+    """Context parallel size (CP): splits each sequence."""
+    data: Annotated[int | None, Ge(1)] = None
+    """Data parallel size (DP). None: 1, or under a launcher all the processes that are left."""
+    sequence: bool = False
+    """Sequence parallelism: norms and residuals split over the TP ranks."""
+    timeout_minutes: Annotated[float, Gt(0)] = 60
+    """Longest wait for another rank in a collective. While rank 0 waits for samples the ranks meet every few
+    seconds: that does not count."""
+
+    @property
+    def model_size(self) -> int:
+        """Processes that hold one replica of the model: TP x PP x CP."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def document_multiple(self) -> int:
+        """The divisor of the length of a sequence in a pack: two chunks for each CP rank."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
+    def length_multiple(self) -> int:
+        """The divisor of the length of a pack: its sequences and the parts of its ranks must come out
+        even."""
+        return math.lcm(self.document_multiple, self.context * (self.tensor if self.sequence else 1))
+
+    def pack_tokens_for(self, positions: int) -> int:
+        """The smallest ``batch.pack_tokens`` that holds a sequence of ``positions`` tokens."""
+        return -(-positions // self.length_multiple) * self.length_multiple
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The dataset of training prompts."""
+
+    path: Path
+    """JSONL or parquet with the fields of Skywork-OR1-RL-Data."""
+    max_prompt_tokens: Annotated[int, Ge(1)] = 2048
+    """Longest prompt, in tokens; longer ones are left out, and counted."""
+    difficulty: str | None = None
+    """Where in `extra_info` a problem's difficulty is, e.g. `model_difficulty.DeepSeek-R1-Distill-Qwen-7B`.
+    Prompts outside the bounds, and those without the number, are left out and counted."""
+    min_difficulty: float = -1e9
+    """Smallest difficulty that is kept."""
+    max_difficulty: float = 1e9
+    """Largest difficulty that is kept."""
+    shuffle: bool = True
+    """Shuffle the prompts in each epoch, from the run's seed; else they come in the order of the file."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The sampling of responses: batch size, length, staleness, engines."""
+
+    prompts_per_step: Annotated[int, Ge(1)] = 64
+    """Prompts of a step, each with one group of responses."""
+    group_size: Annotated[int, Ge(2)] = 16  # G
+    """Responses to each prompt (GRPO's G)."""
+    temperature: Annotated[float, Gt(0)] = 1.0
+    """Sampling temperature; the policy's log-probs are taken at it, too."""
+    max_response_tokens: Annotated[int, Ge(1)] = 8192
+    """Longest response, in tokens; longer ones are cut, with finish reason `length`."""
+    engine: str = "local"
+    """`local`: in the sampler's process. `sglang`: servers, see `sglang`. Or `package.module:Name` of a
+    subclass of `bapo_megatron.rollout.engines.backend.EngineBackend`, see `custom_engine`."""
+    max_batch: Annotated[int, Ge(1)] = 256
+    """Requests that the local engine decodes at the same time."""
+    drop_uniform_groups: bool = True
+    """Drop groups whose rewards are all equal (they teach nothing), and sample others."""
+    max_oversampling: Annotated[float, Ge(1)] = 3.0
+    """Most groups sampled for a step, as a multiple of prompts_per_step, while dropped ones are replaced;
+    then it trains on what there is."""
+    max_staleness: Annotated[int, Ge(0)] = 0
+    """Most training steps by which a group's oldest token may be off-policy: how far the weights that sampled
+    it lie behind those that its step starts from. 0: synchronous, training waits while each step samples. 1
+    or more: asynchronous, engines sample while the policy trains; `on_stale` decides about older groups."""
+    overlap: bool = True
+    """With max_staleness of 1 or more: sample while the policy trains. Off: sampling pauses when a step has
+    its groups, and unfinished responses continue in the next one (for engines that share the trainer's
+    GPUs)."""
+    segment_tokens: Annotated[int | None, Ge(1)] = None
+    """Most tokens of one request to an engine; a longer response takes several, each from the prefix so far.
+    No more than that is lost if an engine dies. None: one request for each response."""
+    budget_tokens: Annotated[int | None, Ge(1)] = None
+    """Partial rollout: most tokens that a response may take from the weights of one step; an unfinished one
+    continues with the weights of the next. Needs max_staleness of 1 or more. None: no limit."""
+    on_stale: Literal["resample", "drop", "train"] = "resample"
+    """What becomes of a group older than max_staleness: its prompt is sampled anew, or it is dropped, or
+    trained on all the same."""
+    keep_steps: Annotated[int | None, Ge(0)] = 1000
+    """Newest steps whose rollouts are kept on disk, 12 bytes a token; those since the oldest checkpoint
+    always are. Only a run that keeps all of them can be replayed from its beginning. None: all."""
+    sglang: SglangConfig = field(default_factory=SglangConfig)
+    """The servers of `engine=sglang`."""
+    custom_engine: AvoidSubcommands[EngineConfig | None] = None
+    """Settings of `engine=package.module:Name`: an `EngineConfig`, or a subclass that adds fields. A recipe
+    gives it; then its fields are flags. None: the defaults."""
+    replay: Path | None = None
+    """Train on the stored rollouts of this run instead of sampling (to compare layouts or losses)."""
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        """Settings of the chosen engine: the field of its name, or `custom_engine`, or the defaults."""
+        chosen = self.custom_engine if ":" in self.engine else getattr(self, self.engine, None)
+        return chosen if isinstance(chosen, EngineConfig) else EngineConfig()
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """The reward: its function, its workers and limits, its penalties."""
+
+    function: str = "math"
+    """`math`: math-verify compares the last box with the ground truth. `code`: the last code block must pass
+    the problem's tests. `math_or_code`: by the form of each ground truth. Or `package.module:function` of a
+    `def score(prompt: Prompt, response: str) -> float`."""
+    correct: float = 1.0
+    """Reward of a right answer (built-in functions)."""
+    wrong: float = 0.0
+    """Reward of a wrong or missing answer (built-in functions)."""
+    failed: float = 0.0
+    """Reward of a response whose scoring raised, hung, died or gave no finite number; no penalties."""
+    workers: Annotated[int, Ge(1)] = 2
+    """Processes that score responses, on rank 0's machine."""
+    time_limit_s: Annotated[float, Gt(0)] = 30.0
+    """Time limit for scoring one response; then its worker is replaced."""
+    memory_limit_mb: Annotated[int, Ge(256)] = 4096
+    """Memory that scoring one response may take beyond that of an idle worker; also of each process of tested
+    code."""
+    code_case_limit_s: Annotated[float, Gt(0)] = 6.0
+    """Time limit of one test of a program; all tests of a response together have 0.9 `time_limit_s`."""
+    format_pattern: str | None = None
+    """Regular expression that the whole response must match; `.` matches newlines."""
+    format_penalty: Annotated[float, Ge(0)] = 0.0
+    """Penalty for a response that does not match format_pattern, subtracted from its reward."""
+    overlong_tokens: Annotated[int, Ge(0)] = 0
+    """Width of the soft overlong zone before `rollout.max_response_tokens`, in tokens (DAPO, Eq. 13)."""
+    overlong_penalty: Annotated[float, Ge(0)] = 0.0
+    """Penalty for a response of full length; it falls linearly to 0 where the zone begins (DAPO, Eq. 13)."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """The objective: clipping bounds, advantages, the ratio's old policy, the reuse of each batch."""
+
+    loss: str = "bapo"
+    """The loss of an update. `bapo`: the clipped surrogate of PPO at `bounds`, searched or fixed (GRPO,
+    clip-higher). Or `package.module:Name` of a subclass of `bapo_megatron.algo.losses.Loss`."""
+    bounds: BoundsConfig = field(default_factory=BoundsConfig)
+    """Clipping bounds; presets in `bapo_megatron.algo.bapo`. Another loss reads fixed ones or none."""
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    """`grpo`: (reward - group mean) / group std. `dr_grpo`: reward - group mean."""
+    polarity: PapoConfig = field(default_factory=PapoConfig)
+    """PAPO: advantages reweighted by each token's effect on the entropy; off by default."""
+    loss_mean: Literal["token", "sequence"] = "token"
+    """Mean of the loss: over the tokens of the update, or first within each response, then over responses."""
+    known_ratio: bool = True
+    """Take the ratio as 1, without the forward pass that measures it, when the bounds of an on-policy update
+    are searched: one whose every token the present weights sampled, or, with `old_log_probs=trainer`, the
+    first of each step. What engine and trainer differ by then shows as `bapo/clip_..._distance`."""
+    old_log_probs: Literal["rollout", "trainer"] = "rollout"
+    """Log-probs of the old policy, the denominator of the ratio in all updates of a step. `rollout`: those
+    that the engine reported while sampling. `trainer`: recomputed by the trainer before the step's first
+    update, which costs one forward pass a step (PPO's pi_old)."""
+    importance_cap: Annotated[float | None, Gt(0)] = None
+    """Truncated importance sampling, with `old_log_probs=trainer`: each token's weight is multiplied by
+    min(pi_old / pi_rollout, cap). 2 is usual; None for no such weight."""
+    gap_mean_limit: Annotated[float | None, Gt(0)] = 0.05
+    """Mismatch check: largest mean difference between the log-probs of engine and trainer at the same
+    weights, in nats (`rollout/engine_gap_mean`). None for no check."""
+    gap_max_limit: Annotated[float | None, Gt(0)] = None
+    """Mismatch check: largest difference at a single token, in nats (`rollout/engine_gap_max`). None: no
+    check."""
+    on_gap: Literal["warn", "stop"] = "warn"
+    """What a failed mismatch check does: print a line and record an event, or end the run."""
+    reuse_epochs: Annotated[int, Ge(1)] = 1  # E + 1
+    """Passes over each batch of rollouts: 1 uses each sample once, more reuse it off-policy."""
+    updates_per_epoch: Annotated[int, Ge(1)] = 1
+    """Optimizer updates in each pass: the batch is split into so many mini-batches."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer: AdamW and its learning-rate schedule, counted in updates."""
+
+    lr: Annotated[float, Ge(0)] = 2e-6
+    """Peak learning rate."""
+    min_lr: Annotated[float, Ge(0)] = 0.0
+    """Learning rate where the decay ends."""
+    warmup_updates: Annotated[int, Ge(0)] = 0
+    """Updates of linear warmup from zero."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the schedule after the warmup, over the planned updates of the run."""
+    weight_decay: Annotated[float, Ge(0)] = 0.01
+    """Weight decay of matrices; norms and biases have none."""
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95
+    """Decay of the second moment."""
+    eps: Annotated[float, Gt(0)] = 1e-8
+    """Number added to the denominator of an update."""
+    clip_grad: Annotated[float, Gt(0)] = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it."""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """The packing of sequences into micro-batches, and what a pass keeps in memory."""
+
+    pack_tokens: Annotated[int, Ge(1)] = 16384
+    """Length of a micro-batch, in tokens: sequences are packed into it end to end. It must hold the longest
+    prompt and response together."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation in the backward pass."""
+    hold_forwards: bool = False
+    """Run all forward passes of an update before its first backward pass, so that the exact search for the
+    bounds needs no forward pass of its own. Keeps the activations of all packs in memory, so use it with
+    recompute=full; needs parallel.pipeline=1."""
+    logprob_chunk_tokens: Annotated[int, Ge(1)] = 1024
+    """Tokens whose logits are in memory at the same time."""

@@ -1,0 +1,67 @@
+"""The rollout backend: how a run checks, starts and reaches the engines of one kind, such as SGLang's.
+
+A backend is a folder of this room, or a user's own class that `rollout.engine` names by its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from typing import Any
+
+from bapo_megatron.config import RolloutConfig, RunConfig
+from bapo_megatron.interfaces import Engine
+
+OnEvent = Callable[[dict[str, Any]], None]
+"""Takes note of an event: a kind and its fields."""
+
+
+class EngineError(RuntimeError):
+    """An engine refused, hung, or answered nonsense. The message names it."""
+
+
+class EngineServers:
+    """The servers behind a run's engines; none where engines are in the sampler's process."""
+
+    urls: Sequence[str] = ()
+    """Their addresses."""
+
+    def heed(self, event: dict[str, Any]) -> None:
+        """Act on an event of the sampler's process, such as ``engine_hangs``."""
+
+
+class EngineBackend:
+    """How a run uses the engines of one kind. The defaults are those of an engine in the sampler's process.
+
+    Its settings are ``rollout.engine_config``: the field of ``RolloutConfig`` that has the backend's name, or
+    ``custom_engine`` for one that is given by its path.
+    """
+
+    rounds = False
+    """Sample in rounds: new groups are begun only when no other is in the making, so that an engine whose
+    tokens depend on its batch always forms the same batches."""
+
+    def check(self, rollout: RolloutConfig, gpus: int = 0, training: int = 0) -> None:
+        """Raise ConfigError if engines cannot be had; called before anything starts.
+
+        ``gpus``: those of this machine. ``training``: processes that train, one on each of the first GPUs.
+        """
+
+    def serve(
+        self, config: RunConfig, cuda: bool, on_event: OnEvent
+    ) -> AbstractContextManager[EngineServers]:
+        """The servers, ready for requests; those that the run starts end with the context. On rank 0."""
+        return nullcontext(EngineServers())
+
+    def max_in_flight(self, rollout: RolloutConfig) -> int:
+        """Requests at one engine at a time."""
+        return rollout.engine_config.max_in_flight
+
+    async def open(
+        self, config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack
+    ) -> list[Engine]:
+        """The engines, in the event loop that they are used in. What must be closed goes to ``opened``.
+
+        ``urls``: of the servers. ``device``: where an engine in this process computes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} opens no engines")

@@ -1,0 +1,136 @@
+"""The engines' side of a weight broadcast: which engines take part, and every step on all of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from bapo_megatron.config import EngineConfig
+from bapo_megatron.interfaces import ReceivesBroadcast
+from bapo_megatron.rollout.engines.backend import EngineError
+from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.types import BroadcastGroup, BucketSpec
+
+T = TypeVar("T")
+
+_SOONER = 0.9
+"""Share of the sender's timeout: the receivers' error comes first, because it names the engine."""
+
+_MORE_REASONS_S = 0.5
+
+
+class WeightReceivers:
+    """Engines that receive one broadcast together.
+
+    In order: ``join`` once; then for each version ``begin``, ``receive`` for every bucket, ``finish``. All
+    raise EngineError, which names the engines. After an error weights may be mixed. Engines that hang must be
+    ended: they pass data on, and others may wait for them. The pool finds them when they do not take weights
+    from disk (``engine_hangs``). Then let new receivers ``join`` anew.
+    """
+
+    def __init__(self, engines: Sequence[ReceivesBroadcast], timeout_s: float = 120.0) -> None:
+        """``timeout_s``: longest wait for one bucket."""
+        self.engines, self._timeout_s = list(engines), timeout_s
+        self._group_name = ""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks they have in the group."""
+        return sum(engine.broadcast_ranks for engine in self.engines)
+
+    async def join(self, group: BroadcastGroup) -> None:
+        """Join the sender's group, and first leave one of that name, which a failure has left behind."""
+        self._group_name = group.name
+        await self._everywhere(lambda engine: engine.leave_group(group.name, self._timeout_s))
+        first_ranks, rank = {}, 1
+        for engine in self.engines:
+            first_ranks[engine.name] = rank
+            rank += engine.broadcast_ranks
+        await self._everywhere(
+            lambda engine: engine.join_group(group, first_ranks[engine.name], self._timeout_s)
+        )
+
+    async def begin(self) -> None:
+        """Stop sampling and be ready to receive."""
+        await self._everywhere(lambda engine: engine.begin_update())
+
+    async def receive(self, bucket: BucketSpec) -> None:
+        """Take and load one bucket."""
+        await self._everywhere(lambda engine: engine.receive(bucket, self._group_name, self._timeout_s))
+
+    async def finish(self, version: int) -> str:
+        """End the update, and sample again with weights of ``version``. Returns the digest of the weights.
+
+        EngineError if the engines' weights differ; then none samples from them.
+        """
+        digests = await self._everywhere(lambda engine: engine.end_update(self._timeout_s))
+        if len(set(digests)) != 1:
+            all_digests = ", ".join(f"{e.name}: {d[:12]}" for e, d in zip(self.engines, digests, strict=True))
+            raise EngineError(f"the engines have different weights after version {version}: {all_digests}")
+        await self._everywhere(lambda engine: engine.set_version(version))
+        await self._everywhere(lambda engine: engine.resume_after_update())
+        return digests[0]
+
+    async def _everywhere(self, call: Callable[[ReceivesBroadcast], Coroutine[Any, Any, T]]) -> list[T]:
+        """All results. The first error ends the wait; errors of other engines that come with it are named."""
+        tasks = [asyncio.create_task(call(engine)) for engine in self.engines]
+        _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        if waiting:
+            _, waiting = await asyncio.wait(waiting, timeout=_MORE_REASONS_S)
+        for task in waiting:
+            task.cancel()
+        if errors := [error for task in tasks if task not in waiting and (error := task.exception())]:
+            raise EngineError("; ".join(map(str, errors))) from errors[0]
+        return [task.result() for task in tasks]
+
+
+class PoolBroadcast:
+    """The engine pool as the receiver of a weight broadcast.
+
+    In order: ``gather``; ``join`` if the engines are others than before; ``begin``; ``receive`` for every
+    bucket; ``finish``. After an error ``fail``.
+    """
+
+    def __init__(self, pool: EnginePool, config: EngineConfig) -> None:
+        self._pool, self._timeout_s = pool, _SOONER * 60 * config.update_minutes
+        self._receivers = WeightReceivers([])
+        self._is_joined = False
+        self._comings = 0
+
+    async def gather(self) -> tuple[int, bool]:
+        """How many ranks the engines that will receive have together, and whether they are in a group.
+
+        One that has come back is perhaps another process: then all join anew.
+        """
+        found = await self._pool.gather()
+        if found != self._receivers.engines or self._comings != self._pool.comings:
+            self._is_joined = False
+        if not self._is_joined:
+            self._receivers = WeightReceivers(found, self._timeout_s)
+        return self._receivers.ranks, self._is_joined
+
+    async def join(self, group: BroadcastGroup) -> None:
+        """All of them join the sender's group."""
+        await self._receivers.join(group)
+        self._is_joined = True
+
+    async def begin(self) -> None:
+        """All of them stop sampling."""
+        await self._receivers.begin()
+
+    async def receive(self, bucket: BucketSpec) -> None:
+        """Take one bucket."""
+        await self._receivers.receive(bucket)
+
+    async def finish(self, version: int) -> str:
+        """All of them have the same weights now, and sample again; returns their digest."""
+        digest = await self._receivers.finish(version)
+        self._pool.adopt(version)
+        self._comings = self._pool.comings
+        return digest
+
+    async def fail(self, reason: str) -> None:
+        """The weights did not arrive: the engines are lost until they have others."""
+        self._is_joined = False
+        self._pool.disown(reason)

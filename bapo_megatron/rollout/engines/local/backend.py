@@ -1,0 +1,34 @@
+"""The ``local`` backend: one engine in the sampler's process, and no servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from bapo_megatron.config import RolloutConfig, RunConfig
+from bapo_megatron.interfaces import Engine
+from bapo_megatron.rollout.engines.backend import EngineBackend
+
+
+class LocalBackend(EngineBackend):
+    """A Hugging Face model on the trainer's kind of device. Its tokens depend, in their last bits, on the
+    batch that they are decoded in."""
+
+    rounds = True
+
+    def max_in_flight(self, rollout: RolloutConfig) -> int:
+        """What the engine decodes at a time."""
+        return rollout.max_batch
+
+    async def open(
+        self, config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack
+    ) -> list[Engine]:
+        """The engine on ``device``, with the weights of the run's model."""
+        # transformers takes seconds to import, and the trainer needs none of it.
+        from bapo_megatron.rollout.engines.local.engine import LocalEngine
+        from bapo_megatron.rollout.engines.local.model import LocalModel
+
+        model, max_batch = config.model, config.rollout.max_batch
+        loaded = await asyncio.to_thread(LocalModel, model.hf_path, max_batch, model.dtype, device)
+        return [LocalEngine(loaded)]

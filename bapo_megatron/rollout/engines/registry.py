@@ -1,0 +1,57 @@
+"""The registry of rollout backends: the values of `rollout.engine`, and the engine pool of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from bapo_megatron.config import RunConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.backend import EngineBackend
+from bapo_megatron.rollout.engines.pool import EnginePool, Report
+from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
+from bapo_megatron.runtime.dotted_path import load_dotted_path
+
+BACKENDS = {
+    "local": "bapo_megatron.rollout.engines.local.backend:LocalBackend",
+    "sglang": "bapo_megatron.rollout.engines.sglang.backend:SglangBackend",
+}
+"""The built-in ones. Each is imported when it is chosen: transformers alone takes seconds."""
+
+
+def engine_backend(engine: str) -> EngineBackend:
+    """The backend that `rollout.engine` names. ConfigError that says why it cannot be had."""
+    path = BACKENDS.get(engine, engine)
+    if ":" not in path:
+        raise ConfigError(
+            f"rollout.engine={engine!r} is unknown: give {', '.join(BACKENDS)}, or the path of a subclass of "
+            f"EngineBackend as package.module:Name"
+        )
+    backend = load_dotted_path("rollout.engine", path, "class")
+    if not (isinstance(backend, type) and issubclass(backend, EngineBackend)):
+        raise ConfigError(
+            f"rollout.engine={engine}: {backend!r} is no subclass of EngineBackend "
+            f"(bapo_megatron/rollout/engines/backend.py); name one that is"
+        )
+    return backend()
+
+
+async def open_pool(
+    config: RunConfig,
+    urls: Sequence[str],
+    device: str,
+    report: Report,
+    opened: AsyncExitStack,
+    max_in_flight: int | None = None,
+) -> EnginePool:
+    """The chosen engines in a pool, which ``opened`` closes; see `EngineBackend.open`.
+
+    ``max_in_flight``: requests at each, where it is not what the engine's settings say.
+    """
+    rollout = config.rollout
+    backend = engine_backend(rollout.engine)
+    engines = await backend.open(config, urls, device, opened)
+    timeouts = EngineTimeouts(update_s=60 * rollout.engine_config.update_minutes)
+    pool = EnginePool(engines, max_in_flight or backend.max_in_flight(rollout), report, timeouts)
+    opened.push_async_callback(pool.close)
+    return pool

@@ -1,0 +1,73 @@
+"""The events of the sampler: one function for each kind of record in the write-ahead log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bapo_megatron.rollout.sampler.event_log.state import TOKEN_COLUMNS, OpenGroup
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
+from bapo_megatron.types import FinishReason, Generation
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a response that an engine returned for one request, and its place."""
+
+    group: OpenGroup
+    sample: int
+    """Position of the response in its group."""
+    start: int
+    """Tokens of the response before the segment."""
+    generation: Generation
+    finish_reason: FinishReason | None
+    """Finish reason of the response if the segment completes it, else None."""
+
+
+def groups_opened(groups: Sequence[tuple[int, int, int]], taken: int | None) -> Record:
+    """Groups are opened: (number, epoch, index of the prompt) of each.
+
+    ``taken``: prompts taken from the dataset so far; None if these prompts are sampled once more.
+    """
+    return Record("open", {"groups": [list(group) for group in groups], "taken": taken}, {})
+
+
+def segments_arrived(segments: Sequence[Segment]) -> Record:
+    """Segments arrived from engines; they lie end to end in the record's arrays."""
+    rows = []
+    for one in segments:
+        group, length = one.group, len(one.generation.token_ids_R)
+        place = (group.number, group.epoch, group.index, one.sample)
+        rows.append([*place, one.start, length, one.finish_reason])
+    arrays = {
+        name: np.concatenate([getattr(one.generation, f"{name}_R") for one in segments]).astype(dtype)
+        for name, dtype in TOKEN_COLUMNS.items()
+    }
+    return Record("segments", {"parts": rows}, arrays)
+
+
+def group_scored(number: int, rewards: Sequence[float], failures: Sequence[str]) -> Record:
+    """A complete group has its rewards. ``failures``: the kind of each failed score."""
+    return Record("judged", {"number": number, "rewards": list(rewards), "failures": list(failures)}, {})
+
+
+def group_dropped(number: int, reason: str) -> Record:
+    """A group will not be trained on. ``reason``: ``uniform``, ``stale`` or ``refused``."""
+    return Record("dropped", {"number": number, "reason": reason}, {})
+
+
+def batch_served(step: int, numbers: Sequence[int]) -> Record:
+    """The batch of ``step`` consists of these groups, and its file is on disk."""
+    return Record("batch", {"step": step, "groups": list(numbers)}, {})
+
+
+def steps_rewound(step: int) -> Record:
+    """The batches after ``step`` are lost, and will be sampled anew."""
+    return Record("rewind", {"step": step}, {})
+
+
+def weights_loaded(version: int, step: int) -> Record:
+    """The engines sample from the weights ``version``, which the updates of ``step`` made."""
+    return Record("weights", {"version": version, "step": step}, {})

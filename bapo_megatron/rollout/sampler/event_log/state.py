@@ -1,0 +1,320 @@
+"""The event-sourced state of the sampler: groups being sampled, finished groups, and counts of all others.
+
+``apply`` is the only way to change it, and every record that it applies is in the write-ahead log already, so
+that replaying the log gives the same state. A record that is lost to damage costs what it held: a response
+continues from the tokens before the gap, and nothing is trained on twice.
+
+Steps: ``served`` is the last step that was given its groups; the weights of step s are those that its updates
+made (0: the initial ones). The lag of a group is the number of steps between the weights of its oldest token
+and the weights that its training step starts from; 0 is on-policy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
+from bapo_megatron.types import FinishReason, Group, Prompt, Rollout
+
+TOKEN_COLUMNS = {"token_ids": np.int32, "log_probs": np.float32, "versions": np.int32}
+"""The arrays that are kept of every token, by name, with their types."""
+
+
+class GroupSummary(NamedTuple):
+    """The statistics of a scored group for the metrics of its step, whether or not it is trained on."""
+
+    number: int
+    rewards: list[float]
+    lengths: list[int]
+    """Tokens of each response."""
+    reasons: list[str]
+    """Finish reason of each response."""
+    failures: list[str]
+    """The kind of each failed score."""
+
+
+@dataclass
+class PartialResponse:
+    """A response that is being sampled, as the segments that engines have returned so far."""
+
+    segments: list[tuple[np.ndarray, ...]] = field(default_factory=list)
+    """One array for each of ``TOKEN_COLUMNS``, of each segment."""
+    tokens: int = 0
+    finish_reason: FinishReason | None = None
+    """``stop`` or ``length`` when the response is complete, else None."""
+    tokens_by_version: Counter[int] = field(default_factory=Counter)
+    """Tokens by the weight version that sampled them."""
+
+    def arrays(self) -> list[np.ndarray]:
+        """Token ids, log-probs and versions of the response so far."""
+        if len(self.segments) > 1:
+            self.segments = [tuple(np.concatenate(parts) for parts in zip(*self.segments, strict=True))]
+        if self.segments:
+            return list(self.segments[0])
+        return [np.zeros(0, dtype) for dtype in TOKEN_COLUMNS.values()]
+
+    def rollout(self, reward: float) -> Rollout:
+        """The complete response with its reward."""
+        assert self.finish_reason is not None
+        token_ids_R, log_probs_R, versions_R = self.arrays()
+        return Rollout(token_ids_R, log_probs_R, versions_R, self.finish_reason, reward)
+
+
+@dataclass
+class OpenGroup:
+    """A group that is being sampled or scored. Numbers follow the order in which groups are opened."""
+
+    number: int
+    epoch: int
+    """Epoch of the dataset."""
+    index: int
+    """Position of the prompt in the dataset."""
+    responses: list[PartialResponse]
+    opened_after: int
+    """The step whose weights the engines had when the group was opened."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all responses are complete."""
+        return all(response.finish_reason for response in self.responses)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all responses so far."""
+        return sum(response.tokens for response in self.responses)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weight version that sampled one of its tokens; None before the first token."""
+        versions = (version for response in self.responses for version in response.tokens_by_version)
+        return min(versions, default=None)
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """A scored group that waits for the step that trains on it."""
+
+    number: int
+    epoch: int
+    index: int
+    group: Group
+    tokens: int
+    oldest_version: int
+
+
+class SamplerState:
+    """The state of the sampler, as the records of the write-ahead log have made it."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], group_size: int, identity: Mapping[str, Any] | None = None
+    ) -> None:
+        """Start empty. ``prompts``: the dataset; ``identity``: the settings that the records depend on."""
+        self._prompts = prompts
+        self._group_size = group_size
+        self._identity = dict(identity or {})
+        self.next_number = 0
+        """The number of the next group that is opened."""
+        self.taken = 0
+        """Prompts that were taken from the dataset, over all epochs."""
+        self.served = 0
+        """The last step that was given its groups."""
+        self.weights_step = 0
+        """The step whose updates made the weights that the engines have."""
+        self._version = 0
+        """The version of these weights."""
+        self._step_of: dict[int, int] = {}
+        """The last step that made each version."""
+        self._newest = -1
+        """The newest version in ``_step_of``."""
+        self._first_step_of: dict[int, int] = {}
+        """The first step that made each version: a step without an update brings the same version again."""
+        self.open: dict[int, OpenGroup] = {}
+        self.finished: dict[int, FinishedGroup] = {}
+        self.tokens: Counter[str] = Counter()
+        """Tokens of the run: ``sampled``, ``trained``, and ``dropped_REASON``."""
+        self._trained: dict[int, int] = {}
+        """Tokens of each step's batch; needed if the step's file is lost."""
+        self.scored: list[GroupSummary] = []
+        """Groups that were scored since the last batch."""
+        self.dropped: Counter[str] = Counter()
+        """Groups that were dropped since the last batch, by reason."""
+
+    def apply(self, record: Record) -> None:
+        """Make the change that ``record``, which is in the write-ahead log, stands for."""
+        change: Callable[[Record], None] = getattr(self, f"_on_{record.kind}")
+        change(record)
+
+    def step_of(self, version: int) -> int | None:
+        """The step whose updates made the weights ``version``; None if engines never had such weights."""
+        return self._step_of.get(version)
+
+    def lag(self, oldest_version: int | None, step: int) -> int:
+        """The lag, in steps, of a group with this oldest version if ``step`` trains on it."""
+        if oldest_version is None or oldest_version > self._newest:
+            return 0  # sampled from weights that are being loaded right now
+        made = self._step_of.get(oldest_version)
+        return step if made is None else step - 1 - made  # None: the record of these weights was damaged
+
+    def remaining_budget(self, group: OpenGroup, sample: int, budget: int) -> int:
+        """Tokens that a response may still get before new weights come, with ``budget`` tokens for each step.
+
+        The same weights serve several steps if a step had nothing to train on. Tokens of newer weights exist
+        while these are being loaded, and after a trainer continued from a checkpoint; what is requested now
+        may come from the newest.
+        """
+        by_version, present = group.responses[sample].tokens_by_version, self._version
+        newer = max((count for version, count in by_version.items() if version > present), default=0)
+        first = max(self._first_step_of.get(present, 0), min(group.opened_after, self.weights_step))
+        granted = budget * (self.weights_step - first + 1)
+        return max(0, min(granted - by_version[present], budget - newer))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no record was ever applied that brought weights or opened a group."""
+        return not self._step_of and self.next_number == 0
+
+    @property
+    def outstanding(self) -> int:
+        """Groups that were opened and neither trained on nor dropped."""
+        return len(self.open) + len(self.finished)
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens of the outstanding groups."""
+        of_open = sum(group.tokens for group in self.open.values())
+        return of_open + sum(group.tokens for group in self.finished.values())
+
+    def snapshot(self) -> Record:
+        """The record of everything but the groups, with which every file of the journal begins."""
+        fields = {
+            "identity": self._identity,
+            "next_number": self.next_number,
+            "taken": self.taken,
+            "served": self.served,
+            "weights_step": self.weights_step,
+            "step_of": sorted(self._step_of.items()),
+            "first_step_of": sorted(self._first_step_of.items()),
+            "tokens": dict(self.tokens),
+            "trained": sorted(self._trained.items()),
+            "judged": self.scored,
+            "dropped": dict(self.dropped),
+        }
+        return Record("state", fields, {})
+
+    # --- one method for each kind of record ---
+
+    def _on_state(self, record: Record) -> None:
+        fields = record.fields
+        for name, ours in self._identity.items():
+            if (theirs := fields["identity"].get(name)) != ours:
+                raise ConfigError(
+                    f"the run's journal was written with {name}={theirs}, now it is {ours}: continue with "
+                    "the same settings, or name another --run-dir"
+                )
+        self.next_number, self.taken = fields["next_number"], fields["taken"]
+        self.served, self.weights_step = fields["served"], fields["weights_step"]
+        self._step_of = dict(fields["step_of"])
+        self._first_step_of = dict(fields.get("first_step_of", fields["step_of"]))
+        self._newest = max(self._step_of, default=-1)
+        self._version = max((v for v, step in self._step_of.items() if step == self.weights_step), default=0)
+        self.tokens, self.dropped = Counter(fields["tokens"]), Counter(fields["dropped"])
+        self._trained = dict(fields["trained"])
+        self.scored = [GroupSummary(*summary) for summary in fields["judged"]]
+
+    def _on_open(self, record: Record) -> None:
+        for number, epoch, index in record.fields["groups"]:
+            self._group(number, epoch, index)
+        if record.fields["taken"] is not None:
+            self.taken = record.fields["taken"]
+
+    def _on_segments(self, record: Record) -> None:
+        at = 0
+        arrays = [record.arrays[name] for name in TOKEN_COLUMNS]
+        for number, epoch, index, sample, start, length, reason in record.fields["parts"]:
+            segment = tuple(array[at : at + length].copy() for array in arrays)  # a view would keep them all
+            at += length
+            response = self._group(number, epoch, index).responses[sample]
+            if response.tokens != start:  # the segment before it was lost to damage
+                continue
+            response.segments.append(segment)
+            response.tokens += length
+            response.tokens_by_version.update(_counts(segment[2]))
+            response.finish_reason = reason
+            self.tokens["sampled"] += length
+
+    def _on_judged(self, record: Record) -> None:
+        group = self.open.get(record.fields["number"])
+        if group is None or not group.is_complete:
+            return
+        rewards, failures = record.fields["rewards"], record.fields["failures"]
+        rollouts = tuple(
+            response.rollout(reward) for response, reward in zip(group.responses, rewards, strict=True)
+        )
+        del self.open[group.number]
+        self.finished[group.number] = FinishedGroup(
+            group.number,
+            group.epoch,
+            group.index,
+            Group(self._prompts[group.index], rollouts),
+            group.tokens,
+            group.oldest_version or 0,
+        )
+        lengths, reasons = [r.tokens for r in group.responses], [str(r.finish_reason) for r in rollouts]
+        self.scored.append(GroupSummary(group.number, rewards, lengths, reasons, failures))
+
+    def _on_dropped(self, record: Record) -> None:
+        number, reason = record.fields["number"], record.fields["reason"]
+        if (group := self._take(number)) is not None:
+            self.tokens[f"dropped_{reason}"] += group.tokens
+            self.dropped[reason] += 1
+
+    def _on_batch(self, record: Record) -> None:
+        step = record.fields["step"]
+        for number in record.fields["groups"]:
+            if (group := self._take(number)) is not None:
+                self.tokens["trained"] += group.tokens
+                self._trained[step] = self._trained.get(step, 0) + group.tokens
+        self.served = max(self.served, step)
+        self.scored.clear()
+        self.dropped.clear()
+
+    def _on_rewind(self, record: Record) -> None:
+        self.served = min(self.served, record.fields["step"])
+        for step in [step for step in self._trained if step > self.served]:
+            lost = self._trained.pop(step)
+            self.tokens["trained"] -= lost
+            self.tokens["dropped_lost"] += lost
+
+    def _on_weights(self, record: Record) -> None:
+        version, step = record.fields["version"], record.fields["step"]
+        self._step_of[version] = self.weights_step = step
+        self._first_step_of[version] = min(step, self._first_step_of.get(version, step))
+        self._newest = max(self._newest, version)
+        self._version = version
+
+    def _group(self, number: int, epoch: int, index: int) -> OpenGroup:
+        """The open group of this number, opened now if it is unknown (its own record may be damaged)."""
+        if number not in self.open:
+            responses = [PartialResponse() for _ in range(self._group_size)]
+            self.open[number] = OpenGroup(number, epoch, index, responses, self.weights_step)
+            self.next_number = max(self.next_number, number + 1)
+        return self.open[number]
+
+    def _take(self, number: int) -> OpenGroup | FinishedGroup | None:
+        """Remove the group of this number; None if it is not outstanding."""
+        return self.open.pop(number, None) or self.finished.pop(number, None)
+
+
+def _counts(versions_R: np.ndarray) -> dict[int, int]:
+    """Tokens by version."""
+    first = versions_R[:1]
+    if (versions_R == first).all():  # nearly always, and several times as fast
+        return dict.fromkeys(first.tolist(), len(versions_R))
+    found, counts = np.unique(versions_R, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))

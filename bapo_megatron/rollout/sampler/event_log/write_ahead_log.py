@@ -1,0 +1,173 @@
+"""The write-ahead log of sampled segments: an append-only file of records that survives a kill at any byte.
+
+A record is a header (magic, kind, sizes, CRC of the header), a JSON object, and numpy arrays laid end to end,
+with a CRC over both. The magic says whether more records of the same commit follow: at the end of a file a
+commit counts only if all of its records are there. Reading continues after damage: a torn tail is cut when
+the file is opened for writing; a damaged record is reported with its offset, and skipped to the next magic.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bapo_megatron.runtime.files import append_whole
+
+_MAGIC = b"BPR"
+_LAST, _MORE = _MAGIC + b"1", _MAGIC + b"+"
+"""The magic of the last record of a commit, and of those before it."""
+
+_HEAD = struct.Struct("<4s16sII")  # magic, kind, bytes of JSON, bytes of arrays
+_CHECK = struct.Struct("<I")
+_OVERHEAD = _HEAD.size + 2 * _CHECK.size
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a write-ahead log: an event of the sampler."""
+
+    kind: str
+    """The kind of event, at most 16 ASCII characters."""
+    fields: dict[str, Any]
+    """The plain JSON part."""
+    arrays: dict[str, np.ndarray]
+    offset: int = -1
+    """The offset of its first byte in the file, if it was read from one, else -1."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A stretch of a log that holds no whole record."""
+
+    offset: int
+    size: int
+    reason: str
+
+
+class WriteAheadLog:
+    """One write-ahead log, open for appending by one process."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file, and cut off what a kill left half-written at its end."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.size = _whole_end(path) if path.exists() else 0
+        self._file = path.open("ab", buffering=0)
+        if self._file.tell() > self.size:
+            self._file.truncate(self.size)
+
+    def write(self, records: Iterable[Record]) -> None:
+        """Commit ``records``: all are on disk when this returns, none if it raises OSError (a full disk).
+
+        After a kill in the middle, all of them are read again, or none.
+        """
+        *others, last = records
+        content = b"".join([*(encode(record, more=True) for record in others), encode(last)])
+        try:
+            append_whole(self._file, content, self.size)
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._file.truncate(self.size)
+            raise
+        self.size += len(content)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def encode(record: Record, more: bool = False) -> bytes:
+    """The bytes of a record. ``more``: other records of the same commit follow."""
+    kind = record.kind.encode("ascii")
+    if not 0 < len(kind) <= 16:
+        raise ValueError(f"kind {record.kind!r} must have 1 to 16 characters")
+    layout = [(name, array.dtype.str, array.shape) for name, array in record.arrays.items()]
+    text = json.dumps({"fields": record.fields, "arrays": layout}).encode()
+    data = b"".join(np.ascontiguousarray(array).tobytes() for array in record.arrays.values())
+    head = _HEAD.pack(_MORE if more else _LAST, kind, len(text), len(data))
+    return b"".join(
+        [head, _CHECK.pack(zlib.crc32(head)), text, data, _CHECK.pack(zlib.crc32(data, zlib.crc32(text)))]
+    )
+
+
+def read_records(path: Path) -> Iterator[Record | Damage]:
+    """Every record of a log in order, and every stretch of damage between them."""
+    if path.stat().st_size == 0:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        at = 0
+        commit: list[Record] = []
+        """The records of a commit whose last record was not read yet."""
+        while at < len(content):
+            found, end = _record_at(content, at)
+            if found is not None:
+                commit.append(found)
+                if content[at : at + len(_LAST)] == _LAST:
+                    yield from commit
+                    commit.clear()
+                at = end
+                continue
+            start, at = at, _next_record(content, at + 1)
+            if at < len(content):
+                yield from commit
+                commit.clear()
+                yield Damage(start, at - start, "damaged")
+            elif not commit:
+                yield Damage(start, at - start, "torn at the end")
+        if commit:
+            yield Damage(commit[0].offset, at - commit[0].offset, "torn at the end")
+
+
+def _whole_end(path: Path) -> int:
+    """The offset at which the last whole record ends; what follows it is torn."""
+    end = 0
+    for found in read_records(path):
+        if isinstance(found, Record):
+            end = found.offset + len(encode(found))
+    return end
+
+
+def _next_record(content: mmap.mmap, start: int) -> int:
+    """The first offset from ``start`` on at which a whole record begins, or the end of the file."""
+    at = content.find(_MAGIC, start)
+    while at >= 0:
+        if _record_at(content, at)[0] is not None:
+            return at
+        at = content.find(_MAGIC, at + 1)
+    return len(content)
+
+
+def _record_at(content: mmap.mmap, at: int) -> tuple[Record | None, int]:
+    """The record that begins at offset ``at``, and the offset of its end; None if there is no whole one."""
+    if len(content) - at < _OVERHEAD or content[at : at + len(_LAST)] not in (_LAST, _MORE):
+        return None, at
+    head = content[at : at + _HEAD.size]
+    body = at + _HEAD.size + _CHECK.size
+    if _CHECK.unpack_from(content, at + _HEAD.size)[0] != zlib.crc32(head):
+        return None, at
+    _, kind, text_size, data_size = _HEAD.unpack(head)
+    end = body + text_size + data_size + _CHECK.size
+    if end > len(content) or _CHECK.unpack_from(content, end - _CHECK.size)[0] != zlib.crc32(
+        content[body : end - _CHECK.size]
+    ):
+        return None, at
+    return _decoded(kind, content[body : body + text_size], content[body + text_size : end - 4], at), end
+
+
+def _decoded(kind: bytes, text: bytes, data: bytes, offset: int) -> Record:
+    described: Mapping[str, Any] = json.loads(text)
+    arrays, used = {}, 0
+    for name, dtype, shape in described["arrays"]:
+        count = int(np.prod(shape, dtype=np.int64))
+        arrays[name] = np.frombuffer(data, dtype, count, used).reshape(shape).copy()
+        used += arrays[name].nbytes
+    return Record(kind.rstrip(b"\0").decode(), described["fields"], arrays, offset)

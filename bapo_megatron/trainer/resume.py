@@ -1,0 +1,77 @@
+"""The point that a run continues from: its newest whole checkpoint, and what is left to do after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bapo_megatron.checkpoint.reader import Checkpoint, latest_checkpoint
+from bapo_megatron.checkpoint.resume_check import fingerprint_differences, state_fingerprint
+from bapo_megatron.checkpoint.run_directory import Change, changed_settings, check_partial_step
+from bapo_megatron.checkpoint.writer import clear_leftovers
+from bapo_megatron.config import RunConfig
+from bapo_megatron.errors import ResumeError
+from bapo_megatron.interfaces import Policy, Sampler
+from bapo_megatron.runtime.distributed import is_main, share
+from bapo_megatron.trainer.metrics_log import evaluation_means
+from bapo_megatron.types import Metrics
+
+
+class PartialStep(NamedTuple):
+    """The part of a step that was trained before a checkpoint within it."""
+
+    version: int
+    """The policy's version at the start of the step."""
+    updates: list[Metrics]
+    """The metrics of the updates that were made."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run begins or continues. Equal on every rank."""
+
+    checkpoint: Checkpoint | None
+    """None for a new run."""
+    first_step: int
+    """The step to train next: 1 for a new run."""
+    partial_step: PartialStep | None
+    """The part of the first step that the checkpoint holds; None if it was written between steps."""
+    has_work: bool
+    """Whether steps are left, or the evaluation of the last one."""
+    changed: list[Change]
+    """Settings that differ from those that the run was stored with."""
+
+
+def find_resume_point(config: RunConfig) -> ResumePoint:
+    """Read the newest whole checkpoint of ``config.directory``. Collective.
+
+    ConfigError if a partly trained step would be finished with other settings.
+    """
+    if is_main():
+        clear_leftovers(config.directory)
+    latest = latest_checkpoint(config.directory)
+    first_step = latest.step + 1 if latest else 1
+    partial = PartialStep(*latest.trainer["within"]) if latest and latest.trainer["within"] else None
+    has_work = first_step <= config.steps or share(is_main() and _lacks_last_evaluation(config, latest))
+    changed = share(changed_settings(config) if is_main() else None)
+    if partial:
+        check_partial_step(changed, config)
+    return ResumePoint(latest, first_step, partial, has_work, changed)
+
+
+def check_restored(config: RunConfig, policy: Policy, sampler: Sampler | None, saved: Checkpoint) -> None:
+    """Resume check: ResumeError, on every rank, if the restored state is not the one that was saved.
+
+    ``sampler`` is None on every rank but 0. Collective.
+    """
+    found = state_fingerprint(config, policy, share(sampler.state() if sampler else None))
+    if lines := fingerprint_differences(config, saved.trainer["certificate"], found):
+        raise ResumeError(f"{saved.path} does not come back as it was saved:\n" + "\n".join(lines))
+
+
+def _lacks_last_evaluation(config: RunConfig, latest: Checkpoint | None) -> bool:
+    """Whether all steps are saved, but the evaluation of the last one was not finished."""
+    last = config.steps
+    if not latest or latest.moment != (last, 0) or not config.evaluates(last):
+        return False
+    return last not in evaluation_means(config.directory)

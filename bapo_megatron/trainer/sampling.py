@@ -1,0 +1,98 @@
+"""The sampler of a run, and the way of the weights to its engines, as the configuration asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.config import DataConfig, EvaluationConfig, RolloutConfig, RunConfig
+from bapo_megatron.data.difficulty import within_difficulty
+from bapo_megatron.data.prompts import PromptSet, load_prompts
+from bapo_megatron.data.suites import Suite, load_suite
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.interfaces import Sampler, WeightSync
+from bapo_megatron.policy.device import has_cuda, select_device
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.reward.functions import ground_truth_check
+from bapo_megatron.rollout.engines.registry import engine_backend
+from bapo_megatron.rollout.sampler.client import SamplerClient
+from bapo_megatron.rollout.sampler.process import Setup
+from bapo_megatron.rollout.sampler.step_batches import ReplaySampler
+from bapo_megatron.rollout.weight_sync.broadcast import BroadcastSync, WeightBroadcast, sender_address
+from bapo_megatron.rollout.weight_sync.disk import DiskSync, WeightStaging
+
+OnEvent = Callable[[dict[str, Any]], None]
+"""Records an event: its kind and its fields."""
+
+
+@contextmanager
+def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[Sampler]:
+    """The sampler of a run, with the servers that the run starts. Rank 0 alone has one."""
+    if config.rollout.replay is not None:
+        yield ReplaySampler(config.rollout.replay)
+        return
+    tokenizer = load_tokenizer(config.model.hf_path)
+    problems = load_problems(config.data, config.reward.function, tokenizer)
+    suites = load_suites(config.evaluation, config.data.max_prompt_tokens, tokenizer)
+    if problems.too_long:
+        print(f"left out {problems.too_long} prompts of more than {config.data.max_prompt_tokens} tokens")
+    if left_out := problems.found - len(problems.prompts):
+        print(f"left out {left_out} prompts by their {config.data.difficulty}")
+    with engine_backend(config.rollout.engine).serve(config, has_cuda(), on_event) as servers:
+
+        def on_sampler_event(event: dict[str, Any]) -> None:
+            on_event(event)
+            servers.heed(event)
+
+        setup = Setup(config, problems, tuple(servers.urls), str(select_device()), suites)
+        with closing(SamplerClient(setup, on_sampler_event)) as sampler:
+            yield sampler
+
+
+def load_problems(data: DataConfig, reward_function: str, tokenizer: Any) -> PromptSet:
+    """The training problems, tokenized, each with a ground truth that ``reward_function`` can judge."""
+    check = ground_truth_check(reward_function)
+    found = load_prompts(data.path, tokenizer, data.max_prompt_tokens, check)
+    return replace(found, prompts=within_difficulty(found.prompts, data), found=len(found.prompts))
+
+
+def load_suites(evaluation: EvaluationConfig, max_prompt_tokens: int, tokenizer: Any) -> tuple[Suite, ...]:
+    """The held-out problems of evaluations during training, tokenized; none if there are no evaluations.
+
+    ConfigError if a suite does not exist, or two have one name.
+    """
+    if not evaluation.every:
+        return ()
+    found = [load_suite(name, tokenizer, max_prompt_tokens) for name in evaluation.suites]
+    names = [suite.name for suite in found]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"evaluation.suites: two of them are called alike ({', '.join(names)})")
+    return tuple(found)
+
+
+def build_weight_sync(
+    rollout: RolloutConfig,
+    folder: Path,
+    hf_path: Path,
+    policy: MegatronPolicy,
+    sampler: Sampler | None,
+    on_event: OnEvent,
+) -> WeightSync:
+    """The way of the weights to the engines: by broadcast, or as files in ``folder``. Collective.
+
+    ``hf_path``: the folder of the model's config. ``sampler``: None on every rank but 0.
+    """
+    samples = rollout.replay is None
+    disk = DiskSync(sampler, WeightStaging(folder, hf_path) if sampler and samples else None)
+    if not samples or rollout.engine_config.sync != "broadcast":
+        return disk
+    if not isinstance(sampler, SamplerClient):
+        return BroadcastSync(None, None, disk, on_event)
+    engine = rollout.engine_config
+    timeout_s = 60 * engine.update_minutes
+    sender = WeightBroadcast(policy.device, sender_address(engine), engine.bucket_mb, timeout_s)
+    return BroadcastSync(sampler, sender, disk, on_event)

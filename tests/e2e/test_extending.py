@@ -1,0 +1,118 @@
+"""The ten changes of docs/extending.md, each made in a copy of the repository and tried as the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/extending.md"
+CHANGES = 10
+
+_BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SUMMARY = re.compile(r"^\| \[([^\]]+)\]\(#[^)]+\) \| [^|]+ \| (\d+) \| (\d+) \|$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One section of the page: what is written, and the commands that try it."""
+
+    title: str
+    files: dict[str, str]
+    """New files by their paths."""
+    patches: list[str]
+    commands: list[tuple[str, str]]
+    """Each with what its output must contain, line by line."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Files that are touched, and lines that are written."""
+        patched = {line for patch in self.patches for line in patch.splitlines() if line.startswith("+++ ")}
+        added = [
+            line
+            for patch in self.patches
+            for line in patch.splitlines()
+            if line.startswith("+") and not line.startswith("+++")
+        ]
+        lines = sum(text.count("\n") for text in self.files.values()) + len(added)
+        return len(self.files) + len(patched), lines
+
+
+def change_of(section: str) -> Change:
+    """The change that a section of the page describes."""
+    title, _, body = section.partition("\n")
+    change = Change(title.split(". ", 1)[1], {}, [], [])
+    for kind, file, text in _BLOCK.findall(body):
+        if file:
+            change.files[file] = text
+        elif kind == "diff":
+            change.patches.append(text)
+        elif kind == "sh":
+            change.commands.append((text, ""))
+        elif kind == "text":
+            command, _ = change.commands.pop()
+            change.commands.append((command, text))
+    return change
+
+
+def changes() -> list[Change]:
+    """All of the page, in its order."""
+    sections = re.split(r"^## (?=\d+\. )", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    return [change_of(section) for section in sections]
+
+
+def copied(change: Change, workspace: Path) -> None:
+    """The repository as the change leaves it; what it does not touch is linked."""
+    touched = {path.split("/")[0] for path in change.files}
+    for patch in change.patches:
+        touched |= {line[6:].split("/")[0] for line in patch.splitlines() if line.startswith("+++ b/")}
+    for name in ("bapo_megatron", "checkpoints_tools", "recipes", "slurm", "tests", "benchmarks"):
+        if name in touched:
+            shutil.copytree(ROOT / name, workspace / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            (workspace / name).symlink_to(ROOT / name)
+    for path, text in change.files.items():
+        (workspace / path).parent.mkdir(parents=True, exist_ok=True)
+        (workspace / path).write_text(text)
+    for patch in change.patches:
+        subprocess.run(
+            ["patch", "-p1", "--no-backup-if-mismatch"], cwd=workspace, input=patch, text=True, check=True
+        )
+
+
+@pytest.mark.parametrize("change", changes(), ids=lambda change: change.title)
+def test_a_change_works_as_the_page_says(change: Change, tmp_path: Path) -> None:
+    copied(change, tmp_path)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": path, "OMP_NUM_THREADS": "1"}
+    if (nemo_run := ROOT / ".venv-nemo-run/bin/python").is_file():
+        environment.setdefault("BAPO_NEMO_RUN_PYTHON", str(nemo_run))
+    assert change.commands, "a change that nobody tries"
+    for command, expected in change.commands:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        output = done.stdout + done.stderr
+        assert done.returncode == 0, f"{command}\n{output[-4000:]}"
+        for line in filter(None, map(str.strip, expected.splitlines())):
+            assert line in output, f"{command}\ndid not print {line!r}:\n{output[-4000:]}"
+
+
+def test_the_summary_counts_right() -> None:
+    found = {title: (int(files), int(lines)) for title, files, lines in _SUMMARY.findall(PAGE.read_text())}
+    assert found == {change.title: change.size for change in changes()}
+    assert len(found) == CHANGES

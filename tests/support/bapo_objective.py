@@ -1,0 +1,32 @@
+"""BAPO's objective at given bounds, as the functions that tests of policies and layouts call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from bapo_megatron.algo.bapo import Bounds, BoundsConfig, clipped_tokens
+from bapo_megatron.algo.losses.bapo import BapoLoss, Found
+from bapo_megatron.algo.measurements import clipping
+from bapo_megatron.algo.objective import Objective
+from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.types import Metrics, TokenFn
+
+
+def objective(config: BoundsConfig) -> Objective:
+    return Objective(BapoLoss(AlgorithmConfig(bounds=config)))
+
+
+def loss_fn(found: Any, config: BoundsConfig, version: int) -> TokenFn:
+    return objective(config).token_fn(found, version)
+
+
+def update_metrics(sums: Tensor, found: Found | None, config: BoundsConfig) -> Metrics:
+    return objective(config).metrics(sums, found)
+
+
+def clip_sums(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
+    """The counts of the tokens that ``bounds`` clip."""
+    clipped_T = clipped_tokens(log_ratio_T, advantage_T, mask_T, bounds)
+    return clipping.clip_sums(clipped_T, advantage_T, mask_T)

@@ -1,0 +1,250 @@
+"""The door for other losses: CISPO in one file against a literal loop, a loss with a search, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bapo_megatron.algo.bapo import BoundsConfig, balanced, clip_higher, fixed
+from bapo_megatron.algo.losses import LOSSES, Loss, LossTerms, Search, build_loss, load_loss
+from bapo_megatron.algo.losses.bapo import BapoLoss
+from bapo_megatron.algo.measurements import Measurement, token_mean
+from bapo_megatron.algo.objective import Objective
+from bapo_megatron.algo.papo_schedule import PapoConfig
+from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.types import MicroBatch, SearchedLoss, TokenStats
+from tests.unit.algo.test_diagnostics import random_tokens
+from tests.unit.algo.test_objective import DUMMY, DUMMY_STATS, PACK, STATS, pack
+from tests.unit.trainer.test_clip_bounds import LN2, FakePolicy
+
+CISPO = "tests.support.cispo_loss:Cispo"
+PACKS = [pack([1.0, -3.0], [-1.0, -2.0], [1.0, 1.0], [7, 7])]
+
+
+def algorithm(loss: str = CISPO, bounds: BoundsConfig | None = None, **rest: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(loss=loss, bounds=fixed(0.8, 1.2) if bounds is None else bounds, **rest)
+
+
+def derivative(loss: Loss, stats: TokenStats, batch: MicroBatch, found: Any = None) -> Tensor:
+    log_prob_T = stats.log_prob_T.clone().requires_grad_()
+    loss.terms(TokenStats(log_prob_T, stats.entropy_T), batch, found).loss.backward()
+    assert log_prob_T.grad is not None
+    return log_prob_T.grad
+
+
+def literal_cispo(stats: TokenStats, batch: MicroBatch, low: float, high: float) -> tuple[float, list[float]]:
+    """The loss and its derivative by each token's log-prob, in a plain loop."""
+    loss, gradient = 0.0, []
+    for t in range(len(batch.mask_T)):
+        slope = 0.0
+        if batch.mask_T[t]:
+            ratio = math.exp(float(stats.log_prob_T[t]) - float(batch.old_log_prob_T[t]))
+            slope = -float(batch.weight_T[t]) * float(batch.advantage_T[t]) * min(max(ratio, low), high)
+            loss += slope * float(stats.log_prob_T[t])
+        gradient.append(slope)
+    return loss, gradient
+
+
+def test_cispo_is_its_literal_loop() -> None:
+    stats, batch = random_tokens(400, seed=3)
+    loss = build_loss(algorithm())
+    value, gradient = literal_cispo(stats, batch, 0.8, 1.2)
+    terms = loss.terms(stats, batch, None)
+    assert float(terms.loss) == pytest.approx(value, rel=1e-6)
+    assert derivative(loss, stats, batch).tolist() == pytest.approx(gradient, rel=1e-5)
+    assert int(terms.clipped_T.sum()) > 50
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [algorithm(), algorithm("bapo"), algorithm("bapo", dataclasses.replace(fixed(0.7, 1.1), dual_clip=1.3))],
+)
+def test_the_factor_of_each_token_is_that_of_the_gradient(settings: AlgorithmConfig) -> None:
+    """d loss / d log pi = -weight A g, and no gradient where g is 0: what diagnostics go by."""
+    stats, batch = random_tokens(400, seed=4)
+    loss = build_loss(settings)
+    found = loss.search.known if loss.search else None
+    factor_T = loss.terms(stats, batch, found).gradient_T
+    said_T = -batch.weight_T * batch.advantage_T * factor_T
+    assert derivative(loss, stats, batch, found).tolist() == pytest.approx(said_T.tolist(), rel=1e-5)
+
+
+def test_metrics_follow_the_loss() -> None:
+    """Ratios 2, 1/2 and 1 at bounds (0.8, 1.2): factors 1.2, 0.8 and 1 (BAPO's: 0, 0 and 1).
+
+    Masses 0.5 * 1 * 1.2, 2 * 2 * 0.8 and 3: 0.6, 3.2 and 3. log pi + H of the tokens: ln 2 - 0.7, -0.4 - ln 2
+    and -1.1, so the effects are -0.6 (ln 2 - 0.7), 3.2 (-0.4 - ln 2) and 3.3.
+    """
+    objective = Objective(build_loss(algorithm()))
+    sums = objective.token_fn(None, 6)(STATS, PACK)
+    metrics = objective.metrics(sums, None)
+    assert float(sums[0]) == pytest.approx(-(0.5 * 1.2 * (LN2 - 1) - 4 * 0.8 * (-1 - LN2) + 3 * -2))
+    expected = {
+        "cispo/factor": 1.0,
+        "bapo/clip_fraction_high": 1 / 3,
+        "bapo/clip_fraction_low": 1 / 3,
+        "staleness/1/clipped": 1.0,
+        "quadrant/negative_low/contribution": 3.2 / 6.8,
+        "quadrant/positive_low/contribution": 3.6 / 6.8,
+        "entropy_rule/effect": (-0.6 * (LN2 - 0.7) + 3.2 * (-0.4 - LN2) + 3.3) / 3,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert [*metrics, *objective.metric_names()[len(metrics) :]] == objective.metric_names()
+    assert not any(name.startswith(("contribution/", "bapo/clip_low")) for name in metrics)
+    assert not objective.token_fn(None, 0)(DUMMY_STATS, DUMMY).any()
+
+
+def test_a_loss_without_a_search_makes_no_pass_and_is_reweighted_by_papo() -> None:
+    """Ratio 2, so factor 1.2: -1.2 (ln 2 - 1) + 3.6 (ln 2 - 2). Entropies are 0, so both tokens are unlikely:
+    the first expands, the second contracts; far below its target PAPO weighs them 1.5 and 0.5."""
+    policy = FakePolicy()
+    clipping = Clipping(algorithm(polarity=PapoConfig(True, memory=0.0, target_entropy=4.0)))
+    losses = []
+    for _ in range(2):
+        loss, found = clipping.loss(policy, PACKS, False)  # type: ignore[arg-type]
+        sums = policy.losses(PACKS, loss)  # type: ignore[arg-type]
+        clipping.observe(sums)
+        losses.append(float(sums[0]))
+    assert (found, policy.passes) == (None, [])
+    first, second = -1.2 * (LN2 - 1), 3.6 * (LN2 - 2)
+    assert losses == pytest.approx([first + second, 1.5 * first + 0.5 * second])
+
+
+def test_parameters_come_by_a_partial() -> None:
+    wide: Any = build_loss(algorithm("tests.support.cispo_loss:Wide"))
+    assert (wide.low, wide.high) == (0.4, 2.4)
+
+
+class SharedFactor(Loss):
+    """REINFORCE with one factor for all tokens, the mean ratio of the update: a loss with a search."""
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self.search = Search(self.measure, lambda sums: float(sums[1] / sums[0]), "update", 2)
+
+    @staticmethod
+    def measure(stats: TokenStats, batch: MicroBatch) -> Tensor:
+        ratio_T = (stats.log_prob_T - batch.old_log_prob_T).double().exp()
+        return torch.stack([batch.mask_T.double().sum(), (batch.mask_T * ratio_T).sum()])
+
+    def terms(self, stats: TokenStats, batch: MicroBatch, found: float) -> LossTerms:
+        factor_T = torch.full_like(stats.log_prob_T, found).detach()
+        loss = -(batch.weight_T * batch.advantage_T * found * stats.log_prob_T).double().sum()
+        return LossTerms(loss, factor_T, torch.zeros_like(batch.mask_T, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("rest", "factor", "passes"),
+    [
+        ({}, 2.0, ["model"]),
+        ({"on_policy": True}, 1.0, ["rollouts"]),
+        ({"on_policy": True, "known_ratio": False}, 2.0, ["model"]),
+        ({"hold": True}, 2.0, []),
+    ],
+)
+def test_another_search_goes_the_ways_of_the_bounds(
+    rest: dict[str, Any], factor: float, passes: list[str]
+) -> None:
+    """All tokens at ratio 2: the factor is 2, or 1 where the ratio is taken as known."""
+    policy, on_policy, hold = FakePolicy(), rest.pop("on_policy", False), rest.pop("hold", False)
+    path = f"{__name__}:SharedFactor"
+    clipping = Clipping(AlgorithmConfig(loss=path, **rest), hold)
+    loss, found = clipping.loss(policy, PACKS, on_policy)  # type: ignore[arg-type]
+    assert found == (None if hold else pytest.approx(factor))
+    assert policy.passes == passes
+    if isinstance(loss, SearchedLoss):
+        loss = loss.loss_of(policy.losses(PACKS, loss.measure))
+    sums = policy.losses(PACKS, loss)
+    assert clipping.objective.search_sums(sums).tolist() == pytest.approx([2.0, 4.0])
+    log_prob_T = PACKS[0].old_log_prob_T + LN2
+    value = -factor * float((PACKS[0].advantage_T * log_prob_T).sum())
+    assert clipping.objective.metrics(sums, found)["policy/loss"] == pytest.approx(value / 2)
+
+
+def test_what_a_registered_name_stands_for() -> None:
+    assert all(issubclass(load_loss(name), Loss) for name in LOSSES)  # type: ignore[arg-type]
+    assert load_loss(AlgorithmConfig().loss) is BapoLoss
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ppo", r"algorithm.loss='ppo' is unknown: give bapo, or the path of a class as package.module:Name"),
+        ("tests.support.nothing:Cispo", r"algorithm.loss=tests.support.nothing:Cispo: importing .* failed"),
+        ("tests.support.cispo_loss:Gone", r"tests.support.cispo_loss has no class Gone"),
+        ("math:sqrt", r"algorithm.loss=math:sqrt: .* is no subclass of bapo_megatron.algo.losses.Loss"),
+        (
+            "bapo_megatron.algo.losses:Loss",
+            r"algorithm.loss=bapo_megatron.algo.losses:Loss: Loss lacks terms",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_be_had_is_named(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_loss(name)
+
+
+def test_a_loss_of_the_present_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(__file__).parents[2] / "support/cispo_loss.py"
+    (tmp_path / "my_cispo.py").write_text(source.read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert load_loss("my_cispo:Cispo").__module__ == "my_cispo"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (algorithm(bounds=balanced()), r"reads fixed bounds and searches none.* set algorithm.bounds=fixed"),
+        (
+            algorithm(bounds=dataclasses.replace(clip_higher(), dual_clip=3.0, target=0.5)),
+            r"^algorithm.bounds.target=0.5, algorithm.bounds.dual_clip=3.0: .* does not read that; leave",
+        ),
+        (
+            algorithm(f"{__name__}:SharedFactor", clip_higher()),
+            r"^algorithm.bounds.low_start=0.8, algorithm.bounds.low_end=0.8, "
+            r"algorithm.bounds.high_start=1.28, algorithm.bounds.high_end=1.28: ",
+        ),
+    ],
+)
+def test_settings_of_bounds_that_a_loss_ignores_are_refused(settings: AlgorithmConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_loss(settings)
+
+
+class Measured(Loss):
+    """A loss of nothing, with the measurements that a test gives it."""
+
+    def terms(self, stats: TokenStats, batch: MicroBatch, found: None) -> LossTerms:
+        zero_T = 0.0 * stats.log_prob_T.double()
+        return LossTerms(zero_T.sum(), zero_T, zero_T != 0)
+
+
+def measured(*measurements: Measurement) -> Objective:
+    loss = Measured(AlgorithmConfig())
+    loss.measurements = measurements
+    return Objective(loss)
+
+
+def test_a_metric_is_one_entry() -> None:
+    """The mean advantage of PACK's three tokens: (1 - 2 + 3) / 3."""
+    objective = measured(token_mean("mine/advantage", lambda view: view.batch.advantage_T[view.live_T]))
+    sums = objective.token_fn(None, 6)(STATS, PACK) + objective.token_fn(None, 6)(DUMMY_STATS, DUMMY)
+    assert objective.metrics(sums, None)["mine/advantage"] == pytest.approx(2 / 3)
+    assert "mine/advantage" in objective.metric_names()
+
+
+def test_measurements_that_would_be_misread_are_refused() -> None:
+    with pytest.raises(ValueError, match="two measurements have the name 'policy/kl'"):
+        measured(token_mean("policy/kl", lambda view: view.log_ratio_T))
+    wrong = Measurement("mine", 2, lambda view: view.live_T.sum()[None].double(), lambda _sums, _update: {})
+    with pytest.raises(ValueError, match=r"measurement mine: sums \[1\], size=2"):
+        measured(wrong).token_fn(None, 0)(STATS, PACK)

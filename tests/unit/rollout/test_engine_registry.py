@@ -1,0 +1,152 @@
+"""The registry of rollout backends, and the settings that do not know which engine they are for."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config import (
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    SglangConfig,
+)
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.backend import EngineBackend
+from bapo_megatron.rollout.engines.local.backend import LocalBackend
+from bapo_megatron.rollout.engines.registry import BACKENDS, engine_backend
+from bapo_megatron.rollout.engines.sglang.backend import SglangBackend
+from bapo_megatron.rollout.weight_sync.broadcast import sender_address
+from tests.support.plain_engine import PlainBackend, PlainConfig
+
+PACKAGE = Path(__file__).parents[3] / "bapo_megatron"
+PLAIN = "tests.support.plain_engine:PlainBackend"
+
+
+def test_names_and_paths() -> None:
+    assert type(engine_backend("local")) is LocalBackend
+    assert type(engine_backend("sglang")) is SglangBackend
+    assert type(engine_backend(PLAIN)) is PlainBackend
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ("vllm", r"rollout.engine='vllm' is unknown: give local, sglang, or the path of a subclass"),
+        ("", "is unknown"),
+        ("a.module:", "is unknown"),
+        ("no_such_module:Backend", r"rollout.engine=no_such_module:Backend: importing no_such_module failed"),
+        ("tests.support.plain_engine:PlainEngine", "PlainEngine.* is no subclass of EngineBackend"),
+        ("tests.support.plain_engine:Nothing", "tests.support.plain_engine has no class Nothing"),
+    ],
+)
+def test_an_engine_that_cannot_be_had(engine: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        engine_backend(engine)
+
+
+def test_local_engines_sample_in_rounds_and_take_a_batch() -> None:
+    rollout = RolloutConfig(max_batch=7, sglang=SglangConfig(max_in_flight=9))
+    local, sglang = engine_backend("local"), engine_backend("sglang")
+    assert (local.rounds, sglang.rounds, EngineBackend().rounds) == (True, False, False)
+    assert local.max_in_flight(rollout) == 7
+    assert sglang.max_in_flight(replace(rollout, engine="sglang")) == 9
+    assert local.max_in_flight(replace(rollout, max_batch=8)) == 8
+
+
+def test_the_settings_of_the_chosen_engine() -> None:
+    rollout = RolloutConfig(sglang=SglangConfig(sync="broadcast"), custom_engine=PlainConfig(copies=3))
+    assert rollout.engine_config == EngineConfig()  # the local engine has none of its own
+    assert replace(rollout, engine="sglang").engine_config is rollout.sglang
+    assert replace(rollout, engine=PLAIN).engine_config is rollout.custom_engine
+    assert replace(rollout, engine=PLAIN, custom_engine=None).engine_config == EngineConfig()
+    assert replace(rollout, engine="group_size").engine_config == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"urls": ("node:1",)}, r"rollout.custom_engine.urls: 'node:1' is no address"),
+        ({"urls": ("http://a:1", "http://a:1")}, "rollout.custom_engine.urls names a server twice"),
+        ({"max_in_flight": 0}, "rollout.custom_engine.max_in_flight=0 must be at least 1"),
+        ({"lost_minutes": 0.0}, "rollout.custom_engine.lost_minutes=0.0 must be above 0"),
+        ({"copies": "two"}, "rollout.custom_engine.copies='two'"),
+    ],
+)
+def test_settings_of_a_custom_engine_are_checked(settings: dict[str, Any], says: str) -> None:
+    run = RunConfig(
+        name="test",
+        model=ModelConfig(Path("model")),
+        data=DataConfig(Path("data")),
+        rollout=RolloutConfig(engine=PLAIN, custom_engine=PlainConfig(**settings)),
+    )
+    with pytest.raises(ConfigError, match=says):
+        run.check()
+
+
+def test_no_setting_of_sglang_has_gone() -> None:
+    """Their order differs from the first version's; names and defaults do not."""
+    fields = {name: field.default for name, field in SglangConfig.__dataclass_fields__.items()}
+    assert fields == {
+        "urls": (),
+        "servers": 1,
+        "python": None,
+        "tensor": 1,
+        "first_gpu": 0,
+        "memory_fraction": 0.85,
+        "context": None,
+        "flags": (),
+        "on_update": "retract",
+        "sync": "disk",
+        "bucket_mb": 512.0,
+        "address": None,
+        "start_minutes": 15.0,
+        "update_minutes": 10.0,
+        "request_minutes": 60.0,
+        "lost_minutes": 30.0,
+        "max_in_flight": 256,
+    }
+
+
+def test_the_address_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node3")
+    here, away = "http://localhost:1", "http://node7:2"
+    assert sender_address(EngineConfig()) == "127.0.0.1"  # servers of the run's own
+    assert sender_address(EngineConfig(urls=(here, "http://127.0.0.1:5"))) == "127.0.0.1"
+    assert sender_address(EngineConfig(urls=(here, away))) == "node3"
+    assert sender_address(EngineConfig(urls=(here,), address="10.0.0.1")) == "10.0.0.1"
+
+
+def test_only_a_few_files_know_sglang() -> None:
+    """Its folder, its configuration, the registry, and commands that are about its servers."""
+    may = ["rollout/engines/sglang", "config/sglang.py", "rollout/engines/registry.py", "commands/"]
+    may += ["config/", "cli.py"]  # the field of its settings with their ranges; `bapo rollout-server`
+    may += ["checkpoint/run_directory.py", "evaluation/options.py"]  # names of flags
+    for path in PACKAGE.rglob("*.py"):
+        name = str(path.relative_to(PACKAGE))
+        if not name.startswith(tuple(may)):
+            assert not re.search("sglang", ast.unparse(_without_docstrings(path)), re.IGNORECASE), name
+    assert set(BACKENDS) == {"local", "sglang"}
+
+
+def _without_docstrings(path: Path) -> ast.Module:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if hasattr(node, "body") and isinstance(node.body, list):
+            node.body = [one for one in node.body if not _is_text(one)] or [ast.Pass()]
+    return tree
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )

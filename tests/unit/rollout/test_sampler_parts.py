@@ -1,0 +1,186 @@
+"""The parts of the sampler alone: admission, batches, scoring, and what becomes of a refused request."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from bapo_megatron.reward.pool import RewardResult
+from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.rollout.engines.requests import Dataset
+from bapo_megatron.rollout.sampler.admission import AdmissionController
+from bapo_megatron.rollout.sampler.batch_builder import BatchBuilder
+from bapo_megatron.rollout.sampler.dispatcher import Dispatcher
+from bapo_megatron.rollout.sampler.event_log.events import (
+    Segment,
+    group_dropped,
+    group_scored,
+    groups_opened,
+    segments_arrived,
+    weights_loaded,
+)
+from bapo_megatron.rollout.sampler.event_log.state import SamplerState
+from bapo_megatron.rollout.sampler.scoring import GroupScorer
+from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
+from bapo_megatron.types import GenerateRequest, Generation, Prompt
+from tests.support.accounts import check_accounts
+from tests.support.sampling import EOS, PATIENCE, Letters, ScriptedEngine, World, mixed, prompt_ids, until
+
+PROMPTS = [Prompt(n, np.array([n], np.int32), "", "test") for n in range(9)]
+
+
+def state_of(*versions: int) -> SamplerState:
+    """Weights 0 to 2, made by the steps 0 to 2; a finished group of two responses for each version."""
+    state = SamplerState(PROMPTS, 2)
+    for step in range(3):
+        state.apply(weights_loaded(step, step))
+    state.apply(groups_opened([(n, 0, n) for n in range(len(versions))], len(versions)))
+    for number, version in enumerate(versions):
+        ids = np.array([ord("y"), EOS], np.int32)
+        answer = Generation("", ids, np.zeros(2, np.float32), np.full(2, version, np.int32), "stop")
+        group = state.open[number]
+        state.apply(segments_arrived([Segment(group, sample, 0, answer, "stop") for sample in (0, 1)]))
+        state.apply(group_scored(number, [1.0, 0.0], []))
+    return state
+
+
+def builder(state: SamplerState, folder: Path, rounds: bool = False, **rollout: Any) -> BatchBuilder:
+    settings = RolloutConfig(**{"prompts_per_step": 2, "group_size": 2, "max_staleness": 1, **rollout})
+    config = RunConfig("x", ModelConfig(folder), DataConfig(folder), rollout=settings, run_dir=folder)
+    pool: Any = SimpleNamespace(up=3)
+    return BatchBuilder(config, state, AdmissionController(settings, state), pool, folder, rounds)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_last", "chosen"),
+    [
+        ({}, False, [1, 2]),  # group 0 has a lag of 3 - 1 - 0 = 2
+        ({"on_stale": "train"}, False, [0, 1]),
+        ({"prompts_per_step": 4}, False, None),
+        ({"prompts_per_step": 4}, True, [1, 2, 3]),
+        ({"rounds": True}, False, None),
+        ({"rounds": True}, True, [1, 2]),
+    ],
+)
+def test_a_batch_takes_the_fresh_groups_that_were_opened_first(
+    tmp_path: Path, settings: dict[str, Any], is_last: bool, chosen: list[int] | None
+) -> None:
+    found = builder(state_of(0, 1, 2, 2), tmp_path, **settings).choose(3, is_last)
+    assert (found and [group.number for group in found]) == chosen
+
+
+def test_a_step_that_can_get_nothing_more_takes_nothing(tmp_path: Path) -> None:
+    assert builder(state_of(), tmp_path).choose(3, is_last=True) == []
+
+
+def test_the_file_of_a_batch_and_its_event(tmp_path: Path) -> None:
+    state = state_of(0, 1, 2, 2)
+    state.apply(group_dropped(3, "stale"))
+    batches = builder(state, tmp_path, on_stale="train")
+    event = asyncio.run(batches.write(3, batches.choose(3, is_last=False) or []))
+    assert (event.kind, event.fields) == ("batch", {"step": 3, "groups": [0, 1]})
+    assert step_groups(tmp_path, 3) == [0, 1]
+    metrics = read_step(tmp_path, 3).metrics
+    assert metrics["rollout/groups_stale"] == 2  # the one that was dropped, and group 0
+    assert metrics["sampler/engines"] == 3
+    tokens = [metrics[f"sampler/tokens_{kind}"] for kind in ("sampled", "trained", "dropped", "kept")]
+    assert tokens == [16, 8, 4, 4]
+
+
+def test_admission_by_hand() -> None:
+    """S = 1 and B = 3; the engines have the weights of step 2: (S + 1 + 2 - p) B less one that is there."""
+    admission = AdmissionController(RolloutConfig(prompts_per_step=3, max_staleness=1), state_of(2))
+    admission.trainer_has(2)
+    assert (admission.room, admission.may_sample) == (0, False)
+    admission.open()
+    assert (admission.room, admission.trainer_waits) == (2 * 3 - 1, True)
+    admission.trainer_has(3)
+    assert (admission.room, admission.trainer_waits) == (1 * 3 - 1, False)
+    admission.trainer_has(4)
+    assert (admission.room, admission.may_sample) == (0, False)
+
+
+def test_without_overlap_only_a_waiting_trainer_admits() -> None:
+    settings = RolloutConfig(prompts_per_step=3, max_staleness=1, overlap=False)
+    admission = AdmissionController(settings, state_of())
+    admission.open()
+    admission.trainer_has(3)
+    assert not admission.may_sample
+    admission.trainer_has(2)
+    assert admission.may_sample
+
+
+def test_a_group_is_scored_in_the_order_of_its_responses() -> None:
+    class Length:
+        async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
+            await asyncio.sleep(0.001 * (3 - tokens))
+            return RewardResult(float(tokens), detail=f"{prompt.prompt_id} {response}")
+
+    state = SamplerState(PROMPTS, 2)
+    state.apply(groups_opened([(0, 0, 5)], 1))
+    for sample, text in enumerate(("a", "bc")):
+        ids = np.array([*map(ord, text), EOS], np.int32)
+        answer = Generation("", ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), "stop")
+        state.apply(segments_arrived([Segment(state.open[0], sample, 0, answer, "stop")]))
+    results = asyncio.run(GroupScorer(Dataset(PROMPTS, Letters(), (EOS,)), Length()).score(state.open[0]))
+    assert [(one.reward, one.detail) for one in results] == [(2.0, "5 a"), (3.0, "5 bc")]
+
+
+def test_a_dispatcher_is_busy_until_its_results_are_taken(tmp_path: Path) -> None:
+    """Or a step would take what there is while the drop of a refused group waits for its commit."""
+
+    def refuse(request: GenerateRequest) -> None:
+        if request.input_ids[0] == 1:
+            raise ValueError("too long for the model")
+
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+        engine.trouble = refuse
+        world = World(tmp_path, [engine])
+        pool = EnginePool([engine], 4, lambda *_, **__: None, PATIENCE)
+        await pool.update(Path("v2"), 2)
+        state = state_of()
+        state.apply(groups_opened([(0, 0, 0), (1, 0, 1)], 2))
+        admission = AdmissionController(world.config.rollout, state)
+        admission.open()
+        admission.trainer_has(2)
+        dispatcher = Dispatcher(world.config, world.dataset, state, admission, pool)
+        for number in (0, 1):
+            dispatcher.add(state.open[number], 0)
+            assert dispatcher.is_busy
+            await dispatcher.send(at_once=True)
+            await until(lambda: dispatcher.has_results and not dispatcher._running)
+            assert dispatcher.is_busy
+            segments, refusals = dispatcher.take_results()
+            assert not dispatcher.is_busy
+            assert [one.generation.token_ids_R.tolist() for one in segments] == [[ord("y"), EOS]][number:]
+            assert [why for _, why in refusals] == ["too long for the model"][:number]
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(check(), 90))
+
+
+def test_a_group_that_every_engine_refuses_is_dropped_once(tmp_path: Path) -> None:
+    """All three of its requests are refused; the next prompt takes its place."""
+
+    def refuse(request: GenerateRequest) -> None:
+        if request.input_ids[0] == 1:
+            raise ValueError("too long for the model")
+
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+        engine.trouble = refuse
+        world = World(tmp_path, [engine])
+        async with world.sampling():
+            assert prompt_ids(await world.batch(1)) == [0, 2, 3, 4]
+        assert world.event_kinds().count("request_refused") == 1
+        found = check_accounts(world.journal, world.journal, world.config.rollout, world.dataset.prompts)
+        assert [group.end for group in found.groups[:5]] == ["trained", "refused", *["trained"] * 3]
+
+    asyncio.run(asyncio.wait_for(check(), 90))

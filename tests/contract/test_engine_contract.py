@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,15 +78,31 @@ def tensors(folder: Path) -> list[tuple[str, Tensor]]:
     return [(name, tensor.detach().clone()) for name, tensor in reference_model(folder).named_parameters()]
 
 
-def generating(engine: BlockingEngine, requests: list[GenerateRequest]) -> Future[list[Generation]]:
-    """Begin to generate, and return when tokens have been sampled: of requests that were sent later, all.
+WAITS_S = (0.4, 2.0, 10.0, 60.0)
+"""A busy machine may have sampled nothing after the first of them."""
 
-    They must leave room in the batch.
+
+def interrupted(
+    start: Callable[[], BlockingEngine],
+    asked: list[GenerateRequest],
+    interrupt: Callable[[BlockingEngine, float], None],
+    versions: int = 1,
+) -> tuple[BlockingEngine, list[Generation]]:
+    """An engine, and its answers to requests that are interrupted after a while.
+
+    After a longer while, on an engine started anew, if the last of them had not five tokens, or not of
+    so many ``versions``.
     """
-    running = engine.begin(requests)
-    for number in range(2):  # the second is sent when the engine has the others for certain
-        engine.generate([request(f"probe {number}", new=5)])
-    return running
+    for wait_s in WAITS_S:
+        engine = start()
+        running = engine.begin(asked)
+        time.sleep(wait_s)
+        interrupt(engine, wait_s)
+        answers = running.result(timeout=600)
+        last = answers[-1].versions_R.tolist()
+        if len(last) >= 5 and len(set(last)) >= versions:
+            return engine, answers
+    raise AssertionError("the engine has sampled nothing in a minute")
 
 
 # --- what an answer is ---------------------------------------------------------------------------
@@ -273,11 +289,10 @@ def test_a_malformed_request_is_named_and_harms_nothing(
 
 def test_abort_returns_partial_tokens(start: Start, make_model: MakeModel) -> None:
     folder = make_model("qwen2")
-    engine = start(folder, max_batch=16)
     asked = [request("short", new=3), *[request(i, seed=i, new=FOREVER) for i in range(8)]]
-    running = generating(engine, asked)
-    engine.abort()
-    short, *victims = running.result(timeout=600)
+    _, (short, *victims) = interrupted(
+        lambda: start(folder, max_batch=16), asked, lambda engine, _: engine.abort()
+    )
     assert short.finish_reason == "length"
     assert {v.finish_reason for v in victims} == {"abort"}
     begun = [v for v in victims if len(v.token_ids_R)]
@@ -308,10 +323,8 @@ def test_abort_does_not_reach_later_calls(start: Start, make_model: MakeModel) -
 def test_aborted_responses_can_be_continued(kind: EngineKind, start: Start, make_model: MakeModel) -> None:
     if not kind.seeded:
         pytest.skip(f"{kind.name} does not promise seeded sampling")
-    engine = start(make_model("qwen2"))
-    running = generating(engine, [request(new=FOREVER, seed=11)])
-    engine.abort()
-    (part,) = running.result(timeout=600)
+    asked = [request(new=FOREVER, seed=11)]
+    engine, (part,) = interrupted(lambda: start(make_model("qwen2")), asked, lambda engine, _: engine.abort())
     done = part.token_ids_R[:20].tolist()
     (rest,) = engine.generate([request(ids=[1, 2, 3, *done], new=10, seed=11, prefix=len(done))])
     (uncut,) = engine.generate([request(new=30, seed=11)])
@@ -335,14 +348,14 @@ def test_pause_and_resume(start: Start, make_model: MakeModel) -> None:
 
 
 def test_pause_holds_requests_in_flight(start: Start, make_model: MakeModel) -> None:
-    engine = start(make_model("qwen2"))
-    running = generating(engine, [request(new=FOREVER)])
-    engine.pause()
-    time.sleep(0.2)
-    engine.update_weights(tensors(make_model("qwen2", seed=1)), 9)
-    time.sleep(0.2)
-    engine.abort()
-    (answer,) = running.result(timeout=600)
+    def hold(engine: BlockingEngine, _wait_s: float) -> None:
+        engine.pause()
+        time.sleep(0.2)
+        engine.update_weights(tensors(make_model("qwen2", seed=1)), 9)
+        time.sleep(0.2)
+        engine.abort()
+
+    engine, (answer,) = interrupted(lambda: start(make_model("qwen2")), [request(new=FOREVER)], hold)
     assert 0 < len(answer.token_ids_R) < FOREVER
     assert set(answer.versions_R.tolist()) == {0}, "a token was sampled after pause"
     engine.resume()
@@ -400,13 +413,14 @@ def test_the_engine_keeps_its_own_copy(start: Start, make_model: MakeModel) -> N
 
 def test_tokens_carry_the_version_that_sampled_them(start: Start, make_model: MakeModel) -> None:
     old, new = make_model("qwen2"), make_model("qwen2", seed=1)
-    engine = start(old)
     asked = request(new=FOREVER)
-    running = generating(engine, [asked])
-    engine.update_weights(tensors(new), 7)
-    engine.generate([request("probe", new=5)])
-    engine.abort()
-    (answer,) = running.result(timeout=600)
+
+    def update(engine: BlockingEngine, wait_s: float) -> None:
+        engine.update_weights(tensors(new), 7)
+        time.sleep(wait_s)
+        engine.abort()
+
+    _, (answer,) = interrupted(lambda: start(old), [asked], update, versions=2)
     versions = answer.versions_R.tolist()
     assert versions == sorted(versions)
     assert set(versions) == {0, 7}
@@ -482,7 +496,8 @@ def test_many_threads_at_once(start: Start, make_model: MakeModel) -> None:
 
 def test_close_ends_what_runs(start: Start, make_model: MakeModel) -> None:
     engine = start(make_model("qwen2"))
-    running = generating(engine, [request(new=FOREVER)])
+    running = engine.begin([request(new=FOREVER)])
+    time.sleep(1)  # it is on its way to the engine: one that arrives later would be aborted by nobody
     engine.close()
     assert running.result(timeout=600)[0].finish_reason == "abort"
     with pytest.raises(RuntimeError, match="closed"):

@@ -168,14 +168,14 @@ def test_servers_that_are_gone_or_hang(server: Played, monkeypatch: pytest.Monke
     hanging = server.url
     gone = Played(Path())
     gone.stop()
-    monkeypatch.setattr(get, "__defaults__", (0.3,))
-    server.delay_s = 20
+    monkeypatch.setattr(get, "__defaults__", (4.0,))  # the first answers at once, also on a busy machine
+    server.delay_s = 30
     began = time.monotonic()
     rows = list(server_rows(facts(gone.url, hanging)))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20  # it did not wait for the second to answer
     assert [row.name for row in rows] == [gone.url, hanging]
     assert "Connection refused" in rows[0].found
-    assert rows[1].found in ("no answer: timed out", "no answer: no answer within 0.3 s")
+    assert rows[1].found in ("no answer: timed out", "no answer: no answer within 4 s")
 
 
 def test_proxies_are_passed_by(server: Played, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ class RolloutConfig:
     always are. Only a run that keeps all of them can be replayed from its beginning. None: all."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """The servers of `engine=sglang`."""
-    custom_engine: AvoidSubcommands[EngineConfig | None] = None
+    custom_engine: AvoidSubcommands[EngineConfig | None] = field(default=None, kw_only=True)
     """Settings of `engine=package.module:Name`: an `EngineConfig`, or a subclass that adds fields. A recipe
     gives it; then its fields are flags. None: the defaults."""
     replay: Path | None = None
@@ -184,11 +184,11 @@ class RewardConfig:
 class AlgorithmConfig:
     """The objective: clipping bounds, advantages, the ratio's old policy, the reuse of each batch."""
 
-    loss: str = "bapo"
-    """The loss of an update. `bapo`: the clipped surrogate of PPO at `bounds`, searched or fixed (GRPO,
-    clip-higher). Or `package.module:Name` of a subclass of `bapo_megatron.algo.losses.Loss`."""
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
     """Clipping bounds; presets in `bapo_megatron.algo.bapo`. Another loss reads fixed ones or none."""
+    loss: str = field(default="bapo", kw_only=True)
+    """The loss of an update. `bapo`: the clipped surrogate of PPO at `bounds`, searched or fixed (GRPO,
+    clip-higher). Or `package.module:Name` of a subclass of `bapo_megatron.algo.losses.Loss`."""
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
     """`grpo`: (reward - group mean) / group std. `dr_grpo`: reward - group mean."""
     polarity: PapoConfig = field(default_factory=PapoConfig)

@@ -300,9 +300,9 @@ def _work(pipe: Connection, work: Callable[[], Any]) -> None:
     try:
         processes.die_with_parent()
         try:
-            answer = (True, work())
-        except Exception as error:
-            answer = (False, error)
-        pipe.send_bytes(pickle.dumps(answer))
+            answer = pickle.dumps((True, work()))
+        except Exception as error:  # also of pickle: some values cannot travel
+            answer = pickle.dumps((False, error))
+        pipe.send_bytes(answer)
     finally:
         os._exit(1)

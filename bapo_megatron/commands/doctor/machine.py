@@ -76,11 +76,13 @@ def shared_memory_row(path: Path) -> DoctorRow:
     fix = f"mount -o remount,size=8G {path}, or docker run --shm-size 8g"
     needed = f"{SHARED_MEMORY_MB / 1024:.0f} GiB, for several processes on GPUs"
     try:
-        usage = within(DISK_DEADLINE_S, lambda: shutil.disk_usage(path))
+        total, _, free = within(
+            DISK_DEADLINE_S, lambda: tuple(shutil.disk_usage(path))
+        )  # plain: it is pickled
     except OSError as error:
         return DoctorRow(SECTION, str(path), "optional", one_line(error), needed, fix)
-    enough = usage.free >= SHARED_MEMORY_MB << 20
-    found = f"{_size(usage.total)}, {_size(usage.free)} free"
+    enough = free >= SHARED_MEMORY_MB << 20
+    found = f"{_size(total)}, {_size(free)} free"
     return DoctorRow(SECTION, str(path), "ok" if enough else "optional", found, needed, fix)
 
 

@@ -239,6 +239,8 @@ def test_within() -> None:
     assert within(5, lambda: None) is None
     with pytest.raises(ZeroDivisionError):
         within(5, lambda: 1 / 0)
+    with pytest.raises(Exception, match="pickle"):  # what cannot come back is said, not lost
+        within(5, lambda: lambda: None)
     with pytest.raises(TimeoutError, match="no answer within 0.05 s"):
         within(0.05, lambda: time.sleep(5))
 

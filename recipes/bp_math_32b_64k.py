@@ -43,7 +43,7 @@ def recipe() -> RunConfig:
             max_response_tokens=65536,
             engine="sglang",
             segment_tokens=8192,
-            sglang=SglangConfig(tensor=4),  # of one GPU too little is left beside the weights
+            sglang=SglangConfig(tensor=4),  # one GPU has too little room beside the weights
         ),
         algorithm=AlgorithmConfig(bounds=balanced(), advantage="grpo", updates_per_epoch=4),
         optimizer=OptimizerConfig(lr=2e-6, weight_decay=0.01),

@@ -4,10 +4,10 @@ From the paper (arXiv 2510.18927, section 5.1): responses of up to 64k tokens "t
 setting", GRPO advantages, the BAPO bounds (the preset), staleness by reuse of samples; Table 1 has its
 results. Learning rate and temperature are stated for the 8k experiments (2e-6, 0.6) and used here too.
 
-Not said there, chosen here: 64 prompts x 16 responses a step, four updates of a quarter of the batch each,
+Chosen here, not in the paper: 64 prompts x 16 responses a step, four updates of a quarter of the batch each,
 weight decay, steps, segments of 8,192 tokens, layout. The paper starts from its own SFT of Qwen2.5-Math-7B;
-this recipe names DeepSeek-R1-Distill-Qwen-7B, which has the same shape and is public. Engines run on nodes
-of their own: the cluster file says how many (docs/operations.md).
+this recipe names DeepSeek-R1-Distill-Qwen-7B, which has the same shape and is public. Engines run on nodes of
+their own: the cluster file says how many (docs/operations.md).
 
     bapo plan recipes/bp_math_7b_64k.py
 """

@@ -1,8 +1,8 @@
-"""The demo: a small policy on a CPU learns to work sums out, off-policy, under BAPO, in a few minutes.
+"""The demo: a small policy learns sums on a CPU, off-policy, under BAPO, in a few minutes.
 
 The policy has 0.23 M parameters and reads bytes. A supervised warm start (demo/warm_start.py) taught it two
-habits: to guess a sum, which is seldom right, and to work it out digit by digit, which mostly is. Each batch
-of rollouts is used for eight updates (two passes of four), so tokens are up to seven updates stale.
+habits: to guess a sum, which is seldom right, and to work it out digit by digit, which is mostly right. Each
+batch of rollouts is used for eight updates (two passes of four), so tokens are up to seven updates stale.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ def recipe() -> RunConfig:
         model=ModelConfig(hf_path=HERE / "policy", dtype="float32"),
         data=DataConfig(path=HERE / "train.jsonl", max_prompt_tokens=48),
         rollout=RolloutConfig(prompts_per_step=16, group_size=16, temperature=1.0, max_response_tokens=64),
-        # Half of the gradient from positive tokens: the paper's 0.4 is met here without moving a bound.
+        # Half of the gradient from positive tokens: here the paper's 0.4 is met without moving a bound.
         algorithm=AlgorithmConfig(
             bounds=replace(balanced(), target=0.5), advantage="grpo", reuse_epochs=2, updates_per_epoch=4
         ),

@@ -1,10 +1,10 @@
-"""The demo with a real SGLang server: the package that samples on a cluster, unmodified, here on the CPU.
+"""The demo with a real, unmodified SGLang server on the CPU.
 
     make sglang                                    # SGLang's own environment, once
     bapo train recipes/demo_sglang_cpu.py
 
-The run starts one server, brings every new version of the weights to it, and ends it. SGLang does not promise
-the same tokens for the same seed, so two runs differ.
+The run starts one server, loads every new version of the weights into it, and ends it. SGLang does not
+promise the same tokens for the same seed, so two runs differ.
 """
 
 from dataclasses import replace

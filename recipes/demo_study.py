@@ -1,10 +1,10 @@
 """The task of `bapo study staleness`: the demo's sums, at a learning rate where stale data can do harm.
 
 The policy, its warm start and its problems are the demo's. What differs: small batches of 8 groups of 8, and
-a constant learning rate of 1e-4. At the demo's own 2e-5 every run of 40 steps ends well, so nothing could be
-told apart. At 1e-4, in single runs of 30 steps under GRPO's bounds, the on-policy run rose from a reward of
+a constant learning rate of 1e-4. At the demo's own 2e-5 every run of 40 steps ends well, so methods would not
+differ. At 1e-4, in single runs of 30 steps under GRPO's bounds, the on-policy run rose from a reward of
 0.26 to 0.76 (held-out 0.85); with 16 updates on each batch it reached 0.72 within 8 steps, then fell to 0.42
-(held-out 0.57). Both entropies fell from 0.15 to 0.04 nats. So a fall can appear, and need not
+(held-out 0.57). Both entropies fell from 0.15 to 0.04 nats. So the reward can fall, and need not
 (docs/study_plan.md).
 """
 

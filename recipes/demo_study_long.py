@@ -1,10 +1,10 @@
-"""The second task of `bapo study staleness`: wrong responses are the long ones, so negative tokens are many.
+"""The second task of `bapo study staleness`: wrong responses are long, so most tokens are negative.
 
 `demo_study` with another warm start, `demo/policy_long` (docs/study_plan.md has the commands that made it).
 Its policy works a sum out as the demo's does, but mostly slips, doubts, begins again, and fails at length: a
 wrong response has 85 tokens, a right one 37, and four in ten of the wrong ones are cut at 96. Normalised
 advantages weigh both sides of a group alike, response by response; so by tokens the positive side holds 0.3
-of the gradient on-policy, as in Figures 4 and 6 of the paper, and a target of 0.4 is work.
+of the gradient on-policy, as in Figures 4 and 6 of the paper, below the target of 0.4.
 """
 
 from dataclasses import replace

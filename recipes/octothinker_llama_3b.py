@@ -3,7 +3,7 @@
 From the paper (arXiv 2510.18927, appendix A, Fig. 13, Table 2): c_low in [0.8, 0.9], c_high in [1.2, 2.0],
 target 0.45, on a Llama after mid-training, "since Llama family models behave badly in RL".
 
-Not said there, chosen here: the steps of the bounds (0.02 and 0.05, as for the other models), responses of
+Chosen here, not in the paper: the steps of the bounds (0.02 and 0.05, as for the other models), responses of
 up to 8k tokens, learning rate and temperature of the analysis runs (2e-6, 0.6), 64 prompts x 16 responses,
 four passes over each batch, weight decay, steps, layout. A plan takes the shape of its base, Llama-3.2-3B,
 from recipes/shapes.

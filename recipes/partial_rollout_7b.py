@@ -4,9 +4,9 @@ From the paper (section 5.3): a rollout that exceeds a fixed token budget is sto
 in later iterations, so parts of one response come from several policies; BAPO against GRPO. Model, data and
 the rest as in the analysis runs (section 5.1).
 
-Not said there, chosen here: the budget (2,048 tokens of a response under one version of the weights, a
+Chosen here, not in the paper: the budget (2,048 tokens of a response under one version of the weights, a
 quarter of the longest), how old a response may become (4 steps), and that each batch is used once, so that
-all staleness comes from the rollouts. Sampling goes on while the policy trains.
+all staleness comes from the rollouts. Sampling continues while the policy trains.
 
 GRPO, the figure's baseline: `--algorithm.bounds.low-start 0.8 --algorithm.bounds.low-end 0.8
 --algorithm.bounds.high-start 1.2 --algorithm.bounds.high-end 1.2 --run-dir runs/partial_rollout_grpo`.

@@ -4,7 +4,7 @@ From the paper (arXiv 2510.18927): DeepSeek-R1-Distill-Qwen-32B is among its bac
 Fig. 11 compares methods on "the R1-Distill model" at 32k tokens under several levels of staleness (section
 4.3). GRPO advantages, the BAPO bounds (the preset).
 
-Not said there, chosen here: that 32k belongs to this model (the text leaves open whether Fig. 11 is 7B or
+Chosen here, not in the paper: that 32k belongs to this model (the text leaves open whether Fig. 11 is 7B or
 32B; for 7B see r1_distill_qwen_7b_8k.py), learning rate and temperature of the 8k experiments, 64 prompts x
 16 responses, four updates of a quarter of the batch each, weight decay, steps, layout. Staleness:
 `--algorithm.reuse-epochs`.

@@ -1,7 +1,7 @@
 """The analysis run with asymmetric bounds: the validation experiment of section 4.1, Fig. 7 of the paper.
 
-Its text says what was found (a larger c_high holds the entropy up and helps; a smaller c_low lets it
-collapse), not at which values. Chosen here: c_high 2.0 with GRPO's c_low. The opposite case is
+The paper reports the result (a larger c_high keeps the entropy up and helps; with a smaller c_low it
+collapses), but not the values. Chosen here: c_high 2.0 with GRPO's c_low. The opposite case is
 `--algorithm.bounds.low-start 0.4 --algorithm.bounds.low-end 0.4 --algorithm.bounds.high-start 1.2
 --algorithm.bounds.high-end 1.2`. Everything else is that of r1_distill_qwen_7b_8k.py.
 """

@@ -4,17 +4,17 @@
 submitted, the same to the byte. It runs in NeMo-Run's own environment, so it imports nothing of this project;
 ``bapo submit`` makes the specification (bapo_megatron/commands/cluster/job.py).
 
-What NeMo-Run cannot express, and how it is said all the same:
+What NeMo-Run cannot express, and how this file does it:
 
 - Its script waits for the sruns of all groups, kills all when one ends, and knows one way to requeue. Here
   the groups' sruns stay NeMo-Run's, but its last `wait` is ours: a function of that name, defined in
-  `setup_lines`, supervises the trainer and decides what comes (slurm/lib/job.sh).
+  `setup_lines`, supervises the trainer and decides about a requeue (slurm/lib/job.sh).
 - The paths of logs depend on the restart, which only the job knows: another `--output` in `srun_args` comes
-  after NeMo-Run's own, and so counts; the same for the working directory.
+  after NeMo-Run's own, and so wins; the same for the working directory.
 - It replaces `/nemo_run` wherever it stands in the script, so no path may hold it (`bapo submit` refuses).
-- Variables and arguments are written without quotes: what needs them is quoted here.
-- Experiments put the time into every path, and ask `sacct` how jobs are. They are not used: `SlurmExecutor`
-  and its batch request make the script, and `bapo status` knows how the run is.
+- It writes variables and arguments without quotes: this file quotes what needs them.
+- Its experiments put the time into every path, and ask `sacct` for the state of jobs. They are not used:
+  `SlurmExecutor` and its batch request make the script, and `bapo status` reports the run's state.
 """
 
 from __future__ import annotations

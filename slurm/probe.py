@@ -1,9 +1,9 @@
-"""A look at one node before a run starts on it; every node of a group runs this at the same time.
+"""The probe of one node before a run starts on it; every node of a group runs this at the same time.
 
-Each node checks itself (GPUs, memory, disk, the shared folder), meets every other over TCP (reachable? which
-time is it there?), and takes part in one small all-reduce. It leaves its findings as FOLDER/NODE.json; the
-first node judges them all and leaves FOLDER/verdict: one line "NODE reason" for each bad node, or "* reason"
-if something is wrong and nobody can say where; empty if all is well.
+Each node checks itself (GPUs, memory, disk, the shared folder), calls every other over TCP (is it reachable,
+what is its time?), and takes part in one small all-reduce. It writes its findings to FOLDER/NODE.json; the
+first node decides which nodes are bad and writes FOLDER/verdict: one line "NODE reason" for each bad node,
+or "* reason" if the bad node is unknown; empty if all are good.
 
 Only the all-reduce needs a package (torch); where it is missing, that is a finding too.
 """
@@ -26,13 +26,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 _ELEMENTS = 1 << 18
-"""Of the all-reduce: one megabyte of float32."""
+"""Elements of the all-reduce: one megabyte of float32."""
 _CONNECT_S = 5.0
 
 
 @dataclass
 class Findings:
-    """What one node says of itself and of the others."""
+    """The findings of one node about itself and the others."""
 
     node: str
     problems: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a node must have."""
+    """The requirements of a node."""
 
     gpus: int = 0
     memory_gb: float = 1.0
@@ -55,7 +55,7 @@ class Needs:
 
 
 def local_problems(needs: Needs, disk: Path) -> Iterator[str]:
-    """What this node lacks by itself."""
+    """The requirements that this node does not meet."""
     if needs.gpus and (seen := visible_gpus()) != needs.gpus:
         yield f"GPUs: {seen if seen is not None else 'nvidia-smi fails'}, {needs.gpus} expected"
     if (available := available_memory_gb()) < needs.memory_gb:
@@ -71,7 +71,7 @@ def local_problems(needs: Needs, disk: Path) -> Iterator[str]:
 
 
 def visible_gpus() -> int | None:
-    """GPUs that the driver shows; None if it does not answer."""
+    """The number of GPUs that the driver shows; None if it does not answer."""
     try:
         found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -80,13 +80,13 @@ def visible_gpus() -> int | None:
 
 
 def available_memory_gb(meminfo: Path = Path("/proc/meminfo")) -> float:
-    """What the kernel would give to a new program."""
+    """The memory that the kernel would give to a new program, in GB."""
     line = next(row for row in meminfo.read_text().splitlines() if row.startswith("MemAvailable:"))
     return int(line.split()[1]) * 1024 / 1e9
 
 
 def canary_problems(folder: Path, node: str) -> Iterator[str]:
-    """Whether the shared folder shows what the job's first node wrote, and takes what this one writes."""
+    """Whether this node reads in the shared folder what the job's first node wrote, and can write there."""
     try:
         canary = (folder / "canary").read_text()
         write_whole(folder / f"{node}.canary", canary)
@@ -97,7 +97,7 @@ def canary_problems(folder: Path, node: str) -> Iterator[str]:
 
 
 class Meeting:
-    """A listener on this node that tells its time, and calls to all the others'."""
+    """A listener on this node that answers with its time, and calls to the listeners of all others."""
 
     def __init__(self, folder: Path, node: str, clock: Callable[[], float] = time.time) -> None:
         self._folder, self._node, self._clock = folder, node, clock
@@ -169,8 +169,8 @@ def all_reduce(folder: Path, nodes: Sequence[str], rank: int, seconds: float) ->
 def judge(found: Sequence[Findings], nodes: Sequence[str], needs: Needs) -> dict[str, list[str]]:
     """The bad nodes, each with its reasons.
 
-    A node that others cannot reach is bad if most of those that answered say so; a clock, if it is off from
-    the median of all. A failed all-reduce is held against the nodes where it failed, if it worked elsewhere.
+    A node is bad if most nodes that answered cannot reach it, or if its clock is off from the median of all.
+    A failed all-reduce makes those nodes bad where it failed, if it worked elsewhere.
     """
     bad: dict[str, list[str]] = {}
     by_node = {one.node: one for one in found}
@@ -182,7 +182,7 @@ def judge(found: Sequence[Findings], nodes: Sequence[str], needs: Needs) -> dict
             reasons.append(f"network: {blind} of {len(others)} other nodes cannot reach it")
         if node in by_node and len(found) > 1:
             off = _clock_off(by_node[node])
-            # Of two nodes nobody can say whose clock is wrong; the first one's is taken for right.
+            # Of two nodes either clock may be wrong; the first node's is taken for right.
             if abs(off) > needs.clock_s and not (len(found) == 2 and node == nodes[0]):
                 reasons.append(f"clock: {off:+.1f} s, {needs.clock_s:g} allowed")
         if reasons:
@@ -203,7 +203,7 @@ def _clock_off(one: Findings) -> float:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Appear under its name whole."""
+    """Write a file that appears whole under its name."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
@@ -219,7 +219,7 @@ def _wait_for(path: Path, seconds: float) -> str:
 
 
 def _judge_all(folder: Path, nodes: Sequence[str], needs: Needs, deadline: float) -> None:
-    """On the first node: wait for the others' findings, then leave the verdict."""
+    """On the first node: wait for the others' findings, then write the verdict."""
     found: dict[str, Findings] = {}
     while len(found) < len(nodes) and time.monotonic() < deadline:
         for node in set(nodes) - found.keys():
@@ -232,7 +232,7 @@ def _judge_all(folder: Path, nodes: Sequence[str], needs: Needs, deadline: float
 
 
 def main() -> None:
-    """One node."""
+    """Probe this node."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="on the shared file system")
     parser.add_argument("--nodes", required=True, help="all of the group, with commas")

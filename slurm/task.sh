@@ -7,12 +7,12 @@ shift
 . "$BAPO_LIB/run_paths.sh"
 . "$BAPO_LIB/events.sh"
 
-told() {  # signal: hand it to the rank; before there is one, there is nothing to save
+told() {  # signal: pass it to the rank; before the rank starts there is nothing to save
     [[ -n $child ]] || exit 85
     kill "-$1" "$child" 2>/dev/null
 }
 
-ended() {  # exit code: leave it where the job's shell looks, and speak for a rank that could not
+ended() {  # exit code: write it where the job's shell looks; print an error if a signal killed the rank
     local file=$BAPO_LOGS/ended/$RANK words=
     if (($1 > 128)); then
         (($1 != 137)) || words=', most likely because the node had no memory left (dmesg there says so)'
@@ -37,7 +37,7 @@ trainer() {  # one rank, on one GPU
     while kill -0 "$child" 2>/dev/null; do wait "$child"; done  # a signal ends a wait early
     wait "$child"
     code=$?
-    # Killed by the signal itself: it was still starting, and has nothing to save.
+    # Killed by the signal itself: the rank was still starting, and has nothing to save.
     ((code != 138)) || code=85
     ended "$code"
     exit "$code"
@@ -57,7 +57,7 @@ register() {  # port, state
         "$SLURMD_NODENAME" "$1" "$SLURMD_NODENAME" "$SLURM_JOB_ID" "$2" >"$file.tmp" && mv "$file.tmp" "$file"
 }
 
-keep_server() {  # number, recipe and flags: one server, started again whenever it ends
+keep_server() {  # number, recipe and flags: run one server, and restart it whenever it ends
     local number=$1 pid pause=1 began code
     # Another port on each node: nodes may be one machine.
     local port=$((BAPO_FIRST_PORT + SLURM_NODEID * BAPO_SERVERS_PER_NODE + number))
@@ -70,7 +70,7 @@ keep_server() {  # number, recipe and flags: one server, started again whenever 
         pid=$!
         until answers "$port" /ready || ! kill -0 "$pid" 2>/dev/null; do sleep 1; done
         while kill -0 "$pid" 2>/dev/null; do
-            # A server that is paused for new weights is not ready, and lives.
+            # A server that is paused for new weights is alive, but not ready.
             if answers "$port" /model_info; then register "$port" ready; fi
             sleep 5
         done

@@ -25,10 +25,10 @@ SMALLEST = {
 }
 """The least difference in a figure that matters, in its units."""
 
-AT_REST = 0.05
+LEAST_MOVED = 0.05
 """Where fewer updates than this share move their bounds, BAPO clips at the bounds that it begins with."""
 
-Needs = Literal["bounds that move", "bounds at rest"]
+Needs = Literal["bounds that move", "bounds that do not move"]
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,17 @@ class Finding:
 
 
 def findings(records: Sequence[ArmRecord], settings: Sequence[str]) -> list[Finding]:
-    """The findings of a study: all claims, judged on its runs, within the settings that it has."""
-    return [judge(records, limited_to(claim, settings)) for claim in CLAIMS]
+    """The findings of a study: all claims, tested on its runs, within the settings that it has."""
+    return [find(records, limited_to(claim, settings)) for claim in CLAIMS]
 
 
-def judge(records: Sequence[ArmRecord], claim: Claim) -> Finding:
+def find(records: Sequence[ArmRecord], claim: Claim) -> Finding:
     """The finding for one claim."""
     effect = paired_effect(side_differences(records, claim))
     shares = by_seed(records, claim.side, "moved").values()
     moved = fmean(shares) if shares else None
-    if claim.needs and moved is not None and (moved < AT_REST) != (claim.needs == "bounds at rest"):
+    unmoved = moved is not None and moved < LEAST_MOVED
+    if claim.needs and moved is not None and unmoved != (claim.needs == "bounds that do not move"):
         return Finding(claim, effect, "does not apply", moved)
     return Finding(claim, effect, verdict(effect, claim.sign, SMALLEST[claim.figure]), moved)
 
@@ -110,13 +111,13 @@ def best_preset(records: Sequence[ArmRecord], settings: Sequence[str]) -> list[t
     means = {side: fmean(found[seed] for seed in common) for side, found in shares.items()}
     best = max(means, key=lambda side: means[side])
     rivals = [Claim("", "", "held_out", 1, best, side) for side in means if side != best]
-    return [(best.method, judge(records, claim)) for claim in rivals]
+    return [(best.method, find(records, claim)) for claim in rivals]
 
 
 def side_differences(records: Sequence[ArmRecord], claim: Claim) -> list[float]:
     """``side - other`` in the claim's figure, one for each seed that has both sides.
 
-    Settings are averaged within a seed first: they share its prompts and are no runs of their own luck.
+    Settings are averaged within a seed first: they share its prompts and its luck.
     """
     side = by_seed(records, claim.side, claim.figure)
     if claim.other is None:
@@ -173,9 +174,9 @@ def _of_clip_higher() -> Iterator[Claim]:
 
 
 def _of_a_lower_c_low() -> Iterator[Claim]:
-    """BAPO at rest clips at 0.6 and 1.2, GRPO at 0.8 and 1.2."""
+    """BAPO whose bounds do not move clips at 0.6 and 1.2, GRPO at 0.8 and 1.2."""
     fig_7, side = "Sec. 4.1, Fig. 7", Side("balanced", STALE)
-    needs: Needs = "bounds at rest"
+    needs: Needs = "bounds that do not move"
     yield Claim("A lower c_low degrades performance", fig_7, "held_out", -1, side, _GRPO, needs)
     yield Claim("A lower c_low speeds up the fall of entropy", fig_7, "entropy_kept", -1, side, _GRPO, needs)
 

@@ -24,7 +24,7 @@ USAGE = "usage: bapo study staleness [flags]; `bapo study staleness --help` list
 def study_command(arguments: Sequence[str], main: Main) -> int:
     """Run what is missing of the study, then write its document. ``main`` runs a ``bapo`` command.
 
-    1 if an arm has failed, else 0. ConfigError for wrong flags; Interrupted if it is told to stop.
+    1 if an arm has failed, else 0. ConfigError for wrong flags; Preempted on SIGTERM, SIGUSR1 or Ctrl-C.
     """
     if arguments[:1] != ["staleness"]:
         if arguments and arguments[0] in ("-h", "--help"):

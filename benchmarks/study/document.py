@@ -1,4 +1,4 @@
-"""The study's Markdown document. Every number and verdict is worked out of the runs."""
+"""The study's Markdown document. All its numbers and verdicts are computed from the runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.evaluation.statistics import standard_deviation
-from benchmarks.study.claims import SMALLEST, Claim, Finding, Side, best_preset, by_seed, judge
+from benchmarks.study.claims import SMALLEST, Claim, Finding, Side, best_preset, by_seed, find
 from benchmarks.study.document_text import (
     AGAINST_GRPO,
-    AT_REST_MEANS,
     CANNOT_SHOW,
     DEFINITIONS,
     METHOD,
+    UNMOVED_BOUNDS,
     VERDICTS,
 )
 from benchmarks.study.measures import ArmRecord
@@ -67,7 +67,7 @@ def document(
 
 
 def _summary(plan: StudyPlan, records: Sequence[ArmRecord], failures: Sequence[Failure]) -> str:
-    """How much of it there is, before anything else."""
+    """The count of arms that are done, missing and failed."""
     options = plan.options
     quick = " (`--quick`: it shows that the study works, and little else)" if options.quick else ""
     lines = [
@@ -78,8 +78,8 @@ def _summary(plan: StudyPlan, records: Sequence[ArmRecord], failures: Sequence[F
         lines.append(f"**Not run: {missing}.** What follows is from those that are done.")
     if failures:
         lines.append(
-            f"**Failed: {len(failures)}**, named at the end. A run that breaks is a result, too, and no "
-            "number below knows of it."
+            f"**Failed: {len(failures)}**, named at the end. A run that breaks is a result, too, and is in "
+            "no number below."
         )
     return "\n".join(lines)
 
@@ -119,15 +119,16 @@ def _held_out(base: RunConfig) -> str:
 
 
 def _luck(found: Sequence[Finding]) -> str:
-    judged = sum(finding.verdict not in ("not tried", "does not apply") for finding in found)
+    tested = sum(finding.verdict not in ("not tried", "does not apply") for finding in found)
     return (
-        f"{judged} claims are judged. At 95 % about {judged / 20:.0f} would leave 0 by luck alone, and not "
-        "one by one: nearly all are compared with the same runs of GRPO, whose luck is in all of them."
+        f"{tested} claims are tested. At 95 %, luck alone lets about {tested / 20:.0f} of the intervals "
+        "exclude 0, and not independently: nearly all compare with the same runs of GRPO and share their "
+        "luck."
     )
 
 
 def _set_aside(found: Sequence[Finding]) -> Iterator[str]:
-    """Claims of bounds that move, where they rest, and the other way round."""
+    """The claims that need bounds that move, where they do not, and the other way round."""
     aside: dict[Side, list[Finding]] = {}
     for finding in found:
         if finding.verdict == "does not apply":
@@ -138,18 +139,18 @@ def _set_aside(found: Sequence[Finding]) -> Iterator[str]:
     for side, findings in aside.items():
         claim, moved = findings[0].claim, findings[0].moved or 0.0
         lines.append(
-            f"- {side.label}: {len(findings)}, of {claim.needs}. Here {100 * moved:.1f} % of the updates "
-            "moved theirs."
+            f"- {side.label}: {len(findings)}, which need {claim.needs}. Here {100 * moved:.1f} % of the "
+            "updates moved theirs."
         )
-    yield "Not judged, as they do not apply:\n\n" + "\n".join(lines) + "\n\n" + AT_REST_MEANS
+    yield "Not tested, because they do not apply:\n\n" + "\n".join(lines) + "\n\n" + UNMOVED_BOUNDS
 
 
 def _not_tried(found: Sequence[Finding]) -> Iterator[str]:
-    """Claims whose arms the study leaves out, or has not run yet."""
+    """The claims whose arms the study leaves out, or has not run yet."""
     counts = Counter(_compared(finding.claim) for finding in found if finding.verdict == "not tried")
     if counts:
         lines = "\n".join(f"- {compared}: {count}" for compared, count in counts.items())
-        yield f"Claims not tried, as no seed has both arms:\n\n{lines}"
+        yield f"Claims not tried, because no seed has both arms:\n\n{lines}"
 
 
 def _verdicts(found: Sequence[Finding]) -> str:
@@ -233,27 +234,26 @@ def _against_grpo(plan: StudyPlan, records: Sequence[ArmRecord]) -> str:
         claims = [
             Claim("", "", "held_out", 1, Side(method, (name,)), Side(BASELINE, (name,))) for name in settings
         ]
-        rows.append((method, *(_effect(judge(records, claim)) for claim in claims)))
+        rows.append((method, *(_effect(find(records, claim)) for claim in claims)))
     return _table(["method", *settings], rows)
 
 
 def _entropy_and_learning(records: Sequence[ArmRecord]) -> Iterator[str]:
-    """How the entropy that an arm keeps goes with what it has learnt."""
+    """The correlation of the entropy that an arm keeps with its held-out share."""
     figures = [
         (one.figures["entropy_kept"], one.figures["held_out"]) for one in records if one.setting in STALE
     ]
     known = np.array([pair for pair in figures if np.isfinite(pair).all()])
     if len(known) >= _LEAST_ARMS and (known.std(0) > 0).all():
         yield (
-            f"Over the {len(known)} stale arms the entropy that is kept and the share of held-out problems "
-            f"that are right correlate at {np.corrcoef(known.T)[0, 1]:+.2f}. On a task that is learnt by "
-            "giving up a habit, entropy falls because the policy learns: more of it left is no success by "
-            "itself."
+            f"Over the {len(known)} stale arms the entropy kept and the share of held-out problems "
+            f"answered right correlate at {np.corrcoef(known.T)[0, 1]:+.2f}. Where a policy learns by giving "
+            "up a habit, entropy falls because it learns: more entropy left is no success by itself."
         )
 
 
 def _best(plan: StudyPlan, records: Sequence[ArmRecord]) -> Iterator[str]:
-    """Which preset of BAPO did best, and whether that could be luck."""
+    """The best preset of BAPO, and its differences from the others."""
     compared = best_preset(records, plan.options.settings)
     if compared:
         best = " and ".join(
@@ -267,7 +267,7 @@ def _best(plan: StudyPlan, records: Sequence[ArmRecord]) -> Iterator[str]:
 
 
 def _ties(finding: Finding) -> str:
-    """The rival's name if it did as well in every seed."""
+    """The other preset's name if it did as well in every seed."""
     effect = finding.effect
     tied = effect is not None and effect.low == effect.high == 0
     return finding.claim.other.method if tied and finding.claim.other else ""

@@ -47,10 +47,10 @@ def _live(main: Main, command: Sequence[str], log: Path, threads: int, study: in
     """The whole life of the forked process; it never returns."""
     code = _CRASHED
     try:
-        os.setsid()  # Ctrl-C is for the study, which tells its arms
+        os.setsid()  # Ctrl-C is for the study, which signals its arms
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        die_with_parent(signal.SIGTERM, study)
+        die_with_parent(parent=study, number=signal.SIGTERM)
         _write_to(log)
         _limit_threads(threads)
         code = main(command)

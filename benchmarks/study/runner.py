@@ -17,7 +17,7 @@ from benchmarks.study.plan import Arm
 
 _POLL_S = 0.2
 _SAVING_S = 120.0
-"""Longest wait for arms that were told to stop: they save first."""
+"""Longest wait for arms that are preempted: they save first."""
 _LOG_BYTES = 2000
 _INTERRUPTED = 85
 
@@ -45,8 +45,8 @@ def run_arms(
 ) -> list[Failure]:
     """Run all arms that are not done, ``parallel`` at a time, in order. Returns those that have failed.
 
-    An arm that was cut goes on by itself, as any run does. Interrupted, after the arms have saved, if this
-    process is told to stop (SIGTERM, SIGUSR1, Ctrl-C).
+    An arm that was cut continues from its run directory, as any run does. On SIGTERM, SIGUSR1 or Ctrl-C:
+    Preempted, after the arms have saved.
     """
     bench = _Bench([arm for arm in arms if not arm.is_done()], len(arms), start, parallel, say)
     with _told() as told:

@@ -6,11 +6,11 @@ writes ``model`` (a Hugging Face folder with its tokenizer), ``warm_start.jsonl`
 ``eval.jsonl`` (the fields of Skywork-OR1-RL-Data; no sum is in two of them). It takes seconds and needs no
 network. The same arguments give the same files.
 
-The solutions of the warm start show two habits: most are rough guesses, the others work the sum out digit
-by digit first. Guesses are seldom right, so what is left for RL is to find out that working pays, and to get
-better at it.
+The solutions of the warm start show two habits: most are rough guesses, the others work the sum out digit by
+digit first. Guesses are seldom right, so RL has to learn that working the sum out earns more reward, and to
+make fewer slips.
 
-With ``--guesses 0 --rambles 0.7`` most slip while they work the sum out, doubt it, begin again, slip again,
+With ``--guesses 0 --rambles 0.7`` most solutions slip in a column, doubt it, begin again, slip again,
 and give up at the fifth attempt: wrong responses are the long ones, as on hard problems (Fig. 6 of the
 paper), and most tokens are negative.
 """
@@ -114,7 +114,7 @@ def make_model(
 
 def ramble(numbers: Sequence[int], rng: np.random.Generator, attempts: int = 5) -> str:
     r"""So many attempts at a column addition. Each slips in one column, ends there in doubt, and is given up;
-    the last goes on to its wrong end.
+    the last continues to its wrong end.
 
     >>> ramble([47, 86], np.random.default_rng(0), attempts=3)
     '7+6+0=13,4+8+1=15?7+6+0=13,4+8+1=11?7+6+0=9?\\boxed{129}'

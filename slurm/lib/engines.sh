@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Rollout servers make themselves known in RUN/engines/HOST-PORT.json, and renew that file while they answer.
+# Rollout servers register in RUN/engines/HOST-PORT.json, and renew that file while they answer.
 
 bapo_engines_alive() {  # their addresses, one a line
     local file
@@ -16,7 +16,7 @@ bapo_forget_engines() {  # those of this job's last start
     grep -ls "\"job\": $SLURM_JOB_ID," "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json | xargs -r rm -f
 }
 
-# Wait for the servers that the run is to have, then leave their addresses where its tasks look.
+# Wait for the expected servers, then write their addresses where the tasks look.
 bapo_await_engines() {
     local deadline=$((SECONDS + BAPO_ENGINES_WAIT_S)) found=0
     while :; do
@@ -28,7 +28,7 @@ bapo_await_engines() {
             ((found > 0)) || return 1
             break
         fi
-        # The end of the trainer is told of elsewhere.
+        # The supervisor reports the end of the trainer.
         kill -0 "$BAPO_TRAINER" 2>/dev/null && [[ -z $BAPO_SIGNAL ]] || return 0
         sleep 1 & builtin wait $!
     done
@@ -36,7 +36,7 @@ bapo_await_engines() {
     bapo_event engines_ready "engines=$found" "expected=$BAPO_EXPECTED"
 }
 
-bapo_watch_engines() {  # an event for each that has come or gone; the run goes on with the others
+bapo_watch_engines() {  # write an event for each server that came or went; the run continues with the others
     local now url
     now=$(bapo_engines_alive | sort)
     for url in $(comm -23 <(echo "$bapo_engines") <(echo "$now")); do

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# A look at every node before anything starts. Bad ones are left out, once.
+# The probe of every node before anything starts. Bad nodes are excluded, once.
 
-bapo_probe() {  # group: run probe.py on each of its nodes; it leaves FOLDER/NODE.json and FOLDER/verdict
+bapo_probe() {  # group: run probe.py on each of its nodes; it writes FOLDER/NODE.json and FOLDER/verdict
     local group=$1 folder=$BAPO_LOGS/health/$1 nodes flags
     nodes=$(bapo_nodes "$group" | paste -sd,)
     mkdir -p "$folder"
@@ -14,7 +14,7 @@ bapo_probe() {  # group: run probe.py on each of its nodes; it leaves FOLDER/NOD
         "--gpus=${SLURM_GPUS_PER_NODE:-0}" "--deadline-s=$((BAPO_HEALTH_WAIT_S / 2))" "${flags[@]}"
 }
 
-bapo_bad_nodes() {  # of a group: lines of "node reason", from the verdict or from who is missing
+bapo_bad_nodes() {  # of a group: lines of "node reason", from the verdict, or the nodes without an answer
     local folder=$BAPO_LOGS/health/$1 node
     if [[ -e $folder/verdict ]]; then
         cat "$folder/verdict"
@@ -32,7 +32,7 @@ bapo_health() {
     for pid in "${pids[@]}"; do
         while kill -0 "$pid" 2>/dev/null; do builtin wait "$pid"; done  # a signal ends a wait early
     done
-    if [[ -n $BAPO_SIGNAL ]]; then  # told to stop before anything ran
+    if [[ -n $BAPO_SIGNAL ]]; then  # a signal before anything ran
         bapo_finish 85
         exit 85
     fi

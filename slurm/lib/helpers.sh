@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Jobs beside a run's own: rollout servers, evaluations, conversions. Its state and budgets are not theirs.
+# Jobs beside a run's own: rollout servers, evaluations, conversions. They do not touch its state and budgets.
 
 bapo_begin_helper() {  # RECIPE [flags of bapo train]
     [[ -n ${1:-} && $1 != -* ]] || bapo_refuse "usage: sbatch slurm/rollout.sbatch RECIPE --run-dir RUN"
@@ -11,7 +11,7 @@ bapo_begin_helper() {  # RECIPE [flags of bapo train]
 bapo_enter() {  # run directory
     cd "$BAPO_ROOT" || exit 2
     BAPO_RUN=$1
-    BAPO_TRAINER=another  # may be writing events: nothing is mended
+    BAPO_TRAINER=another  # may be writing events: repair nothing
     bapo_check_numbers
     bapo_open_logs
     bapo_load_modules
@@ -25,7 +25,7 @@ bapo_wait_helper() {  # pid of an srun: end it at a signal, else its exit code
     builtin wait "$1"
 }
 
-bapo_run_command() {  # name of the log, RUN, command: one srun of it
+bapo_run_command() {  # name of the log, RUN, command: run it in one srun
     local name=$1 run=${2:-} argument arguments=() code
     (($# >= 3)) || bapo_refuse "usage: sbatch slurm/$name.sbatch RUN COMMAND [ARGUMENTS]"
     [[ -d $run ]] || bapo_refuse "run directory $run does not exist"
@@ -43,7 +43,7 @@ bapo_run_command() {  # name of the log, RUN, command: one srun of it
     return "$code"
 }
 
-bapo_pick_evaluation() {  # STEPS SUITES element: its step and its suite, or what is wrong
+bapo_pick_evaluation() {  # STEPS SUITES element: its step and its suite, or an error message
     local steps suites
     IFS=, read -ra steps <<<"$1"
     IFS=, read -ra suites <<<"$2"

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The life of one job: begin, start the groups, supervise, finish. Sourced by every template and by what
+# One job: begin, start the groups, supervise, finish. Sourced by every template and by what
 # `bapo submit` generates.
 
 BAPO_LIB=$(dirname -- "${BASH_SOURCE[0]}")
@@ -43,7 +43,7 @@ bapo_begin() {  # RECIPE [flags of bapo train]
     bapo_health
 }
 
-# Count the last start, if it ended without a word: its node died, or Slurm took its nodes away.
+# Count the last start if it ended without a record: its node died, or Slurm took its nodes away.
 bapo_account() {
     local kind why
     bapo_read_state
@@ -64,7 +64,7 @@ bapo_account() {
     bapo_say "newest checkpoint: step $(bapo_checkpoint_step)"
 }
 
-bapo_told() {  # a signal: every rank is to save and stop
+bapo_told() {  # a signal: ask every rank to save and stop
     BAPO_SIGNAL=$1
     bapo_write_state "signal=$1"
     bapo_event signal "signal=$1" "seconds_left=$((BAPO_END > 0 ? BAPO_END - $(date +%s) : -1))"
@@ -72,8 +72,8 @@ bapo_told() {  # a signal: every rank is to save and stop
     [[ -z $BAPO_TRAINER ]] || kill -USR1 "$BAPO_TRAINER" 2>/dev/null
 }
 
-# Wait for the trainer (pid of its srun), beside the rollout servers' srun if there is one. The exit code is
-# the job's. bash runs traps only between commands, so nothing here waits in the foreground for long.
+# Wait for the trainer (pid of its srun), beside the rollout servers' srun if there is one. Returns the
+# job's exit code. bash runs traps only between commands, so nothing here waits in the foreground for long.
 bapo_supervise() {
     local rollout=${2:-} code given_up='' looked=$SECONDS failed='' failed_at=0
     BAPO_TRAINER=$1
@@ -109,7 +109,7 @@ bapo_supervise() {
     done
     builtin wait "$BAPO_TRAINER"
     code=$?
-    # srun tells the largest code; those that were ended, or fell over the first, say nothing of why.
+    # srun returns the largest code; ranks that were ended, or failed after the first, do not show the cause.
     failed=${failed:-$(bapo_first_failure)}
     [[ -z $failed || $code = 85 ]] || code=${failed#* }
     [[ -z $rollout ]] || kill -TERM "$rollout" 2>/dev/null

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Where everything is written: RUN/logs/JOB/RESTART/{job.log, trainer-NODE-RANK.log, rollout-NODE-RANK.log}.
+# The logs of a job: RUN/logs/JOB/RESTART/{job.log, trainer-NODE-RANK.log, rollout-NODE-RANK.log}.
 
 bapo_say() { echo "[$(date +%T)] $*"; }
 
@@ -11,7 +11,7 @@ bapo_open_logs() {
     exec >>"$BAPO_LOGS/job.log" 2>&1
 }
 
-# A file system that fails may come back; another reason not to write is told at once.
+# A failing file system may recover, so retry; report any other reason at once.
 bapo_await_disk() {
     local deadline=$((SECONDS + BAPO_DISK_WAIT_S)) problem
     until problem=$(LC_ALL=C mkdir -p "$BAPO_LOGS/ended" 2>&1); do
@@ -32,7 +32,7 @@ bapo_first_failure() {
     done <<<"$files"
 }
 
-# The last line of the log of the rank that went first: those that follow complain of its absence.
+# The last line of the log of the rank that failed first: later failures only report its absence.
 bapo_cause() {
     local log line
     while read -r log; do
@@ -53,7 +53,7 @@ bapo_logs_in_order() {  # of the trainer: the first rank's that ended badly, the
     ls -tr "$BAPO_LOGS"/trainer-*.log 2>/dev/null
 }
 
-# The end of a job that will not come back, told where one looks first: at the top of its log, and at the end.
+# The reason why a job is not requeued, at the top of its log and at the end.
 bapo_headline() {
     local text=$1 temporary=$BAPO_LOGS/.job.log.tmp
     { echo "$text"; echo; cat "$BAPO_LOGS/job.log"; } >"$temporary"

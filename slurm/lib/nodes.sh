@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Who is in the job, where they meet, and how they are started.
+# The nodes of a job, their ports, and the flags of srun.
 
 bapo_nodes() {  # of a group of a heterogeneous job, or of the job
     local name=SLURM_JOB_NODELIST_HET_GROUP_$1
@@ -23,7 +23,7 @@ bapo_components() {  # job ids
 
 bapo_rendezvous() {
     MASTER_ADDR=$(bapo_nodes 0 | head -n 1)
-    # Jobs that share a node must not meet at one port, nor a job meet what is left of its last start.
+    # Jobs that share a node must not meet at one port, nor a job the remains of its last start.
     MASTER_PORT=$((20000 + (SLURM_JOB_ID + BAPO_RESTART % 2 * 5000) % 10000))
     BAPO_FIRST_PORT=$((10000 + SLURM_JOB_ID % 1000 * 8))  # of the servers of a rollout node
     export MASTER_ADDR MASTER_PORT BAPO_FIRST_PORT
@@ -52,7 +52,7 @@ bapo_end_time() {  # of the job in seconds since 1970; 0 if it has none
 # hang after another has died; a rank that fails does not end those that still save.
 bapo_srun_flags() {  # group, role
     bapo_flags=(--kill-on-bad-exit=0 --open-mode=append "--output=$BAPO_LOGS/$2-%N-%t.log")
-    # Slurm would bind each task to as few cores as it can; the sampler and the judges need the others.
+    # Slurm would bind each task to as few cores as it can; the sampler and the reward workers need the others.
     bapo_flags+=("--chdir=$BAPO_ROOT" --cpu-bind=none)
     ((${SLURM_HET_SIZE:-1} > 1)) && bapo_flags+=("--het-group=$1")
     if [[ $2 = rollout ]]; then bapo_flags+=(--wait=0 --no-kill); else bapo_flags+=("--wait=$BAPO_WAIT_S"); fi

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Whether a job comes back. Each kind of end has a budget; none may repeat without a newer checkpoint.
+# The requeue decision. Each kind of end has a budget; none may repeat without a newer checkpoint.
 
 bapo_budget() {  # of a kind of end
     case $1 in
@@ -12,14 +12,14 @@ bapo_budget() {  # of a kind of end
 }
 
 bapo_near_the_end() {
-    # Slurm moves the end of a job that it preempts, so the end that was planned is asked.
+    # Slurm moves the end of a job that it preempts, so this compares with the planned end.
     ((BAPO_END > 0 && $(date +%s) >= BAPO_END - BAPO_LEAD_S - 90))
 }
 
 bapo_lacks_engines() { ((BAPO_EXPECTED > 0 && $(bapo_engines_alive | wc -l) < BAPO_EXPECTED)); }
 
-# What ended the trainer: finished, cancelled, slurm (which decides itself), config, stopped, or a kind that
-# has a budget.
+# The kind of the trainer's end: finished, cancelled, slurm (which requeues by itself), config, stopped, or a
+# kind that has a budget.
 bapo_kind_of_end() {
     local code=$1
     if ((code == 0)); then echo finished
@@ -38,18 +38,19 @@ bapo_kind_of_end() {
     fi
 }
 
-# Ranks of a node that fails may be gone before Slurm says that it is down.
+# Ranks of a failed node may end before Slurm reports the node as down.
 bapo_loses_a_node() {
     local look
-    for look in {1..10}; do  # of a busy controller
+    for look in {1..10}; do  # the controller may be busy
         sleep 1
         [[ -n $(bapo_lost_nodes) ]] && return 0
     done
     return 1
 }
 
-# Whether a kind of end is not the run's fault. A time limit is not if its ranks ended well (85): there was
-# nothing newer to save, while the journal keeps what was sampled. Ranks that could not save would fail again.
+# Whether the run did not cause this kind of end. It did not cause a time limit if its ranks ended with 85:
+# there was nothing newer to save, and the write-ahead log keeps what was sampled. Ranks that could not save
+# would fail again.
 bapo_is_blameless() {  # kind, exit code
     case $1 in
         preemption | node | storage) return 0 ;;
@@ -58,7 +59,7 @@ bapo_is_blameless() {  # kind, exit code
     esac
 }
 
-# Whether a job that ended so may come back. Takes note of it; says why not.
+# Whether a job that ended so may be requeued. Counts this end; prints the reason if not.
 bapo_may_requeue() {  # kind, exit code
     local kind=$1 code=${2:-1} progress count budget
     progress=$(bapo_progress) count=$((${bapo_state[$kind]} + 1)) budget=$(bapo_budget "$kind")
@@ -70,7 +71,7 @@ bapo_may_requeue() {  # kind, exit code
         bapo_write_state "$kind=$count" idle=0 "progress=$progress"
         return 0
     fi
-    # A few may come before its next checkpoint.
+    # A few such ends are allowed before the next checkpoint.
     if bapo_is_blameless "$kind" "$code" && ((bapo_state[idle] < BAPO_MAX_IDLE)); then
         bapo_write_state "$kind=$count" "idle=$((bapo_state[idle] + 1))"
         return 0
@@ -79,7 +80,7 @@ bapo_may_requeue() {  # kind, exit code
     return 1
 }
 
-# Requeue this job, without the nodes given. Slurm then ends this shell: TERM is ignored until all is said.
+# Requeue this job, without the nodes given. Slurm then ends this shell: TERM is ignored until then.
 bapo_requeue() {
     local excluded=${1:-} id
     trap '' TERM USR1
@@ -87,7 +88,7 @@ bapo_requeue() {
         scontrol requeue "$SLURM_JOB_ID" || exit 1
         [[ -n $excluded ]] || exit 0
         for id in $(bapo_components); do
-            for _ in 1 2 3 4 5; do  # it must have become pending first
+            for _ in 1 2 3 4 5; do  # the job must be pending first
                 scontrol update "JobId=$id" "ExcNodeList=$excluded" && break
                 sleep 0.5
             done
@@ -98,7 +99,7 @@ bapo_requeue() {
 
 bapo_job_state() { squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null | head -n 1; }
 
-# What is left to do when the trainer has ended with CODE. Never returns to a job that is requeued.
+# End the job after the trainer has ended with CODE: requeue or stop. Does not return for a requeued job.
 bapo_finish() {
     local code=$1 kind step why cause
     kind=$(bapo_kind_of_end "$code") step=$(bapo_checkpoint_step)
@@ -123,7 +124,7 @@ bapo_finish() {
     if [[ $kind = config || $kind = stopped ]]; then
         why="the run says that to start again would not help"
     elif why=$(bapo_may_requeue "$kind" "$code"); then
-        bapo_read_state  # what the subshell above has written
+        bapo_read_state  # the subshell above wrote it
         bapo_event job_requeue "reason=$kind" "count=${bapo_state[$kind]}" "step=$step" "exit_code=$code" \
             "cause=$cause"
         bapo_write_state status=requeued
@@ -135,7 +136,7 @@ bapo_finish() {
     return "$code"
 }
 
-bapo_stop() {  # kind, why not again, cause, exit code: the job will not come back
+bapo_stop() {  # kind, why it is not requeued, cause, exit code: end the job for good
     bapo_event job_stopped "reason=$1" "why=$2" "cause=$3" "exit_code=$4" "step=$(bapo_checkpoint_step)"
     bapo_write_state status=stopped
     bapo_headline "STOPPED: $1: $2

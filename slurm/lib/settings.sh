@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What a job can be told by variables, with their defaults. `bapo submit` sets them from the cluster file;
+# The settings of a job: variables with their defaults. `bapo submit` sets them from the cluster file;
 # with plain sbatch set them in the shell, e.g. `BAPO_CONTAINER=... sbatch slurm/train.sbatch RECIPE`.
 
 BAPO_ROOT=${BAPO_ROOT:-$PWD}                        # where recipes' paths begin; tasks start here
@@ -17,7 +17,7 @@ BAPO_MAX_CRASHES=${BAPO_MAX_CRASHES:-5}             # budgets of one job, each o
 BAPO_MAX_PREEMPTIONS=${BAPO_MAX_PREEMPTIONS:-100}
 BAPO_MAX_TIME_LIMITS=${BAPO_MAX_TIME_LIMITS:-500}
 BAPO_MAX_NODE_FAILURES=${BAPO_MAX_NODE_FAILURES:-20}
-BAPO_MAX_IDLE=${BAPO_MAX_IDLE:-3}                   # ends that are not its fault, without a checkpoint
+BAPO_MAX_IDLE=${BAPO_MAX_IDLE:-3}                   # ends that the run did not cause, without a checkpoint
 BAPO_SERVERS_PER_NODE=${BAPO_SERVERS_PER_NODE:-1}   # SGLang servers on a rollout node
 BAPO_SERVER_GPUS=${BAPO_SERVER_GPUS:-8}             # GPUs of each: rollout.sglang.tensor
 BAPO_ENGINES=${BAPO_ENGINES:-}                      # servers to wait for; none: all of this job's own
@@ -28,7 +28,7 @@ BAPO_HEALTH_FLAGS=${BAPO_HEALTH_FLAGS:-}            # more flags of probe.py, e.
 BAPO_FRESH_S=${BAPO_FRESH_S:-60}                    # a server that is silent for longer is gone
 BAPO_LOOK_S=${BAPO_LOOK_S:-10}                      # between two looks at the rollout servers
 
-bapo_refuse() {  # message: the job was asked for something that cannot be
+bapo_refuse() {  # message: refuse a job that cannot run as asked
     echo "error: $*" >&2
     exit 2
 }
@@ -54,7 +54,7 @@ bapo_run_directory() {  # recipe and flags of `bapo train`: where the run is
         shift
     done
     recipe=${recipe##*/}
-    run=${run:-runs/${recipe%.py}}  # said explicitly to every task, so that shell and trainer agree
+    run=${run:-runs/${recipe%.py}}  # given to every task, so that shell and trainer agree
     [[ $run = /* ]] || run=$BAPO_ROOT/$run
     echo "$run"
 }

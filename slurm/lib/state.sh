@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034
-# RUN/slurm.state: what has to outlive a restart, as name=value lines. Written aside, then renamed.
+# RUN/slurm.state: the state that outlives a restart, as name=value lines. Written aside, then renamed.
 
 BAPO_STATE_NAMES=(job restart status signal progress crash preemption time_limit node storage engines idle
     excluded end nodes)
@@ -10,7 +10,7 @@ bapo_read_state() {
     bapo_state=([job]=$SLURM_JOB_ID [progress]=-1 [crash]=0 [preemption]=0 [time_limit]=0 [node]=0
         [storage]=0 [engines]=0 [idle]=0 [excluded]='' [status]=new [signal]='')
     [[ -f $BAPO_RUN/$BAPO_STATE_FILE ]] || return 0
-    # Another job is another decision of a person: it begins with full budgets.
+    # A person submitted another job: it begins with full budgets.
     grep -qx "job=$SLURM_JOB_ID" "$BAPO_RUN/$BAPO_STATE_FILE" || return 0
     while IFS='=' read -r name value; do bapo_state[$name]=$value; done <"$BAPO_RUN/$BAPO_STATE_FILE"
 }

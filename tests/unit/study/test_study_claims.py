@@ -96,9 +96,12 @@ def test_bounds_that_rest_say_nothing_of_the_search() -> None:
     plan = make_study_plan(StudyOptions())
     text = document(plan, records, findings(records, plan.options.settings), [], {})
     assert "| BAPO (`balanced`) outperforms GRPO |" not in text
-    assert "- balanced (partial): 2, of bounds that move. Here 4.0 % of the updates moved theirs." in text
-    judged = [one for one in findings(records, plan.options.settings) if one.verdict != "does not apply"]
-    assert f"{len(judged)} claims are judged" in text
+    assert (
+        "- balanced (partial): 2, which need bounds that move. Here 4.0 % of the updates moved theirs."
+        in text
+    )
+    tested = [one for one in findings(records, plan.options.settings) if one.verdict != "does not apply"]
+    assert f"{len(tested)} claims are tested" in text
 
 
 def test_verdicts_follow_the_runs() -> None:

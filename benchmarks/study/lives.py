@@ -50,7 +50,7 @@ def _live(main: Main, command: Sequence[str], log: Path, threads: int, study: in
         os.setsid()  # Ctrl-C is for the study, which tells its arms
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        die_with_parent(signal.SIGTERM, study)
+        die_with_parent(parent=study, number=signal.SIGTERM)
         _write_to(log)
         _limit_threads(threads)
         code = main(command)

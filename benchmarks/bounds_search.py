@@ -25,15 +25,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from bapo_megatron.algo.bapo import (
-    LOG_RATIO_LIMIT,
-    BoundsConfig,
-    contribution_sums,
-    high_values,
-    low_values,
-    search_bounds,
-    share,
-)
+from bapo_megatron.algo.bapo import contribution_sums
+from bapo_megatron.algo.bounds import BoundsConfig, high_values, low_values, search_bounds, share
+from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT
 from benchmarks.common import no_options
 
 RESULTS = Path(__file__).parent / "results" / "bounds_search.md"

@@ -18,16 +18,16 @@ import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
 
-from bapo_megatron.algo.bapo import (
+from bapo_megatron.algo.bapo import contribution_sums
+from bapo_megatron.algo.bounds import (
     Bounds,
     BoundsConfig,
-    contribution_sums,
+    Measure,
     high_values,
     low_values,
     search_bounds,
     share,
 )
-from bapo_megatron.algo.bounds import Measure
 from benchmarks.common import no_options
 
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "c_low_finding.png"

@@ -33,7 +33,6 @@ from bapo_megatron.algo.bounds import (
     low_values,
     paper,
     published_code,
-    search_bounds,
     share,
     sum_count,
 )
@@ -41,7 +40,6 @@ from bapo_megatron.algo.sums import candidate_sums, histograms
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, ratio, unmasked
 
 __all__ = [
-    "LOG_RATIO_LIMIT",
     "Bounds",
     "BoundsConfig",
     "all_measures",
@@ -53,15 +51,10 @@ __all__ = [
     "fixed",
     "gradient_factor",
     "grpo",
-    "high_values",
-    "low_values",
     "measured_sums",
     "paper",
     "policy_loss",
     "published_code",
-    "search_bounds",
-    "share",
-    "sum_count",
 ]
 
 

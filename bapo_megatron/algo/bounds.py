@@ -115,16 +115,12 @@ def high_values(config: BoundsConfig) -> list[float]:
 def _grid(start: float, end: float, step: float) -> list[float]:
     """``start + k * step`` for whole k: adding the step again and again drifts, and stops short of the end.
 
-    A range that the step does not divide ends on the last whole step.
+    A range that the step does not divide ends on the last whole step. Values are rounded to twelve digits.
     """
     if end <= start:
         return [start]
     steps = math.floor((end - start) / step + 1e-9)
-    return [_twelve_digits(start + k * step) for k in range(steps + 1)]
-
-
-def _twelve_digits(value: float) -> float:
-    return float(f"{value:.12g}")
+    return [float(f"{start + k * step:.12g}") for k in range(steps + 1)]
 
 
 def sum_count(config: BoundsConfig) -> int:

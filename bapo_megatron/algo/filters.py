@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-
-from bapo_megatron.types import Group
 
 
 def is_uniform(rewards: Sequence[float] | np.ndarray) -> bool:
     """Whether all rewards are equal: every advantage is then zero, and the group has no gradient."""
     return len(rewards) == 0 or bool(np.all(np.asarray(rewards) == rewards[0]))
-
-
-def drop_uniform(groups: Iterable[Group]) -> list[Group]:
-    """The groups whose rewards are not all equal, in their order."""
-    return [group for group in groups if not is_uniform([rollout.reward for rollout in group.rollouts])]

@@ -43,7 +43,7 @@ def load_suite(text: str, tokenizer: Any, max_prompt_tokens: int, folder: Path =
     return Suite(name, hashlib.sha256(path.read_bytes()).hexdigest(), found.prompts)
 
 
-def suite_path(text: str, folder: Path = SUITES) -> Path:
+def suite_path(text: str, folder: Path) -> Path:
     """The file of a suite. ConfigError says how to make one."""
     named = folder / text / DATA_FILE
     for path in (named, Path(text) / DATA_FILE, Path(text)):

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import publish_folder, write_atomically
+from bapo_megatron.runtime.files import new_folder, write_atomically
 from bapo_megatron.runtime.storage import writing
 
 SHARD_BYTES = 4 * 2**30
@@ -31,14 +31,9 @@ def export_hf(
     """
     check_output(output)
     if dist.get_rank() == 0:
-        with writing("the exported model", output):
-            temporary = output.with_name(f".{output.name}.tmp")
-            if temporary.exists():
-                shutil.rmtree(temporary)
-            temporary.mkdir(parents=True)
-            _copy_reference(reference, temporary)
-            _write_shards(weights, temporary, shard_bytes)
-            publish_folder(temporary, output)
+        with writing("the exported model", output), new_folder(output) as folder:
+            _copy_reference(reference, folder)
+            _write_shards(weights, folder, shard_bytes)
     else:
         for _ in weights:
             pass

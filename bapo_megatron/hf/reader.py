@@ -24,10 +24,6 @@ class HfReader:
         self._open_files: dict[str, safe_open] = {}
         self._file_of = self._locate()
 
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._file_of)
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one tensor, from its file's header."""
         return tuple(self._file(self._file_of[name]).get_slice(name).get_shape())
@@ -40,7 +36,7 @@ class HfReader:
     def check(self, shape: ModelShape) -> None:
         """Raise ConfigError that names each missing tensor, unknown tensor and wrong shape."""
         expected = hf_tensors(shape)
-        known = self.names()
+        known = set(self._file_of)
         # Tied models are often stored with a copy of the embedding under the name of the output layer.
         extra = known - set(expected) - ({"lm_head.weight"} if shape.tied else set())
         problems = [f"tensor {name} is missing" for name in expected if name not in known]

@@ -219,23 +219,15 @@ class CommandResult:
         return f"{self.ended}: {lines[-1]}" if lines else self.ended
 
 
-def run_command(
-    command: Sequence[str], deadline_s: float, environment: Mapping[str, str] | None = None
-) -> CommandResult:
+def run_command(command: Sequence[str], deadline_s: float) -> CommandResult:
     """Run ``command`` to its end, or kill it and all it started after ``deadline_s`` seconds. Never raises.
 
     Output goes through files: a grandchild that holds a pipe open would be waited for.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
-            child = ChildProcess(
-                command,
-                os.environ if environment is None else environment,
-                guarded=True,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-            )
+            nothing = subprocess.DEVNULL
+            child = ChildProcess(command, os.environ, True, stdin=nothing, stdout=output, stderr=errors)
         except OSError as error:
             return CommandResult("", "", f"{command[0]} cannot be started: {error.strerror or error}")
         try:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
 from bapo_megatron.runtime.exit_codes import end_with
 from bapo_megatron.runtime.out_of_memory import death
-from bapo_megatron.runtime.preemption import SIGNALS
+from bapo_megatron.runtime.preemption import handling
 from bapo_megatron.runtime.processes import die_with_parent
 
 T = TypeVar("T")
@@ -80,7 +81,7 @@ def run_processes(
         _entry, (worker, args, environment), world_size, join=False, start_method=method
     )
     try:
-        with _signals_forwarded(started.processes):
+        with handling(partial(_forward, started.processes)):
             while not started.join():
                 pass
     except ProcessExitedException as failure:
@@ -110,21 +111,11 @@ def _entry(
         sys.exit(end_with(error, say=rank == 0 or not all_know))
 
 
-@contextmanager
-def _signals_forwarded(processes: Sequence[BaseProcess]) -> Iterator[None]:
-    """Forward the signals that ask a run to stop (SIGUSR1, SIGTERM) to its ranks, within the block."""
-
-    def forward(number: int, _frame: Any) -> None:
-        for process in processes:
-            if process.is_alive() and process.pid:
-                os.kill(process.pid, number)
-
-    before = {number: signal.signal(number, forward) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _forward(processes: Sequence[BaseProcess], number: int, _frame: FrameType | None) -> None:
+    """Forward a signal that asks a run to stop to its ranks."""
+    for process in processes:
+        if process.is_alive() and process.pid:
+            os.kill(process.pid, number)
 
 
 def _terminate(processes: Sequence[BaseProcess]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
@@ -56,8 +58,25 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def publish_folder(temporary: Path, output: Path) -> None:
-    """Rename a folder of finished files to ``output``, durably, in place of the folder that had the name."""
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """A folder beside ``output`` that becomes it, durably, at the end of the block that fills it with files.
+
+    A folder that had the name is replaced. If the block raises, the new one is deleted.
+    """
+    temporary = output.with_name(f".{output.name}.tmp")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        _publish(temporary, output)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _publish(temporary: Path, output: Path) -> None:
     for path in temporary.iterdir():
         sync_file(path)
     sync_folder(temporary)

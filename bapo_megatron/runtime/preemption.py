@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 import torch
@@ -19,6 +19,17 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 _MARGIN_S = 60.0
 """Seconds of the job kept for what follows the save: barriers, closing files, and the requeue."""
+
+
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call ``handler`` for SIGUSR1 and SIGTERM within the block, instead of ending this process."""
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 class PreemptionSignal:
@@ -31,15 +42,9 @@ class PreemptionSignal:
         self._longest_stretch_s = 0.0
         self._longest_save_s = 0.0
 
-    @contextmanager
-    def heeding(self) -> Iterator[None]:
+    def heeding(self) -> AbstractContextManager[None]:
         """Within the block SIGUSR1 and SIGTERM request a stop instead of ending this process."""
-        before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return handling(self._note)
 
     def saved(self, seconds: float) -> None:
         """Report how long a checkpoint took: the longest must fit into the job once more."""

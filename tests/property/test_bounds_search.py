@@ -13,7 +13,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.algo import bapo, sums
-from bapo_megatron.algo.bounds import Bounds, BoundsConfig, Measure, Order, Share, Weight
+from bapo_megatron.algo.bounds import (
+    Bounds,
+    BoundsConfig,
+    Measure,
+    Order,
+    Share,
+    Weight,
+    high_values,
+    low_values,
+    search_bounds,
+)
 from tests.support import literal_bapo as literal
 from tests.support.bapo_objective import clip_sums
 from tests.support.literal_bapo import Token
@@ -124,7 +134,7 @@ def test_search_on_given_sums_is_the_literal_loop(data: st.DataObject, config: B
     numbers = st.lists(st.integers(0, 4).map(float), min_size=len(bounds), max_size=len(bounds))
     sums = dict(zip(bounds, data.draw(numbers), strict=True))
     assume(any(sums.values()))
-    found = bapo.search_bounds([sums[c] for c in bapo.high_values(config) + bapo.low_values(config)], config)
+    found = search_bounds([sums[c] for c in high_values(config) + low_values(config)], config)
     expected = literal.search(sums.__getitem__, sums.__getitem__, config)
     assert found == Bounds(*expected, dual_clip=config.dual_clip)
 
@@ -134,7 +144,7 @@ def test_search_on_given_sums_is_the_literal_loop(data: st.DataObject, config: B
 def test_bounds_are_those_of_the_literal_algorithm(case: Any) -> None:
     config, tensors, tokens = case
     assume(not nearly_tied(tokens, config))
-    found = bapo.search_bounds(bapo.contribution_sums(**tensors, config=config), config)
+    found = search_bounds(bapo.contribution_sums(**tensors, config=config), config)
     expected = literal.search_tokens(tokens, config)
     assert outcome(found) == outcome(expected)
     assert found.contribution == pytest.approx(expected.contribution, rel=1e-6)
@@ -169,7 +179,7 @@ def test_every_reading_follows_the_literal_algorithm(
             "rollout_log_prob_T": -3 * torch.rand(60, generator=generator, dtype=torch.float64),
             "mask_T": torch.ones(60, dtype=torch.float64),
         }
-        found = bapo.search_bounds(bapo.contribution_sums(**tensors, config=config), config)
+        found = search_bounds(bapo.contribution_sums(**tensors, config=config), config)
         expected = literal.search_tokens(tokens_of(tensors), config)
         assert outcome(found) == outcome(expected)
         ends.add(found.reached)
@@ -180,8 +190,8 @@ def test_every_reading_follows_the_literal_algorithm(
 @given(cases(), st.data())
 def test_loss_and_its_gradient_are_those_of_loops_over_tokens(case: Any, data: st.DataObject) -> None:
     config, tensors, tokens = case
-    low = data.draw(st.sampled_from(bapo.low_values(config)))
-    high = data.draw(st.sampled_from(bapo.high_values(config)))
+    low = data.draw(st.sampled_from(low_values(config)))
+    high = data.draw(st.sampled_from(high_values(config)))
     log_ratio_T = tensors["log_ratio_T"].double().requires_grad_()
     loss = bapo.policy_loss(
         log_ratio_T, tensors["advantage_T"], tensors["mask_T"], Bounds(low, high, dual_clip=config.dual_clip)
@@ -222,7 +232,7 @@ def test_the_order_of_tokens_and_the_chunks_do_not_matter(case: Any, random: Any
         patch.setattr(sums, "CHUNK_TOKENS", chunk)
         other = bapo.contribution_sums(**permuted, config=config)
     assert other.tolist() == close(one.tolist())
-    assert outcome(bapo.search_bounds(one, config)) == outcome(bapo.search_bounds(other, config))
+    assert outcome(search_bounds(one, config)) == outcome(search_bounds(other, config))
 
 
 @examples(200)
@@ -242,7 +252,7 @@ def test_c_low_helps_under_gradient_and_harms_under_surrogate(case: Any) -> None
     """Raising c_high never lowers P. Raising c_low never raises N under gradient, never lowers it else."""
     config, tensors, _ = case
     sums = bapo.contribution_sums(**tensors, config=config).tolist()
-    highs = len(bapo.high_values(config))
+    highs = len(high_values(config))
     positive, negative = sums[:highs], sums[highs:]
     assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(positive))
     if config.measure == "surrogate":
@@ -258,8 +268,8 @@ def test_c_low_stage_of_surrogate_is_all_or_nothing(case: Any) -> None:
     config, tensors, tokens = case
     config = dataclasses.replace(config, measure="surrogate")
     assume(not nearly_tied(tokens, config))
-    found = bapo.search_bounds(bapo.contribution_sums(**tensors, config=config), config)
-    lows = bapo.low_values(config)
+    found = search_bounds(bapo.contribution_sums(**tensors, config=config), config)
+    lows = low_values(config)
     assert found.low in (lows[0], lows[-1])
     if config.order == "high_first" and len(lows) > 1:
         assert found.reached == (found.low == lows[0]) or found.rounds == 0

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algo.bapo import (
-    Bounds,
-    BoundsConfig,
     clipped_tokens,
     contributions,
     gradient_factor,
-    high_values,
-    low_values,
     measured_sums,
     policy_loss,
+)
+from bapo_megatron.algo.bounds import (
+    Bounds,
+    BoundsConfig,
+    high_values,
+    low_values,
     search_bounds,
     share,
     sum_count,

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from bapo_megatron.types import Metrics, MicroBatch, TokenStats
@@ -85,6 +86,12 @@ class Measurement:
 
 SEARCH = "search"
 """Name of the sums of a loss's search in ``UpdateSums.parts``."""
+
+
+@lru_cache(maxsize=16)
+def edges_on(device: torch.device, edges: tuple[float, ...], dtype: torch.dtype = torch.float64) -> Tensor:
+    """The edges of bins as a tensor on ``device``, made once: every pack asks for the same."""
+    return torch.tensor(edges, dtype=dtype, device=device)
 
 
 def token_mean(name: str, values: Callable[[PackView], Tensor]) -> Measurement:

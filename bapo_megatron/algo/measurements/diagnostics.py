@@ -17,14 +17,13 @@ Legend: ``_T`` tokens of a pack, ``_B`` buckets of staleness, ``_C`` classes of 
 
 from __future__ import annotations
 
-import functools
 import math
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.measurements import Measurement, PackView
+from bapo_megatron.algo.measurements import Measurement, PackView, edges_on
 from bapo_megatron.algo.measurements.staleness import BUCKETS, bucket_of
 from bapo_megatron.algo.tokens import likely, unmasked
 from bapo_megatron.types import Metrics
@@ -74,7 +73,7 @@ def diagnostic_sums(view: PackView) -> Tensor:
     class_T = torch.where(advantage_T == 0, len(QUADRANTS), quadrant_T)
     row_T = bucket_of(view.version - batch.version_T) * len(_CLASSES) + class_T
     profile = (live_T, log_prob_T.exp() * live_T, entropy_T)
-    bin_T = torch.bucketize(log_ratio_T, _log_edges(log_ratio_T.device), right=True)
+    bin_T = torch.bucketize(log_ratio_T, edges_on(log_ratio_T.device, RATIO_EDGES).log(), right=True)
     return torch.cat(
         [
             _summed(row_T, len(BUCKETS) * len(_CLASSES), columns),
@@ -108,11 +107,6 @@ def _summed(row_T: Tensor, rows: int, columns: tuple[Tensor, ...]) -> Tensor:
     """Sums of the columns over the tokens of each row, flat."""
     values_TV = torch.stack(columns, dim=1)
     return values_TV.new_zeros(rows, len(columns)).index_add_(0, row_T, values_TV).flatten()
-
-
-@functools.lru_cache(maxsize=4)
-def _log_edges(device: torch.device) -> Tensor:
-    return torch.tensor(RATIO_EDGES, dtype=torch.float64, device=device).log()
 
 
 def _quadrant_metrics(table_CV: Tensor) -> Metrics:

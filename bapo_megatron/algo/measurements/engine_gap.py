@@ -9,13 +9,12 @@ Legend: ``_T`` tokens of a pack, ``_K`` those of them that count.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.measurements import Measurement, PackView
+from bapo_megatron.algo.measurements import Measurement, PackView, edges_on
 from bapo_megatron.types import Metrics
 
 _PER_OCTAVE = 4
@@ -42,7 +41,7 @@ def gap_sums(log_prob_T: Tensor, rollout_log_prob_T: Tensor, same_weights_T: Ten
         float64 [GAP_SUMS], additive over packs and ranks.
     """
     gap_K = (log_prob_T[same_weights_T].double() - rollout_log_prob_T[same_weights_T].double()).abs()
-    bin_K = torch.bucketize(gap_K, _edges(gap_K.device))
+    bin_K = torch.bucketize(gap_K, edges_on(gap_K.device, _EDGES))
     histogram = torch.bincount(bin_K, minlength=len(_EDGES) + 1)
     return torch.cat([same_weights_T.sum()[None], gap_K.sum()[None], histogram]).double()
 
@@ -58,11 +57,6 @@ def gap_metrics(sums: Tensor) -> Metrics:
         return {"rollout/engine_gap_mean": None, "rollout/engine_gap_max": None}
     last = max(number for number, tokens in enumerate(histogram) if tokens)
     return {"rollout/engine_gap_mean": total / count, "rollout/engine_gap_max": (*_EDGES, math.inf)[last]}
-
-
-@functools.lru_cache(maxsize=4)
-def _edges(device: torch.device) -> Tensor:
-    return torch.tensor(_EDGES, dtype=torch.float64, device=device)
 
 
 def _sums(view: PackView) -> Tensor:

@@ -15,14 +15,13 @@ Legend: ``_T`` tokens of a pack, ``_K`` those of them that count, ``_R`` tokens 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.measurements import Measurement, PackView
+from bapo_megatron.algo.measurements import Measurement, PackView, edges_on
 from bapo_megatron.types import Metrics
 
 BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16+")
@@ -69,12 +68,7 @@ def age_metrics(groups: Sequence[Sequence[np.ndarray]], version: int, step_versi
 
 def bucket_of(staleness_T: Tensor) -> Tensor:
     """The place in ``BUCKETS`` (int64) of each token, from its staleness in updates; below 0 counts as 0."""
-    return torch.bucketize(staleness_T, _starts(staleness_T.device), right=True)
-
-
-@functools.lru_cache(maxsize=4)
-def _starts(device: torch.device) -> Tensor:
-    return torch.tensor(_STARTS, device=device)
+    return torch.bucketize(staleness_T, edges_on(staleness_T.device, _STARTS, torch.int64), right=True)
 
 
 @torch.no_grad()

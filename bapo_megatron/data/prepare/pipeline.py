@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from bapo_megatron.data.prepare.problems import Problem, problem_of
 from bapo_megatron.data.prepare.sources import Source, open_source
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.runtime.files import publish_folder
+from bapo_megatron.runtime.files import new_folder
 
 Read = tuple[Source, int, Problem | RowError]
 """A source, the number of a row in it (the first is 0), and what the row is."""
@@ -52,19 +51,11 @@ def prepare(options: PrepareOptions) -> Card:
     for source in sources:
         rows = sum(_shown(duplicates, read) for read in _problems(source, options.instruct))
         card.sources.append({"name": source.name, "sha256": source.digest(), "rows": rows})
-    temporary = options.output.with_name(f".{options.output.name}.tmp")
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir(parents=True)
-    try:
-        card.sha256 = _write(temporary / DATA_FILE, sources, filters, card)
+    with new_folder(options.output) as folder:
+        card.sha256 = _write(folder / DATA_FILE, sources, filters, card)
         _check_result(card, options)
-        (temporary / CARD_FILE).write_text(json.dumps(card.as_json(), indent=2, ensure_ascii=False) + "\n")
-        (temporary / CARD_TEXT).write_text(as_markdown(card))
-        publish_folder(temporary, options.output)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        (folder / CARD_FILE).write_text(json.dumps(card.as_json(), indent=2, ensure_ascii=False) + "\n")
+        (folder / CARD_TEXT).write_text(as_markdown(card))
     return card
 
 

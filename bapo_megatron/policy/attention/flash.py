@@ -62,6 +62,4 @@ class _KeyPlan:
         self.most_queries, self.most_keys = max(queries), max(keys)
 
 
-@lru_cache(maxsize=16)  # every layer of a micro-batch asks for the same one
-def _key_plan(bounds: tuple[int, ...], size: int, rank: int, device: torch.device) -> _KeyPlan:
-    return _KeyPlan(bounds, size, rank, device)
+_key_plan = lru_cache(maxsize=16)(_KeyPlan)  # every layer of a micro-batch asks for the same one

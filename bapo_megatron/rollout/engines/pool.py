@@ -112,15 +112,11 @@ class EnginePool:
         """Engines that take requests."""
         return sum(slot.is_up for slot in self._slots)
 
-    def why_down(self) -> str:
-        """Why each engine in quarantine is there."""
-        down = [m for m in self._slots if not m.is_up]
-        return "; ".join(f"{m.engine.name}: {m.reason}" for m in down)
-
     def check(self, minutes: float) -> None:
         """EnginesGone if no engine has worked for so long."""
         if self.down_since is not None and self._clock.now() - self.down_since > 60 * minutes:
-            raise EnginesGone(f"no engine has worked for {minutes:g} minutes: {self.why_down()}")
+            reasons = "; ".join(f"{slot.engine.name}: {slot.reason}" for slot in self._slots)
+            raise EnginesGone(f"no engine has worked for {minutes:g} minutes: {reasons}")
 
     def reserve(self, beyond: bool = False) -> EngineSlot | None:
         """The engine with the fewest requests, with one more counted for it; None if none has room.
@@ -176,7 +172,8 @@ class EnginePool:
 
     async def abort(self) -> None:
         """End everything in flight; it returns what it has."""
-        await asyncio.gather(*(self._abort(slot) for slot in self._slots if slot.is_up))
+        up, limit_s = [slot for slot in self._slots if slot.is_up], self._timeouts.abort_s
+        await asyncio.gather(*(self._or_lose(slot, slot.engine.abort(), limit_s) for slot in up))
 
     async def update(self, folder: Path, version: int) -> None:
         """Bring the weights in ``folder`` to every engine that works; to the others as they come back."""
@@ -223,9 +220,6 @@ class EnginePool:
         for slot in self._slots:
             with suppress(Exception):  # one that is lost cannot be closed properly
                 await asyncio.wait_for(slot.engine.close(), self._timeouts.abort_s)
-
-    async def _abort(self, slot: EngineSlot) -> None:
-        await self._or_lose(slot, slot.engine.abort(), self._timeouts.abort_s)
 
     async def _update(self, slot: EngineSlot) -> None:
         """Bring the weights to one engine. One that is up keeps its requests; one that was lost, none."""

@@ -209,16 +209,11 @@ class BroadcastSync:
         except Exception as error:  # whatever it is, there is another way
             reason = f"a broadcast of weights failed: {error}"
             broadcast.close()
-            _quietly(engines.tell("fail", reason))
+            engines.tell("fail", reason).exception()  # the sync from disk starts a dead sampler again
             self._on_event({"kind": "broadcast_failed", "version": version, "reason": str(error)})
             print(f"{reason}; trying from disk", flush=True)
             return reason
         return None
-
-
-def _quietly(call: Future[Any]) -> None:
-    """Wait; a sampler that has died is started again by the sync from disk."""
-    call.exception()
 
 
 def _outcome(part: Future[Any]) -> str:

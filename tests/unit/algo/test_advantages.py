@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.algo.advantages import group_advantages
-from bapo_megatron.algo.filters import drop_uniform, is_uniform
-from bapo_megatron.types import Group, Prompt, Rollout
+from bapo_megatron.algo.filters import is_uniform
 
 
 def test_grpo_divides_by_the_sample_standard_deviation() -> None:
@@ -55,15 +54,3 @@ def test_rewards_must_be_finite(rewards: list[float]) -> None:
 def test_is_uniform(rewards: list[float], expected: bool) -> None:
     assert is_uniform(rewards) is expected
     assert is_uniform(np.array(rewards)) is expected
-
-
-def group(prompt_id: int, *rewards: float) -> Group:
-    nothing = np.zeros(0, dtype=np.int32)
-    prompt = Prompt(prompt_id, nothing, ground_truth="", data_source="")
-    rollouts = tuple(Rollout(nothing, nothing, nothing, "stop", reward) for reward in rewards)
-    return Group(prompt, rollouts)
-
-
-def test_drop_uniform_keeps_the_groups_that_teach_in_their_order() -> None:
-    groups = [group(3, 0.0, 1.0), group(1, 1.0, 1.0), group(2, 1.0, 0.0), group(4, 0.0, 0.0)]
-    assert [kept.prompt.prompt_id for kept in drop_uniform(groups)] == [3, 2]

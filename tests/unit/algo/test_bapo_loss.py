@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algo import bapo
-from bapo_megatron.algo.bapo import Bounds, BoundsConfig
+from bapo_megatron.algo.bounds import Bounds, BoundsConfig, search_bounds, sum_count
 from bapo_megatron.algo.measurements.clipping import clip_fractions
 from tests.support.bapo_objective import clip_sums
 
@@ -193,7 +193,7 @@ def test_nan_in_a_token_that_counts_is_not_lost(name: str, measure: str) -> None
         got = bapo.contribution_sums(**fields, config=config)
         assert got.isnan().all()
         with pytest.raises(ValueError, match="not finite"):
-            bapo.search_bounds(got, config)
+            search_bounds(got, config)
         if name != "rollout_log_prob_T":
             del fields["rollout_log_prob_T"]
             assert bapo.policy_loss(**fields, bounds=Bounds(0.5, 1.5)).isnan()
@@ -332,7 +332,7 @@ def test_contributions_of_every_reading() -> None:
 
 def test_contributions_hold_what_the_search_found() -> None:
     got = bapo.measured_sums(**batch(), config=GRID)
-    found = bapo.search_bounds(got[: bapo.sum_count(GRID)], GRID)
+    found = search_bounds(got[: sum_count(GRID)], GRID)
     # gradient, absolute: (1.5, 0.5): 1 / 3.6 = 0.28; (2.0, 0.5): 2.75 / 5.35 = 0.51 >= 0.5.
     assert (found.low, found.high, found.rounds) == (0.5, 2.0, 1)
     assert found.contribution == approx(2.75 / 5.35)

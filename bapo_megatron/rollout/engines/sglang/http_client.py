@@ -56,16 +56,16 @@ class SglangServer:
         self._session = session
         self._control = control_timeout
 
-    async def generate(self, request: GenerateRequest, rid: str, timeout: float | None = None) -> Generation:
+    async def generate(self, request: GenerateRequest, rid: str) -> Generation:
         """Answer one request under the id ``rid``. An aborted one returns what it has."""
         content, began = generate_payload(request, rid), time.monotonic()
         try:
             try:
-                body = await self._call("POST", "/generate", content, timeout)
+                body = await self._call("POST", "/generate", content, None)
             except Disconnected:
                 if time.monotonic() - began > _CROSSED_S:
                     raise
-                body = await self._call("POST", "/generate", content, timeout)
+                body = await self._call("POST", "/generate", content, None)
         except Refused as error:  # any other server would refuse it too
             raise ValueError(f"request {request.request_id!r}: {error}") from error
         try:
@@ -77,19 +77,19 @@ class SglangServer:
 
     async def abort_all(self) -> None:
         """End every request, running or waiting; they return what they have."""
-        await self._control_call("/abort_request", {"abort_all": True})
+        await self._post("/abort_request", {"abort_all": True})
 
     async def abort(self, rid: str) -> None:
         """End one request; unknown ids are ignored."""
-        await self._control_call("/abort_request", {"rid": rid})
+        await self._post("/abort_request", {"rid": rid})
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
         """Stop after the step in hand; requests keep their cache (``in_place``) or give it up."""
-        await self._control_call("/pause_generation", {"mode": mode})
+        await self._post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         """Continue after ``pause``."""
-        await self._control_call("/continue_generation", {})
+        await self._post("/continue_generation", {})
 
     async def weight_version(self) -> int:
         """The version of the weights that it says it has."""
@@ -140,14 +140,14 @@ class SglangServer:
         }
         await self._post("/init_weights_update_group", body, timeout)
 
-    async def leave_weight_group(self, name: str, timeout: float | None = None) -> None:
+    async def leave_weight_group(self, name: str, timeout: float) -> None:
         """Leave the group, if it is in one of that name."""
-        call = self._post("/destroy_weights_update_group", {"group_name": name}, timeout or self._control)
+        call = self._post("/destroy_weights_update_group", {"group_name": name}, timeout)
         await _unless(call, "does not exist")
 
     async def begin_update(self) -> None:
         """Be ready to ``receive``. Refused during an update; waits for all requests unless it is paused."""
-        await self._control_call("/begin_weight_update", {})
+        await self._post("/begin_weight_update", {})
 
     async def receive(self, bucket: BucketSpec, group_name: str, timeout: float) -> None:
         """Take one bucket from the sender of the group, and load it. The weights change at once."""
@@ -163,16 +163,16 @@ class SglangServer:
 
     async def end_update(self) -> None:
         """Make the weights that came ready for use. Nothing happens if no update was begun."""
-        await _unless(self._control_call("/end_weight_update", {}), "no weight-update session is open")
+        await _unless(self._post("/end_weight_update", {}), "no weight-update session is open")
 
     async def flush_cache(self) -> None:
         """Empty the prefix cache. Refused while a request runs; those that were retracted do not count."""
-        await self._control_call("/flush_cache", {})
+        await self._post("/flush_cache", {})
 
     async def set_version(self, version: int) -> None:
         """Say from now on that the weights are of ``version``; also of later tokens of requests in flight."""
         body = {"new_version": str(version), "abort_all_requests": False}
-        await self._control_call("/update_weight_version", body)
+        await self._post("/update_weight_version", body)
 
     async def checksum(self, timeout: float) -> str:
         """A digest of the weights that the server computes with, all its ranks.
@@ -184,11 +184,8 @@ class SglangServer:
             raise ServerError(f"{self.url}: no checksum of its weights: {str(reply)[:500]}")
         return str(reply["per_engine_checksum"])
 
-    async def _control_call(self, path: str, body: dict[str, Any]) -> Any:
-        return await self._post(path, body, self._control)
-
-    async def _post(self, path: str, body: dict[str, Any], timeout: float | None) -> Any:
-        return await self._request("POST", path, body, timeout)
+    async def _post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
+        return await self._request("POST", path, body, timeout or self._control)
 
     async def _request(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
         text = await self._call(method, path, None if body is None else json.dumps(body).encode(), timeout)

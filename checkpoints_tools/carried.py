@@ -34,6 +34,12 @@ def carried_files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in sorted(files)}
 
 
-def carried_index(folder: Path) -> dict[str, Path]:
-    """The index of a sharded model, which says how its tensors are to be dealt to files again."""
-    return {INDEX: folder / INDEX} if (folder / INDEX).is_file() else {}
+def carried_beside(folder: Path, checkpoint: Path) -> dict[Path, Path]:
+    """``carried_files`` and the index of a sharded model, by their paths in a Megatron checkpoint.
+
+    The index says how tensors are to be dealt to files again.
+    """
+    carried = carried_files(folder)
+    if (folder / INDEX).is_file():
+        carried[INDEX] = folder / INDEX
+    return {checkpoint / FOLDER / name: path for name, path in carried.items()}

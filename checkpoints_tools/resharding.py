@@ -10,7 +10,7 @@ from typing import Literal
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.parameter_map import hf_tensors
 from checkpoints_tools.archives.torch_dist_metadata import common
-from checkpoints_tools.carried import FOLDER, carried_files, carried_index
+from checkpoints_tools.carried import carried_beside
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
 from checkpoints_tools.core.atomic_output import check_output, temporary_folder
 from checkpoints_tools.core.blocks import BlockTensor
@@ -72,8 +72,7 @@ def reshard(
         if contents.states:
             tensors |= _optimizer_tensors(source)
         plan = plan_torch_dist(tensors, source.shape, root / name, grid, contents)
-    carried = {**carried_files(source.reference), **carried_index(source.reference)}
-    plan.copied = {root / name / FOLDER / file: path for file, path in carried.items()}
+    plan.copied = carried_beside(source.reference, root / name)
     plan.last = {root / TRACKER: (RELEASE if iteration is None else str(iteration)).encode(), **plan.last}
     return convert(source.location.folder, tensors, plan, output, settings)
 

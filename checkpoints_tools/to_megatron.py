@@ -11,7 +11,7 @@ from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
 from checkpoints_tools.archives.torch_dist_metadata import common
-from checkpoints_tools.carried import FOLDER, carried_files, carried_index
+from checkpoints_tools.carried import carried_beside
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
 from checkpoints_tools.core.atomic_output import check_output, temporary_folder
 from checkpoints_tools.core.blocks import BlockTensor
@@ -42,8 +42,7 @@ def to_megatron(hf_folder: Path, output: Path, grid: int = 8, settings: Settings
     root = temporary_folder(output)
     folder = root / RELEASE
     plan = plan_torch_dist(tensors, shape, folder, grid, Contents(common(arguments(shape))))
-    carried = {**carried_files(hf_folder), **carried_index(hf_folder)}
-    plan.copied = {folder / FOLDER / name: path for name, path in carried.items()}
+    plan.copied = carried_beside(hf_folder, folder)
     plan.last = {root / TRACKER: RELEASE.encode(), **plan.last}
     return convert(hf_folder, tensors, plan, output, settings)
 

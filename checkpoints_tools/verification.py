@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,7 @@ class Verification:
             "tensors": self.tensors,
             "bytes": self.nbytes,
             "optimizer": self.optimizer,
-            "differences": [
-                {"tensor": found.tensor, "kind": found.kind, "message": found.message}
-                for found in self.differences
-            ],
+            "differences": [asdict(found) for found in self.differences],
             "digests": {name: list(pair) for name, pair in self.digests.items()},
         }
 
@@ -100,8 +97,7 @@ def verify(
             result.tensors += 1
             result.nbytes += ours[report.name].nbytes if report.name in ours else 0
             if report.difference is not None:
-                found = report.difference
-                result.differences.append(Difference(name, found.kind, found.message))
+                result.differences.append(replace(report.difference, tensor=name))
             if report.digests is not None:
                 result.digests[name] = report.digests
     if shown:

@@ -156,8 +156,9 @@ class TorchDist:
             if held is None:
                 raise CheckpointError(f"{self.folder}: tensor {part.key} is missing")
             if held.dtype not in ITEM_BYTES:
+                types = ", ".join(ITEM_BYTES)
                 raise CheckpointError(
-                    f"{self.folder}: {part.key} has type {held.dtype}; only {_types()} can be read"
+                    f"{self.folder}: {part.key} has type {held.dtype}; only {types} can be read"
                 )
             rows = sum(segment.rows for segment in part.segments)
             leading = () if part.layer is None else (self.shape.layers,)
@@ -212,7 +213,3 @@ def _blocks(files: ChunkFiles, tensor: GlobalTensor, layer: int | None) -> Itera
         stride = columns * item
         start = position + before * sizes[0] * stride
         yield Block(offsets[0], sizes[0], column, columns, chunk.place.file, start, stride)
-
-
-def _types() -> str:
-    return ", ".join(ITEM_BYTES)

@@ -22,7 +22,7 @@ from checkpoints_tools import inspect_checkpoint, reshard, to_hf, verify
 from checkpoints_tools.formats.torch_dist import TorchDist
 from tests.support.bapo_objective import loss_fn
 from tests.support.checkpoint_models import bits, load_tensors
-from tests.support.models import random_samples, save_tiny_model
+from tests.support.models import FAMILIES, random_samples, save_tiny_model
 from tests.support.saves import complete
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {family: save_tiny_model(family, root / family) for family in ("qwen2", "qwen3", "llama")}
+    return {family: save_tiny_model(family, root / family) for family in FAMILIES}
 
 
 @pytest.fixture(scope="module")

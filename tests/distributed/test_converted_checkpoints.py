@@ -20,7 +20,7 @@ from bapo_megatron.hf.parameter_map import mapping_table
 from bapo_megatron.hf.shards import join, shard
 from bapo_megatron.policy.megatron import MegatronPolicy
 from checkpoints_tools import to_hf, to_megatron
-from tests.support.models import random_samples, save_tiny_model
+from tests.support.models import FAMILIES, random_samples, save_tiny_model
 from tests.support.saves import complete
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
@@ -82,7 +82,7 @@ def load_and_look(
 
 
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, "TP2 x PP2"))
-@pytest.mark.parametrize("family", slow_but(["qwen2", "qwen3", "llama"], "qwen3"))
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3"))
 def test_megatron_loads_it(family: str, layout: str, tmp_path: Path) -> None:
     heads = {"num_key_value_heads": 4} if layout == "TP4" else {}
     folder = save_tiny_model(family, tmp_path / "hf", seed=1, **heads)
@@ -156,7 +156,7 @@ def test_what_megatron_saves_is_read_to_the_bit(layout: str, tmp_path: Path) -> 
     assert loaded.dtype == torch.float32
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_the_export(family: str, tmp_path: Path) -> None:
     """And gives the logits that it gave before."""
     folder = save_tiny_model(family, tmp_path / "hf")

@@ -24,7 +24,7 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.bapo_objective import loss_fn
-from tests.support.models import random_samples, save_tiny_model
+from tests.support.models import FAMILIES, random_samples, save_tiny_model
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
@@ -87,7 +87,6 @@ LAYOUTS = [
     *("tp2-sp-pp2-cp2", "tp2-sp-pp2-vpp2-cp2 full", "dp2-tp2-pp2", "dp2-pp2-cp2", "dp2-tp2-sp-cp2"),
 ]
 QUICK = ("one pack64", "tp2-sp full", "pp2-vpp2", "cp2 pack200", "dp3", "tp2-sp-pp2", "dp2-cp2")
-FAMILIES = ["qwen2", "qwen3", "llama"]
 
 
 @dataclass

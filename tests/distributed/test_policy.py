@@ -13,14 +13,13 @@ from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.hf.export import export_hf
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
-from tests.support.models import random_samples, save_tiny_model, tiny_model
+from tests.support.models import FAMILIES, random_samples, save_tiny_model, tiny_model
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
 
 ONE = ParallelConfig()
-FAMILIES = ["qwen2", "qwen3", "llama"]
 
 
 def policy_on(

@@ -9,6 +9,7 @@ import torch
 
 from bapo_megatron.data.packing import Sample
 
+FAMILIES = ["qwen2", "qwen3", "llama"]
 VOCAB = 128
 _COMMON = {
     "hidden_size": 32,

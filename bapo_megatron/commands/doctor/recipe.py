@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> None:
         facts = facts_of(config)
     except ConfigError as error:
         problems.append(str(error))
-    answers.write(json.dumps({"problems": problems, "facts": facts and _as_dict(facts)}))
+    answers.write(json.dumps({"problems": problems, "facts": facts and asdict(facts)}))
     answers.flush()
 
 
@@ -134,7 +134,7 @@ def facts_of(config: RunConfig) -> Facts:
         longest_sequence=config.longest_request,
         dtype=config.model.dtype,
         runs_programs=runs_code(config.reward.function),
-        model=_model(config.model.hf_path),
+        model=read_model_config(config.model.hf_path),
         disk_gb=_disk_gb(config),
     )
 
@@ -149,7 +149,8 @@ def _load(recipe: Path, flags: Sequence[str]) -> RunConfig:
     return tyro.cli(RunConfig, prog=f"bapo doctor {recipe}", default=default, args=list(flags))
 
 
-def _model(folder: Path) -> dict[str, Any] | None:
+def read_model_config(folder: Path) -> dict[str, Any] | None:
+    """``config.json`` of a model's folder; None if it cannot be read."""
     try:
         found = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
@@ -172,10 +173,6 @@ def _disk_gb(config: RunConfig) -> float | None:
     copies = exports + 2 * (config.rollout.engine == "sglang")
     weight_bytes = 4 if config.model.dtype == "float32" else 2
     return parameters * (_CHECKPOINT_BYTES[config.model.dtype] * (kept + 1) + weight_bytes * copies) / 1e9
-
-
-def _as_dict(facts: Facts) -> dict[str, Any]:
-    return {field.name: getattr(facts, field.name) for field in fields(facts)}
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ What is read is SGLang 0.5.23's: `/ready`, `/model_info`, `/server_info`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.commands.doctor.http import Answer, get
-from bapo_megatron.commands.doctor.recipe import Facts
+from bapo_megatron.commands.doctor.recipe import Facts, read_model_config
 from bapo_megatron.commands.doctor.rows import DoctorRow, State
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
 
@@ -75,7 +74,7 @@ def model_row(url: str, model: dict[str, Any], facts: Facts) -> DoctorRow:
     folder = str(model.get("model_path", "unknown"))
     needed = "the recipe's model"
     fix = "start it with the recipe: bapo rollout-server RECIPE"
-    served = _config(Path(folder))
+    served = read_model_config(Path(folder))
     ours = facts.model or {}
     differ = [_difference("model_type", model, ours)]
     if served is not None:
@@ -149,14 +148,6 @@ def _difference(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> str:
     """Empty unless both say something, and not the same."""
     left, right = theirs.get(name), ours.get(name)
     return f"{name} {left}, the recipe's {right}" if None not in (left, right) and left != right else ""
-
-
-def _config(folder: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _text(value: object) -> str | None:

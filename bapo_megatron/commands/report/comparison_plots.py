@@ -13,26 +13,24 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from bapo_megatron.commands.report.data import RunRecord, Series, moving_mean
+from bapo_megatron.commands.report.data import RunRecord
 from bapo_megatron.commands.report.distributions import DISTRIBUTIONS, Drawn, draw_distribution
 from bapo_megatron.commands.report.panels import Curve, Panel
 from bapo_megatron.commands.report.plots import (
-    MOST_UPDATES,
     STYLE,
     TITLE,
     frame_steps,
     frame_values,
     nothing_measured,
-    smoothing_window,
-    without_outliers,
+    raw_and_smooth,
 )
 from bapo_megatron.commands.report.series import marks
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#4d4d4d")
 """The colours of the runs, distinct with any kind of colour vision (Okabe and Ito)."""
 
-LINES: tuple[tuple[str, Any], ...] = (("solid", "-"), ("dashed", (0, (3, 1.2))), ("dotted", (0, (1, 1.2))))
-"""The line styles of the curves of a plot, with their names."""
+LINES: tuple[Any, ...] = ("-", (0, (3, 1.2)), (0, (1, 1.2)))
+"""The line styles of the curves of a plot: solid, dashed, dotted."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def _line_handles(panel: Panel) -> list[Line2D]:
         return []
     return [
         Line2D([], [], color="#9aa1ab", linewidth=2, linestyle=line, label=curve.label)
-        for curve, (_, line) in zip(curves, LINES, strict=False)
+        for curve, line in zip(curves, LINES, strict=False)
     ]
 
 
@@ -125,19 +123,14 @@ def _draw_run(axes: Any, panel: Panel, run: RunRecord, colour: str) -> tuple[lis
     """Draw one run: its artists, and the values that the axis must show."""
     artists: list[Any] = []
     shown = [np.zeros(0)]
-    for curve, (_, line) in zip(curves_of(panel), LINES, strict=False):
-        mean, raw = run.by_step(curve.metric), run.by_update(curve.metric)
-        if not np.isfinite(raw.value).any() or len(raw.value) > MOST_UPDATES:
-            raw = mean
-        window = smoothing_window(len(mean.value))
-        smooth = Series(mean.step, moving_mean(mean.value, window))
+    for curve, line in zip(curves_of(panel), LINES, strict=False):
+        raw, smooth, values = raw_and_smooth(run, curve.metric, panel)
+        shown.append(values)
         marker = "o" if len(smooth.step) < 3 else None
         artists += axes.plot(raw.step, raw.value, color=colour, linewidth=0.6, alpha=0.22)
         artists += axes.plot(
             smooth.step, smooth.value, color=colour, linewidth=2, linestyle=line, marker=marker
         )
-        thin, thick = raw.value[np.isfinite(raw.value)], smooth.value[np.isfinite(smooth.value)]
-        shown += [thin if panel.y_scale == "spikes" else without_outliers(thin), thick]
     for mark in marks(run):
         line = (0, (1, 2)) if mark.loss else (0, (4, 3))
         artists.append(axes.axvline(mark.position, color=colour, linewidth=0.9, linestyle=line, alpha=0.7))

@@ -111,7 +111,7 @@ def read_run(run_dir: Path) -> RunRecord:
 def headline(rows: list[Row]) -> Headline:
     """The headline numbers of the rows of a metrics.jsonl; ``window`` is a tenth of the steps, between 1 and
     5."""
-    rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+    rewards = known_values(rows, "reward/mean")
     window = min(max(len(rows) // 10, 1), 5)
     seconds = [row.get("time/step_s") or 0.0 for row in rows]
     tokens_per_s = [row.get("time/tokens_per_s") or 0.0 for row in rows]
@@ -139,6 +139,11 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
     means = np.full_like(sums, np.nan)
     np.divide(sums, counts, out=means, where=counts > 0)
     return means
+
+
+def known_values(rows: list[Row], metric: str) -> list[float]:
+    """The values of a metric in the rows that have one."""
+    return [row[metric] for row in rows if row.get(metric) is not None]
 
 
 def _values(rows: list[Row], metric: str) -> np.ndarray:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from bapo_megatron.commands.report.comparison import write_comparison
-from bapo_megatron.commands.report.data import Headline, RunRecord, headline, mean, read_run
+from bapo_megatron.commands.report.data import Headline, RunRecord, headline, known_values, mean, read_run
 from bapo_megatron.commands.report.panels import PANELS, Panel
 from bapo_megatron.commands.report.series import marks
 from bapo_megatron.commands.report.text import event_cells, number, render, short, staleness_cells, svg_uri
@@ -94,7 +94,7 @@ def _facts(run: RunRecord, figures: Headline) -> list[tuple[str, str]]:
 
 def _metric_rows(run: RunRecord, window: int) -> Iterator[MetricRow]:
     for name in sorted({name for row in run.steps for name in row} - {"step"}):
-        values = [row[name] for row in run.steps if row.get(name) is not None]
+        values = known_values(run.steps, name)
         yield MetricRow(
             name,
             number(mean(values[:window])),

@@ -72,8 +72,7 @@ def _title_pad(panel: Panel) -> int:
 
 def draw_panels(run: RunRecord, folder: Path) -> dict[str, bytes]:
     """Draw each panel as a PNG into ``folder``; returns the SVGs for the page by file name."""
-    curves = {panel.file: _save_panel(panel, run, folder) for panel in PANELS}
-    return curves | {panel.file: _save_distribution(panel, run, folder) for panel in DISTRIBUTIONS}
+    return {panel.file: _save_panel(panel, run, folder) for panel in (*PANELS, *DISTRIBUTIONS)}
 
 
 def draw_overview(run: RunRecord, path: Path) -> None:
@@ -95,27 +94,20 @@ def _save_panel(panel: Panel, run: RunRecord, folder: Path) -> bytes:
     vector = BytesIO()
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5, 3.2), layout="constrained")
-        _draw(figure.subplots(), panel, run)
+        (_draw_distribution if panel in DISTRIBUTIONS else _draw)(figure.subplots(), panel, run)
         figure.savefig(folder / f"{panel.file}.png", dpi=200)
         figure.savefig(vector, format="svg", metadata={"Date": None})
     return vector.getvalue()
 
 
-def _save_distribution(panel: Panel, run: RunRecord, folder: Path) -> bytes:
-    vector = BytesIO()
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5, 3.2), layout="constrained")
-        axes = figure.subplots()
-        axes.set_title(panel.title, pad=_PLAIN_TITLE_PAD, **TITLE)
-        axes.set_ylabel(panel.y_label)
-        [artists] = draw_distribution(axes, panel, [(run, NEUTRAL)])
-        if not artists:
-            nothing_measured(axes)
-        elif panel.file == "entropy_prediction":
-            axes.legend(loc="upper left", handlelength=0.5)
-        figure.savefig(folder / f"{panel.file}.png", dpi=200)
-        figure.savefig(vector, format="svg", metadata={"Date": None})
-    return vector.getvalue()
+def _draw_distribution(axes: Any, panel: Panel, run: RunRecord) -> None:
+    axes.set_title(panel.title, pad=_PLAIN_TITLE_PAD, **TITLE)
+    axes.set_ylabel(panel.y_label)
+    [artists] = draw_distribution(axes, panel, [(run, NEUTRAL)])
+    if not artists:
+        nothing_measured(axes)
+    elif panel.file == "entropy_prediction":
+        axes.legend(loc="upper left", handlelength=0.5)
 
 
 def _draw(axes: Any, panel: Panel, run: RunRecord) -> None:
@@ -137,17 +129,26 @@ def _draw_curve(axes: Any, curve: Curve, panel: Panel, run: RunRecord) -> np.nda
 
     Returns the values that the axis must show.
     """
-    mean = run.by_step(curve.metric)
-    raw = run.by_update(curve.metric)
-    if not np.isfinite(raw.value).any() or len(raw.value) > MOST_UPDATES:
-        raw = mean
-    smooth = Series(mean.step, moving_mean(mean.value, smoothing_window(len(mean.value))))
+    raw, smooth, shown = raw_and_smooth(run, curve.metric, panel)
     axes.plot(raw.step, raw.value, color=curve.colour, linewidth=0.8, alpha=0.35)
     marker = "o" if len(smooth.step) < 3 else None  # A line of one point cannot be seen.
     style = {"linewidth": 2, "marker": marker, "linestyle": (0, (3, 1.2)) if curve.dashed else "-"}
     axes.plot(smooth.step, smooth.value, color=curve.colour, label=curve.label, **style)
+    return shown
+
+
+def raw_and_smooth(run: RunRecord, metric: str, panel: Panel) -> tuple[Series, Series, np.ndarray]:
+    """The values of a metric by update, their moving mean by step, and the values that the axis must show.
+
+    By step too where there are no values by update, or too many.
+    """
+    mean, raw = run.by_step(metric), run.by_update(metric)
+    if not np.isfinite(raw.value).any() or len(raw.value) > MOST_UPDATES:
+        raw = mean
+    smooth = Series(mean.step, moving_mean(mean.value, smoothing_window(len(mean.value))))
     thin, thick = raw.value[np.isfinite(raw.value)], smooth.value[np.isfinite(smooth.value)]
-    return np.concatenate([thin if panel.y_scale == "spikes" else without_outliers(thin), thick])
+    shown = thin if panel.y_scale == "spikes" else _without_outliers(thin)
+    return raw, smooth, np.concatenate([shown, thick])
 
 
 def _annotate(axes: Any, panel: Panel, run: RunRecord, shaded: list[Band]) -> None:
@@ -231,7 +232,7 @@ def _frame_ratios(axes: Any, low: float, high: float) -> None:
     axes.set_ylim(low / 1.12, high * 1.15)
 
 
-def without_outliers(values: np.ndarray) -> np.ndarray:
+def _without_outliers(values: np.ndarray) -> np.ndarray:
     """The values without the outermost 1%, so that one outlier does not flatten a whole curve."""
     if len(values) < 100:
         return values

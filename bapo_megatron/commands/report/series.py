@@ -12,7 +12,7 @@ import numpy as np
 
 from bapo_megatron.algo.measurements.diagnostics import RATIO_BINS, RATIO_EDGES
 from bapo_megatron.algo.measurements.staleness import BUCKETS
-from bapo_megatron.commands.report.data import RunRecord, Series, headline, mean
+from bapo_megatron.commands.report.data import RunRecord, Series, headline, known_values, mean
 from bapo_megatron.runtime.jsonl_log import Row
 
 LOSSES = ("engine_lost", "server_ended", "sampler_died", "broadcast_failed", "engine_gap")
@@ -128,22 +128,24 @@ def marks(run: RunRecord) -> list[Mark]:
 def final_results(run: RunRecord) -> dict[str, float | None]:
     """The final results of a run by their names in the table; None where the log has none."""
     figures = headline(run.steps)
-    window = figures["window"]
-    norms = _column(run.updates or run.steps, "policy/grad_norm")
+
+    def final(metric: str) -> float | None:
+        return mean(known_values(run.steps, metric)[-figures["window"] :])
+
+    high, low = final("bapo/clip_fraction_high"), final("bapo/clip_fraction_low")
+    norms = np.array(known_values(run.updates or run.steps, "policy/grad_norm"), dtype=float)
     norms = norms[np.isfinite(norms)]
     return {
         "final reward": figures["reward_last"],
         "first reward": figures["reward_first"],
-        "final entropy": _last(run, "policy/entropy", window),
-        "first entropy": _first(run, "policy/entropy", window),
+        "final entropy": final("policy/entropy"),
+        "first entropy": mean(known_values(run.steps, "policy/entropy")[: figures["window"]]),
         "median gradient norm": float(np.median(norms)) if len(norms) else None,
         "largest gradient norm": float(norms.max()) if len(norms) else None,
-        "final response length": _last(run, "rollout/length_mean", window),
-        "final contribution of positives": _last(run, "bapo/contribution", window),
-        "final share of clipped tokens": _sum(
-            _last(run, "bapo/clip_fraction_high", window), _last(run, "bapo/clip_fraction_low", window)
-        ),
-        "mean staleness": mean([v for row in run.steps if (v := row.get("staleness/mean")) is not None]),
+        "final response length": final("rollout/length_mean"),
+        "final contribution of positives": final("bapo/contribution"),
+        "final share of clipped tokens": None if high is None or low is None else high + low,
+        "mean staleness": mean(known_values(run.steps, "staleness/mean")),
         "Eq. 6 (covariance) against measurement, correlation": prediction(run).correlation,
         "Eq. 6 (effects) against measurement, correlation": prediction(run, reading="effect").correlation,
         "steps": figures["steps"],
@@ -161,7 +163,7 @@ def by_staleness(run: RunRecord) -> list[tuple[str, list[float | None]]]:
     table = []
     for bucket in BUCKETS:
         names = ("tokens", "clipped", "entropy", "effect")
-        values = [_mean_of(rows, f"staleness/{bucket}/{name}") for name in names]
+        values = [mean(known_values(rows, f"staleness/{bucket}/{name}")) for name in names]
         if values[0]:
             table.append((bucket, [*values, prediction(run, bucket).correlation]))
     return table
@@ -171,27 +173,6 @@ def _correlation(first: np.ndarray, second: np.ndarray) -> float | None:
     if len(first) < 3 or np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
     return float(np.corrcoef(first, second)[0, 1])
-
-
-def _column(rows: Sequence[Row], metric: str) -> np.ndarray:
-    return np.array([row.get(metric) for row in rows], dtype=float)  # None becomes NaN
-
-
-def _mean_of(rows: Sequence[Row], metric: str) -> float | None:
-    return mean([row[metric] for row in rows if row.get(metric) is not None])
-
-
-def _first(run: RunRecord, metric: str, window: int) -> float | None:
-    return mean([row[metric] for row in run.steps if row.get(metric) is not None][:window])
-
-
-def _last(run: RunRecord, metric: str, window: int) -> float | None:
-    return mean([row[metric] for row in run.steps if row.get(metric) is not None][-window:])
-
-
-def _sum(*values: float | None) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
 
 
 def _seconds(event: Row) -> float | None:

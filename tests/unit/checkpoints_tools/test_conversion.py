@@ -21,8 +21,7 @@ from checkpoints_tools.formats import torch_dist_writer
 from checkpoints_tools.formats.safetensors_folder import INDEX, read_safetensors
 from checkpoints_tools.formats.safetensors_writer import Sharding, plan_safetensors
 from tests.support.checkpoint_models import bits, folder_bytes, load_tensors, save_random_model, save_tensors
-
-FAMILIES = ["qwen2", "qwen3", "llama"]
+from tests.support.models import FAMILIES
 
 
 @pytest.mark.parametrize("files", [1, 3])

@@ -14,9 +14,7 @@ from bapo_megatron.hf.config import ModelShape, model_shape, read_model_shape
 from bapo_megatron.hf.parameter_map import canonical_name, checkpoint_key, hf_tensors, mapping_table
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.shards import join, shard, split, unshard
-from tests.support.models import save_tiny_model
-
-FAMILIES = ["qwen2", "qwen3", "llama"]
+from tests.support.models import FAMILIES, save_tiny_model
 
 
 def shape(**changes: object) -> ModelShape:

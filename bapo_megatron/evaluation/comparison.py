@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.evaluation.responses import RESPONSES, SUMMARY, flat, read_responses, read_summary
+from bapo_megatron.evaluation.responses import RESPONSES, SUMMARY, flat_settings, read_responses, read_summary
 from bapo_megatron.evaluation.statistics import (
     Interval,
     bootstrap_intervals,
@@ -100,7 +100,7 @@ def _correct(folder: Path, samples: int) -> Counter[int]:
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    ours, theirs = flat({"sampling": a["sampling"]}), flat({"sampling": b["sampling"]})
+    ours, theirs = flat_settings({"sampling": a["sampling"]}), flat_settings({"sampling": b["sampling"]})
     return [
         f"{name}: {ours[name]!r}, {theirs.get(name)!r}" for name in ours if ours[name] != theirs.get(name)
     ]

@@ -62,7 +62,7 @@ def open_folder(folder: Path, settings: Row) -> Iterator[Responses]:
 def _check_settings(path: Path, settings: Row) -> None:
     if not path.exists():
         return
-    before, now = flat(_json(path)), flat(settings)
+    before, now = flat_settings(_json(path)), flat_settings(settings)
     different = [
         f"{name}: {before.get(name)!r} then, {now.get(name)!r} now"
         for name in sorted(before.keys() | now.keys())
@@ -76,8 +76,8 @@ def _check_settings(path: Path, settings: Row) -> None:
         )
 
 
-def flat(settings: Row) -> Row:
-    """One level of nesting under dotted names."""
+def flat_settings(settings: Row) -> Row:
+    """Evaluation settings with one level of nesting flattened to dotted names."""
     found: Row = {}
     for name, value in settings.items():
         found |= (

@@ -29,7 +29,7 @@ def export_hf(
     at the end; an earlier export is replaced, anything else there is refused (ConfigError). RunStopped if the
     disk does not take it.
     """
-    check_output(output)
+    check_export_output(output)
     if dist.get_rank() == 0:
         with writing("the exported model", output):
             temporary = output.with_name(f".{output.name}.tmp")
@@ -92,7 +92,7 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
     write_atomically(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
-def check_output(output: Path) -> None:
+def check_export_output(output: Path) -> None:
     """Raise ConfigError if ``output`` exists and is no Hugging Face folder: it would be replaced."""
     if output.is_dir() and ((output / "config.json").is_file() or not any(output.iterdir())):
         return

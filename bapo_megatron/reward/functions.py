@@ -53,11 +53,11 @@ def built_in(reward: RewardConfig) -> IsRight:
     """The built-in function, for a worker: it must be called in the main thread, and may never return."""
 
     def math_is_right(ground_truth: str, response: str) -> bool:
-        return math.is_right(ground_truth, response, math_verify_compare.equal)
+        return math.answer_is_right(ground_truth, response, math_verify_compare.equal)
 
     def code_is_right(ground_truth: str, response: str) -> bool:
         total_s = CODE_SHARE * reward.time_limit_s
-        return code.is_right(
+        return code.program_is_right(
             ground_truth, response, reward.memory_limit_mb, reward.code_case_limit_s, total_s
         )
 

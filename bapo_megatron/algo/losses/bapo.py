@@ -22,8 +22,8 @@ from bapo_megatron.algo.bapo import (
     low_values,
     measured_sums,
     policy_loss,
+    positive_share,
     search_bounds,
-    share,
     sum_count,
 )
 from bapo_megatron.algo.losses import Loss, LossTerms, Search
@@ -72,12 +72,12 @@ def at_bounds(bounds: Bounds, sums: Tensor, config: BoundsConfig) -> Found:
     highs = high_values(config)
     positive = rows[highs.index(bounds.high)]
     negative = rows[len(highs) + low_values(config).index(bounds.low)]
-    contribution = share(positive, negative, config.share)
+    contribution = positive_share(positive, negative, config.share)
     bounds = replace(bounds, contribution=contribution, reached=contribution >= config.target)
     return Found(bounds, contributions(sums, bounds, config))
 
 
-class _Algorithm(Protocol):
+class _BapoSettings(Protocol):
     """The part of ``AlgorithmConfig`` that this loss reads."""
 
     @property
@@ -91,7 +91,7 @@ class BapoLoss(Loss):
     bounds = "searched"
     search: Search
 
-    def __init__(self, algorithm: _Algorithm) -> None:
+    def __init__(self, algorithm: _BapoSettings) -> None:
         """Reads ``algorithm.bounds`` alone."""
         self._config = config = algorithm.bounds
         size = 4 * sum_count(config)

@@ -11,7 +11,14 @@ from typing import Literal
 import numpy as np
 
 from bapo_megatron.algo.bapo import all_measures
-from bapo_megatron.algo.bounds import Bounds, BoundsConfig, high_values, low_values, search_bounds, share
+from bapo_megatron.algo.bounds import (
+    Bounds,
+    BoundsConfig,
+    high_values,
+    low_values,
+    positive_share,
+    search_bounds,
+)
 from bapo_megatron.algo.bounds import sum_count as candidates
 from bapo_megatron.commands.verify.layout_reference import LayoutReference, TokenAnswers, Totals
 from bapo_megatron.data.packing import Sample
@@ -239,7 +246,7 @@ def _tie(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Toleran
 def _contribution(sums: np.ndarray, bounds: Bounds, config: BoundsConfig) -> float:
     highs = high_values(config)
     low = len(highs) + low_values(config).index(bounds.low)
-    return share(float(sums[highs.index(bounds.high)]), float(sums[low]), config.share)
+    return positive_share(float(sums[highs.index(bounds.high)]), float(sums[low]), config.share)
 
 
 def _worst(reference: np.ndarray, apart: np.ndarray) -> tuple[float, float]:

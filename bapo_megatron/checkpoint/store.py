@@ -38,7 +38,7 @@ class Saved:
     updates: int
     """Updates of the following step that it contains; 0 at the end of a step."""
     seconds: float
-    """From its beginning until it was on disk with its digests, on the slowest rank."""
+    """Time from the start of the save until it was on disk with its digests, on the slowest rank."""
 
 
 class CheckpointStore:

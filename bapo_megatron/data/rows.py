@@ -71,7 +71,7 @@ def _quiet(datasets: Any) -> Iterator[None]:
 
 
 def _broken_line(path: Path) -> str | None:
-    """Which row is the first that is not JSON; the parser's own number counts from the start of its block."""
+    """The first row that is not JSON, as text; the parser's own number counts from the start of its block."""
     try:
         if FORMATS[path.suffix] == "json":
             deque(iterate_jsonl(path), maxlen=0)

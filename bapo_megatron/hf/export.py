@@ -15,13 +15,13 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import publish_folder, write_atomically
 from bapo_megatron.runtime.storage import writing
 
-SHARD_BYTES = 4 * 2**30
+_SHARD_BYTES = 4 * 2**30
 
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
 
 def export_hf(
-    weights: Iterator[tuple[str, Tensor]], reference: Path, output: Path, shard_bytes: int = SHARD_BYTES
+    weights: Iterator[tuple[str, Tensor]], reference: Path, output: Path, shard_bytes: int = _SHARD_BYTES
 ) -> None:
     """Export ``weights`` as a Hugging Face folder, with copies of ``reference``'s config and tokenizer.
 

@@ -122,7 +122,8 @@ class MegatronPolicy:
     def update(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> UpdateResult:
         """One optimizer step: backward of the loss, gradient clipping, Adam, learning-rate schedule.
 
-        ``loss`` returns a vector of sums for each pack. Its element 0 is minimized, the others are metrics.
+        ``loss`` returns a vector of sums for each pack. Element 0, summed over packs and divided by the
+        update's count of trained tokens, is minimized; the other elements are metrics.
 
         A loss or a gradient that is not finite, on any rank, raises FloatingPointError on all of them; the
         weights stay as they were.

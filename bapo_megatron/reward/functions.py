@@ -25,12 +25,12 @@ CODE_SHARE = 0.9
 
 
 def is_built_in(function: str) -> bool:
-    """Whether it is a name and not the path of a user's function."""
+    """Whether ``function`` is the name of a built-in reward, not the path of a user's function."""
     return function in REWARD_FUNCTIONS
 
 
 def runs_code(function: str) -> bool:
-    """Whether it needs the sandbox."""
+    """Whether the reward ``function`` runs programs, and so needs the sandbox."""
     return function in ("code", "math_or_code")
 
 

@@ -93,7 +93,7 @@ class TorchDist:
         return self.metadata.tensors[self.prefix + _EMBEDDING].shape[0]
 
     def _check_keys(self) -> None:
-        """Every tensor of the model must be one that the family has."""
+        """Check that the model family has every tensor of the checkpoint; CheckpointError if not."""
         known = {part.key for _, parts in self._parts(self.prefix) for part in parts}
         ours = tuple(self.prefix + part for part in ("embedding.", "decoder.", "output_layer."))
         for key in self.metadata.tensors:

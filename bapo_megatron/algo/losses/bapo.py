@@ -39,7 +39,7 @@ class Found:
     contributions: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
-        """All of it under the names of the log."""
+        """The bounds and contributions under their metric names."""
         return {
             "bapo/clip_low": self.bounds.low,
             "bapo/clip_high": self.bounds.high,
@@ -116,7 +116,7 @@ class BapoLoss(Loss):
         )
 
     def _bounds_sums(self, view: PackView) -> Tensor:
-        """What was found, once for each token that counts."""
+        """Sums of the found bounds' metrics, each multiplied by the number of tokens that count."""
         row = list(view.found.metrics().values())
         values = torch.tensor(row, dtype=torch.float64, device=view.live_T.device)
         tokens = view.live_T.sum()

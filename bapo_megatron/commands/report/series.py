@@ -16,7 +16,7 @@ from bapo_megatron.algo.measurements.staleness import BUCKETS
 from bapo_megatron.commands.report.data import RunRecord, Series, headline, mean
 from bapo_megatron.runtime.jsonl_log import Row
 
-LOSSES = ("engine_lost", "server_ended", "sampler_died", "broadcast_failed", "engine_gap")
+LOSS_EVENTS = ("engine_lost", "server_ended", "sampler_died", "broadcast_failed", "engine_gap")
 """The kinds of events that count as losses."""
 
 RATIO_CENTRES = np.array(
@@ -120,7 +120,7 @@ def marks(run: RunRecord) -> list[Mark]:
     known = [(time, step) for time, step in anchors if step is not None]
     found = [Mark(step - 0.5, False) for step in run.resumed_at]
     for time, event in timed:
-        if event.get("kind") in LOSSES and time is not None and known:
+        if event.get("kind") in LOSS_EVENTS and time is not None and known:
             times, steps = zip(*sorted(known), strict=True)
             found.append(Mark(float(np.interp(time, times, steps)), True))
     return found
@@ -152,7 +152,7 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
         "tokens": figures["tokens"],
         "hours of training": figures["time_s"] / 3600,
         "resumes": len(run.resumed_at),
-        "losses": sum(event.get("kind") in LOSSES for event in run.events),
+        "losses": sum(event.get("kind") in LOSS_EVENTS for event in run.events),
     }
 
 

@@ -73,7 +73,7 @@ class QuantityRow:
     tolerance: str
     verdict: Literal["ok", "tie", "DIFFERS"]
     detail: str = ""
-    """Where it differs first, or why a difference is a tie."""
+    """Where the quantity differs first, or why a difference is a tie."""
 
 
 def compare_layouts(
@@ -193,7 +193,7 @@ def _total_row(
 
 
 def _sum_names(config: BoundsConfig) -> Iterator[str]:
-    """What each number of ``measured_sums`` is."""
+    """Names of the numbers of ``measured_sums``, in order."""
     for one in all_measures(config):
         reading = f"({one.measure}, {one.weight})"
         yield from (f"P(c_high={high:g}) {reading}" for high in high_values(config))
@@ -220,7 +220,7 @@ def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: 
 
 
 def _tie(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> str:
-    """Why unequal bounds follow from sums that agree; empty if they do not.
+    """Reason for a tie: unequal bounds that follow from sums which agree; empty if it is no tie.
 
     The search stops at the first pair of bounds whose contribution reaches the target. Where one search
     stopped and the other went on, both contributions must lie so near the target that the tolerated

@@ -1,4 +1,4 @@
-"""Errors that a user can mend, told in one message."""
+"""Errors that a user can fix; each is reported as one message, without a traceback."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CheckpointError(ConfigError):
 
 
 class ResumeError(ConfigError):
-    """What was loaded is not what the checkpoint says was saved. No step was made."""
+    """Error of the resume check: the loaded state differs from the state that was saved. No step was made."""
 
 
 class Preempted(Exception):

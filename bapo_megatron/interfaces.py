@@ -150,7 +150,7 @@ class ReceivesBroadcast(Engine, Protocol):
         """Take and load one bucket."""
 
     async def end_update(self, timeout_s: float) -> str:
-        """All buckets came: the digest of the weights, as ``load`` gives it to ``confirm``."""
+        """End an update after all buckets: the digest of the weights, as ``load`` gives it to ``confirm``."""
 
     async def set_version(self, version: int) -> None:
         """The weights that came have this version."""

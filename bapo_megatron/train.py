@@ -18,7 +18,7 @@ from bapo_megatron.trainer.checkpointing import (
     stop_if_preempted,
     wait_for_sampler,
 )
-from bapo_megatron.trainer.evaluation import evaluate
+from bapo_megatron.trainer.evaluation import evaluate_if_due
 from bapo_megatron.trainer.old_log_probs import with_old_log_probs
 from bapo_megatron.trainer.recorder import StepClock, check_engine_gap, step_metrics
 from bapo_megatron.trainer.resume import PartialStep
@@ -28,7 +28,7 @@ from bapo_megatron.types import Metrics, MicroBatch, StepBatch
 def train(run: Run) -> None:
     """Train every step that is left, on every rank alike. Preempted, after a checkpoint, if asked to stop."""
     for step in range(run.first_step, run.config.steps + 1):
-        evaluate(run, step - 1)
+        evaluate_if_due(run, step - 1)
         clock = StepClock()
         batch = next_batch(run, step)
         clock.lap("rollout")
@@ -44,7 +44,7 @@ def train(run: Run) -> None:
             begin_checkpoint(run, step)
         finalize_checkpoint(run, wait=step == run.config.steps)
     if run.has_work:
-        evaluate(run, run.config.steps)
+        evaluate_if_due(run, run.config.steps)
 
 
 def next_batch(run: Run, step: int) -> StepBatch:

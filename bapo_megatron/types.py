@@ -57,7 +57,7 @@ class GenerateRequest:
     input_ids: np.ndarray
     params: SamplingParams
     prefix_tokens: int = 0
-    """How many of the last input ids are an earlier part of the response (they shift the seeded draws)."""
+    """Number of last input ids that are an earlier part of the response (they shift the seeded draws)."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from bapo_megatron.algo.bapo import contribution_sums
-from bapo_megatron.algo.bounds import BoundsConfig, high_values, low_values, search_bounds, share
+from bapo_megatron.algo.bounds import BoundsConfig, high_values, low_values, positive_share, search_bounds
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT
 from benchmarks.common import no_options
 
@@ -87,7 +87,7 @@ def loop_search(tokens: Tokens, config: BoundsConfig) -> Outcome:
     ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     lows, highs = low_values(config), high_values(config)
     low = high = 0
-    while positive_share(ratio_T, tokens, lows[low], highs[high]) < config.target:
+    while measured_share(ratio_T, tokens, lows[low], highs[high]) < config.target:
         if high + 1 < len(highs):
             high += 1
         elif low + 1 < len(lows):
@@ -97,7 +97,7 @@ def loop_search(tokens: Tokens, config: BoundsConfig) -> Outcome:
     return Outcome(lows[low], highs[high], low + high, collectives=low + high + 1)
 
 
-def positive_share(ratio_T: Tensor, tokens: Tokens, low: float, high: float) -> float:
+def measured_share(ratio_T: Tensor, tokens: Tokens, low: float, high: float) -> float:
     clipped_T = torch.where(tokens.advantage_T >= 0, ratio_T.clamp(max=high), ratio_T.clamp(min=low))
     effective_T = clipped_T * tokens.advantage_T * tokens.mask_T
     sums = torch.stack([effective_T.clamp(min=0).sum(), -effective_T.clamp(max=0).sum()])
@@ -111,7 +111,7 @@ def target_after(tokens: Tokens, moves: int) -> float:
     dist.all_reduce(sums)
     negative = sums[len(high_values(CONFIG))].item()
     before, after = (
-        share(positive, negative, "absolute") for positive in sums[moves - 1 : moves + 1].tolist()
+        positive_share(positive, negative, "absolute") for positive in sums[moves - 1 : moves + 1].tolist()
     )
     return (before + after) / 2
 

@@ -25,8 +25,8 @@ from bapo_megatron.algo.bounds import (
     Measure,
     high_values,
     low_values,
+    positive_share,
     search_bounds,
-    share,
 )
 from benchmarks.common import no_options
 
@@ -62,8 +62,8 @@ def curves(measure: Measure) -> Curves:
     sums = contribution_sums(**synthetic_batch(), config=config).tolist()
     highs = len(high_values(config))
     positive, negative = sums[:highs], sums[highs:]
-    by_high = [share(value, negative[0], "absolute") for value in positive]
-    by_low = [share(positive[-1], value, "absolute") for value in negative]
+    by_high = [positive_share(value, negative[0], "absolute") for value in positive]
+    by_low = [positive_share(positive[-1], value, "absolute") for value in negative]
     return Curves(by_low, by_high + by_low[1:], search_bounds(sums, config))
 
 

@@ -171,11 +171,11 @@ class Reshard:
     to: Target = "torch_dist"
     """Format to write."""
     grid: int = 8
-    """For torch_dist: pieces of each matrix, the largest TP that is to read no more than its part."""
+    """Pieces of each matrix, for torch_dist: the largest TP size at which a rank reads only its part."""
     tp: int = 1
-    """For mp_rank: tensor-parallel ranks."""
+    """Tensor-parallel ranks, for mp_rank."""
     pp: int = 1
-    """For mp_rank: pipeline stages."""
+    """Pipeline stages, for mp_rank."""
     vocab_multiple: int | None = None
     """Pad the vocabulary to a multiple; without it torch_dist is not padded, and mp_rank to 128 x TP."""
     weights_only: bool = False

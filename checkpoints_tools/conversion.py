@@ -19,7 +19,7 @@ from checkpoints_tools.core.progress import ByteProgress, format_bytes
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a conversion, whatever its formats."""
+    """The settings of a conversion, common to all formats."""
 
     overwrite: bool = False
     """Replace an output that is a checkpoint."""

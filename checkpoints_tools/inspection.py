@@ -182,13 +182,13 @@ def _model(location: Location, reference: Path | None) -> tuple[dict[str, Any] |
 
 
 def _iteration(location: Location, common: Mapping[str, Any]) -> int | None:
-    """As the folders say, else as the checkpoint itself."""
+    """Iteration of the checkpoint, from its folder's name or else from its own metadata."""
     stored = common.get("iteration")
     return location.iteration if location.iteration is not None or type(stored) is not int else stored
 
 
 def _written_at(common: Mapping[str, Any]) -> dict[str, int]:
-    """As our trainer says, else as the arguments of Megatron-LM do."""
+    """Parallel layout that wrote the checkpoint, from our metadata or else from Megatron-LM's arguments."""
     arguments, ours = common.get("args"), common.get("written_at")
     found: dict[str, Any] = {}
     if isinstance(ours, dict):

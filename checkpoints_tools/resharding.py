@@ -112,7 +112,7 @@ def _check_source(source: OpenedCheckpoint, to: str, weights_only: bool) -> None
 
 
 def _contents(source: OpenedCheckpoint, weights_only: bool) -> Contents:
-    """What stands beside the weights: all that a torch_dist source has there, or what a new one needs."""
+    """Contents besides the weights: all that a torch_dist source has, or what a new checkpoint needs."""
     content = source.content
     if weights_only or not isinstance(content, TorchDist):
         return Contents(common(arguments(source.shape), source.location.iteration or 0))

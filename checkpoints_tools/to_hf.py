@@ -1,4 +1,4 @@
-"""The conversion of a Megatron checkpoint to a Hugging Face folder that transformers and engines load."""
+"""Megatron-to-HF conversion: a Hugging Face folder, which transformers and engines load, of a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,13 +37,23 @@ def to_hf(
     shard_bytes: int | None = None,
     settings: Settings = DEFAULTS,
 ) -> Conversion:
-    """Write ``output``: safetensors with config, tokenizer and chat templates as they once came.
+    """Convert a Megatron checkpoint to the Hugging Face folder ``output``.
 
-    ``checkpoint`` is any path that ``locate.py`` understands, ``step`` one of several in it. ``reference`` is
-    a Hugging Face folder of the model, for a checkpoint that carries none; its division into files is kept,
-    unless ``shard_bytes`` gives the most bytes of one. ``origin`` "optimizer" takes its fp32 weights instead
-    of the model's. ``dtype`` rounds to it; without it every bit stays. ConfigError and CheckpointError
-    before anything is written, but for a disk that fills up.
+    The folder holds the weights as safetensors, and config, tokenizer and chat templates as in the folder
+    that training began from.
+
+    Args:
+        checkpoint: any path that ``formats/locate.py`` understands.
+        output: the folder to write.
+        reference: Hugging Face folder of the model, for a checkpoint that carries none. The weights keep its
+            division into files, unless ``shard_bytes`` is given.
+        dtype: type that the weights are rounded to; without it every bit stays.
+        origin: "model" takes the model's weights, "optimizer" the fp32 master weights of the optimizer.
+        step: which step, where the path holds several.
+        shard_bytes: most bytes of one safetensors file.
+        settings: settings of every conversion, such as overwriting.
+
+    ConfigError or CheckpointError comes before anything is written, except where the disk fills up.
     """
     settings.check()
     opened = open_checkpoint(checkpoint, step, reference)
@@ -70,7 +80,7 @@ def to_hf(
 
 
 def _masters(opened: OpenedCheckpoint) -> dict[str, BlockTensor]:
-    """The optimizer's fp32 weights."""
+    """The fp32 master weights of the optimizer."""
     if not isinstance(opened.content, TorchDist):
         raise ConfigError(
             f"{opened.location.folder} is of format {opened.location.format}, whose optimizer is not read; "
@@ -80,7 +90,7 @@ def _masters(opened: OpenedCheckpoint) -> dict[str, BlockTensor]:
 
 
 def _weight_map(model: Path, tensors: Iterable[str]) -> dict[str, str] | None:
-    """The file of each tensor in the model's own folder; None where it says nothing of files."""
+    """The safetensors file of each tensor in the reference folder; None if the folder has no weights."""
     if (model / INDEX).is_file():
         return read_weight_map(model)
     return dict.fromkeys(tensors, SINGLE) if (model / SINGLE).is_file() else None
@@ -91,7 +101,7 @@ def _index(model: Path) -> bytes | None:
 
 
 def _with_type(config: bytes, types: Collection[str]) -> bytes:
-    """config.json, changed only in what it says of the weights' type, if that is one for all."""
+    """config.json with the weights' dtype set, if all tensors have one dtype; no other byte changes."""
     if len(types) != 1:
         return config
     name = _TORCH_TYPES[next(iter(types))]

@@ -119,7 +119,7 @@ def _reports(
 def _open(
     first: Path, second: Path, given: Path | None, step: str
 ) -> tuple[OpenedCheckpoint, OpenedCheckpoint]:
-    """Both checkpoints; one that carries no config.json is read with that of the other."""
+    """Open both checkpoints; one that carries no config.json is read with that of the other."""
     references: list[Path | None] = []
     for path in (first, second):
         location = locate(path, step)

@@ -1,6 +1,6 @@
 """BAPO's maths on tensors: the contribution sums of Algorithm 1 and the clipped loss; re-exports the presets.
 
-Sums are additive over packs and ranks: whoever calls adds them up.
+Sums are additive over packs and ranks: callers add them up.
 
 Legend: ``_T`` tokens of a pack. Per token: ``r = pi_theta / pi_rollout`` (given as its logarithm), the
 advantage ``A`` and a mask, which is 0 for tokens that do not count (whatever their other fields hold,
@@ -32,14 +32,16 @@ from bapo_megatron.algo.bounds import (
     high_values,
     low_values,
     paper,
+    positive_share,
     published_code,
-    share,
+    search_bounds,
     sum_count,
 )
 from bapo_megatron.algo.sums import candidate_sums, histograms
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, ratio, unmasked
 
 __all__ = [
+    "LOG_RATIO_LIMIT",
     "Bounds",
     "BoundsConfig",
     "all_measures",
@@ -51,10 +53,15 @@ __all__ = [
     "fixed",
     "gradient_factor",
     "grpo",
+    "high_values",
+    "low_values",
     "measured_sums",
     "paper",
     "policy_loss",
+    "positive_share",
     "published_code",
+    "search_bounds",
+    "sum_count",
 ]
 
 
@@ -79,7 +86,7 @@ def contribution_sums(
         log_ratio_T: ``log pi_theta - log pi_rollout`` of each token, natural logarithm.
         advantage_T: advantage of each token.
         rollout_log_prob_T: ``log pi_rollout`` of each token; read if the weight asks for it.
-        mask_T: 0, or the weight of the token in the loss.
+        mask_T: weight of each token in the loss; 0 for tokens that do not count.
         config: candidates, measure and weight.
 
     Returns:
@@ -142,7 +149,7 @@ def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[st
     highs = high_values(config)
     high, low = highs.index(bounds.high), len(highs) + low_values(config).index(bounds.low)
     return {
-        f"contribution/{one.measure}_{kind}_{one.weight}": share(row[high], row[low], kind)
+        f"contribution/{one.measure}_{kind}_{one.weight}": positive_share(row[high], row[low], kind)
         for one, row in zip(all_measures(config), rows, strict=True)
         for kind in get_args(Share)
     }
@@ -181,7 +188,7 @@ def policy_loss(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds
 
 @torch.no_grad()
 def clipped_tokens(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
-    """bool: the tokens that a bound clips, c_high where A > 0 or c_low where A < 0; not the dual clip.
+    """Mask (bool [T]) of the tokens that c_high (A > 0) or c_low (A < 0) clips; the dual clip is not counted.
 
     Raises:
         ValueError: if shapes differ.
@@ -210,7 +217,7 @@ def gradient_factor(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bo
 
 
 def _clipped(log_ratio_T: Tensor, advantage_T: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    """Which tokens are clipped above (A > 0) and below (A < 0); nan is neither, so that it shows."""
+    """Masks of the tokens clipped above (A > 0) and below (A < 0); nan is in neither and reaches the loss."""
     above_T = (advantage_T > 0) & (log_ratio_T >= math.log(bounds.high))
     below_T = (advantage_T < 0) & (log_ratio_T <= math.log(bounds.low))
     return above_T, below_T

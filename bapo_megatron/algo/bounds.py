@@ -128,8 +128,8 @@ def sum_count(config: BoundsConfig) -> int:
     return len(high_values(config)) + len(low_values(config))
 
 
-def share(positive: float, negative: float, kind: Share) -> float:
-    """Contribution of the positive tokens, from the sum ``P`` over them and the magnitude ``N`` of the rest.
+def positive_share(positive: float, negative: float, kind: Share) -> float:
+    """Contribution of the positive tokens (Eq. 8) from their sum ``P`` and that of the negative ones, ``N``.
 
     ``absolute``: P / (P + N). ``signed``: P / abs(P - N) (Eq. 8 to the letter). ``ratio``: P / N.
     A positive sum over nothing is ``inf``; nothing over nothing is 0.
@@ -164,7 +164,7 @@ def search_bounds(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> B
     if not any(positive) and not any(negative):
         return Bounds(lows[0], highs[0], dual_clip=config.dual_clip)
     for rounds, (low, high) in enumerate(search_path(config)):
-        contribution = share(positive[high], negative[low], config.share)
+        contribution = positive_share(positive[high], negative[low], config.share)
         reached = contribution >= config.target
         bounds = Bounds(lows[low], highs[high], contribution, rounds, reached, config.dual_clip)
         if reached:

@@ -1,4 +1,4 @@
-"""Dynamic sampling's filter (DAPO): groups whose rewards are all equal have no gradient."""
+"""The filter of dynamic sampling (DAPO): drops groups whose rewards are all equal, which have no gradient."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import numpy as np
 
 
 def is_uniform(rewards: Sequence[float] | np.ndarray) -> bool:
-    """Whether all rewards are equal: every advantage is then zero, and the group has no gradient."""
+    """Whether all rewards of a group are equal: every advantage is then zero."""
     return len(rewards) == 0 or bool(np.all(np.asarray(rewards) == rewards[0]))

@@ -30,7 +30,7 @@ from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 
 @torch.no_grad()
 def polarity(log_prob_T: Tensor, entropy_T: Tensor, advantage_T: Tensor) -> Tensor:
-    """Polarity of each token: the sign of its first-order effect on the entropy of its distribution.
+    """PAPO's polarity of each token: the sign of its first-order effect on the next-token entropy.
 
     Args:
         log_prob_T: log pi(y) of the sampled token, nats.
@@ -38,7 +38,8 @@ def polarity(log_prob_T: Tensor, entropy_T: Tensor, advantage_T: Tensor) -> Tens
         advantage_T: advantage of each token.
 
     Returns:
-        float [T]: 1 expands, -1 contracts, 0 where the advantage is 0. A token at its mean counts as likely.
+        float [T]: 1 expands the entropy, -1 contracts it, 0 where the advantage is 0. A token with
+        ``log pi(y) = -H`` counts as likely.
     """
     return torch.where(likely(log_prob_T, entropy_T), -1.0, 1.0) * torch.sign(advantage_T)
 
@@ -46,8 +47,8 @@ def polarity(log_prob_T: Tensor, entropy_T: Tensor, advantage_T: Tensor) -> Tens
 def reweighted(fn: TokenFn, weights: BranchWeights) -> TokenFn:
     """PAPO's advantage transform: ``fn`` with the advantages of each branch multiplied by its weight.
 
-    The weights are constants of the loss: no gradient passes through the polarity. Signs of advantages stay,
-    so every token keeps the bound that clips it.
+    The weights are constants of the loss: no gradient passes through the polarity. Advantages keep
+    their signs, so every token keeps the bound that clips it.
     """
 
     def transformed(stats: TokenStats, batch: MicroBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Per-token helpers of sums and losses: masking, ratios that stay finite, likely tokens."""
+"""Per-token math of losses and metrics: masking, clamped importance ratio, high-probability tokens."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ ROUNDING = 1e-4
 
 
 def unmasked(mask_T: Tensor, *fields: Tensor) -> list[Tensor]:
-    """The fields as float64 with 0 at masked tokens (selected, not multiplied: 0 * nan would be nan)."""
+    """The fields as float64, with 0 at masked tokens (by ``where``, not by a product: 0 * nan is nan)."""
     live_T = mask_T != 0
     return [torch.where(live_T, field_T, 0.0).double() for field_T in fields]
 
 
 def ratio(log_ratio_T: Tensor) -> Tensor:
-    """The ratio r from its logarithm, clamped by ``LOG_RATIO_LIMIT``."""
+    """The importance ratio r = exp(log r), with log r clamped to +-``LOG_RATIO_LIMIT``."""
     return log_ratio_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def likely(log_prob_T: Tensor, entropy_T: Tensor) -> Tensor:
-    """bool: tokens of high probability (Definition 1), ``log pi(y) > E[log pi] = -H`` up to rounding.
+    """High-probability tokens (bool), BAPO's Definition 1: ``log pi(y) > E[log pi] = -H``, up to rounding.
 
-    Where the policy is certain both sides are 0 but for rounding, and most tokens of a language model are
-    such: they count as likely.
+    For most tokens of a language model the policy is almost certain: both sides are 0 up to rounding, and
+    the token counts as likely.
     """
     return log_prob_T + entropy_T > -ROUNDING
 
 
 def check_shapes(*fields: Tensor) -> None:
-    """Check that all fields have one shape; ValueError if not."""
+    """Check that all fields have the same shape; ValueError if not."""
     shapes = [tuple(field.shape) for field in fields]
     if len(set(shapes)) > 1:
         raise ValueError(f"the fields of the tokens differ in shape: {shapes}")

@@ -1,4 +1,4 @@
-"""The process that exports one checkpoint as a Hugging Face folder while training continues.
+"""The export process: converts one checkpoint to a Hugging Face folder while training continues.
 
     python -m bapo_megatron.checkpoint.export_process CHECKPOINT OUTPUT MODEL PARENT
 
@@ -22,12 +22,12 @@ _THREADS = 2
 
 
 def main(checkpoint: str, output: str, model: str, parent: str) -> int:
-    """Write ``output`` from ``checkpoint``, with config and tokenizer of the folder ``model``; the exit code.
+    """Convert ``checkpoint`` to the HF folder ``output``, with config and tokenizer of ``model``.
 
-    ``parent``: id of the trainer's process; this one ends with it.
+    ``parent``: process id of the trainer, with which this process ends. Returns the exit code.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the half-written output is removed on the way
-    die_with_parent(parent=int(parent))  # or it would meet the export of the next trainer
+    die_with_parent(parent=int(parent))  # else a restarted trainer could export to the same folder at once
     os.nice(_NICENESS)
     try:
         to_hf(

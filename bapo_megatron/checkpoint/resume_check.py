@@ -1,4 +1,4 @@
-"""The resume check: a run that continues must find the state that its checkpoint was written in.
+"""The resume check: a run that continues must restore exactly the state that its checkpoint was taken of.
 
 Every checkpoint carries a fingerprint of that state: sums of the policy's log-probs over a canary (a few
 random sequences), a digest of the optimizer, the learning rate, the sampler's position. The run that
@@ -30,7 +30,7 @@ Fingerprint = dict[str, Any]
 
 
 def state_fingerprint(config: RunConfig, policy: Policy, sampler: dict[str, Any] | None) -> Fingerprint:
-    """The fingerprint of the present state; ``sampler`` is the sampler's. Collective, equal on every rank."""
+    """Fingerprint of the present state, equal on every rank. ``sampler``: the sampler's state. Collective."""
     packs = pack_samples(_canary(config), config.batch.pack_tokens, layout=policy.pack_layout)
     return {
         "layout": _layout(config.parallel, config.model),
@@ -43,10 +43,10 @@ def state_fingerprint(config: RunConfig, policy: Policy, sampler: dict[str, Any]
 
 
 def fingerprint_differences(config: RunConfig, stored: Fingerprint, found: Fingerprint) -> list[str]:
-    """What differs between the checkpoint's fingerprint and the one measured now, a line each.
+    """Differences between the checkpoint's fingerprint and the one measured now, one line for each.
 
-    Exact at the same layout on a CPU, to rounding elsewhere. The learning rate may differ if a field of the
-    optimizer was allowed to change.
+    The comparison is exact at the same layout on a CPU, and up to rounding elsewhere. The learning rate may
+    differ if a field of the optimizer was allowed to change.
     """
     same_layout = stored["layout"] == found["layout"]
     exact = same_layout and not torch.cuda.is_available()
@@ -72,13 +72,14 @@ def _line(what: str, stored: object, found: object) -> str:
 
 
 def _layout(parallel: ParallelConfig, model: ModelConfig) -> dict[str, Any]:
+    """Parallel layout, dtype and number of processes: where they are equal, results are equal bit for bit."""
     layout = asdict(parallel)
     del layout["timeout_minutes"]
     return {**layout, "dtype": model.dtype, "processes": dist.get_world_size()}
 
 
 def _canary(config: RunConfig) -> list[Sample]:
-    """Random sequences, the same in every run of a model."""
+    """The canary: random sequences, the same in every run of a model."""
     vocabulary = read_model_shape(config.model.hf_path).vocab
     longest = min(_LONGEST, config.batch.pack_tokens)
     spec = CanarySpec(seed=20, tokens=_TOKENS, longest=longest, vocab=vocabulary)
@@ -86,7 +87,10 @@ def _canary(config: RunConfig) -> list[Sample]:
 
 
 def _canary_sums(stats: TokenStats, pack: MicroBatch) -> torch.Tensor:
-    """Sums over the tokens: log-prob, log-prob squared, log-prob times the sequence's number, entropy."""
+    """Sums over the canary's tokens: log-prob, its square, log-prob times advantage, entropy.
+
+    The canary's advantages are random, one for each sequence: they tell the sequences apart.
+    """
     log_prob_T, mask_T = stats.log_prob_T.double(), pack.mask_T.double()
     terms = (log_prob_T, log_prob_T**2, log_prob_T * pack.advantage_T, stats.entropy_T)
     return torch.stack([(term_T * mask_T).sum() for term_T in terms])

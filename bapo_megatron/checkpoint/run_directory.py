@@ -1,4 +1,4 @@
-"""The run directory: its one writer, its stored configuration, and which settings may change on a resume.
+"""The run directory: its lock, its stored configuration, and the settings that may change on a resume.
 
 ``runtime/run_paths.py`` has the names of the files.
 """
@@ -22,13 +22,13 @@ FORMAT = 2
 """Version of the directory's layout; a directory of another version is refused."""
 
 _ADDED: dict[str, Any] = {"algorithm.loss": "bapo"}
-"""Fields that directories of this format may lack, from before they existed, and what held then."""
+"""Fields that older directories of this format lack, with the value that was in force then."""
 
 Change = tuple[str, Any, Any]
 """A changed field: its name, its stored value, its value now."""
 
-# Fields that may differ when a run continues: how far, where, how fast, how it is shown, what it waits for;
-# not what it computes. A name that ends with a dot or an underscore stands for all names that begin with it.
+# Fields that may differ when a run continues: its length, place, speed, logging and deadlines, but not what
+# it computes. A name that ends with a dot or an underscore stands for all names that begin with it.
 _STEPS = "steps"
 _MAY_CHANGE = (
     *(_STEPS, "name", "run_dir", "allow_change", "hang_minutes"),
@@ -42,7 +42,7 @@ _MAY_NOT_CHANGE = ("rollout.sglang.on_update",)  # tokens after new weights atte
 
 
 def check_writable(directory: Path) -> None:
-    """ConfigError if the run directory cannot be made or written to."""
+    """Check that the run directory can be created and written to; ConfigError if not."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         RunPaths(directory).lock.touch()
@@ -52,7 +52,7 @@ def check_writable(directory: Path) -> None:
 
 @contextmanager
 def only_writer(directory: Path) -> Iterator[None]:
-    """The directory's lock, held for the block. ConfigError if another process writes to the run."""
+    """Context manager of the run directory's lock. ConfigError if another process is writing to the run."""
     with RunPaths(directory).lock.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,7 +62,10 @@ def only_writer(directory: Path) -> Iterator[None]:
 
 
 def check_same_run(config: RunConfig) -> None:
-    """ConfigError if the run directory belongs to a run that computes something else."""
+    """Check that the run directory was started with these settings, except those that may change on a resume.
+
+    ConfigError with every other difference; a directory without a finished step fits any settings.
+    """
     stored = read_config(config.directory)
     metrics = RunPaths(config.directory).metrics
     if stored is None or not metrics.exists() or metrics.stat().st_size == 0:
@@ -79,7 +82,7 @@ def check_same_run(config: RunConfig) -> None:
 
 
 def changes(config: RunConfig, stored: dict[str, Any]) -> list[Change]:
-    """The fields that differ from a stored configuration, by name."""
+    """Fields of ``config`` that differ from a stored configuration, sorted by name."""
     ours = _plain_values(config)
     return [
         (name, stored.get(name), ours.get(name))
@@ -89,6 +92,7 @@ def changes(config: RunConfig, stored: dict[str, Any]) -> list[Change]:
 
 
 def _may_change(name: str, config: RunConfig) -> bool:
+    """Whether the field ``name`` may differ when the run continues."""
     if name in config.allow_change:
         return True
     if name == _STEPS and config.optimizer.decay != "constant":
@@ -100,13 +104,13 @@ def _may_change(name: str, config: RunConfig) -> bool:
 
 
 def changed_settings(config: RunConfig) -> list[Change]:
-    """The fields that differ from the stored configuration; none for a new run."""
+    """Fields of ``config`` that differ from the run directory's stored configuration; none for a new run."""
     before = read_config(config.directory)
     return changes(config, before) if before else []
 
 
 def check_partial_step(changed: list[Change], config: RunConfig) -> None:
-    """ConfigError if a partly trained step would be finished with other settings than it was begun with."""
+    """Check that a partly trained step ends with the settings that it was begun with; ConfigError if not."""
     names = {name for name, *_ in changed} & set(config.allow_change)
     if named := sorted(name for name in names if name.startswith("algorithm.") or name == "seed"):
         raise ConfigError(

@@ -1,11 +1,11 @@
-"""The checkpoints of a run: when one is written, which are kept.
+"""The checkpoint store of a run: asynchronous saves, and the retention of old checkpoints.
 
     checkpoints/step_000120/             policy/ (torch_dist)  trainer.json  manifest.json
-    checkpoints/step_000120_update_003/  within step 121, after 3 of its updates
+    checkpoints/step_000120_update_003/  in the middle of step 121, after 3 of its updates
 
 A checkpoint is written under a temporary name while training continues. Its manifest, with the size and the
 digest of every other file, is written last; then the folder is renamed. A folder without a manifest that
-matches its files does not count.
+matches its files does not count. The trainer decides when to save (``trainer/checkpointing.py``).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that has become whole."""
+    """A finished save: which checkpoint it is, and how long it took."""
 
     step: int
     updates: int
-    """Updates of the step after it."""
+    """Updates of the following step that it contains; 0 at the end of a step."""
     seconds: float
-    """From its beginning until it was on disk with its digests, on the slowest rank."""
+    """Time from the start of the save until it was on disk with its digests, on the slowest rank."""
 
 
 class CheckpointStore:
-    """The checkpoints of one run: begins, finalizes and deletes them. ``begin`` and ``finalize`` are
-    collective."""
+    """The checkpoint store of one run: begins, finalizes and deletes checkpoints. ``begin`` and ``finalize``
+    are collective."""
 
     def __init__(
         self,
@@ -53,9 +53,10 @@ class CheckpointStore:
         scores: dict[int, float] | None = None,
         is_in_use: Callable[[int], bool] = lambda step: False,
     ) -> None:
-        """``newest``: the checkpoint that the run continues from; (0, 0) for none.
+        """The store of ``run_dir``.
 
-        ``scores``: what the weights of a step are worth, for ``keep_best``; needed on rank 0 alone.
+        ``newest``: (step, updates) of the checkpoint that the run continues from; (0, 0) for none.
+        ``scores``: the validation score of each step, for ``keep_best``; needed on rank 0 alone.
         ``is_in_use``: whether the checkpoint of a step is still read, and must stay; asked on rank 0 alone.
         """
         self._paths, self._config = RunPaths(run_dir), config
@@ -67,11 +68,13 @@ class CheckpointStore:
     def begin(
         self, moment: Moment, folders: Mapping[str, Callable[[Path], Saving]], trainer: dict[str, Any]
     ) -> None:
-        """Begin to write the checkpoint of ``moment``; ``finalize`` ends it, and has ended the one before.
+        """Begin the asynchronous save of the checkpoint of ``moment`` (step, updates). Collective.
 
-        ``folders``: the name of each folder of the checkpoint, and what begins to write it. Collective.
+        ``finalize`` completes it; the previous save must have been finalized. ``folders``: for the name of
+        each folder of the checkpoint the function that begins to write it. ``trainer``: content of
+        trainer.json.
 
-        RunStopped, on the rank that meets it, if the disk does not take it; older checkpoints stay.
+        RunStopped, on the rank that meets it, if the disk is full or fails; older checkpoints stay.
         """
         assert self._pending is None, "finalize the checkpoint before"
         final = self._paths.checkpoint(*moment)
@@ -84,9 +87,9 @@ class CheckpointStore:
         self._pending, self.newest = PendingCheckpoint(savings, temporary, final, about), moment
 
     def finalize(self, wait: bool) -> Saved | None:
-        """Give the checkpoint that was begun its name, if all ranks have written it, or ``wait`` until then.
+        """Complete the pending save if all ranks have written their parts; ``wait`` blocks until they have.
 
-        Returns it the first time that it is whole, else None. Collective.
+        Returns the finished save, once; None while it is pending or if there is none. Collective.
         """
         pending = self._pending
         if pending is None:
@@ -102,7 +105,7 @@ class CheckpointStore:
         return Saved(step, updates, pending.seconds)
 
     def record_score(self, step: int, score: float) -> None:
-        """Note what the weights of ``step`` are worth, for ``keep_best``."""
+        """Record the validation score of the weights of ``step``, for ``keep_best``."""
         self._scores[step] = score
 
     def oldest_step(self) -> int:
@@ -110,14 +113,14 @@ class CheckpointStore:
         return min((step for (step, _), _ in step_entries(self._paths.checkpoints)), default=0)
 
     def steps(self) -> list[int]:
-        """The steps with a checkpoint at their end, up to the newest."""
+        """The steps that have a checkpoint at their end, in order, up to the newest checkpoint."""
         found = [moment for moment, _ in step_entries(self._paths.checkpoints)]
         return sorted(step for step, updates in found if not updates and step <= self.newest[0])
 
     def delete_old(self) -> None:
-        """Delete the checkpoints that ``config`` does not keep, on rank 0.
+        """Apply the retention policy: delete the checkpoints that ``config`` does not keep. On rank 0 alone.
 
-        Checkpoints later than the newest go, too: they were broken when the run continued.
+        Checkpoints later than the newest are deleted, too: the run could not continue from them.
         """
         found = sorted(step_entries(self._paths.checkpoints))
         kept = [moment for moment, _ in found if moment <= self.newest]
@@ -130,7 +133,7 @@ class CheckpointStore:
                 remove(path)
 
     def _milestones(self, steps: Sequence[int]) -> set[int]:
-        """The ``steps`` that ``keep_every`` and ``keep_best`` keep; of equal scores the later one."""
+        """The ``steps`` that ``keep_every`` and ``keep_best`` keep; of equal scores the latest."""
         every, best = self._config.keep_every, self._config.keep_best
         scored = sorted((self._scores[step], step) for step in steps if step in self._scores)
         found = {step for _, step in scored[-best:]} if best else set()

@@ -1,5 +1,4 @@
-"""The writer of one checkpoint in the background: its parts, then their digests, then the manifest and the
-name."""
+"""Asynchronous checkpoint writer: the ranks' parts, then file digests, then the manifest and the rename."""
 
 from __future__ import annotations
 
@@ -30,28 +29,31 @@ Digests = dict[str, dict[str, Any]]
 
 
 class PendingCheckpoint:
-    """A checkpoint that is being written while training continues. All ranks make the same calls in the same
-    order."""
+    """An asynchronous save: a checkpoint that is written while training continues. All ranks make the same
+    calls in the same order."""
 
     def __init__(
         self, savings: Sequence[Saving], temporary: Path, final: Path, about: dict[str, Any]
     ) -> None:
-        """``savings``: of its folders. ``about``: what the manifest holds besides the files."""
+        """The save of a checkpoint at ``temporary``, renamed to ``final`` at its end.
+
+        ``savings``: the background save of each folder. ``about``: fields of the manifest besides the files.
+        """
         self._savings, self._temporary, self.final = savings, temporary, final
         self._about = about
         self._began = perf_counter()
         self.seconds = 0.0
-        """From its beginning until it was on disk with its digests, on the slowest rank."""
+        """Time from the start of the save until it was on disk with its digests, on the slowest rank."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="digests")
         self._digests: Future[tuple[Digests, float]] | None = None
 
     def advance(self) -> bool:
-        """Advance as far as all ranks can without waiting; whether the checkpoint is whole. Collective."""
+        """Advance the save as far as all ranks can without waiting; True once it is complete. Collective."""
         if self._digests is None:
             if not _on_every_rank(all(saving.is_written() for saving in self._savings)):
                 return False
             self._finish_parts()
-            dist.barrier()  # rank 0 has written its part of the whole
+            dist.barrier()  # rank 0 has written the metadata
             files = sorted(path for path in self._temporary.rglob("*") if path.is_file())
             mine = files[dist.get_rank() :: dist.get_world_size()]
             self._digests = self._thread.submit(self._sync_and_digest, mine)
@@ -66,12 +68,13 @@ class PendingCheckpoint:
         return True
 
     def _finish_parts(self) -> None:
+        """Finish the save of each folder. An error is raised on rank 0 first (see ``_RANK_0_FIRST_S``)."""
         try:
             for saving in self._savings:
                 saving.finish()
         except CheckpointException as error:
             if not error.failures:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which rank 0's end reaches this one
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # sent once rank 0 has failed
                 sleep(_RANK_0_FIRST_S)
             raise
 
@@ -84,6 +87,7 @@ class PendingCheckpoint:
         return found, perf_counter() - self._began
 
     def _publish(self, manifest: dict[str, Any]) -> None:
+        """Write the manifest and give the checkpoint its final name, durably."""
         write_atomically(self._temporary / MANIFEST, json.dumps(manifest, indent=2))
         for folder in [self._temporary, *(path for path in self._temporary.rglob("*") if path.is_dir())]:
             sync_folder(folder)
@@ -94,21 +98,23 @@ class PendingCheckpoint:
 
 
 def on_main(action: Callable[[], None]) -> None:
-    """Run ``action`` on rank 0 while the others wait; an error there ends them all. Collective."""
+    """Run ``action`` on rank 0 while the others wait at a barrier. Collective.
+
+    An error on rank 0 ends its process, and the launcher then ends the others.
+    """
     if dist.get_rank() == 0:
         action()
     dist.barrier()
 
 
 def clear_leftovers(run_dir: Path) -> None:
-    """Delete the checkpoints that a process which was killed, or met a full disk, left half-written or
-    half-deleted."""
+    """Delete half-written and half-deleted checkpoints, which a killed process or a full disk leaves."""
     for leftover in step_leftovers(RunPaths(run_dir).checkpoints):
         shutil.rmtree(leftover)
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that no half of it is found under its name."""
+    """Delete a checkpoint. It is renamed first: a half-deleted one is never found under its name."""
     hidden = path.with_name(f".{path.name}.deleted")
     path.rename(hidden)
     shutil.rmtree(hidden)

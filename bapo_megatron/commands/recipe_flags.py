@@ -1,4 +1,4 @@
-"""The command line of commands that take a recipe: its path first, then flags that override its fields."""
+"""The command line ``bapo COMMAND RECIPE [flags]``: a recipe's path, then flags that override its fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ C = TypeVar("C")
 
 
 def recipe_config(command: str, kind: type[C], arguments: Sequence[str]) -> C:
-    """The recipe's configuration, overridden by the flags. ConfigError if the recipe returns no ``kind``."""
+    """The recipe's configuration, overridden by the flags. ConfigError if it is not of the class ``kind``."""
     from bapo_megatron.config.recipe import load_recipe
 
     recipe = recipe_path(command, arguments)
@@ -21,7 +21,7 @@ def recipe_config(command: str, kind: type[C], arguments: Sequence[str]) -> C:
 
 
 def recipe_path(command: str, arguments: Sequence[str]) -> Path:
-    """The path of the recipe, the first argument. Prints the usage and exits where help is asked for."""
+    """The path of the recipe, the first argument. Prints the usage and exits for --help or no argument."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(f"usage: bapo {command} RECIPE [flags]\n\n`bapo {command} RECIPE --help` lists the flags.")
         sys.exit(0 if arguments else 2)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def sft_command(arguments: Sequence[str]) -> None:
-    """Check the warm start, then train: as this rank of a launcher, or in processes of its own."""
+    """Check the configuration, then train: in this process under torchrun, else in processes of its own."""
     from bapo_megatron.config import SftConfig
     from bapo_megatron.policy.layout import data_parallel_size
     from bapo_megatron.runtime.distributed import launched_world_size, run_processes
@@ -30,7 +30,7 @@ def sft_command(arguments: Sequence[str]) -> None:
 
 
 def sft_process(config: SftConfig) -> None:
-    """One rank of a warm start, from its process group to the written model."""
+    """One rank of a supervised warm start: process group, training, and writing the model."""
     from bapo_megatron.policy.layout import parallel_processes
     from bapo_megatron.runtime.storage import writing
     from bapo_megatron.trainer.sft import run_sft

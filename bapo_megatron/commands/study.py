@@ -1,4 +1,4 @@
-"""``bapo study staleness [flags]``: the study in ``benchmarks/study`` of the checkout."""
+"""``bapo study staleness [flags]``: runs the staleness study, which only a checkout has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHECKOUT = Path(__file__).parents[2]
 
 
 def study_command(arguments: Sequence[str]) -> int:
-    """Run the study of this checkout. ConfigError if the package is installed without one."""
+    """Run the study in ``benchmarks/study``. ConfigError if the package is installed without a checkout."""
     if not (_CHECKOUT / "benchmarks/study/command.py").is_file():
         raise ConfigError(
             f"bapo study runs from a checkout of the repository, and {_CHECKOUT} is none: clone it and "

@@ -1,4 +1,4 @@
-"""The configuration that every rollout engine has, whatever it is: addresses, deadlines, weight transfer."""
+"""Engine-neutral configuration of rollout engines: addresses, deadlines, weight transfer."""
 
 from __future__ import annotations
 

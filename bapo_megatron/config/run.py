@@ -1,7 +1,7 @@
 """The configuration of a whole run or warm start: a recipe returns one, the command line overrides fields.
 
-``check`` finds what the fields show by themselves; what needs the disk (the dataset, the model folder) is
-checked in ``trainer/preflight.py``. Both before any process starts.
+``check`` finds mistakes in the fields alone; ``trainer/preflight.py`` checks what needs the disk (the
+dataset, the model folder). Both run before any process starts.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class RunConfig:
 
     @property
     def longest_request(self) -> int:
-        """Tokens of the longest prompt and response that engines are asked for, evaluations included."""
+        """Most tokens of prompt and response together in a request to an engine, evaluations included."""
         evaluated = self.evaluation_sampling[1] if self.evaluation.every else 0
         return self.data.max_prompt_tokens + max(self.rollout.max_response_tokens, evaluated)
 

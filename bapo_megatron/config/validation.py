@@ -48,7 +48,7 @@ def raise_problems(problems: list[str]) -> None:
 
 
 def wrong_types(config: object) -> Iterator[str]:
-    """Fields whose value has another type than the annotation: a recipe can set what the flags refuse."""
+    """Fields whose value does not have the annotated type: recipes, unlike flags, can set such values."""
     for path, value, annotation in _fields(config):
         try:
             check_type(value, annotation)
@@ -91,7 +91,7 @@ def parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def pack_problems(batch: BatchConfig, parallel: ParallelConfig, longest: int) -> Iterator[str]:
-    """A sequence of the ``longest`` tokens must fit into a pack that the layout can cut."""
+    """Rules of packing: a pack holds a sequence of ``longest`` tokens, and the layout can split it."""
     multiple, needed = parallel.length_multiple, parallel.pack_tokens_for(longest)
     if batch.pack_tokens >= needed:
         return
@@ -104,7 +104,7 @@ def pack_problems(batch: BatchConfig, parallel: ParallelConfig, longest: int) ->
 
 
 def algorithm_problems(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[str]:
-    """Rules of the objective: bounds, importance weights, updates for the groups that there are."""
+    """Rules of the objective: bounds, importance weights, and no more updates than groups."""
     yield from (f"algorithm.bounds.{problem}" for problem in algorithm.bounds.problems())
     if algorithm.importance_cap is not None and algorithm.old_log_probs == "rollout":
         yield (
@@ -135,7 +135,7 @@ def hold_problems(batch: BatchConfig, parallel: ParallelConfig, scope: str) -> I
 
 
 def range_problems(data: DataConfig, optimizer: OptimizerConfig) -> Iterator[str]:
-    """Pairs of fields whose smaller one is above the larger one."""
+    """Rules of ranges: a field for a lower end must not exceed the field for the upper end."""
     if data.min_difficulty > data.max_difficulty:
         yield f"data.min_difficulty={data.min_difficulty} is above data.max_difficulty={data.max_difficulty}"
     if optimizer.min_lr > optimizer.lr:
@@ -143,7 +143,7 @@ def range_problems(data: DataConfig, optimizer: OptimizerConfig) -> Iterator[str
 
 
 def staleness_problems(rollout: RolloutConfig) -> Iterator[str]:
-    """A response of full length must be able to end before it is too old."""
+    """Rules of staleness: a response of full length must be finished before it is too old."""
     if rollout.budget_tokens is None:
         return
     longest = rollout.budget_tokens * (rollout.max_staleness + 1)

@@ -1,8 +1,8 @@
-"""The canary batch: random sequences on which ``bapo verify`` compares parallel layouts, without a dataset.
+"""The canary batch: random sequences for ``bapo verify-parallel`` and the resume check, without a dataset.
 
-Random tokens are improbable under any model, so log-probs of the policy that "sampled" them cannot be made
-up beforehand. They are the log-probs that the reference layout measured, less a drawn log-ratio; every other
-layout reads the same numbers from the layout reference. So all layouts get equal inputs.
+Random tokens are improbable under any model, so realistic rollout log-probs cannot be drawn beforehand.
+They are the log-probs that the reference layout measured, less a drawn log-ratio; every other layout reads
+the same numbers from the layout reference. So all layouts get equal inputs.
 
 The log-ratios and advantages are drawn so that the result does not depend on rounding: no ratio lies near a
 candidate bound, and the search stops between two candidates, after it has moved.
@@ -32,7 +32,7 @@ class CanarySpec:
 
     seed: int
     tokens: int
-    """Tokens of all sequences together, about; a last remainder below two tokens is left out."""
+    """Tokens of all sequences together, up to a remainder below two tokens."""
     longest: int
     """Tokens of the longest sequence."""
     vocab: int
@@ -41,17 +41,17 @@ class CanarySpec:
 
 @dataclass(frozen=True)
 class CanarySequence:
-    """A random sequence of the canary, before any model has seen it."""
+    """A random sequence of the canary batch, still without rollout log-probs."""
 
     token_ids: np.ndarray
     """Token ids of prompt and response, int32."""
     log_ratio_R: np.ndarray
-    """log pi_theta - log pi_rollout that each response token shall have at the reference, float64."""
+    """Drawn log pi_theta - log pi_rollout of each response token at the reference layout, float64."""
     advantage: float
 
 
 def canary_sequences(spec: CanarySpec, bounds: BoundsConfig) -> list[CanarySequence]:
-    """The canary batch of ``spec``: the shortest sequence there is, the longest, and others in between."""
+    """The canary batch of ``spec``: a sequence of 2 tokens, one of the longest, and others in between."""
     generator = np.random.default_rng([spec.seed, spec.tokens, spec.longest, spec.vocab])
     return [
         _sequence(generator, length, 1.0 if number % 2 else -1.0, spec.vocab, bounds)
@@ -60,14 +60,14 @@ def canary_sequences(spec: CanarySpec, bounds: BoundsConfig) -> list[CanarySeque
 
 
 def unscored(sequences: Sequence[CanarySequence]) -> list[Sample]:
-    """Samples for the reference's first forward pass, with zeros in place of rollout log-probs."""
+    """Samples with zeros as rollout log-probs, for the reference layout's first forward pass."""
     return [_sample(one, np.zeros(len(one.log_ratio_R), np.float32)) for one in sequences]
 
 
 def scored(
     sequences: Sequence[CanarySequence], log_probs: Sequence[np.ndarray], bounds: BoundsConfig, loss_mean: str
 ) -> list[Sample]:
-    """Samples with rollout log-probs, made from those that the reference measured at each position."""
+    """Samples with rollout log-probs: those that the reference measured, less the drawn log-ratios."""
     samples = [
         _sample(one, (log_prob[-len(one.log_ratio_R) :] - one.log_ratio_R).astype(np.float32))
         for one, log_prob in zip(sequences, log_probs, strict=True)
@@ -101,7 +101,7 @@ def _sequence(
 
 
 def _off_the_edges(log_ratio_R: np.ndarray, bounds: BoundsConfig) -> np.ndarray:
-    """The log-ratios moved into the middle half of the interval between candidate bounds that they lie in."""
+    """The log-ratios, each moved into the middle half of its interval between candidate bounds."""
     candidates = [*low_values(bounds), *high_values(bounds)]
     edges = np.log(sorted({*candidates, bounds.dual_clip or candidates[-1]}))
     edges = np.concatenate([edges[:1] - 1.0, edges, edges[-1:] + 1.0])
@@ -146,7 +146,7 @@ def _positive_scale(
 def _sums(
     sequences: Sequence[CanarySequence], samples: Sequence[Sample], bounds: BoundsConfig, loss_mean: str
 ) -> list[float]:
-    """The contribution sums of the batch, up to one factor, computed from the log-ratios."""
+    """The contribution sums of the batch, up to a common factor, computed from the log-ratios."""
     counts = [sample.response_tokens for sample in samples]
     weights = [1.0 if loss_mean == "token" else 1.0 / count for count in counts]
     log_ratio, advantage, rollout_log_prob, weight = (

@@ -9,7 +9,7 @@ from bapo_megatron.data.rows import Row
 
 
 class RowError(Exception):
-    """An invalid dataset row. Who catches it adds the file and the row's number."""
+    """Error for an invalid dataset row. Callers add the file and the row's number."""
 
 
 def field_of(row: Row, name: str, kind: type, kind_name: str) -> Any:
@@ -46,7 +46,7 @@ def ground_truth_of(row: Row) -> str:
 
 
 def _unwrapped(value: object) -> object:
-    """The answer inside ``'["34"]'``, the form in which Skywork stores some; else the value itself."""
+    """The answer inside ``'["34"]'``, Skywork's form of some answers; any other value unchanged."""
     inner: object = value
     if isinstance(value, str) and value.lstrip().startswith('["'):
         try:

@@ -1,9 +1,9 @@
-"""Pack balancing: exchanges of documents and packs that bring groups of packs to equal weight.
+"""Pack balancing: equalizes the compute of data-parallel ranks by exchanging documents and packs.
 
-The heaviest group exchanges with a lighter one. A group is a rank's packs, or one pack alone.
+The heaviest group exchanges with a lighter one. A group is the packs of a rank, or a single pack.
 
 Two groups weighing H > L that shift the weight s from one to the other differ by |(H - L) - 2 s| afterwards.
-Each exchange is the feasible one that makes this least; the heaviest group never gets heavier.
+Each exchange is the feasible one with the smallest such difference; the heaviest group never gets heavier.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_WORK = 10_000_000
 """Limit of the pairs of documents that a call compares: some tenths of a second. Unlike a clock it stops
 every rank at the same plan."""
 _CALL = 5_000
-"""Pairs of documents that take as long as comparing two groups does besides."""
+"""Fixed cost of comparing two groups, as a number of document pairs."""
 
 _NOTHING = -1
 
@@ -31,9 +31,9 @@ class Documents:
     """The documents to pack: their lengths, their weights, and the capacity of a pack."""
 
     tokens: np.ndarray
-    """Tokens that each takes in a pack, int64."""
+    """Tokens of each document in a pack, int64."""
     weights: np.ndarray
-    """Weight of each, int64; groups are brought to equal sums of it."""
+    """Weight (compute) of each document, int64; groups are brought to equal sums of it."""
     capacity: int
     """Tokens that a pack holds."""
 
@@ -82,7 +82,7 @@ def _size(group: list[Pack]) -> int:
 
 
 def _best(heavy: list[Pack], light: list[Pack], gap: int, documents: Documents) -> _Exchange | None:
-    """The exchange that leaves the least difference, if that is less than ``gap``."""
+    """The exchange that leaves the smallest difference, if that is below ``gap``, else None."""
     candidates = _of_packs(heavy, light, gap, documents), _of_documents(heavy, light, gap, documents)
     found = min(candidates, key=lambda exchange: exchange.difference)
     return found if found.difference < gap else None
@@ -108,7 +108,7 @@ def _of_documents(heavy: list[Pack], light: list[Pack], gap: int, documents: Doc
 
 
 class _Choices(NamedTuple):
-    """The candidates that a group can give: each of its documents, and nothing out of each of its packs."""
+    """Exchange candidates of a group: each document, and for each pack the empty candidate ``_NOTHING``."""
 
     document: np.ndarray
     pack: np.ndarray

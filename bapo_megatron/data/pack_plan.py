@@ -56,7 +56,7 @@ def _check_fit(longest: int, capacity: int, pack_tokens: int, layout: PackLayout
 
 
 def _fewest_packs(tokens: np.ndarray, weights: np.ndarray, capacity: int, layout: PackLayout) -> list[Pack]:
-    """As many packs as best fit needs, of similar weight; where those overflow, the packs of best fit."""
+    """Packs of similar weight, as few as best-fit packing needs; if these overflow, best fit's own packs."""
     step = layout.data_size * layout.count_multiple
     # A weight that falls with the tokens makes the fullest pack with room the lightest: best fit.
     tight = [pack for pack in _fill(tokens, -tokens, len(tokens), capacity) or [] if pack]

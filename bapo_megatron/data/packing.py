@@ -1,4 +1,4 @@
-"""Sequence packing: groups of rollouts to samples, samples to ``thd`` micro-batches of balanced cost.
+"""Sequence packing: turns groups of rollouts into samples, and samples into balanced ``thd`` micro-batches.
 
 The shift to predicting positions happens here, once: a sample of n tokens has n - 1 of them, and position i
 holds token i as input and token i + 1 as label, with everything that is known about that label. All ranks
@@ -36,14 +36,14 @@ class Sample:
     token_ids: np.ndarray
     """Token ids of prompt and response, int32."""
     log_probs_R: np.ndarray
-    """Log-probs of the response under the policy that sampled it, float32."""
+    """Rollout log-probs: of the response under the policy that sampled it, float32."""
     versions_R: np.ndarray
     """Policy version that sampled each response token, int32."""
     advantage: float
     old_log_probs_R: np.ndarray | None = None
-    """Log-probs under pi_old, the ratio's denominator, float32; None: the policy that sampled it."""
+    """Log-probs under pi_old, the ratio's denominator, float32; None: ``log_probs_R``."""
     importance_R: np.ndarray | None = None
-    """Importance weights, factors of the tokens' weights in the loss, float32; None: 1."""
+    """Importance weights: factors of each token's weight in the loss, float32; None: 1."""
     loss_mask_R: np.ndarray | None = None
     """Loss mask, bool: False for response tokens that are not trained on (a tool's). None: all True."""
 
@@ -61,19 +61,19 @@ class Sample:
 
     @property
     def trained_R(self) -> np.ndarray:
-        """bool: the response tokens that the loss sees."""
+        """Loss mask of the response, bool [R]: the tokens that are trained on."""
         if self.loss_mask_R is None:
             return np.ones(self.response_tokens, np.bool_)
         return self.loss_mask_R.astype(np.bool_)
 
     @property
     def trained_tokens(self) -> int:
-        """Count of the response tokens that the loss sees."""
+        """Number of response tokens that are trained on."""
         return int(self.trained_R.sum())
 
     @property
     def positions(self) -> int:
-        """Predicting positions, what the sample takes in a pack."""
+        """Number of predicting positions, the sample's length in a pack."""
         return len(self.token_ids) - 1
 
 
@@ -105,10 +105,10 @@ def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -
 def pack_samples(
     samples: Sequence[Sample], pack_tokens: int, loss_mean: str = "token", layout: PackLayout | None = None
 ) -> list[MicroBatch]:
-    """Pack an update: this rank's micro-batches, as many as every other rank's (see ``pack_plan.py``).
+    """Pack the samples of an update into this rank's micro-batches; every rank has equally many.
 
-    A pack is at most ``pack_tokens`` long, rounded down to the layout's length multiple (a dummy for a rank
-    without samples has that multiple). ValueError if a sample does not fit.
+    A pack is at most ``pack_tokens`` long, rounded down to the layout's length multiple. A rank without
+    samples gets a dummy pack of one such multiple. ValueError if a sample does not fit.
     """
     layout = layout or PackLayout()
     lengths = [_round_up(sample.positions, layout.document_multiple) for sample in samples]
@@ -124,7 +124,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _loss_weights(samples: Sequence[Sample], loss_mean: str) -> list[float]:
-    """The weight of each sample's tokens in the loss, whose sum is divided by the count of trained tokens.
+    """Weight of each sample's tokens in the loss sum, which is then divided by the number of trained tokens.
 
     A mean over sequences of means over tokens is, with N sequences of n_i trained tokens,
     sum_i (1 / N) sum_t l_it / n_i = (1 / sum_j n_j) sum_i sum_t l_it * (sum_j n_j / N) / n_i.
@@ -147,7 +147,7 @@ def _build(
     for index in members:
         positions = samples[index].positions
         rows.append((index, bounds[-1], positions))
-        if positions:  # attention kernels need not know documents without tokens
+        if positions:  # documents without tokens are left out of the attention kernel's bounds
             bounds.append(bounds[-1] + _round_up(positions, layout.document_multiple))
     length = _round_up(max(1, shortest, bounds[-1]), layout.length_multiple)
     documents = list(pairwise(bounds))
@@ -162,15 +162,15 @@ def _build(
 
 
 def _padding_bounds(start: int, end: int, multiple: int) -> list[int]:
-    """Ends of the documents that fill ``start:end``."""
+    """Ends of the padding documents that fill ``start:end``."""
     piece = max(1, _PADDING_DOCUMENT // multiple) * multiple
     return [*range(start + piece, end, piece), end] if start < end else []
 
 
 def trained_columns(sample: Sample, index: int, weight: float) -> dict[str, ArrayLike]:
-    """The values of the per-token columns (``types.COLUMNS``) on a response: [R], or one for all tokens.
+    """Values of the per-token columns (``types.COLUMNS``) on a response: an array [R], or one scalar.
 
-    ``index`` is the sample's in the update, ``weight`` that of its tokens in the loss.
+    ``index``: place of the sample in the update. ``weight``: weight of its tokens in the loss.
     """
     importance_R = 1.0 if sample.importance_R is None else sample.importance_R
     old_log_probs_R = sample.log_probs_R if sample.old_log_probs_R is None else sample.old_log_probs_R
@@ -186,7 +186,7 @@ def trained_columns(sample: Sample, index: int, weight: float) -> dict[str, Arra
 
 
 def _write(pack: MicroBatch, sample: Sample, start: int, columns: dict[str, ArrayLike]) -> None:
-    """Write the ids of all tokens, and ``columns`` where a token is predicted that is trained on."""
+    """Write all token ids and labels of a sample, and ``columns`` at positions whose label is trained on."""
     end = start + sample.positions
     tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
     pack.token_T[start:end] = tokens[:-1]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.data.fields import RowError, extra_info_of, field_of, ground_truth_of, messages_of
-from bapo_megatron.data.rows import Row, read_jsonl, read_rows
+from bapo_megatron.data.rows import Row, iterate_jsonl, read_rows
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.types import Prompt
 
@@ -68,7 +68,7 @@ def _as_written(path: Path, tokenizer: Any) -> tuple[int, RowError] | None:
 
     If row 7 has a number where the others have text, Arrow may turn the text of row 0 into a number.
     """
-    for number, row in enumerate(read_jsonl(path) if path.suffix == ".jsonl" else ()):
+    for number, row in enumerate(iterate_jsonl(path) if path.suffix == ".jsonl" else ()):
         try:
             _prompt(number, row, tokenizer)
         except RowError as error:

@@ -46,7 +46,7 @@ def _load(path: Path) -> list[Row]:
             raise ConfigError(f"data.path={path}: cannot be read: {cause}") from error
 
 
-def read_jsonl(path: Path) -> Iterator[Any]:
+def iterate_jsonl(path: Path) -> Iterator[Any]:
     """The values of a JSONL file, without Arrow's conversions. ConfigError with the row's number."""
     with path.open(encoding="utf-8") as lines:
         number = 0
@@ -71,10 +71,10 @@ def _quiet(datasets: Any) -> Iterator[None]:
 
 
 def _broken_line(path: Path) -> str | None:
-    """Which row is the first that is not JSON; the parser's own number counts from the start of its block."""
+    """The first row that is not JSON, as text; the parser's own number counts from the start of its block."""
     try:
         if FORMATS[path.suffix] == "json":
-            deque(read_jsonl(path), maxlen=0)
+            deque(iterate_jsonl(path), maxlen=0)
     except ConfigError as error:
         return str(error)
     return None

@@ -1,1 +1,1 @@
-"""How good a model is: suites, sampled and judged responses, and what their numbers can tell."""
+"""Evaluation: benchmark suites, sampled and scored responses, metrics with confidence intervals."""

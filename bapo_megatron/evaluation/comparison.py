@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.evaluation.responses import RESPONSES, SUMMARY, flat, read_responses, read_summary
+from bapo_megatron.evaluation.responses import RESPONSES, SUMMARY, flat_settings, read_responses, read_summary
 from bapo_megatron.evaluation.statistics import (
     Interval,
     bootstrap_intervals,
@@ -34,18 +34,20 @@ class Compared:
     interval: Interval
     """95 % bootstrap over problems."""
     p_value: float
-    """Of the paired sign-flip test over problems, exact."""
+    """P-value of the exact paired sign-flip test over problems."""
     detectable: float
     """The smallest true difference that this suite would show in four of five comparisons."""
     better: int
     """Problems that B solves more often than A."""
     worse: int
     other_settings: tuple[str, ...]
-    """What else differs, besides the model."""
+    """Settings besides the model that differ."""
 
 
 def compare(a: Path, b: Path) -> list[Compared]:
-    """Every suite that both have. ``a`` and ``b``: outputs of `bapo eval`, or the folders of one suite.
+    """Comparison of every suite that both evaluations have.
+
+    ``a`` and ``b``: outputs of `bapo eval`, or the folders of one suite.
 
     ConfigError if one is not finished, or if they have asked different problems.
     """
@@ -68,7 +70,7 @@ def _suites(path: Path) -> dict[str, Path]:
 
 
 def compare_suite(name: str, a: Path, b: Path) -> Compared:
-    """One suite of both."""
+    """Comparison of one suite in both evaluations."""
     summary_a, summary_b = read_summary(a), read_summary(b)
     if summary_a["suite"]["sha256"] != summary_b["suite"]["sha256"]:
         raise ConfigError(f"suite {name}: {a} and {b} asked different problems (their files' SHA-256 differ)")
@@ -100,7 +102,7 @@ def _correct(folder: Path, samples: int) -> Counter[int]:
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    ours, theirs = flat({"sampling": a["sampling"]}), flat({"sampling": b["sampling"]})
+    ours, theirs = flat_settings({"sampling": a["sampling"]}), flat_settings({"sampling": b["sampling"]})
     return [
         f"{name}: {ours[name]!r}, {theirs.get(name)!r}" for name in ours if ours[name] != theirs.get(name)
     ]

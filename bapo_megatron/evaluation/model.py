@@ -15,18 +15,18 @@ from checkpoints_tools.formats.locate import Format, Location, locate
 from checkpoints_tools.to_hf import to_hf
 
 _FILES = (".safetensors", ".json", ".jinja", ".model")
-"""What decides what a model says: weights, configuration, tokenizer, chat template."""
+"""Endings of the files that decide a model's outputs: weights, configuration, tokenizer, chat template."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What engines load."""
+    """The evaluated model: the HF folder that engines load, and its origin."""
 
     folder: Path
     checkpoint: str
-    """Where it comes from."""
+    """Path of the checkpoint or HF folder that the model comes from."""
     sha256: str
-    """Of its files, see `model_digest`."""
+    """SHA-256 of the model's files, see `model_digest`."""
 
 
 def output_of(location: Location) -> Path:

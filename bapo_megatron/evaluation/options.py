@@ -37,13 +37,13 @@ class EvalOptions:
     pass_at: tuple[int, ...] = (1, 4, 16)
     """Each k of pass@k, up to `samples`; larger ones are left out."""
     temperature: float = 0.6
-    """Of sampling; 0 takes the most probable token."""
+    """Sampling temperature; 0 takes the most probable token."""
     max_response_tokens: int = 32768
     """Responses are cut here, and count as truncated."""
     max_prompt_tokens: int = 2048
     """A suite with a longer prompt is refused."""
     seed: int = 0
-    """Of sampling (local engine) and of the bootstrap."""
+    """Seed of sampling (local engine) and of the bootstrap."""
     engine: str = "local"
     """`local`: in this process. `sglang`: servers, see `sglang`. Or `package.module:Name`, as
     `rollout.engine` of a run."""
@@ -65,12 +65,12 @@ class EvalOptions:
 
     @property
     def wanted_pass_at(self) -> tuple[int, ...]:
-        """Those that exist."""
+        """Each k of ``pass_at`` that ``samples`` responses allow, sorted."""
         return tuple(sorted({k for k in self.pass_at if k <= self.samples}))
 
     @property
     def rollout(self) -> RolloutConfig:
-        """How responses are sampled, as a run has it."""
+        """The sampling settings as the rollout section of a run's configuration."""
         return RolloutConfig(
             temperature=self.temperature,
             max_response_tokens=self.max_response_tokens,
@@ -125,7 +125,7 @@ class EvalOptions:
         )
 
     def sampling(self) -> dict[str, Any]:
-        """What responses depend on, besides model and problem: those of one evaluation agree in it."""
+        """Settings that responses depend on, besides model and problem; equal within one evaluation."""
         return {
             "temperature": self.temperature,
             "max_response_tokens": self.max_response_tokens,

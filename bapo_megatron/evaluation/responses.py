@@ -1,4 +1,4 @@
-"""What an evaluation of one suite has on disk.
+"""The files of an evaluation of one suite: settings, responses, summary.
 
     OUTPUT/SUITE/  settings.json  responses.jsonl (one a line)  summary.json (when all are there)
 
@@ -14,21 +14,18 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from bapo_megatron.checkpoint.run_directory import only_writer
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.scoring import ScoredResponse
 from bapo_megatron.runtime.files import write_atomically
-from bapo_megatron.runtime.jsonl_log import JsonlLog
+from bapo_megatron.runtime.jsonl_log import JsonlLog, Row
 from bapo_megatron.runtime.storage import writing
 
 FORMAT = 1
 SETTINGS, RESPONSES, SUMMARY = "settings.json", "responses.jsonl", "summary.json"
 
 _MAY_CHANGE = ("samples", "model.checkpoint", "suite.name")
-
-Row = dict[str, Any]
 
 
 class Responses(JsonlLog):
@@ -62,7 +59,7 @@ def open_folder(folder: Path, settings: Row) -> Iterator[Responses]:
 def _check_settings(path: Path, settings: Row) -> None:
     if not path.exists():
         return
-    before, now = flat(_json(path)), flat(settings)
+    before, now = flat_settings(_json(path)), flat_settings(settings)
     different = [
         f"{name}: {before.get(name)!r} then, {now.get(name)!r} now"
         for name in sorted(before.keys() | now.keys())
@@ -76,8 +73,8 @@ def _check_settings(path: Path, settings: Row) -> None:
         )
 
 
-def flat(settings: Row) -> Row:
-    """One level of nesting under dotted names."""
+def flat_settings(settings: Row) -> Row:
+    """Evaluation settings with one level of nesting flattened to dotted names."""
     found: Row = {}
     for name, value in settings.items():
         found |= (
@@ -105,7 +102,7 @@ def read_responses(path: Path, samples: int) -> list[ScoredResponse]:
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """One at a time: the texts of long responses are gigabytes together."""
+    """Complete lines of a file, one at a time: the texts of long responses are gigabytes together."""
     if path.exists():
         with path.open("rb") as lines:
             yield from (line for line in lines if line.endswith(b"\n"))

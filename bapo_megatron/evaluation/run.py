@@ -18,7 +18,6 @@ from bapo_megatron.evaluation.options import EvalOptions
 from bapo_megatron.evaluation.responses import (
     FORMAT,
     Responses,
-    Row,
     open_folder,
     read_responses,
     write_summary,
@@ -31,13 +30,14 @@ from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
 from bapo_megatron.rollout.engines.requests import limits_of, stop_token_ids
 from bapo_megatron.rollout.engines.whole_response import Sampling
+from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.types import Metrics
 
 _VERSION = 1
 """Weight version that engines are given; what they started with is 0."""
 
 Results = dict[str, tuple[Path, Metrics]]
-"""For each suite its folder and its metrics."""
+"""Folder and metrics of each suite, by its name."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ async def _ask(
     urls: Sequence[str],
     finish: Callable[[_Task], None],
 ) -> None:
-    """All suites, one after the other, by the same engines."""
+    """Sample and score all suites, one after the other, with the same engines."""
     rollout, folder = config.rollout, config.model.hf_path
     async with AsyncExitStack() as opened:
         scorer = RewardPool(config.reward, rollout.max_response_tokens)

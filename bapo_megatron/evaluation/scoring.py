@@ -31,7 +31,7 @@ class ScoredResponse:
     sample: int
     correct: bool
     answer: str | None
-    """As `vote_of` extracts it; None if there is none."""
+    """Answer as `vote_of` extracts it; None if there is none."""
     tokens: int
     finish_reason: FinishReason
     failure: str | None = None
@@ -39,7 +39,7 @@ class ScoredResponse:
 
 
 def vote_of(response: str) -> str | None:
-    """What a response says in a majority vote: its last box in normal form."""
+    """Vote of a response for maj@n: its last box in normal form."""
     answer = last_boxed(response)
     return (answer_text(answer) or None) if answer is not None else None
 

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 RESAMPLES = 10_000
-"""Of a bootstrap."""
+"""Number of resamples of a bootstrap."""
 
 CONFIDENCE = 0.95
 SIGNIFICANCE, POWER = 0.05, 0.8
-"""Of the minimal detectable difference: two-sided error of the first kind, and the chance to see it."""
+"""Significance (two-sided) and power of the minimal detectable difference."""
 
 _ELEMENTS = 1 << 22
-"""Drawn at a time by the bootstrap."""
+"""Elements that the bootstrap draws at a time."""
 
 
 class Vote(NamedTuple):
@@ -120,7 +120,7 @@ def detectable_difference(difference_std: float, problems: int) -> float:
 
 
 def standard_deviation(values_P: Sequence[float] | np.ndarray) -> float:
-    """With n - 1 below; 0 for a single value."""
+    """Sample standard deviation (divisor n - 1); 0 for a single value."""
     return float(np.std(values_P, ddof=1)) if len(values_P) > 1 else 0.0
 
 

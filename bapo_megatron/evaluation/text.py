@@ -1,4 +1,4 @@
-"""What the commands print. Shares appear as points: 0.5 is 50.0."""
+"""Text output of the evaluation commands. Shares are printed as points: 0.5 is 50.0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bapo_megatron.types import Metrics
 
 
 def results_text(results: Results) -> str:
-    """One block a suite."""
+    """The results of an evaluation as text, one block for each suite."""
     blocks = []
     for name, (folder, metrics) in results.items():
         lines = [f"{name}: {metrics['problems']} problems, {metrics['samples']} responses each"]
@@ -58,7 +58,7 @@ def _certainty(metrics: Metrics) -> list[str]:
 
 
 def comparison_text(found: Sequence[Compared], a: str, b: str) -> str:
-    """One block a suite."""
+    """The comparison of two evaluations as text, one block for each suite."""
     lines = [f"A: {a}", f"B: {b}"]
     for one in found:
         low, high = one.interval

@@ -15,13 +15,13 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import new_folder, write_atomically
 from bapo_megatron.runtime.storage import writing
 
-SHARD_BYTES = 4 * 2**30
+_SHARD_BYTES = 4 * 2**30
 
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
 
 def export_hf(
-    weights: Iterator[tuple[str, Tensor]], reference: Path, output: Path, shard_bytes: int = SHARD_BYTES
+    weights: Iterator[tuple[str, Tensor]], reference: Path, output: Path, shard_bytes: int = _SHARD_BYTES
 ) -> None:
     """Export ``weights`` as a Hugging Face folder, with copies of ``reference``'s config and tokenizer.
 
@@ -29,7 +29,7 @@ def export_hf(
     at the end; an earlier export is replaced, anything else there is refused (ConfigError). RunStopped if the
     disk does not take it.
     """
-    check_output(output)
+    check_export_output(output)
     if dist.get_rank() == 0:
         with writing("the exported model", output), new_folder(output) as folder:
             _copy_reference(reference, folder)
@@ -87,7 +87,7 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
     write_atomically(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
-def check_output(output: Path) -> None:
+def check_export_output(output: Path) -> None:
     """Raise ConfigError if ``output`` exists and is no Hugging Face folder: it would be replaced."""
     if output.is_dir() and ((output / "config.json").is_file() or not any(output.iterdir())):
         return

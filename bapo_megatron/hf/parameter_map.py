@@ -19,8 +19,8 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """A block of rows of a megatron parameter that are consecutive rows of one HF tensor."""
+class RowSegment:
+    """A row segment of a fused Megatron parameter (QKV, gate-up): consecutive rows of one HF tensor."""
 
     source: int
     """Index of the HF tensor among the parameter's."""
@@ -36,7 +36,7 @@ class Mapping:
     hf_names: tuple[str, ...]
     """Names of the HF tensors, which may contain ``{layer}``."""
     hf_shapes: Shapes
-    segments: tuple[Segment, ...]
+    segments: tuple[RowSegment, ...]
     """Segments from the parameter's first row to its last. Each row of each HF tensor is in one of them."""
     tp_dim: int | None
     """Dimension that tensor parallelism cuts; None for a replicated parameter."""
@@ -123,7 +123,7 @@ def checkpoint_key(name: str, stacked: bool = True) -> str:
 
 
 def _plain(hf_name: str, hf_shape: tuple[int, ...], tp_dim: int | None = None) -> Mapping:
-    return Mapping((hf_name,), (hf_shape,), (Segment(0, 0, hf_shape[0]),), tp_dim)
+    return Mapping((hf_name,), (hf_shape,), (RowSegment(0, 0, hf_shape[0]),), tp_dim)
 
 
 def _qkv(shape: ModelShape, kind: str, tail: tuple[int, ...]) -> Mapping:
@@ -132,7 +132,7 @@ def _qkv(shape: ModelShape, kind: str, tail: tuple[int, ...]) -> Mapping:
     return Mapping(
         tuple(f"model.layers.{{layer}}.self_attn.{x}_proj.{kind}" for x in "qkv"),
         tuple((groups * count, *tail) for count in rows),
-        tuple(Segment(i, g * count, count) for g in range(groups) for i, count in enumerate(rows)),
+        tuple(RowSegment(i, g * count, count) for g in range(groups) for i, count in enumerate(rows)),
         tp_dim=0,
     )
 
@@ -141,7 +141,7 @@ def _gate_up(shape: ModelShape) -> Mapping:
     return Mapping(
         tuple(f"model.layers.{{layer}}.mlp.{x}_proj.weight" for x in ("gate", "up")),
         ((shape.ffn, shape.hidden),) * 2,
-        (Segment(0, 0, shape.ffn), Segment(1, 0, shape.ffn)),
+        (RowSegment(0, 0, shape.ffn), RowSegment(1, 0, shape.ffn)),
         tp_dim=0,
         tp_parts=2,
     )

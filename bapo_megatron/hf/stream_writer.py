@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SHARD_BYTES = 2**30
+_SHARD_BYTES = 2**30
 _HEADER_BYTES = 2**18
 _MOST_TENSORS = 1000
 """Most tensors of a file: so many entries with names of up to 128 characters fit into the header."""
@@ -28,7 +28,9 @@ _TYPES = {
 }
 
 
-def write_shards(weights: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+def write_shards(
+    weights: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int = _SHARD_BYTES
+) -> None:
     """Write ``weights`` to ``model-00000.safetensors`` and so on, each of about ``shard_bytes``.
 
     There is no index: loaders read every file. ValueError for a type that no model has.

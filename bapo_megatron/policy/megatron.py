@@ -1,7 +1,7 @@
-"""The megatron-core policy: a GPTModel on its schedules, DDP and distributed optimizer.
+"""The megatron-core policy (the actor): GPTModel, pipeline schedule, DDP and distributed optimizer.
 
-Every forward and backward pass, training or not, goes through ``passes.py``: packs in, one additive vector of
-sums out, equal on all ranks.
+Every forward and backward pass, training or not, goes through ``passes.py``: it takes packs and returns one
+additive vector of sums, equal on all ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class MegatronPolicy:
-    """The policy on megatron-core; implements ``interfaces.Policy``.
+    """The trained policy (actor) on megatron-core; implements ``interfaces.Policy``.
 
     Process groups must exist (``layout.parallel_processes``).
     """
@@ -85,7 +85,7 @@ class MegatronPolicy:
 
     @property
     def pack_layout(self) -> PackLayout:
-        """The constraints of this rank's packs."""
+        """Constraints of this rank's packs: data-parallel share, padding multiples, number of packs."""
         config = self._config
         interleaved = config.virtual_pipeline_model_parallel_size is not None
         return PackLayout(
@@ -99,25 +99,31 @@ class MegatronPolicy:
         )
 
     def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
-        """``fn`` summed over the packs of all ranks by a forward pass, float64."""
+        """Forward-only pass: the sum of ``fn`` over the packs of all ranks, float64. Collective."""
         return self._passes.forward(batches, fn)
 
     def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
-        """``token_sums`` of pi_old's log-probs, which the packs hold: no pass of the model."""
+        """``token_sums`` of pi_old's log-probs, which the packs hold; needs no forward pass."""
         return self._passes.old_sums(batches, fn)
 
     def log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
-        """Log-probs and entropies of this rank's packs, whole, on every rank of its replica."""
+        """Log-probs and entropies of this rank's packs, in full on every rank of the replica."""
         return self._passes.stats(batches)
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
-        """``values``, equal on the ranks of a replica, added up over the replicas. Collective."""
+        """All-reduced sum of ``values`` over the data-parallel replicas. Collective.
+
+        ``values`` must be equal on the ranks of a replica.
+        """
         total = values.to(self.device, copy=True)
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
         return total.cpu()
 
     def update(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> UpdateResult:
-        """One optimizer step on element 0 of ``loss``.
+        """One optimizer step: backward of the loss, gradient clipping, Adam, learning-rate schedule.
+
+        ``loss`` returns a vector of sums for each pack. Element 0, summed over packs and divided by the
+        update's count of trained tokens, is minimized; the other elements are metrics.
 
         A loss or a gradient that is not finite, on any rank, raises FloatingPointError on all of them; the
         weights stay as they were.
@@ -139,7 +145,7 @@ class MegatronPolicy:
         return float(self._optimizer.param_groups[0]["lr"]) if self.version else 0.0
 
     def optimizer_digest(self) -> list[float]:
-        """Sums over weights and moments of all ranks (``optimizer.state_sums``). Collective."""
+        """Digest of weights and moments on all ranks (``optimizer.state_sums``). Collective."""
         sums = state_sums(self._optimizer).to(self.device)
         dist.all_reduce(sums)
         return [float(value) for value in sums.cpu()]
@@ -149,17 +155,18 @@ class MegatronPolicy:
         return self._weights.gather()
 
     def save(self, path: Path) -> BackgroundSave:
-        """Begin to write model and optimizer into ``path`` as a torch_dist checkpoint. Collective."""
+        """Begin an asynchronous save of model and optimizer into ``path`` (torch_dist format). Collective."""
         return megatron_checkpoint.save(path, self._model, self._optimizer)
 
     def load(self, path: Path, version: int) -> None:
-        """Load what ``save`` wrote at ``version``, at this layout or another. Collective."""
+        """Load a checkpoint that ``save`` wrote at ``version``, in any parallel layout. Collective."""
         megatron_checkpoint.load(path, self._model, self._optimizer)
         self.version = version
         self._schedule.num_steps = 0
         self._schedule.step(increment=version)
 
     def _wrap(self, chunks: list[Any], dtype: torch.dtype) -> list[Any]:
+        """The model chunks in Float16Module (if bfloat16) and DistributedDataParallel."""
         if dtype == torch.bfloat16:
             chunks = [Float16Module(self._config, chunk) for chunk in chunks]
         settings = DistributedDataParallelConfig(

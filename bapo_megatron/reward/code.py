@@ -53,7 +53,7 @@ def last_code_block(response: str) -> str | None:
     return block
 
 
-def is_right(
+def program_is_right(
     ground_truth: str, response: str, memory_mb: int, case_limit_s: float, total_limit_s: float
 ) -> bool:
     """Whether all tests pass, each in ``case_limit_s`` and all together in ``total_limit_s``.

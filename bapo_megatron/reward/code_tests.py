@@ -59,7 +59,7 @@ class Tests:
 
 
 def is_tests(ground_truth: str) -> bool:
-    """Whether it has the form of a code problem's ground truth: a JSON object, or assert statements."""
+    """Whether a ground truth is the tests of a code problem: a JSON object, or assert statements."""
     if ground_truth.lstrip().startswith("assert "):
         return True
     try:

@@ -25,12 +25,12 @@ CODE_SHARE = 0.9
 
 
 def is_built_in(function: str) -> bool:
-    """Whether it is a name and not the path of a user's function."""
+    """Whether ``function`` is the name of a built-in reward, not the path of a user's function."""
     return function in REWARD_FUNCTIONS
 
 
 def runs_code(function: str) -> bool:
-    """Whether it needs the sandbox."""
+    """Whether the reward ``function`` runs programs, and so needs the sandbox."""
     return function in ("code", "math_or_code")
 
 
@@ -53,11 +53,11 @@ def built_in(reward: RewardConfig) -> IsRight:
     """The built-in function, for a worker: it must be called in the main thread, and may never return."""
 
     def math_is_right(ground_truth: str, response: str) -> bool:
-        return math.is_right(ground_truth, response, math_verify_compare.equal)
+        return math.answer_is_right(ground_truth, response, math_verify_compare.equal)
 
     def code_is_right(ground_truth: str, response: str) -> bool:
         total_s = CODE_SHARE * reward.time_limit_s
-        return code.is_right(
+        return code.program_is_right(
             ground_truth, response, reward.memory_limit_mb, reward.code_case_limit_s, total_s
         )
 

@@ -20,7 +20,7 @@ MAX_ANSWER_CHARACTERS = 1000
 """A longer box is wrong without being read: parsing time grows faster than length."""
 
 
-def is_right(ground_truth: str, response: str, equal: Equal | None = None) -> bool:
+def answer_is_right(ground_truth: str, response: str, equal: Equal | None = None) -> bool:
     """Whether the last box of the response is the ground truth, as math-verify sees it. No response makes it
     raise. ``equal`` as for ``answers_equal``."""
     answer = last_boxed(response)

@@ -13,7 +13,7 @@ SIGNAL_LIMIT_S = 2
 """math-verify's own limit, in seconds, on one parse or comparison."""
 
 
-def prepare() -> None:
+def import_math_verify() -> None:
     """Import math-verify now, and keep it from logging every answer that it cannot read."""
     import math_verify  # noqa: F401  # half a second, and only children need it
 

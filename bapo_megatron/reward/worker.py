@@ -69,7 +69,7 @@ def _prepared(settings: dict[str, Any] | None) -> tuple[list[str], Answerer]:
         answer = _scorer(reward)
         notes = _sandbox_notes() if functions.runs_code(reward.function) else []
     if reward.function in ("math", "math_or_code"):
-        math_verify_compare.prepare()
+        math_verify_compare.import_math_verify()
     _limit_memory(reward.memory_limit_mb)
     return notes, answer
 

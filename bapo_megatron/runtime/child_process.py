@@ -30,7 +30,7 @@ from bapo_megatron.runtime import processes
 T = TypeVar("T")
 
 MAX_ANSWER_BYTES = 256 << 20
-"""Of one line; more is a child out of control."""
+"""Most bytes of one line of a child's output; more means that the child is out of control."""
 
 _UNKILLABLE_S = 5.0
 """How long a killed child is waited for. One that the kernel does not let go of (a file system that hangs) is
@@ -204,7 +204,7 @@ class AnsweringChild(ChildProcess):
 
 @dataclass(frozen=True)
 class CommandResult:
-    """How a command ended, and what it printed."""
+    """The result of a command: its exit and its output."""
 
     output: str
     errors: str
@@ -214,7 +214,7 @@ class CommandResult:
     """Exit code, negative for a signal; None if it was not started, or killed at the deadline."""
 
     def reason(self) -> str:
-        """Why it failed, in one line: the last that it printed, or how it ended."""
+        """Why the command failed, in one line: the last that it printed, or how it ended."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
         return f"{self.ended}: {lines[-1]}" if lines else self.ended
 

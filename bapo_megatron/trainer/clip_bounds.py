@@ -40,7 +40,7 @@ class Clipping:
 
     def __init__(self, config: AlgorithmConfig, hold_forwards: bool = False) -> None:
         self.objective = Objective(build_loss(config))
-        """Of the loss in use: reads the vector of an update."""
+        """The objective of the configured loss: reads the vector of sums of an update."""
         self._search = self.objective.loss.search
         self._known_ratio, self._hold = config.known_ratio, hold_forwards
         self._previous: Tensor | None = None

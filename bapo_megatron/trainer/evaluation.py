@@ -11,7 +11,7 @@ from bapo_megatron.trainer.checkpointing import WAIT_S, wait_for_sampler
 from bapo_megatron.types import Metrics
 
 
-def evaluate(run: Run, step: int) -> None:
+def evaluate_if_due(run: Run, step: int) -> None:
     """Evaluate the weights after ``step`` if an evaluation is due; training waits. Collective."""
     if not run.config.evaluates(step):
         return

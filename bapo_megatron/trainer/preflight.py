@@ -13,7 +13,7 @@ from bapo_megatron.checkpoint.run_directory import check_same_run
 from bapo_megatron.config import ModelConfig, ParallelConfig, RunConfig, SftConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
-from bapo_megatron.hf.export import check_output
+from bapo_megatron.hf.export import check_export_output
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.device import attention_problem, has_cuda
@@ -66,7 +66,7 @@ def check_sft(config: SftConfig) -> None:
     """ConfigError with the first problem that would stop a supervised warm start."""
     config.check()
     tokenizer = check_model(config.model, config.parallel)
-    check_output(config.output)
+    check_export_output(config.output)
     load_solutions(config, tokenizer)
 
 

@@ -157,7 +157,7 @@ def check_engine_gap(
 
 
 def gap_excess(config: AlgorithmConfig, updates: Sequence[Metrics]) -> Iterator[str]:
-    """Each gap above its limit, with both numbers."""
+    """The engine gaps that exceed their limits, each with both numbers."""
     limits = {"mean": config.gap_mean_limit, "max": config.gap_max_limit}
     for name, limit in limits.items():
         for update in updates:

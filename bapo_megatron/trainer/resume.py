@@ -28,10 +28,10 @@ class PartialStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run begins or continues. Equal on every rank."""
+    """The resume point: the checkpoint and step that a run begins or continues from. Equal on every rank."""
 
     checkpoint: Checkpoint | None
-    """None for a new run."""
+    """The checkpoint to continue from; None for a new run."""
     first_step: int
     """The step to train next: 1 for a new run."""
     partial_step: PartialStep | None

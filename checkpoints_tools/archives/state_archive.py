@@ -69,7 +69,7 @@ def _entries(value: Any, payloads: Sequence[int]) -> Iterator[tuple[str, bytes |
 
 
 def _header(name: str, data: bytes | None, nbytes: int, position: int) -> bytes:
-    """What stands before an entry's bytes; a tensor's are aligned."""
+    """The zip header before an entry's bytes; padded so that a tensor's bytes are aligned."""
     encoded = name.encode()
     extra = b""
     if data is None:

@@ -10,7 +10,7 @@ from typing import Any
 from checkpoints_tools.archives.pickle_writer import Call, Instance, Name, dumps
 from checkpoints_tools.archives.torch_archive import object_archive
 
-BACKENDS = {
+METADATA_JSON = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
@@ -39,7 +39,7 @@ class Piece:
 
 @dataclass
 class StoredKey:
-    """One key of the checkpoint."""
+    """A key of the checkpoint: its type, its shape and the pieces that hold it."""
 
     dtype: str | None
     """Type by safetensors' name; None for an object."""

@@ -28,7 +28,7 @@ _FULL = {
 
 
 def temporary_folder(output: Path) -> Path:
-    """Where ``output`` is written before it is renamed."""
+    """Temporary folder in which ``output`` is written before it is renamed."""
     return output.with_name(f".{output.name}.bapo-ckpt.tmp")
 
 

@@ -66,7 +66,7 @@ def tensor_difference(here: BlockTensor, there: BlockTensor) -> str | None:
 
 
 def _structure(name: str, here: BlockTensor | None, there: BlockTensor | None) -> Difference | None:
-    """What differs before any element is read."""
+    """Difference in presence, type or shape of a tensor, found before any element is read."""
     if here is None or there is None:
         return Difference(name, "missing", f"is missing in {'the first' if here is None else 'the second'}")
     if here.dtype != there.dtype:

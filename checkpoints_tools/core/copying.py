@@ -119,9 +119,9 @@ class OpenFiles:
 
 
 class _WriteBehind:
-    """Has the system write what was just copied, so that little is left to wait for at the end.
+    """Write-behind of copied files: starts the system's writes early, so that the final sync is short.
 
-    Left to itself it begins only when gigabytes are waiting.
+    By itself the system begins only when gigabytes are waiting.
     """
 
     def __init__(self, files: OpenFiles) -> None:
@@ -130,7 +130,7 @@ class _WriteBehind:
         self._waiting = 0
 
     def copied(self, band: RowBand) -> None:
-        """This band is in the page cache."""
+        """Note that ``band`` was copied into the page cache, and start its write if enough is waiting."""
         for block in band.written:
             begin = block.position + (band.row - block.row) * block.stride
             low, high = self._spans.get(block.file, (begin, begin))
@@ -289,7 +289,7 @@ def _transfer(
     path: Path,
     name: str,
 ) -> None:
-    """All of the pieces: in one call, or once more in as many as the system wants."""
+    """Transfer all pieces: in one call, or once more in as many as the system wants."""
     if transfer(descriptor, pieces, position) == sum(len(piece) for piece in pieces):
         return
     for piece in pieces:

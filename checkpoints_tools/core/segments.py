@@ -9,12 +9,12 @@ from itertools import accumulate
 from math import prod
 
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.parameter_map import Segment
+from bapo_megatron.hf.parameter_map import RowSegment
 from checkpoints_tools.core.blocks import Block, BlockTensor
 
 
 def cut_into_sources(
-    segments: Sequence[Segment], sources: int, blocks: Iterable[Block]
+    segments: Sequence[RowSegment], sources: int, blocks: Iterable[Block]
 ) -> tuple[list[Block], ...]:
     """The same elements, block by block, in the rows of each of the ``sources`` HF tensors.
 

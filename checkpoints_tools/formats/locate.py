@@ -1,4 +1,4 @@
-"""Which checkpoint a path means, in which format it is, and where its model's config.json lies.
+"""Location of a checkpoint: which one a path means, its format, and its model's config.json.
 
 HF folder            config.json  *.safetensors
 torch_dist           .metadata  __R_N.distcp  common.pt

@@ -127,7 +127,7 @@ class _MpRankPlanner:
                 self.blocks.setdefault(name.format(layer=shard.layer), []).extend(blocks)
 
     def _shards(self, pipeline: int) -> Iterator[_RankShard]:
-        """What a stage holds."""
+        """Shards of the parameters of a pipeline stage."""
         count = self.shape.layers // self.ranks.pipeline
         last = pipeline == self.ranks.pipeline - 1
         if pipeline == 0:

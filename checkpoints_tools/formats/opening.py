@@ -1,4 +1,4 @@
-"""The door to any checkpoint, whatever its format, as the tensors that it holds."""
+"""Opens a checkpoint of any format as the tensors that it holds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OpenedCheckpoint:
 
     @property
     def has_whole_optimizer(self) -> bool:
-        """Whether it holds Adam's state as whole tensors."""
+        """Whether the checkpoint holds Adam's state as whole tensors."""
         return isinstance(self.content, TorchDist) and self.content.optimizer_format == RESHARDABLE
 
     def optimizer(self) -> dict[str, dict[str, BlockTensor]]:

@@ -122,7 +122,7 @@ def _tensor(path: Path, data: int, name: str, entry: Any) -> BlockTensor:
 
 
 def _counts(values: Iterable[Any]) -> bool:
-    """Are all of them non-negative whole numbers that a file can have?"""
+    """Whether all values are non-negative integers that can be sizes or offsets in a file."""
     return all(type(value) is int and 0 <= value < 2**62 for value in values)
 
 

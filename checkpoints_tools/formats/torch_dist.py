@@ -16,7 +16,7 @@ from typing import Any
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping as Parameter
-from bapo_megatron.hf.parameter_map import Segment, checkpoint_key, mapping_table
+from bapo_megatron.hf.parameter_map import RowSegment, checkpoint_key, mapping_table
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.core.segments import check_cover, cut_into_sources
 from checkpoints_tools.formats.distcp import ChunkFiles, GlobalTensor, Metadata, read_common, read_metadata
@@ -43,7 +43,7 @@ class _Part:
 
     key: str
     layer: int | None
-    segments: tuple[Segment, ...]
+    segments: tuple[RowSegment, ...]
 
 
 class TorchDist:
@@ -93,7 +93,7 @@ class TorchDist:
         return self.metadata.tensors[self.prefix + _EMBEDDING].shape[0]
 
     def _check_keys(self) -> None:
-        """Every tensor of the model must be one that the family has."""
+        """Check that the model family has every tensor of the checkpoint; CheckpointError if not."""
         known = {part.key for _, parts in self._parts(self.prefix) for part in parts}
         ours = tuple(self.prefix + part for part in ("embedding.", "decoder.", "output_layer."))
         for key in self.metadata.tensors:
@@ -141,7 +141,7 @@ class TorchDist:
         if name == _FC1 and self.layout == "singleton":
             key = prefix + name.format(layer=layer)
             return [
-                _Part(f"{key}_{half}", None, (Segment(source, 0, self.shape.ffn),))
+                _Part(f"{key}_{half}", None, (RowSegment(source, 0, self.shape.ffn),))
                 for source, half in enumerate("wv")
             ]
         # Megatron's two layer specs agree on the fused names of the norms; other writers may not.

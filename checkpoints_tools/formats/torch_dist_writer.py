@@ -16,7 +16,7 @@ from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping as Parameter
 from bapo_megatron.hf.parameter_map import checkpoint_key, mapping_table
 from checkpoints_tools.archives.torch_archive import object_archive, tensor_archive
-from checkpoints_tools.archives.torch_dist_metadata import BACKENDS, Piece, StoredKey, metadata
+from checkpoints_tools.archives.torch_dist_metadata import METADATA_JSON, Piece, StoredKey, metadata
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.core.output_plan import PARTIAL, OutputPlan
 from checkpoints_tools.core.segments import cut_into_sources, shared_type
@@ -98,7 +98,7 @@ class _TorchDistPlanner:
         self.output.sizes = {self._path(i): end for i, end in enumerate(self.ends) if end}
         self.output.last = {
             self.folder / "common.pt": self.contents.common,
-            self.folder / "metadata.json": json.dumps(BACKENDS).encode(),
+            self.folder / "metadata.json": json.dumps(METADATA_JSON).encode(),
             self.folder / ".metadata": metadata(self.stored),
         }
         return self.output

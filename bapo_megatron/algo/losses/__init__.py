@@ -77,7 +77,7 @@ class Loss(ABC):
         """
 
 
-class _Algorithm(Protocol):
+class _LossSettings(Protocol):
     """The part of ``AlgorithmConfig`` that choosing a loss reads."""
 
     @property
@@ -109,7 +109,7 @@ def load_loss(name: str) -> Callable[[Any], Loss]:
     return loss
 
 
-def build_loss(algorithm: _Algorithm) -> Loss:
+def build_loss(algorithm: _LossSettings) -> Loss:
     """The loss of ``algorithm.loss``. ConfigError if it cannot be had, or would ignore settings of bounds."""
     loss = load_loss(algorithm.loss)(algorithm)
     bounds = algorithm.bounds

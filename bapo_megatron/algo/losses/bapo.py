@@ -24,8 +24,8 @@ from bapo_megatron.algo.bounds import (
     BoundsConfig,
     high_values,
     low_values,
+    positive_share,
     search_bounds,
-    share,
     sum_count,
 )
 from bapo_megatron.algo.losses import Loss, LossTerms, Search
@@ -41,7 +41,7 @@ class Found:
     contributions: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
-        """All of it under the names of the log."""
+        """The bounds and contributions under their metric names."""
         return {
             "bapo/clip_low": self.bounds.low,
             "bapo/clip_high": self.bounds.high,
@@ -74,12 +74,12 @@ def at_bounds(bounds: Bounds, sums: Tensor, config: BoundsConfig) -> Found:
     highs = high_values(config)
     positive = rows[highs.index(bounds.high)]
     negative = rows[len(highs) + low_values(config).index(bounds.low)]
-    contribution = share(positive, negative, config.share)
+    contribution = positive_share(positive, negative, config.share)
     bounds = replace(bounds, contribution=contribution, reached=contribution >= config.target)
     return Found(bounds, contributions(sums, bounds, config))
 
 
-class _Algorithm(Protocol):
+class _BapoSettings(Protocol):
     """The part of ``AlgorithmConfig`` that this loss reads."""
 
     @property
@@ -93,7 +93,7 @@ class BapoLoss(Loss):
     bounds = "searched"
     search: Search
 
-    def __init__(self, algorithm: _Algorithm) -> None:
+    def __init__(self, algorithm: _BapoSettings) -> None:
         """Reads ``algorithm.bounds`` alone."""
         self._config = config = algorithm.bounds
         size = 4 * sum_count(config)
@@ -118,7 +118,7 @@ class BapoLoss(Loss):
         )
 
     def _bounds_sums(self, view: PackView) -> Tensor:
-        """What was found, once for each token that counts."""
+        """Sums of the found bounds' metrics, each multiplied by the number of tokens that count."""
         row = list(view.found.metrics().values())
         values = torch.tensor(row, dtype=torch.float64, device=view.live_T.device)
         tokens = view.live_T.sum()

@@ -41,9 +41,9 @@ class PackView:
     batch: MicroBatch
     """Mask, weights, advantages and versions."""
     terms: LossTerms
-    """What the loss makes of the pack."""
+    """The loss's per-token terms of the pack."""
     found: Any
-    """What the loss's search has found; None for a loss without one."""
+    """The result of the loss's search; None for a loss without one."""
     version: int
     """Version of the policy in training: staleness counts from it."""
 
@@ -65,7 +65,7 @@ class UpdateSums:
     tokens: float
     """Tokens that count; 1 where there are none, so that it can be divided by."""
     found: Any
-    """What was found before the update; None if there was no search, or the update itself made it."""
+    """The result of a search before the update; None if there was none, or the update itself searches."""
     parts: Mapping[str, Tensor]
     """The summed vector of each measurement, and of the search under ``SEARCH``."""
 

@@ -1,4 +1,4 @@
-"""Staleness metrics: how old the tokens of an update are, why, and how clipping and entropy depend on it.
+"""Staleness (off-policy lag) metrics of an update: its three causes, and clipping and entropy by staleness.
 
 The staleness of a token is the number of updates between the policy that sampled it and the policy that
 trains on it. With ``v`` the version in training, ``v0`` that of the step's beginning and ``n`` the newest
@@ -7,8 +7,9 @@ version in the token's group it has three parts:
     v - version = (v - v0) + (v0 - n) + (n - version)
                    reuse      queue      segment
 
-Reuse: updates that this step has already made. Queue: those between the newest token of the group and the
-step. Segment: those between the token and the newest of its group, both sampled while it was unfinished.
+Reuse: updates that this step has already made on its batch. Queue: updates while the finished group waited
+for the step. Segment: updates while the group was unfinished (partial rollouts: a response is sampled in
+segments, under several versions).
 
 Legend: ``_T`` tokens of a pack, ``_K`` those of them that count, ``_R`` tokens of a response, ``_B`` buckets.
 """
@@ -44,8 +45,8 @@ def age_metrics(groups: Sequence[Sequence[np.ndarray]], version: int, step_versi
 
     Args:
         groups: for each group, for each response int32 [R], the version that sampled each token.
-        version: of the policy in training.
-        step_version: of the policy at the beginning of the step.
+        version: version of the policy in training.
+        step_version: version of the policy at the beginning of the step.
 
     Returns:
         ``AGE_METRICS``, in updates, each a mean or maximum over tokens; None where there are no tokens.
@@ -67,7 +68,7 @@ def age_metrics(groups: Sequence[Sequence[np.ndarray]], version: int, step_versi
 
 
 def bucket_of(staleness_T: Tensor) -> Tensor:
-    """The place in ``BUCKETS`` (int64) of each token, from its staleness in updates; below 0 counts as 0."""
+    """Index into ``BUCKETS`` (int64) of each token, from its staleness in updates; below 0 counts as 0."""
     return torch.bucketize(staleness_T, edges_on(staleness_T.device, _STARTS, torch.int64), right=True)
 
 
@@ -118,4 +119,4 @@ def _sums(view: PackView) -> Tensor:
 
 
 STALENESS = Measurement("staleness", BUCKET_SUMS, _sums, lambda sums, _update: bucket_metrics(sums))
-"""The tokens of an update by their staleness."""
+"""The measurement ``staleness/BUCKET/...``: tokens, clipping, ratio gap and entropy by staleness bucket."""

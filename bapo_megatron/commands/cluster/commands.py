@@ -1,4 +1,4 @@
-"""The cluster commands: submit, status, logs and cancel, from their arguments to what they print."""
+"""The Slurm commands ``bapo submit``, ``status``, ``logs`` and ``cancel``: arguments in, text out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bapo_megatron.errors import refuse_arguments
 _WATCH_S = 5.0
 
 _PATIENCE_S = 30.0
-"""Longest wait for the file system of a run; longer than Slurm is waited for."""
+"""Deadline, in seconds, for reading a run's status from its file system; longer than Slurm's own deadline."""
 
 
 def submit_command(arguments: Sequence[str]) -> None:
@@ -37,7 +37,7 @@ def submit_command(arguments: Sequence[str]) -> None:
 
 
 def status_command(arguments: Sequence[str]) -> None:
-    """``bapo status RUN [--watch]``: print how a run is."""
+    """``bapo status RUN [--watch]``: print the status of a run."""
     from bapo_megatron.commands.cluster.status import read_status
     from bapo_megatron.commands.cluster.status_text import status_text
     from bapo_megatron.runtime.child_process import NoAnswer, within
@@ -53,14 +53,14 @@ def status_command(arguments: Sequence[str]) -> None:
         if "--watch" not in switches:
             print(text, end="")
             return
-        # Clear what is there, and begin at the top.
+        # Clear the screen and begin at its top.
         sys.stdout.write(f"\x1b[H\x1b[2J{text}" if sys.stdout.isatty() else f"{text}\n")
         sys.stdout.flush()
         time.sleep(_WATCH_S)
 
 
 def logs_command(arguments: Sequence[str]) -> None:
-    """``bapo logs RUN [--follow] [--all]``: print the ends of a run's newest logs."""
+    """``bapo logs RUN [--follow] [--all]``: print the last lines of a run's newest logs."""
     from bapo_megatron.commands.cluster.run_logs import follow_logs, show_logs
 
     run, switches = _run_and_switches("logs", arguments, "--follow", "--all")
@@ -68,7 +68,7 @@ def logs_command(arguments: Sequence[str]) -> None:
 
 
 def cancel_command(arguments: Sequence[str]) -> None:
-    """``bapo cancel RUN [--now]``: let a run save and stop, or stop it at once."""
+    """``bapo cancel RUN [--now]``: stop a run after it has saved, or at once."""
     from bapo_megatron.commands.cluster.run_logs import cancel
 
     run, switches = _run_and_switches("cancel", arguments, "--now")
@@ -76,6 +76,7 @@ def cancel_command(arguments: Sequence[str]) -> None:
 
 
 def _run_and_switches(command: str, arguments: Sequence[str], *known: str) -> tuple[Path, set[str]]:
+    """The run directory and the switches of ``arguments``; prints the usage for any not ``known``."""
     switches = {word for word in arguments if word.startswith("-")}
     names = [word for word in arguments if not word.startswith("-")]
     if len(names) != 1 or switches - set(known):

@@ -156,7 +156,7 @@ class ClusterJob:
         return [{"role": role, "nodes": nodes, "tasks": tasks} for role, nodes, tasks in roles]
 
     def specification(self) -> dict[str, Any]:
-        """All that `slurm/launch.py` needs, as plain values."""
+        """The job's specification for `slurm/launch.py`, as plain values."""
         cluster = self.cluster
         return {
             "name": f"bapo-{self.config.name}",

@@ -1,4 +1,4 @@
-"""Slurm's commands, and the state file that the job's shell writes."""
+"""The Slurm client: calls Slurm's commands (squeue and others) and reads the job's state file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_job_state(run: Path) -> JobState | None:
 
 
 def queue_state(job: str) -> tuple[str, str] | None:
-    """State and reason of a job in the queue, ("", "") if it is in none; None if Slurm does not answer."""
+    """State and reason of a job in squeue; ("", "") if it is not queued, None if Slurm does not answer."""
     try:
         found = call("squeue", "-h", "-j", job, "-o", "%T|%r")
     except SlurmError as error:
@@ -59,11 +59,11 @@ def queue_state(job: str) -> tuple[str, str] | None:
 
 
 class SlurmError(Exception):
-    """A command of Slurm failed, or is not installed."""
+    """Error of a Slurm command that failed, did not answer in time, or is not installed."""
 
 
 def call(*command: str) -> str:
-    """The output of a command of Slurm."""
+    """The standard output of a Slurm command. SlurmError if it fails, hangs or is not installed."""
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S)
     except (OSError, subprocess.TimeoutExpired) as error:

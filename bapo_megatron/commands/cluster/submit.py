@@ -1,4 +1,4 @@
-"""The submission: ``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [flags of bapo train]``."""
+"""The Slurm submission: ``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [flags of bapo train]``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SubmitCommand:
 
 
 def submit(command: SubmitCommand, config: RunConfig) -> str:
-    """Submit the job and return its id; with ``dry_run`` the script that would be submitted."""
+    """Submit the job to Slurm. Returns its id, or with ``dry_run`` the script that would be submitted."""
     if not _TEMPLATES.is_dir():
         raise ConfigError(
             f"{_TEMPLATES} does not exist: `bapo submit` works from a checkout of the project, installed "
@@ -74,7 +74,7 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
 
 
 def launch(job: ClusterJob, dry_run: bool) -> str:
-    """Run `slurm/launch.py`, which alone knows NeMo-Run, with an interpreter that has it."""
+    """Run `slurm/launch.py`, the only user of NeMo-Run, in an interpreter that has NeMo-Run."""
     if not dry_run:
         RunPaths(job.run_dir).logs.mkdir(parents=True, exist_ok=True)
     command = [nemo_run_python(), str(job.templates / "launch.py"), *(["--dry-run"] if dry_run else [])]
@@ -88,7 +88,7 @@ def launch(job: ClusterJob, dry_run: bool) -> str:
 
 
 def nemo_run_python(here: Callable[[str], object] = find_spec) -> str:
-    """An interpreter with NeMo-Run: the one that is named, this one, or that of `make nemo-run`."""
+    """Python interpreter with NeMo-Run: ``BAPO_NEMO_RUN_PYTHON``, this one, or that of `make nemo-run`."""
     if named := os.environ.get(PYTHON_VARIABLE):
         if not Path(named).is_file():
             raise ConfigError(f"{PYTHON_VARIABLE}={named} does not exist")

@@ -1,4 +1,4 @@
-"""HTTP GET with a deadline for the whole answer, and without proxies, which the run does not use either."""
+"""HTTP client of ``bapo doctor``: GET with a deadline for the whole answer, without proxies, as in a run."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _MOST_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one GET. ``status`` is None if there was none, then ``body`` says why."""
+    """The response to one GET. Without a response ``status`` is None and ``body`` is the reason."""
 
     status: int | None
     body: Any
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The JSON object that came with status 200; else an empty one."""
+        """The JSON object of a response with status 200; else an empty one."""
         return self.body if self.status == 200 and isinstance(self.body, dict) else {}
 
 
 def get(url: str, deadline_s: float = DEADLINE_S) -> Answer:
-    """The answer of ``url``. Never raises."""
+    """The response of ``url``, within ``deadline_s``. Never raises: errors are in the ``Answer``."""
     try:
         return within(deadline_s, lambda: _get(url, deadline_s))
     except urllib.error.URLError as error:

@@ -1,4 +1,4 @@
-"""Checks of the machine: memory, limits, shared memory, disk."""
+"""Machine checks of ``bapo doctor``: memory, resource limits, shared memory, disk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from bapo_megatron.runtime.child_process import within
 
 SECTION = "machine"
 DISK_DEADLINE_S = 10.0
-"""A network file system whose server is gone answers never."""
+"""Deadline of file system calls: a network file system whose server is gone never answers."""
 SHARED_MEMORY_MB = 1024
-"""Least size of /dev/shm. NCCL and gloo meet there; containers have 64 MB unless told otherwise."""
+"""Least size of /dev/shm. NCCL and gloo meet there; containers have 64 MB by default."""
 OPEN_FILES = 4096
 """Sockets of requests in flight, shards, logs; the usual limit of 1,024 is reached by a large batch."""
 _GB = 1e9
@@ -24,7 +24,7 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class Disk:
-    """Where a run writes, and how much."""
+    """Disk use of a run: its directory, and how much it writes."""
 
     directory: Path = Path("runs")
     needed_gb: float | None = None
@@ -32,7 +32,7 @@ class Disk:
 
 
 def machine_rows(disk: Disk | None = None) -> Iterator[DoctorRow]:
-    """All rows of this machine."""
+    """The rows of all checks of this machine."""
     yield DoctorRow(SECTION, "cores", "ok", str(len(os.sched_getaffinity(0))))
     yield memory_row()
     yield shared_memory_row(Path("/dev/shm"))
@@ -55,7 +55,7 @@ def memory_row() -> DoctorRow:
 def control_group_limit(
     root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """The lowest memory limit (bytes) of the groups that this process is in, Slurm's or a container's."""
+    """The cgroup memory limit of this process, in bytes: the lowest of its groups'; None if there is none."""
     try:
         path = own.read_text().rpartition("0::")[2].strip().lstrip("/")
     except OSError:
@@ -72,7 +72,7 @@ def control_group_limit(
 
 
 def shared_memory_row(path: Path) -> DoctorRow:
-    """The size of the file system in memory that processes of one machine share."""
+    """The size of shared memory (/dev/shm), through which processes of a machine communicate."""
     fix = f"mount -o remount,size=8G {path}, or docker run --shm-size 8g"
     needed = f"{SHARED_MEMORY_MB / 1024:.0f} GiB, for several processes on GPUs"
     try:
@@ -117,7 +117,7 @@ def has_infiniband(devices: Path = Path("/sys/class/infiniband")) -> bool:
 
 
 def disk_rows(disk: Disk) -> Iterator[DoctorRow]:
-    """Free space where the run writes, and whether it may."""
+    """Free disk space where the run writes, and write permission."""
     name = f"disk of {disk.directory}"
     needed = (
         f"{_size(disk.needed_gb * _GB)}, for checkpoints and weights" if disk.needed_gb is not None else ""
@@ -145,7 +145,7 @@ def _look_at(directory: Path) -> tuple[Path, int, bool]:
 
 
 def _field(path: Path, name: str) -> str:
-    """The first word after ``name`` at the start of a line."""
+    """The first word after ``name`` in the line of ``path`` that begins with it."""
     return next(line.split()[1] for line in path.read_text().splitlines() if line.startswith(name))
 
 

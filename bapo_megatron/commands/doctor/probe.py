@@ -1,8 +1,8 @@
-"""The import probe: a child process that imports modules and reports how each went.
+"""The import probe of ``bapo doctor``: a child process that imports modules and reports each outcome.
 
     python -m bapo_megatron.commands.doctor.probe MODULE ...
 
-One JSON object a line on standard output, as soon as a module is known, since the next one may hang or crash:
+It prints one JSON object a line, right after each import, since the next import may hang or crash:
 ``{"module": ..., "error": null or text, "facts": {...}}``.
 """
 
@@ -18,12 +18,12 @@ from typing import Any
 
 
 def main(modules: Sequence[str]) -> None:
-    """Import each module, in order, and print its outcome."""
+    """Import each module, in order, and print the outcome as a line of JSON."""
     warnings.simplefilter("ignore")
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the modules print is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the modules print must not mix with the JSON lines
     for name in modules:
-        print(f"import {name}", file=sys.stderr, flush=True)  # the last word of one that crashes in silence
+        print(f"import {name}", file=sys.stderr, flush=True)  # names the module that crashes in silence
         error, facts = None, {}
         try:
             module = importlib.import_module(name)

@@ -28,7 +28,7 @@ SECTION = "recipe"
 DEADLINE_S = 600.0
 """Seconds for the check, in which the dataset is read and its answers are parsed."""
 _CHECKPOINT_BYTES = {"bfloat16": 14, "float32": 12}
-"""For each parameter: the weights, Adam's two moments in float32, and master weights unless they are that."""
+"""Checkpoint bytes of a parameter: the weight, Adam's two float32 moments, a float32 master of a bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Facts:
     model: dict[str, Any] | None = None
     """`config.json` of the model; None if it cannot be read."""
     disk_gb: float | None = None
-    """What its run directory will hold, without rollouts and logs."""
+    """Gigabytes that the run directory will hold, without rollouts and logs."""
 
 
 def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], Facts | None]:

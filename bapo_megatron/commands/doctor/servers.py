@@ -1,6 +1,6 @@
-"""Checks of the SGLang servers that a recipe names: are they there, and do they fit it?
+"""SGLang server checks of ``bapo doctor``: whether the recipe's servers answer and match the recipe.
 
-What is read is SGLang 0.5.23's: `/ready`, `/model_info`, `/server_info`.
+They read the endpoints of SGLang 0.5.23: `/ready`, `/model_info`, `/server_info`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RESERVED_TOKENS = 6
 
 
 def server_rows(facts: Facts) -> Iterator[DoctorRow]:
-    """Rows of every server that ``rollout.sglang.urls`` names, which are asked at once."""
+    """The rows of every server in ``rollout.sglang.urls``; all servers are asked in parallel."""
     if not facts.urls:
         return
     with ThreadPoolExecutor(len(facts.urls)) as pool:
@@ -38,7 +38,7 @@ def server_rows(facts: Facts) -> Iterator[DoctorRow]:
 
 
 def rows_of(url: str, facts: Facts) -> tuple[list[DoctorRow], str | None]:
-    """Rows of one server, and the weight version that it says it has."""
+    """The rows of one server, and the weight version that it reports."""
     ready = get(f"{url}/ready")
     if ready.status is None:
         fix = "start it (bapo rollout-server RECIPE --host HOST --port PORT), or correct rollout.sglang.urls"
@@ -49,7 +49,7 @@ def rows_of(url: str, facts: Facts) -> tuple[list[DoctorRow], str | None]:
     model = get(f"{url}/model_info")
     server = get(f"{url}/server_info")
     if server.status == 404:
-        server = get(f"{url}/get_server_info")  # its older name
+        server = get(f"{url}/get_server_info")  # the endpoint's older name
     version = _text(model.fields.get("weight_version"))
     rows += [
         weight_version_row(url, version),
@@ -61,7 +61,7 @@ def rows_of(url: str, facts: Facts) -> tuple[list[DoctorRow], str | None]:
 
 
 def weight_version_row(url: str, version: str | None) -> DoctorRow:
-    """The weight version of a server. Versions are numbers, which the engine counts on."""
+    """The weight version of a server, which must be a number: weight sync counts it up."""
     if version is not None and version.isdecimal():
         return DoctorRow(SECTION, url, "ok", f"weight version {version}")
     found = f"weight version {version!r}" if version is not None else "no weight version"
@@ -70,7 +70,7 @@ def weight_version_row(url: str, version: str | None) -> DoctorRow:
 
 
 def model_row(url: str, model: dict[str, Any], facts: Facts) -> DoctorRow:
-    """Whether a server has the recipe's model: by type, and by shape where its folder is seen from here."""
+    """Whether a server has the recipe's model: equal type, and equal shape if its folder is readable."""
     folder = str(model.get("model_path", "unknown"))
     needed = "the recipe's model"
     fix = "start it with the recipe: bapo rollout-server RECIPE"
@@ -86,7 +86,7 @@ def model_row(url: str, model: dict[str, Any], facts: Facts) -> DoctorRow:
 
 
 def longest_sequence(server: dict[str, Any]) -> int | None:
-    """Tokens of prompt and response that a server takes; None if it does not say."""
+    """Context length of a server, in tokens of prompt and response; None if it does not report one."""
     context = server.get("context_length")
     if isinstance(context, int):
         return context
@@ -107,7 +107,7 @@ def _ready_row(url: str, ready: Answer) -> DoctorRow:
 
 
 def _other_program(url: str) -> DoctorRow:
-    """SGLang's router, or what else has no ``/ready``."""
+    """The row of a program without ``/ready``: SGLang's router, or something else."""
     workers = get(f"{url}/workers").fields.get("workers")
     if isinstance(workers, list):
         known = " ".join(str(worker.get("url")) for worker in workers if isinstance(worker, dict))
@@ -128,7 +128,7 @@ def _context_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[Do
 
 
 def _setting_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[DoctorRow]:
-    """Settings with which it would sample something else than the policy."""
+    """Rows of settings under which the server's samples would not follow the policy."""
     version, tested = _text(server.get("version")), pins(SGLANG).get("sglang")
     if version is not None:
         fix = "make sglang installs the tested version; the wire format may differ in others"
@@ -145,7 +145,7 @@ def _setting_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[Do
 
 
 def _difference(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> str:
-    """Empty unless both say something, and not the same."""
+    """The difference in field ``name`` as text; empty if the values are equal or one is missing."""
     left, right = theirs.get(name), ours.get(name)
     return f"{name} {left}, the recipe's {right}" if None not in (left, right) and left != right else ""
 

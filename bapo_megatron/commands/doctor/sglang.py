@@ -65,7 +65,7 @@ def sglang_package_row(
 
 
 def _shown(path: Path) -> Path:
-    """As it is typed here: relative where it lies below this folder."""
+    """The path as a user would type it: relative if it lies below the current folder."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 

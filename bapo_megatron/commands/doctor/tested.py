@@ -1,8 +1,8 @@
-"""Versions of packages: those that are permitted, and those that were tested.
+"""Package versions that ``bapo doctor`` compares with: the tested pins, and the permitted ranges.
 
-The tests' versions are in ``constraints.txt``, those of SGLang's environment in
-``rollout/engines/sglang_cpu/requirements.txt``; both are installed with the package, and `make` installs from
-them. What is permitted is in the metadata of this package (``setup.py``).
+The tested versions are pinned in ``constraints.txt``, and for SGLang's environment in
+``rollout/engines/sglang_cpu/requirements.txt``; both files are installed with the package, and `make`
+installs from them. The permitted ranges are in the metadata of this package (``setup.py``).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def pins(path: Path) -> dict[str, str]:
 
 
 def canonical(name: str) -> str:
-    """The name of a package as package indexes compare it."""
+    """The canonical name of a package (PEP 503): lower case, hyphens."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @dataclass(frozen=True)
 class Permitted:
-    """Versions that a package may have, as a specifier."""
+    """The permitted versions of a package, as a version specifier (PEP 440)."""
 
     specifier: str
     """The specifier in ``setup.py``, e.g. `<6,>=5.0`; empty for any version."""
 
     def holds(self, version: str) -> bool:
-        """Whether ``version`` is one of them; True where it cannot be told."""
+        """Whether ``version`` is permitted; True if the packaging library is missing or cannot parse it."""
         try:
             from packaging.specifiers import SpecifierSet
 
@@ -46,7 +46,8 @@ class Permitted:
 
 
 def permitted(distribution: str = "bapo-megatron") -> dict[str, Permitted]:
-    """Versions that this package's metadata requires without extras; empty where it is not installed."""
+    """Permitted versions by package, from the requirements of ``distribution`` without extras; empty if it is
+    not installed."""
     try:
         requirements = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:

@@ -1,5 +1,4 @@
-"""Search over the layouts of a job: the smallest change that fits, and the fastest layouts of as many
-GPUs."""
+"""Layout search of ``bapo plan``: the smallest change that fits in memory, and the fastest layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ _MOST_TENSOR = 8  # beyond a node its traffic would leave NVLink
 
 
 def problems(job: Job) -> list[str]:
-    """Reasons why the layout is impossible, whatever the memory."""
+    """Reasons other than memory why the layout is invalid."""
     found = list(layout_problems(job.parallel, job.shape))
     try:
         job.run.check()
@@ -37,7 +36,7 @@ def problems(job: Job) -> list[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of settings that makes a plan fit, as flags."""
+    """A change of settings that makes a plan fit in memory, as flags."""
 
     flags: list[str]
     gpus: int
@@ -45,9 +44,10 @@ class Change:
 
 
 def smallest_changes(plan: JobPlan) -> list[Change]:
-    """The smallest change that makes the training fit; and the smallest on the same GPUs, if it is another.
+    """The smallest change that makes training fit, and the smallest one on the same GPUs if it is another.
 
-    Small is: fewest flags, then fewest GPUs, then least GPU time for a token with no communication hidden.
+    The smallest has the fewest flags, then the fewest GPUs, then the least GPU time for each token with no
+    communication hidden.
     Empty if none was found.
     """
     best: dict[bool, tuple[tuple[int, int, float], Change]] = {}
@@ -70,14 +70,14 @@ def smallest_changes(plan: JobPlan) -> list[Change]:
 
 
 def fastest_layouts(plan: JobPlan, count: int) -> list[JobPlan]:
-    """The ``count`` layouts of the same GPUs that fit and cost least, links fully exposed."""
+    """The ``count`` fastest layouts on the same GPUs that fit, with no communication hidden."""
     plans = [make_plan(job) for job in _layouts(plan.job) if not problems(job)]
     fitting = [other for other in plans if not any(other.misfits())]
     return sorted(fitting, key=lambda other: other.cost)[:count]
 
 
 def _neighbours(job: Job) -> Iterator[Job]:
-    """The job with some settings turned towards less memory, and CP and DP either way."""
+    """Variants of the job: settings changed towards less memory, CP and DP in both directions."""
     p, batch = job.parallel, job.run.batch
     modes = _MODES[_MODES.index(batch.recompute) :]
     tensors = [n for n in (p.tensor, 2 * p.tensor, 4 * p.tensor, 8 * p.tensor) if n <= _MOST_TENSOR]
@@ -99,7 +99,7 @@ def _neighbours(job: Job) -> Iterator[Job]:
 
 
 def _layouts(job: Job) -> Iterator[Job]:
-    """Every way to spread the job over its GPUs."""
+    """Every TP x PP x CP x DP layout of the job on its GPUs, in each recomputation mode."""
     powers = [2**n for n in range(job.gpus.bit_length())]
     for tensor, pipeline, context in product([n for n in powers if n <= _MOST_TENSOR], powers, powers):
         data, rest = divmod(job.gpus, tensor * pipeline * context)
@@ -128,7 +128,7 @@ def _with(job: Job, layout: ParallelConfig, shortest: bool, **batch: Any) -> Job
 
 
 def _pack_multiple(run: RunConfig) -> int:
-    """What a pack must be divisible by: two halves for each CP rank, each split over TP under SP."""
+    """Divisor of a pack's length: two halves for each CP rank, each split over TP under SP."""
     halves = 2 * run.parallel.context if run.parallel.context > 1 else 1
     return halves * (run.parallel.tensor if run.parallel.sequence else 1)
 

@@ -1,8 +1,8 @@
-"""Estimate of the inference engines: KV cache beside the weights, and how long sampling takes.
+"""Rollout estimate of ``bapo plan``: KV cache of the inference engines, and duration of the sampling.
 
 Decoding is taken as bound by memory bandwidth: a decode step reads the weights once and the KV cache of
 every sequence (Pope et al. 2022, "Efficiently Scaling Transformer Inference", arXiv 2211.05102, section 2).
-Prefill, scheduling and communication are left out, so the times are lower bounds of their kind.
+Prefill, scheduling and communication are left out, so the times are lower bounds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bapo_megatron.hf.config import ModelShape
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """Memory and speed of all engines of the run."""
+    """Memory and speed of the run's inference engines."""
 
     gpus: int
     count: int
@@ -25,17 +25,18 @@ class EnginePlan:
     cache: float
     """Bytes of KV cache on each GPU."""
     cache_per_token: int
-    """Bytes of one token's keys and values, all layers, whole."""
+    """Bytes of one token's keys and values in all layers, over all TP ranks of an engine."""
     longest_sequences: int
     """Sequences of the longest length that one engine's cache holds."""
     running: float
-    """Sequences that one engine decodes at a time, at the mean length that a running one has."""
+    """Sequences that one engine decodes at a time, each at the mean length of a running sequence."""
     tokens_per_second: float
     """Estimate of the tokens that all engines sample in a second."""
     step_seconds: float
-    """Estimate: all responses of a step, at full batches."""
+    """Estimate of the seconds for all responses of a step, at full decode batches."""
     longest_seconds: float
-    """Estimate: one response of the longest length, alone on its engine: no step is shorter if one occurs."""
+    """Estimate of the seconds for one response of the longest length, alone on its engine: a step with such a
+    response is not shorter."""
 
     @property
     def fits(self) -> bool:
@@ -49,7 +50,7 @@ def cache_bytes_per_token(shape: ModelShape) -> int:
 
 
 def engines(job: Job) -> EnginePlan:
-    """The plan of the engines: ``engine_gpus`` in groups of ``rollout.sglang.tensor``."""
+    """The estimate for ``engine_gpus`` GPUs in engines of ``rollout.sglang.tensor`` GPUs each."""
     options, gpu = job.options, job.gpu
     size = job.run.rollout.sglang.tensor
     gpus = options.engine_gpus or max(job.gpus, size)

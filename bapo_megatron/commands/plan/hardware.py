@@ -1,9 +1,9 @@
-"""GPU types and their nodes, as the vendor states them.
+"""GPU types of ``bapo plan``: memory, FLOP/s and link rates from the vendor's data sheets.
 
 Sources (NVIDIA data sheets, dense rates without sparsity): "A100 Tensor Core GPU" and DGX A100 (2021),
 "H100 Tensor Core GPU" and DGX H100 (2023), "H200 Tensor Core GPU" (2024), "HGX B200" and DGX B200 (2024).
-NVLink is stated there for both directions together; here it is one direction. The network is one
-InfiniBand port a GPU: 200 Gb/s beside an A100, 400 Gb/s beside the others.
+The data sheets give NVLink's rate for both directions together; here it is that of one. The network is one
+InfiniBand port for each GPU: 200 Gb/s beside an A100, 400 Gb/s beside the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """Rates and memory of one GPU type and of the node it sits in. Bytes, bytes/s, FLOP/s."""
+    """A GPU type: its rates and memory, and those of its node, in bytes, bytes/s and FLOP/s."""
 
     name: str
     memory: float
@@ -29,7 +29,7 @@ class Gpu:
     network: float
     """Network between nodes, one direction, for each GPU."""
     host_memory: float
-    """Host memory of a DGX node with eight of them."""
+    """Host memory of a DGX node with eight such GPUs."""
 
 
 GPUS = {

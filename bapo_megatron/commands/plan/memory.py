@@ -1,4 +1,7 @@
-"""Memory of each pipeline stage's GPU, and of a node's host, in bytes. Fields that are estimates say so."""
+"""Memory estimate of ``bapo plan``: GPU memory of each pipeline stage and host memory of a node, in bytes.
+
+Weights, gradients, optimizer states and activations are counted; fields that are estimates say so.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ PACK_COLUMNS = 4 * 8 + 5 * 4 + 4
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of one GPU of a pipeline stage, by what uses it."""
+    """GPU memory of one pipeline stage, in bytes, by what uses it."""
 
     stage: int
     parameters: StageParameters
@@ -33,7 +36,7 @@ class StageMemory:
     optimizer: float
     """This rank's shard of the master weights and of Adam's moments."""
     activations: float
-    """Saved for the backward passes in flight, and the one layer that is recomputed."""
+    """Activations saved for the backward passes in flight, and those of the one layer that is recomputed."""
     workspace: float
     """Estimate: gradients of one layer's activations, and its input gathered over the TP ranks."""
     head: float
@@ -41,7 +44,7 @@ class StageMemory:
     buffers: float
     """Estimate: pipeline messages, the ring of context parallelism, and the update's packs."""
     reserve: float
-    """Estimate: CUDA and NCCL, and fragmentation."""
+    """Estimate: CUDA context, NCCL buffers, and fragmentation of the caching allocator."""
     saving: float
     """Peak while a checkpoint is gathered; nothing of a pass is alive then."""
     syncing: float
@@ -60,7 +63,7 @@ class StageMemory:
 
 
 def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
-    """The memory of a GPU of ``stage``."""
+    """The memory of one GPU of pipeline stage ``stage``."""
     parameters = stage_parameters(job.shape, job.parallel, stage)
     weights, gradients = parameters.total * job.element, parameters.total * _FP32
     optimizer = optimizer_bytes(job, parameters.total)
@@ -86,16 +89,16 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
 
 
 def optimizer_bytes(job: Job, parameters: int) -> float:
-    """Bytes of exp_avg and exp_avg_sq in float32, and of a master copy unless the weights are float32."""
+    """Optimizer states of one rank: float32 moments of Adam, and master weights if weights are bfloat16."""
     copies = 2 if job.element == _FP32 else 3
     return copies * _FP32 * parameters / job.optimizer_shards
 
 
 def activation_bytes(job: Job, stage: int, spec: Spec) -> float:
-    """Saved activations of a stage at their peak: all passes in flight, and what comes on top of one.
+    """Peak activation memory of a stage: saved by all passes in flight, and the transient of one layer.
 
-    That is one recomputed layer, or the final norm, which is gone when the first layer is recomputed. Every
-    model chunk but the very last also holds its output.
+    The transient is one recomputed layer, or the final norm, which is freed before the first layer is
+    recomputed. Every model chunk but the very last also holds its output.
     """
     part = kept(job.shape, job.parallel, job.element, job.run.batch.recompute, spec)
     layers = job.shape.layers // (job.parallel.pipeline * job.parallel.virtual)
@@ -106,18 +109,18 @@ def activation_bytes(job: Job, stage: int, spec: Spec) -> float:
 
 
 def _waiting(job: Job, stage: int) -> int:
-    """Forward passes whose backward pass is still to come: the schedule's, or all if they are held."""
+    """Forward passes in flight: those of the pipeline schedule, or all under ``batch.hold_forwards``."""
     held = job.run.batch.hold_forwards
     return job.micro_batches if held else in_flight(job.parallel, stage, job.micro_batches)
 
 
 def sync_bytes(job: Job) -> float:
-    """Buffers of the weight sync: the largest parameter, whole, beside the pieces it is made of."""
+    """Weight sync buffers: the largest parameter, whole, and the shards that it is gathered from."""
     return 2.0 * largest_parameter(job.shape) * job.element
 
 
 def host_bytes(job: Job) -> float:
-    """Host memory of a node while it saves (``fully_reshardable``, megatron-core 0.16.1).
+    """Host memory of a node while it saves a checkpoint (``fully_reshardable``, megatron-core 0.16.1).
 
     Every rank gathers master and moments of its model shard, 12 B a parameter, whole; on the way each of
     the three exists twice more (received, and joined). Rank 0 of each shard also stages the weights.
@@ -130,14 +133,19 @@ def host_bytes(job: Job) -> float:
 
 
 def _workspace(job: Job) -> float:
-    """Gradients of gate, up and product (3f), of the hidden state, and the gathered input."""
+    """Backward workspace of one layer: gradients of gate, up and their product (3 x ffn) and of the hidden
+    state, and the input gathered over the TP ranks."""
     entries = 3 * job.shape.ffn / job.parallel.tensor + 2 * job.shape.hidden
     return job.tokens * job.element * entries
 
 
 def _head(job: Job, stage: int) -> float:
-    """Logits of one chunk: as multiplied, in float32 with their softmax, and their gradient in the model's
-    type; hidden states and their gradient; the matrix's gradient in float32, and once more when handed on."""
+    """Output layer's memory on the last stage, 0 on others.
+
+    One chunk of logits in the model's type, in float32, their softmax in float32 and their gradient; all
+    hidden states and their gradient; the gradient of the output matrix in float32, and its copy in the
+    model's type.
+    """
     if stage != job.parallel.pipeline - 1:
         return 0.0
     vocabulary = job.shape.vocab / job.parallel.tensor
@@ -148,6 +156,7 @@ def _head(job: Job, stage: int) -> float:
 
 
 def _buffers(job: Job) -> float:
+    """Pipeline messages, the key-value ring of context parallelism, and the columns of the update's packs."""
     message = job.tokens * job.shape.hidden * job.element / job.norm_split
     pipeline = 2 * message if job.parallel.pipeline > 1 else 0.0
     kv = 2 * job.shape.kv_heads * job.shape.head_dim / job.parallel.tensor
@@ -156,6 +165,7 @@ def _buffers(job: Job) -> float:
 
 
 def _save_buffers(job: Job, parameters: int) -> float:
-    """One state of one model chunk in float32, gathered over DP x CP: flat, as a list, and the own part."""
+    """Buffers of the optimizer save: one float32 state of one model chunk, gathered over DP x CP, joined once
+    more, and this rank's shard."""
     chunk = parameters / job.parallel.virtual
     return _FP32 * chunk * (2 + 1 / job.optimizer_shards)

@@ -1,4 +1,4 @@
-"""A plan: memory of every stage, speed, traffic and engines of one job, and what of it does not fit."""
+"""The plan of a training job: memory of every stage, speed, traffic and engines, and what does not fit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class JobPlan:
 
     @property
     def train_seconds(self) -> float:
-        """Seconds of all updates of a step."""
+        """Seconds that all updates of a step take."""
         return self.job.updates * self.speed.update_seconds
 
     @property
@@ -50,12 +50,12 @@ class JobPlan:
 
     @property
     def cost(self) -> float:
-        """GPU-seconds for each token, with no communication hidden: the rank of a layout."""
+        """GPU-seconds for each token, with no communication hidden; ``bapo plan`` ranks layouts by it."""
         busy = self.speed.update_seconds + self.speed.link_seconds
         return busy / self.speed.update_seconds / self.speed.tokens_per_second
 
     def misfits(self) -> Iterator[str]:
-        """What does not fit, each in one line."""
+        """The memory limits that the job exceeds, one line for each."""
         for memory in self.stages:
             phases = {
                 "in an update": memory.training,
@@ -75,7 +75,7 @@ class JobPlan:
             )
 
     def engine_misfit(self) -> str | None:
-        """Why the engines cannot hold a sequence of full length, with the fix."""
+        """Why the engines cannot hold a sequence of full length, with the fix; None if they can."""
         if self.engines.fits:
             return None
         if not self.engines.count:

@@ -1,4 +1,4 @@
-"""Parameters of each pipeline stage, from the table that also loads and converts the weights."""
+"""Parameter counts of each pipeline stage, from the HF-to-Megatron table that loads and converts weights."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class StageParameters:
 
     layers: int
     body: int
-    """Parameters of its layers and of the final norm."""
+    """Parameters of the stage's layers, and of the final norm on the last stage."""
     embedding: int
     output: int
-    """Parameters of the output layer; the last stage's copy where embeddings are tied, 0 if it is the same
-    tensor."""
+    """Parameters of the output layer on the last stage: with tied embeddings a copy, or 0 if the stage has
+    the embedding itself."""
 
     @property
     def total(self) -> int:
-        """Parameters of all parts."""
+        """Parameters of the GPU."""
         return self.body + self.embedding + self.output
 
 
 def stage_parameters(shape: ModelShape, parallel: ParallelConfig, stage: int) -> StageParameters:
-    """Parameters of a GPU of ``stage``: TP cuts the matrices, PP deals out the layers evenly."""
+    """Parameters on one GPU of pipeline stage ``stage``: TP splits the matrices, PP the layers, evenly."""
     per_layer, embedding, norm = _pieces(shape, parallel.tensor)
     layers = shape.layers // parallel.pipeline
     last = stage == parallel.pipeline - 1
@@ -47,13 +47,13 @@ def total_parameters(shape: ModelShape) -> int:
 
 
 def largest_parameter(shape: ModelShape) -> int:
-    """Entries of the largest single parameter, whole: what a weight sync gathers at a time."""
+    """Number of entries of the largest parameter, unsharded: a weight sync gathers one at a time."""
     return max(_entries(mapping) for mapping in mapping_table(shape).values())
 
 
 @lru_cache(maxsize=64)
 def _pieces(shape: ModelShape, tensor: int) -> tuple[int, int, int]:
-    """One TP rank's entries of a layer, of the embedding, and of the final norm."""
+    """Parameters on one TP rank: of a layer, of the embedding, and of the final norm."""
     layer = embedding = norm = 0
     for name, mapping in mapping_table(shape).items():
         entries = _entries(mapping) // (1 if mapping.tp_dim is None else tensor)

@@ -1,8 +1,8 @@
-"""FLOPs and duration of an update, at a stated rate.
+"""Training speed estimate of ``bapo plan``: FLOPs, duration and MFU of an update.
 
-The rate is ``mfu`` x the GPU's dense bf16 peak while the GPU computes. On top of it come what the layout
-costs: recomputation, and the idle time of the pipeline. Communication is listed beside, not added: a
-measured utilization contains what of it was exposed.
+A GPU is taken to compute at ``mfu`` x its dense bf16 peak. The costs of the layout come on top:
+recomputation, and the pipeline bubble. Communication is listed apart and not added: a measured ``mfu``
+already contains the exposed part of it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Speed:
     flops_per_token_longest: float
     """Model FLOPs of a training pass, for a token in a sequence of the longest length."""
     executed_per_token: float
-    """FLOPs with recomputation and the forward-only passes: for the bounds, and for pi_old."""
+    """FLOPs executed: the model's, recomputation, and the forward-only passes for bounds and pi_old."""
     micro_batches: int
     idle: float
-    """Share of the time that the pipeline idles, unequal stages included."""
+    """Share of the time that GPUs idle: the pipeline bubble and unequal stages."""
     update_seconds: float
     """Seconds of the training pass and of the forward-only passes."""
     forward_seconds: float
-    """Seconds of the forward-only passes, part of the above."""
+    """Seconds of the forward-only passes, contained in ``update_seconds``."""
     link_seconds: float
     """Seconds of communication at the links' stated rates, none of it hidden; not part of update_seconds."""
     tokens_per_second: float
@@ -45,7 +45,7 @@ class Speed:
 
 
 def speed(job: Job) -> Speed:
-    """The speed of an update whose packs are full."""
+    """The estimated speed of an update whose packs are full."""
     forward = forward_flops(job, job.typical_length)
     train, before = _seconds(job, training=True), forward_passes(job) * _seconds(job, training=False)
     tokens = job.micro_batches * job.run.batch.pack_tokens * job.replicas
@@ -74,7 +74,7 @@ def forward_flops(job: Job, length: float) -> float:
 
 
 def recompute_share(job: Job) -> float:
-    """Part of the layers' forward pass that is computed again: all, or attention proper and the MLP."""
+    """Share of the layers' forward FLOPs that is recomputed: "selective" is core attention and the MLP."""
     mode = job.run.batch.recompute
     if mode != "selective":
         return 1.0 if mode == "full" else 0.0
@@ -84,15 +84,16 @@ def recompute_share(job: Job) -> float:
 
 
 def _heads_twice(job: Job) -> bool:
-    """Whether the output layer's forward pass is made again for the loss."""
+    """Whether the output layer's forward pass runs twice: once to search the bounds, once for the loss."""
     return job.run.batch.hold_forwards or job.run.algorithm.bounds.scope == "micro_batch"
 
 
 def _seconds(job: Job, training: bool) -> float:
-    """The slowest stage, the last, which also has the output layer, sets the pace of the pipeline.
+    """Seconds of one pass over all micro-batches of an update, forward and backward if ``training``.
 
-    The output layer makes its gradient in the same pass as its logits, so it computes nothing twice unless
-    bounds are searched between the two.
+    The last stage is the slowest, since it also has the output layer, and sets the pace of the pipeline. The
+    output layer computes its gradient together with its logits, without recomputation, unless the bounds are
+    searched between the two.
     """
     head = head_flops_per_token(job.shape)
     body = (forward_flops(job, job.typical_length) - head) / job.parallel.pipeline

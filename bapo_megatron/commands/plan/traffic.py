@@ -1,4 +1,4 @@
-"""Communication of an update: what one GPU sends, and how long its link needs at the stated rate.
+"""Communication estimate of ``bapo plan``: bytes that one GPU sends in an update, and seconds on its link.
 
 A collective over n ranks on a message of M bytes (whole) sends (n - 1) / n M from each rank for an
 all-gather or a reduce-scatter, and twice that for an all-reduce (ring algorithms).
@@ -27,7 +27,7 @@ class Traffic:
 
 
 def update_traffic(job: Job) -> list[Traffic]:
-    """All communication of an update, for the kinds that the layout has."""
+    """Communication of an update by kind of parallelism: TP, CP, PP and DP, where the layout has them."""
     p = job.parallel
     reach = {"TP": p.tensor, "CP": p.tensor * p.context}
     reach["DP"] = reach["CP"] * job.replicas
@@ -43,10 +43,12 @@ def sync_traffic(job: Job) -> Traffic:
 
 
 def forward_passes(job: Job) -> float:
-    """Forward-only passes of an update: the exact bounds need one, unless they are fixed or forwards wait.
+    """Number of forward-only passes of an update, a fraction where several updates share one.
 
-    The first update of a step may know its ratios and need none either; a plan counts the dearer ones. pi_old
-    of the trainer takes one over the tokens of the step, and each epoch's updates have these tokens together.
+    The search of the clipping bounds over an update takes one, unless the bounds are fixed or
+    ``batch.hold_forwards`` keeps the training forward passes for it. The first update of a step may need
+    none, since its ratios are known; the plan counts the dearer updates. With ``old_log_probs`` "trainer",
+    pi_old takes one pass over the tokens of the step, shared by the ``reuse_epochs``.
     """
     algorithm = job.run.algorithm
     searched = algorithm.bounds.scope == "update" and sum_count(algorithm.bounds) > 2
@@ -55,7 +57,10 @@ def forward_passes(job: Job) -> float:
 
 
 def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:
-    """Megatron numbers ranks TP first, then CP, DP, PP: a group lies in a node if all before it do too."""
+    """The traffic of a group: on NVLink if its ``ranks`` lie in one node, else on the network.
+
+    Megatron numbers ranks TP first, then CP, DP, PP; ``ranks`` counts those of the group's kind and before.
+    """
     inside = ranks <= GPUS_PER_NODE
     rate = job.gpu.nvlink if inside else job.gpu.network
     return Traffic(name, sent, sent / rate, "NVLink" if inside else "network")
@@ -67,9 +72,10 @@ def _per_update(job: Job) -> float:
 
 
 def _tensor(job: Job) -> float:
-    """A layer's four collectives forward (two all-reduces, or two pairs under SP) and four backward.
+    """Bytes of TP: four collectives of a layer forward, four backward.
 
-    Under SP the backward pass also gathers both matrices' inputs again.
+    The four are two all-reduces, or under SP two pairs of an all-gather and a reduce-scatter. Under SP the
+    backward pass also gathers both matrices' inputs again.
     """
     size = job.parallel.tensor
     message = _per_update(job) * job.shape.hidden * job.element * (size - 1) / size
@@ -81,7 +87,7 @@ def _tensor(job: Job) -> float:
 
 
 def _context(job: Job) -> float:
-    """Keys and values go round the ring: once forward, and with their gradients backward."""
+    """Bytes of CP: keys and values go round the ring once forward, and with their gradients backward."""
     size = job.parallel.context
     width = 2 * job.shape.kv_heads * job.shape.head_dim / job.parallel.tensor
     again = 0 if job.run.batch.recompute == "none" else 1
@@ -90,7 +96,7 @@ def _context(job: Job) -> float:
 
 
 def _pipeline(job: Job) -> float:
-    """Hidden states down and their gradients up, for each model chunk."""
+    """Bytes of PP: hidden states to the next stage and their gradients back, for each model chunk."""
     if job.parallel.pipeline == 1:
         return 0.0
     message = _per_update(job) * job.shape.hidden * job.element / job.norm_split
@@ -98,7 +104,7 @@ def _pipeline(job: Job) -> float:
 
 
 def _data(job: Job) -> float:
-    """float32 gradients are reduce-scattered, weights all-gathered, over DP x CP."""
+    """Bytes of DP: float32 gradients are reduce-scattered and weights all-gathered over DP x CP."""
     ranks = job.optimizer_shards
     parameters = stage_parameters(job.shape, job.parallel, 0).total
     return parameters * (4 + job.element) * (ranks - 1) / ranks

@@ -10,13 +10,13 @@ from typing import Any
 
 from bapo_megatron.commands.report.data import RunRecord, read_run
 from bapo_megatron.commands.report.panels import PANELS, Panel
-from bapo_megatron.commands.report.series import LOSSES, final_results
+from bapo_megatron.commands.report.series import LOSS_EVENTS, final_results
 from bapo_megatron.commands.report.text import NO_VALUE, event_cells, number, render, staleness_cells, svg_uri
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 
 _NOT_SETTINGS = ("name", "run_dir", "allow_change")
-_SHOWN_EVENTS = ("start", "resume", "config_changed", *LOSSES)
+_SHOWN_EVENTS = ("start", "resume", "config_changed", *LOSS_EVENTS)
 
 
 @dataclass(frozen=True)

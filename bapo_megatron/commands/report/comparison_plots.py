@@ -1,4 +1,4 @@
-"""The plots of a comparison: PNGs of all runs, and SVG layers that a page can show and hide run by run."""
+"""Plots that compare runs: PNGs of all runs, and SVG layers that the page shows and hides for each run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LINES: tuple[Any, ...] = ("-", (0, (3, 1.2)), (0, (1, 1.2)))
 
 @dataclass(frozen=True)
 class Layers:
-    """A plot as transparent SVGs of one size: the axes without curves, and the curves of each run."""
+    """A comparison plot as transparent SVG layers of one size: the axes, and the curves of each run."""
 
     axes: bytes
     runs: list[bytes]
@@ -120,7 +120,7 @@ def _figure(panel: Panel, runs: Sequence[Drawn]) -> tuple[Figure, Any, list[list
 
 
 def _draw_run(axes: Any, panel: Panel, run: RunRecord, colour: str) -> tuple[list[Any], np.ndarray]:
-    """Draw one run: its artists, and the values that the axis must show."""
+    """Draw one run's curves; returns their artists, and the values that the axis must show."""
     artists: list[Any] = []
     shown = [np.zeros(0)]
     for curve, line in zip(curves_of(panel), LINES, strict=False):

@@ -15,7 +15,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 
 
 class Headline(TypedDict):
-    """The headline numbers of a run; None where the metrics have none."""
+    """The headline numbers of a run; None for a number that the metrics do not have."""
 
     reward_first: float | None
     """Mean reward of the first ``window`` steps that have one."""
@@ -31,7 +31,7 @@ class Headline(TypedDict):
 
 @dataclass(frozen=True)
 class Series:
-    """The values of one metric over a run; NaN where it has none."""
+    """A time series: the values of one metric over a run, NaN where the log has none."""
 
     step: np.ndarray
     value: np.ndarray
@@ -52,7 +52,7 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The run's name, or its directory's if none was stored."""
+        """The run's name, or the name of its directory if none was stored."""
         return str(self.config.get("name") or self.run_dir.resolve().name)
 
     @property
@@ -72,14 +72,14 @@ class RunRecord:
         return min(int(row["step"]) for row in (*self.steps, *self.evaluations))
 
     def by_step(self, metric: str) -> Series:
-        """The values of a metric by step; of an evaluation's metric, at the evaluated steps."""
+        """The values of a metric by step; those of an ``eval/`` metric at the evaluated steps."""
         if metric.startswith("eval/") and self.evaluations:
             steps = np.array([row["step"] for row in self.evaluations], dtype=float)
             return Series(steps, _values(self.evaluations, metric))
         return Series(self.step_numbers, _values(self.steps, metric))
 
     def by_update(self, metric: str) -> Series:
-        """The values of a metric by update: those of step ``s`` lie evenly in (s - 1, s], the last on s."""
+        """The values of a metric by update; the updates of step ``s`` lie evenly in (s - 1, s]."""
         steps = np.array([row["step"] for row in self.updates], dtype=float)
         _, first, count = np.unique(steps, return_index=True, return_counts=True)
         place = np.arange(len(steps)) - np.repeat(first, count)
@@ -88,7 +88,7 @@ class RunRecord:
 
 
 def read_run(run_dir: Path) -> RunRecord:
-    """The logs of a run directory. ConfigError if metrics.jsonl, which alone must be there, has no step."""
+    """Read the logs of a run directory. ConfigError if metrics.jsonl, the only required one, has no step."""
     paths = RunPaths(run_dir)
     path = paths.metrics
     if not path.exists():
@@ -131,7 +131,7 @@ def mean(values: list[float]) -> float | None:
 
 
 def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """The centered moving mean over ``window`` (odd) values, without those that are missing."""
+    """The centered moving mean over ``window`` (odd) values, missing ones left out."""
     exists = np.isfinite(values)
     box = np.ones(window)
     sums = np.convolve(np.where(exists, values, 0.0), box, mode="same")

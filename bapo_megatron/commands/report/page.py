@@ -23,7 +23,7 @@ __all__ = ["Headline", "headline", "write_report"]
 
 @dataclass(frozen=True)
 class Picture:
-    """A panel with its plot, for the page."""
+    """A plot of the page: its panel, and the image as a data URI."""
 
     panel: Panel
     data_uri: str
@@ -31,7 +31,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class MetricRow:
-    """A row of the table of metrics."""
+    """A row of the metrics table: mean of the first and last steps, and the final value, as text."""
 
     name: str
     first: str
@@ -83,7 +83,7 @@ def _render(run: RunRecord, pictures: list[Picture], window: int) -> str:
 
 
 def _facts(run: RunRecord, figures: Headline) -> list[tuple[str, str]]:
-    """The other headline numbers, with their names."""
+    """The headline numbers besides the reward, as (text, name)."""
     return [
         (f"{figures['steps']:,}", "steps"),
         (f"{len(run.updates):,}", "updates"),

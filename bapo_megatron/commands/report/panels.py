@@ -1,4 +1,4 @@
-"""The panels of a report as data: which metrics, which colours, what to look for.
+"""The plots (panels) of a report as data: metrics, colours, captions.
 
 Green is for positive advantages, red for negative advantages, dark blue for everything else.
 """
@@ -20,7 +20,7 @@ AGES = ("#9fb3cf", "#7f9abf", "#5f80ac", "#456894", "#2f5079", "#1f3b63")
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric in a plot, with its colour and label."""
+    """A curve: one metric of a plot, with its colour and label."""
 
     metric: str
     colour: str = NEUTRAL
@@ -30,7 +30,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot of a report."""
+    """A panel: one plot of a report, with its curves and caption."""
 
     file: str
     """The name of the PNG, without its suffix."""
@@ -50,7 +50,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Band:
-    """A shaded range of the vertical axis, or a line if both ends are equal."""
+    """A band: a shaded range of the vertical axis, or a line if both ends are equal."""
 
     low: float
     high: float
@@ -240,7 +240,7 @@ OVERVIEW = PANELS[:8]
 
 
 def bands(panel: Panel, run: RunRecord) -> list[Band]:
-    """The ranges and targets of the configuration in this plot."""
+    """The bands of a plot: ranges of the clipping bounds and the target, from the configuration."""
     if panel.file == "clip_bounds":
         return _bound_ranges(run)
     if panel.file == "contribution":

@@ -1,4 +1,5 @@
-"""The series of a report: ratio profiles, Eq. 6 against measurement, event marks, final results."""
+"""Derived series of a report: ratio profiles, predicted against measured entropy change (Eq. 6), event
+marks, final results."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from bapo_megatron.algo.measurements.staleness import BUCKETS
 from bapo_megatron.commands.report.data import RunRecord, Series, headline, known_values, mean
 from bapo_megatron.runtime.jsonl_log import Row
 
-LOSSES = ("engine_lost", "server_ended", "sampler_died", "broadcast_failed", "engine_gap")
+LOSS_EVENTS = ("engine_lost", "server_ended", "sampler_died", "broadcast_failed", "engine_gap")
 """The kinds of events that count as losses."""
 
 RATIO_CENTRES = np.array(
@@ -34,19 +35,19 @@ class Mark:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Changes of the entropy in nats: predicted by Eq. 6, and measured."""
+    """Entropy changes between updates, in nats: predicted by the Entropy-Clip Rule (Eq. 6), and measured."""
 
     predicted: np.ndarray
     """Learning rate times minus the covariance, or times the mean effect, summed over the updates between
     two measurements."""
     measured: np.ndarray
-    """nats."""
+    """Measured changes, in nats."""
     correlation: float | None
     """Pearson's correlation; None for fewer than three pairs, or for constants."""
 
 
 def ratio_profile(run: RunRecord, what: Literal["probability", "entropy"]) -> Series:
-    """The mean of ``what`` over the tokens of each ratio bin in the whole run, at the bin's centre."""
+    """Mean probability or entropy (``what``) of the tokens in each bin of the ratio, over the whole run."""
     rows = run.updates or run.steps
     values = []
     for name in RATIO_BINS:
@@ -62,7 +63,7 @@ Reading = Literal["covariance", "effect"]
 
 
 def prediction(run: RunRecord, bucket: str | None = None, reading: Reading = "covariance") -> Prediction:
-    """The Entropy-Clip Rule (Eq. 6) against measurement, for all tokens or those of one staleness bucket.
+    """Predicted (Eq. 6) and measured entropy changes, of all tokens or of one staleness bucket.
 
     If batches are reused, from each pass over a batch to the next, which has the same tokens; else from each
     update to the next, which has others.
@@ -77,7 +78,7 @@ def prediction(run: RunRecord, bucket: str | None = None, reading: Reading = "co
 
 
 def _passes(rows: Sequence[Row]) -> list[tuple[list[Row], list[Row]]]:
-    """Pairs of updates: each pass with the next over the same tokens, or each update with the next."""
+    """Pairs of updates to compare: an epoch and the next over the same tokens, or two updates in a row."""
     if not any(row.get("epoch") for row in rows):
         return [([now], [after]) for now, after in pairwise(rows)]
     groups: dict[tuple[int, int], list[Row]] = {}
@@ -91,7 +92,7 @@ def _passes(rows: Sequence[Row]) -> list[tuple[list[Row], list[Row]]]:
 
 
 def _predicted(row: Row, bucket: str | None, reading: Reading) -> float:
-    """The predicted change of the entropy by the tokens of a bucket, or by all; nan if not measured."""
+    """The entropy change that Eq. 6 predicts from the tokens of a bucket, or from all; nan if not logged."""
     rate, value, share = row.get("policy/lr"), row.get(f"entropy_rule/{reading}"), 1.0
     if bucket:
         share = row.get(f"staleness/{bucket}/tokens") or 0.0
@@ -101,25 +102,25 @@ def _predicted(row: Row, bucket: str | None, reading: Reading) -> float:
 
 
 def _entropy(rows: Sequence[Row]) -> float:
-    """The mean entropy over the tokens of some updates; nan if not measured."""
+    """The mean entropy over the tokens of some updates; nan if not logged."""
     known = [(_tokens(row), row["policy/entropy"]) for row in rows if row.get("policy/entropy") is not None]
     total = sum(tokens for tokens, _ in known)
     return float(sum(tokens * value for tokens, value in known) / total) if total else np.nan
 
 
 def _tokens(row: Row) -> float:
-    """The number of tokens of an update; 1 in logs of earlier versions, so that their updates weigh alike."""
+    """The number of tokens of an update; 1 for logs without it, so that all updates weigh the same."""
     return float(row.get("policy/tokens") or 1.0)
 
 
 def marks(run: RunRecord) -> list[Mark]:
-    """The marks of resumes and losses. An event without a step is placed by its time between the others."""
+    """Marks of resumes and of losses (of an engine etc.); an event without a step is placed by its time."""
     timed = [(_seconds(event), event) for event in run.events]
     anchors = [(time, _finished_step(event)) for time, event in timed if time is not None]
     known = [(time, step) for time, step in anchors if step is not None]
     found = [Mark(step - 0.5, False) for step in run.resumed_at]
     for time, event in timed:
-        if event.get("kind") in LOSSES and time is not None and known:
+        if event.get("kind") in LOSS_EVENTS and time is not None and known:
             times, steps = zip(*sorted(known), strict=True)
             found.append(Mark(float(np.interp(time, times, steps)), True))
     return found
@@ -153,7 +154,7 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
         "tokens": figures["tokens"],
         "hours of training": figures["time_s"] / 3600,
         "resumes": len(run.resumed_at),
-        "losses": sum(event.get("kind") in LOSSES for event in run.events),
+        "losses": sum(event.get("kind") in LOSS_EVENTS for event in run.events),
     }
 
 

@@ -1,4 +1,4 @@
-"""The text of report pages: numbers, events, embedded plots, and the templates."""
+"""Formatting of report pages: jinja templates, numbers as text, table cells, plots as data URIs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_VALUE = "–"  # noqa: RUF001, the dash is meant
 
 
 def render(template: str, **values: Any) -> str:
-    """The page that a template of this package makes of ``values``."""
+    """The HTML that a jinja template of this package makes of ``values``."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -27,7 +27,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def number(value: float | None) -> str:
-    """A number with at least three significant digits; counts as whole numbers."""
+    """A number as text, with at least three significant digits; integers in full."""
     if value is None:
         return NO_VALUE
     if isinstance(value, int):
@@ -51,7 +51,7 @@ def svg_uri(svg: bytes) -> str:
 
 
 def event_cells(event: dict[str, Any]) -> tuple[str, str, str]:
-    """The cells of an event: time, kind and details."""
+    """The table cells of an event: time, kind and details."""
     others = {key: value for key, value in event.items() if key not in ("time", "kind")}
     details = ", ".join(f"{key} {value}" for key, value in others.items())
     time = str(event.get("time", ""))[:19].replace("T", " ")  # Whole seconds, without the zone: it is UTC.
@@ -59,7 +59,7 @@ def event_cells(event: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def staleness_cells(run: RunRecord) -> list[tuple[str, list[str]]]:
-    """A row for each staleness bucket that has tokens; the first two values are shares."""
+    """Table rows, one for each staleness bucket with tokens; the first two values are percentages."""
     return [
         (bucket, [*(_percent(value) for value in values[:2]), *(number(value) for value in values[2:])])
         for bucket, values in by_staleness(run)

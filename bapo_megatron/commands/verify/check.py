@@ -1,7 +1,7 @@
 """The layout check of `bapo verify-parallel`: log-probs, bounds, loss and gradient norm of a canary batch.
 
-Nothing of a run is needed but its recipe and its model: no dataset, no tokenizer, no run directory. The
-one update that is made to measure a gradient is thrown away with the process.
+It needs the recipe and the model, but no dataset, tokenizer or run directory. It makes one update, to measure
+the gradient norm; the updated weights are discarded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TOKENS = 16384
 
 @dataclass(frozen=True)
 class ToleranceConfig:
-    """Tolerances of the check. None takes the default of the model's dtype. See docs/verify.md."""
+    """Tolerances of the layout check. None: the default of the model's dtype. See docs/verify.md."""
 
     token_relative: float | None = None
     """Allowed relative difference of each log-prob and entropy."""
@@ -63,7 +63,7 @@ class ToleranceConfig:
 
 @dataclass(frozen=True)
 class VerifyConfig(RunConfig):
-    """The configuration of a layout check: a recipe, and what the check adds."""
+    """The configuration of a layout check: the recipe's, and the fields that the check adds."""
 
     certificate: Path | None = None
     """Compare with the layout reference stored here instead of running it."""
@@ -79,7 +79,7 @@ class VerifyConfig(RunConfig):
 
     @classmethod
     def of(cls, run: RunConfig) -> VerifyConfig:
-        """The check of ``run`` with everything else at its default."""
+        """The configuration that checks ``run``, with the fields of the check at their defaults."""
         return cls(**{item.name: getattr(run, item.name) for item in dataclasses.fields(run)})
 
     @property
@@ -96,7 +96,7 @@ class VerifyConfig(RunConfig):
 
 
 def check_verify(config: VerifyConfig, launched: bool) -> None:
-    """Raise ConfigError with the first thing that would stop the check, before any process group exists."""
+    """Check the configuration before any process group exists; ConfigError for the first mistake."""
     config.check()
     if launched and config.by_hand:
         raise ConfigError(
@@ -138,13 +138,13 @@ def _check_reference(config: VerifyConfig) -> None:
 
 
 def verify_layout(config: VerifyConfig) -> int:
-    """Measure the recipe's layout; write its certificate or compare it. The exit code, alike on every rank.
+    """Measure the recipe's layout, then write it as a reference or compare it with one. Collective.
 
-    0: written, or all agree. 1: something differs. Collective.
+    Returns the exit code, equal on every rank: 0 if written or all quantities agree, 1 if any differs.
     """
     reference = None if config.certificate is None else _matching(config.certificate, config)
     policy = build_policy(config)
-    ours = certify(policy, config, reference)
+    ours = measure_layout(policy, config, reference)
     code = 0
     if is_main():
         if config.save is not None:
@@ -153,9 +153,10 @@ def verify_layout(config: VerifyConfig) -> int:
     return share(code)
 
 
-def certify(policy: Policy, config: VerifyConfig, reference: LayoutReference | None) -> LayoutReference:
-    """This layout's answers to the canary batch, or to the reference's samples. Collective; makes an
-    update."""
+def measure_layout(
+    policy: Policy, config: VerifyConfig, reference: LayoutReference | None
+) -> LayoutReference:
+    """Measure this layout on the canary batch or the reference's samples. Collective; makes an update."""
     bounds = config.algorithm.bounds
     sequences = [] if reference else canary_sequences(config.canary, bounds)
     samples = reference.samples if reference else unscored(sequences)
@@ -179,20 +180,20 @@ def _bounds_of(reference: LayoutReference, config: VerifyConfig) -> Bounds:
 
 
 def _matching(path: Path, config: VerifyConfig) -> LayoutReference:
-    """The certificate in ``path``. ConfigError if it is of another model, canary or objective."""
-    certificate = read_layout_reference(path)
-    differences = identity_differences(certificate, _identity(config))
+    """Read the layout reference in ``path``. ConfigError if its model, canary or objective is another."""
+    reference = read_layout_reference(path)
+    differences = identity_differences(reference, _identity(config))
     if differences:
         raise ConfigError(
             f"certificate {path} is of something else:\n"
             + "\n".join(differences)
             + "\nset these as they were, or make the certificate again"
         )
-    return certificate
+    return reference
 
 
 def _identity(config: VerifyConfig) -> dict[str, Any]:
-    """All that the answers may depend on, the layout excepted."""
+    """Everything but the layout that the measured quantities depend on; it must be equal in both layouts."""
     named = {
         "model": {**model_digests(config.model.hf_path), "dtype": config.model.dtype},
         "canary": dataclasses.asdict(config.canary),
@@ -206,7 +207,7 @@ def _identity(config: VerifyConfig) -> dict[str, Any]:
 
 
 def _made(config: VerifyConfig, policy: Policy) -> dict[str, Any]:
-    """Layout and versions, to be told."""
+    """Parallel layout and package versions, for the printed report."""
     parallel = dataclasses.replace(config.parallel, data=policy.pack_layout.data_size)
     return {
         **flat(parallel, "parallel."),
@@ -241,8 +242,8 @@ def _tolerances(config: VerifyConfig) -> Tolerances:
     return dataclasses.replace(TOLERANCES[config.model.dtype], **given)
 
 
-def _layout(certificate: LayoutReference) -> str:
-    made = certificate.made
+def _layout(measured: LayoutReference) -> str:
+    made = measured.made
     sizes = {"TP": "tensor", "PP": "pipeline", "VPP": "virtual", "CP": "context", "DP": "data"}
     parts = [f"{short} {made[f'parallel.{name}']}" for short, name in sizes.items()]
     parts.append(f"SP {'on' if made['parallel.sequence'] else 'off'}")

@@ -1,4 +1,4 @@
-"""``bapo verify-parallel RECIPE [flags]``: does the recipe's layout compute what a smaller one does?"""
+"""``bapo verify-parallel RECIPE [flags]``: compares the recipe's parallel layout with a smaller one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def verify_command(arguments: Sequence[str]) -> None:
-    """Check the layout, in the processes that it needs. SystemExit(1) if it differs from the reference."""
+    """Check the layout, in as many processes as it needs. SystemExit(1) if it differs from the reference."""
     from bapo_megatron.commands.verify.check import VerifyConfig, check_verify
     from bapo_megatron.config import RunConfig
     from bapo_megatron.config.recipe import load_recipe
@@ -39,7 +39,7 @@ def verify_command(arguments: Sequence[str]) -> None:
 
 
 def _verify_by_hand(config: VerifyConfig, processes: int) -> None:
-    """Run the reference, then the recipe's layout against it."""
+    """Measure the reference layout, then the recipe's layout, and compare them."""
     from bapo_megatron.runtime.distributed import run_processes
 
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,14 @@ from typing import Literal
 import numpy as np
 
 from bapo_megatron.algo.bapo import all_measures
-from bapo_megatron.algo.bounds import Bounds, BoundsConfig, high_values, low_values, search_bounds, share
+from bapo_megatron.algo.bounds import (
+    Bounds,
+    BoundsConfig,
+    high_values,
+    low_values,
+    positive_share,
+    search_bounds,
+)
 from bapo_megatron.algo.bounds import sum_count as candidates
 from bapo_megatron.commands.verify.layout_reference import LayoutReference, TokenAnswers, Totals
 from bapo_megatron.data.packing import Sample
@@ -66,7 +73,7 @@ class QuantityRow:
     tolerance: str
     verdict: Literal["ok", "tie", "DIFFERS"]
     detail: str = ""
-    """Where it differs first, or why a difference is a tie."""
+    """Where the quantity differs first, or why a difference is a tie."""
 
 
 def compare_layouts(
@@ -186,7 +193,7 @@ def _total_row(
 
 
 def _sum_names(config: BoundsConfig) -> Iterator[str]:
-    """What each number of ``measured_sums`` is."""
+    """Names of the numbers of ``measured_sums``, in order."""
     for one in all_measures(config):
         reading = f"({one.measure}, {one.weight})"
         yield from (f"P(c_high={high:g}) {reading}" for high in high_values(config))
@@ -213,7 +220,7 @@ def _bounds_row(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: 
 
 
 def _tie(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Tolerances) -> str:
-    """Why unequal bounds follow from sums that agree; empty if they do not.
+    """Reason for a tie: unequal bounds that follow from sums which agree; empty if it is no tie.
 
     The search stops at the first pair of bounds whose contribution reaches the target. Where one search
     stopped and the other went on, both contributions must lie so near the target that the tolerated
@@ -239,7 +246,7 @@ def _tie(theirs: Totals, ours: Totals, config: BoundsConfig, tolerances: Toleran
 def _contribution(sums: np.ndarray, bounds: Bounds, config: BoundsConfig) -> float:
     highs = high_values(config)
     low = len(highs) + low_values(config).index(bounds.low)
-    return share(float(sums[highs.index(bounds.high)]), float(sums[low]), config.share)
+    return positive_share(float(sums[highs.index(bounds.high)]), float(sums[low]), config.share)
 
 
 def _worst(reference: np.ndarray, apart: np.ndarray) -> tuple[float, float]:

@@ -1,7 +1,7 @@
-"""The layout reference: a batch and one layout's answers to it, in one file that another layout checks.
+"""The layout reference: a batch and what one parallel layout computes on it, to compare other layouts with.
 
-The file is an npz archive. It holds the inputs (token ids, log-probs of the rollout, advantages) and not the
-seed they came from alone, so a comparison never depends on how a later version draws them.
+The file is an npz archive. It holds the inputs themselves (token ids, rollout log-probs, advantages), not
+only their seed, so a comparison never depends on how a later version draws them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 
 FORMAT = 1
-"""Version of the file. A program that meets another refuses."""
+"""Version of the file format; a file of another version is refused."""
 
 _UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
 class TokenAnswers:
-    """One layout's log-probs and entropies: one array a sample, one number for each predicting position."""
+    """Per-token outputs of one layout: log-probs and entropies, an array for each sample, [positions]."""
 
     log_probs: list[np.ndarray]
     """Natural logs, float32."""
@@ -39,12 +39,12 @@ class TokenAnswers:
 
 @dataclass(frozen=True)
 class Totals:
-    """One layout's totals over the batch as one update."""
+    """Totals of one layout over the batch, taken as one update: sums, bounds, loss, gradient norm."""
 
     sums: np.ndarray
     """float64: the contribution sums at every candidate, under every measure (``measured_sums``)."""
     low: float
-    """The bound c_low that the search chose on them."""
+    """The bound c_low that the search found from ``sums``."""
     high: float
     """The bound c_high."""
     loss: float
@@ -55,7 +55,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class LayoutReference:
-    """A batch and one layout's answers to it."""
+    """A batch, and the log-probs, entropies and totals that one layout computes on it."""
 
     identity: dict[str, Any]
     """Fields that two references must share to be comparable, as flat JSON values."""
@@ -66,17 +66,17 @@ class LayoutReference:
     totals: Totals
 
 
-def write_layout_reference(path: Path, certificate: LayoutReference) -> None:
-    """Write the file, whole or not at all. Its folder must exist."""
-    about = {"format": FORMAT, "identity": certificate.identity, "made": certificate.made}
-    totals = certificate.totals
+def write_layout_reference(path: Path, reference: LayoutReference) -> None:
+    """Write the layout reference to ``path``, atomically. Its folder must exist."""
+    about = {"format": FORMAT, "identity": reference.identity, "made": reference.made}
+    totals = reference.totals
     buffer = io.BytesIO()
     np.savez(
         buffer,
         about=np.array(json.dumps(about)),
-        **_sample_columns(certificate.samples),
-        log_probs=np.concatenate(certificate.tokens.log_probs),
-        entropies=np.concatenate(certificate.tokens.entropies),
+        **_sample_columns(reference.samples),
+        log_probs=np.concatenate(reference.tokens.log_probs),
+        entropies=np.concatenate(reference.tokens.entropies),
         sums=totals.sums,
         totals=np.array([totals.low, totals.high, totals.loss, totals.grad_norm]),
     )
@@ -91,7 +91,7 @@ def read_layout_reference(path: Path) -> LayoutReference:
         about = json.loads(str(columns["about"]))
         version = about["format"]
         if version == FORMAT:
-            return _certificate(about, columns)
+            return _reference_from(about, columns)
     except FileNotFoundError:
         raise ConfigError(f"certificate {path} does not exist; make one with --save") from None
     except _UNREADABLE as error:
@@ -99,9 +99,9 @@ def read_layout_reference(path: Path) -> LayoutReference:
     raise ConfigError(f"certificate {path} has format {version}, this version of the program reads {FORMAT}")
 
 
-def identity_differences(certificate: LayoutReference, identity: dict[str, Any]) -> list[str]:
-    """Every field in which ``identity`` is not the reference's, with both values."""
-    stored = certificate.identity
+def identity_differences(reference: LayoutReference, identity: dict[str, Any]) -> list[str]:
+    """Fields in which ``identity`` differs from the reference's, a line with both values for each."""
+    stored = reference.identity
     return [
         f"{name}: {stored.get(name)!r} in the certificate, {identity.get(name)!r} here"
         for name in sorted(stored.keys() | identity.keys())
@@ -120,7 +120,7 @@ def _sample_columns(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def _certificate(about: dict[str, Any], columns: dict[str, np.ndarray]) -> LayoutReference:
+def _reference_from(about: dict[str, Any], columns: dict[str, np.ndarray]) -> LayoutReference:
     lengths, responses = columns["lengths"], columns["responses"]
     low, high, loss, grad_norm = columns["totals"].tolist()
     parts = (
@@ -141,7 +141,7 @@ def _certificate(about: dict[str, Any], columns: dict[str, np.ndarray]) -> Layou
 
 
 def _split(column: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """A concatenated column as one array a sample."""
+    """A concatenated column, split into one array for each sample."""
     if len(column) != lengths.sum():
         raise ValueError(f"{len(column)} numbers where {lengths.sum()} belong")
     return np.split(column, np.cumsum(lengths)[:-1])

@@ -1,6 +1,6 @@
 """Measurement of one layout on a batch: every token's log-prob and entropy, and the totals of one update.
 
-Any policy and any samples will do. The update changes the policy, so it is the last thing to ask of it.
+The update changes the policy's weights: measure the totals last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OfSample = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
 def measure_tokens(policy: Policy, config: RunConfig, samples: Sequence[Sample]) -> TokenAnswers:
-    """Log-probs and entropies at every predicting position, equal on every rank. Collective."""
+    """Log-probs and entropies of ``samples`` at every predicting position, equal on all ranks. Collective."""
     packs = _packs(policy, config, samples)
     mine: _OfSample = {}
     for pack, stats in zip(packs, policy.log_probs(packs), strict=True):

@@ -43,7 +43,7 @@ def prepare(options: PrepareOptions) -> Card:
     ConfigError names what is wrong.
     """
     options.check()
-    check_output(options.output, options.overwrite)
+    check_dataset_output(options.output, options.overwrite)
     sources = [open_source(text, options.split, options.revision) for text in options.sources]
     duplicates = Duplicates()
     card = Card(sources=[], options=options)
@@ -59,7 +59,7 @@ def prepare(options: PrepareOptions) -> Card:
     return card
 
 
-def check_output(output: Path, overwrite: bool) -> None:
+def check_dataset_output(output: Path, overwrite: bool) -> None:
     """Raise ConfigError if ``output`` exists and may not be replaced."""
     if not output.exists():
         return

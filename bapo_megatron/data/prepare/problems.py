@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def is_code(self) -> bool:
-        """Whether its ground truth is the tests of a program."""
+        """Whether the problem's ground truth is the tests of a program."""
         return is_tests(self.ground_truth)
 
     def row(self) -> Row:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.data.rows import FORMATS, Row, read_jsonl
+from bapo_megatron.data.rows import FORMATS, Row, iterate_jsonl
 from bapo_megatron.errors import ConfigError
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
@@ -31,7 +31,7 @@ class FileSource:
 
     def rows(self) -> Iterator[Row]:
         """All rows in the order of the file, one at a time. ConfigError with the row's number."""
-        read = {".jsonl": read_jsonl, ".json": _json, ".parquet": _parquet}[self.path.suffix]
+        read = {".jsonl": iterate_jsonl, ".json": _json, ".parquet": _parquet}[self.path.suffix]
         for number, row in enumerate(read(self.path)):
             if not isinstance(row, dict):
                 raise ConfigError(f"{self.path}, row {number} (the first is 0): it is no object: {row!r:.80}")

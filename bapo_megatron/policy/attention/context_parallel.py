@@ -21,8 +21,8 @@ from bapo_megatron.types import MicroBatch
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A chunk of a document: its queries, and the keys that they see, which end with the chunk."""
+class DocumentChunk:
+    """A rank's chunk of a packed document under CP: its queries, and the keys that they attend to."""
 
     queries: int
     """Tokens of the chunk."""
@@ -32,26 +32,26 @@ class Segment:
     """Position after the chunk's last token. The chunk's tokens are the last ``queries`` keys."""
 
 
-def segments(bounds: tuple[int, ...], size: int, rank: int) -> Iterator[Segment]:
+def document_chunks(bounds: tuple[int, ...], size: int, rank: int) -> Iterator[DocumentChunk]:
     """The chunks that ``rank`` holds of documents ``bounds[d]:bounds[d + 1]``, in the order it holds them.
 
     Without context parallelism a document is one chunk. ValueError if a document cannot be cut evenly.
     """
     for start, end in pairwise(bounds):
         if size == 1:
-            yield Segment(end - start, start, end)
+            yield DocumentChunk(end - start, start, end)
             continue
         chunk, rest = divmod(end - start, 2 * size)
         if rest:
             raise ValueError(f"a document of {end - start} tokens cannot be cut into 2 x {size} chunks")
         for number in (rank, 2 * size - 1 - rank):
-            yield Segment(chunk, start, start + (number + 1) * chunk)
+            yield DocumentChunk(chunk, start, start + (number + 1) * chunk)
 
 
 @lru_cache(maxsize=64)  # every layer of a micro-batch asks for the same ones
 def positions(bounds: tuple[int, ...], size: int, rank: int) -> Tensor:
     """Positions [L] of the pack that ``rank`` holds, in the order it holds them."""
-    parts = [torch.arange(s.last_key - s.queries, s.last_key) for s in segments(bounds, size, rank)]
+    parts = [torch.arange(s.last_key - s.queries, s.last_key) for s in document_chunks(bounds, size, rank)]
     return torch.cat(parts)
 
 

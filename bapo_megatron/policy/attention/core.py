@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from bapo_megatron.policy.attention.context_parallel import gathered_rows, segments
+from bapo_megatron.policy.attention.context_parallel import document_chunks, gathered_rows
 from bapo_megatron.policy.attention.flash import flash_attention
 from bapo_megatron.policy.attention.padded import padded_attention
 from bapo_megatron.policy.attention.prefix import prefix_attention
@@ -121,7 +121,7 @@ def _by_segment(
     scale: float,
 ) -> Tensor:
     """Attention chunk by chunk, [tokens, heads, head_dim]."""
-    parts = [s for s in segments(bounds, size, rank) if s.queries]
+    parts = [s for s in document_chunks(bounds, size, rank) if s.queries]
     outputs = []
     for part, q_LHD in zip(parts, query_LHD.split([part.queries for part in parts]), strict=True):
         k_THD, v_THD = (x_THD[part.first_key : part.last_key] for x_THD in (key_THD, value_THD))

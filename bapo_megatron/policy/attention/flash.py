@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from bapo_megatron.policy.attention.context_parallel import segments
+from bapo_megatron.policy.attention.context_parallel import document_chunks
 
 
 def flash_attention(
@@ -52,7 +52,7 @@ class _KeyPlan:
     """The arguments of the variable-length kernel for a rank's chunks."""
 
     def __init__(self, bounds: tuple[int, ...], size: int, rank: int, device: torch.device) -> None:
-        parts = [s for s in segments(bounds, size, rank) if s.queries]
+        parts = [s for s in document_chunks(bounds, size, rank) if s.queries]
         keys = [part.last_key - part.first_key for part in parts]
         queries = [part.queries for part in parts]
         rows = torch.cat([torch.arange(part.first_key, part.last_key) for part in parts])

@@ -36,7 +36,7 @@ class WeightReceivers:
 
     @property
     def ranks(self) -> int:
-        """How many ranks they have in the group."""
+        """Number of the engines' ranks in the broadcast group."""
         return sum(engine.broadcast_ranks for engine in self.engines)
 
     async def join(self, group: BroadcastGroup) -> None:
@@ -73,7 +73,10 @@ class WeightReceivers:
         return digests[0]
 
     async def _everywhere(self, call: Callable[[ReceivesBroadcast], Coroutine[Any, Any, T]]) -> list[T]:
-        """All results. The first error ends the wait; errors of other engines that come with it are named."""
+        """Run ``call`` on all engines; their results.
+
+        The first error ends the wait; errors of other engines that come with it are named.
+        """
         tasks = [asyncio.create_task(call(engine)) for engine in self.engines]
         _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if waiting:
@@ -111,12 +114,12 @@ class PoolBroadcast:
         return self._receivers.ranks, self._is_joined
 
     async def join(self, group: BroadcastGroup) -> None:
-        """All of them join the sender's group."""
+        """Join all engines to the sender's broadcast group."""
         await self._receivers.join(group)
         self._is_joined = True
 
     async def begin(self) -> None:
-        """All of them stop sampling."""
+        """Pause sampling on all engines."""
         await self._receivers.begin()
 
     async def receive(self, bucket: BucketSpec) -> None:
@@ -124,7 +127,7 @@ class PoolBroadcast:
         await self._receivers.receive(bucket)
 
     async def finish(self, version: int) -> str:
-        """All of them have the same weights now, and sample again; returns their digest."""
+        """Confirm that all engines have the same weights, and resume sampling; returns their digest."""
         digest = await self._receivers.finish(version)
         self._pool.adopt(version)
         self._comings = self._pool.comings

@@ -21,12 +21,12 @@ class LoopLagClock:
         self._ticking = asyncio.create_task(self._tick())
 
     def now(self) -> float:
-        """At most as many seconds after an earlier call as have passed."""
+        """Monotonic seconds, less the event loop's lag: two readings differ by at most the real time."""
         return min(time.monotonic(), self._due) - self._late_s
 
     @property
     def late_s(self) -> float:
-        """How long it has stood still in all."""
+        """Total time that the event loop lagged, in seconds."""
         return self._late_s + max(0.0, time.monotonic() - self._due)
 
     def close(self) -> None:

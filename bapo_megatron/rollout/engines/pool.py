@@ -30,7 +30,7 @@ _STEADY_S = 60.0
 
 _LONGEST_PAUSE_S = 60.0
 _LATE_S = 1.0
-"""This process came to look so much too late that a limit may have passed meanwhile."""
+"""Event loop lag, in seconds, above which a deadline may have passed unnoticed."""
 
 
 class EngineLost(Exception):
@@ -39,11 +39,11 @@ class EngineLost(Exception):
     def __init__(self, message: str, with_this: bool = False) -> None:
         super().__init__(message)
         self.with_this = with_this
-        """It was this request that failed, not another at the same engine."""
+        """Whether this request itself failed, not another one at the same engine."""
 
 
 class EnginesGone(Exception):
-    """No engine has worked for too long."""
+    """Error of a run without engines: none has worked for ``lost_minutes``."""
 
 
 @dataclass(eq=False)
@@ -58,14 +58,14 @@ class EngineSlot:
     heard_at: float = -math.inf
     """When it last answered, by the pool's clock as all times here."""
     hang_silence_s: float = 0.0
-    """How long after ``hang_reported_at`` its hanging is not reported again."""
+    """Seconds after ``hang_reported_at`` during which the engine's hanging is not reported again."""
     hang_reported_at: float = -math.inf
     came_at: float = 0.0
     """When it came, or came back."""
     is_busy: bool = False
     """Weights are on their way to it."""
     pause_s: float = 0.0
-    """How much longer it is left alone, because it went soon after it had come."""
+    """Extra wait before the engine is tried again: it failed soon after it had come."""
     reason: str = "it has no weights yet"
     """Why it is in quarantine."""
 
@@ -263,7 +263,7 @@ class EnginePool:
         return False
 
     async def _failure(self, slot: EngineSlot, call: asyncio.Task[Any], limit_s: float) -> str | None:
-        """What went wrong with ``call``. One at an engine that falls silent is not waited for to the end."""
+        """The failure of ``call`` as text; None if it succeeded. A call to a silent engine ends early."""
         began = self._clock.now()
         before_s = late_s = self._clock.late_s
         slot.heard_at = began

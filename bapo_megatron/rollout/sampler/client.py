@@ -167,7 +167,7 @@ class SamplerClient:
                 why = str(death)
 
     def _end(self, kill_reason: str | None) -> str:
-        """Why the process has ended. StorageFailed if it does not: the journal stays locked then."""
+        """End the sampler process; returns why it ended. StorageFailed if it does not end."""
         if (code := self._exit_code(_END_S)) is None:
             raise StorageFailed(
                 f"the sampler's process {self._process.pid} cannot be ended; its file system may hang"

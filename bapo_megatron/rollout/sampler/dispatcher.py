@@ -49,7 +49,7 @@ class Dispatcher:
         self._segments: list[Segment] = []
         self._refusals: list[tuple[OpenGroup, str]] = []
         self._losses: Counter[Key] = Counter()
-        """How often an engine was lost with each response."""
+        """Number of engines lost with each response."""
         self._next_version: int | None = None
         """The version of the weights that engines are loading."""
 
@@ -68,7 +68,7 @@ class Dispatcher:
         return bool(self._segments or self._refusals)
 
     def take_results(self) -> tuple[list[Segment], list[tuple[OpenGroup, str]]]:
-        """What came since the last call: segments, and groups that no engine can sample with the reason."""
+        """Results since the last call: segments, and groups that no engine can sample, with the reason."""
         results, self._segments, self._refusals = (self._segments, self._refusals), [], []
         return results
 

@@ -199,7 +199,7 @@ class SamplerLoop:
                 self._resume(self._state.open[number])
 
     def _is_open(self, group: OpenGroup) -> bool:
-        """Whether it is still open: it may have been dropped while a request was in flight."""
+        """Whether the group is still open: it may have been dropped while a request was in flight."""
         return self._state.open.get(group.number) is group
 
     # --- groups: opened, resumed, scored, dropped ---

@@ -121,7 +121,7 @@ class WeightBroadcast:
         return sent_bytes
 
     def _begin(self, bucket: Bucket, on_bucket: Tell[BucketSpec]) -> Callable[[], None]:
-        """What waits for the bucket."""
+        """Begin to broadcast ``bucket``; returns the function that waits for its end."""
         assert self._group is not None
         deadline = self._deadline()
         received = on_bucket(bucket.spec)
@@ -196,7 +196,7 @@ class BroadcastSync:
         version: int,
         step: int,
     ) -> str | None:
-        """Why it failed, or None."""
+        """Try to broadcast the weights; returns why it failed, or None."""
         try:
             ranks, are_joined = engines.tell("gather").result()
             if not ranks:

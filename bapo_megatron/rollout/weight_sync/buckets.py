@@ -71,17 +71,17 @@ class _Buffer:
         self.begin()
 
     def begin(self) -> None:
-        """Nothing is in it."""
+        """Begin an empty bucket."""
         self.names: list[str] = []
         self._tensors: list[tuple[str, tuple[int, ...]]] = []
         self._end = 0
 
     def has_room(self, tensor: Tensor) -> bool:
-        """Whether it fits behind the others, aligned for its type."""
+        """Whether ``tensor`` fits behind the others, aligned for its type."""
         return self._end + tensor.nbytes <= self._nbytes and self._end % tensor.itemsize == 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy it behind the others."""
+        """Copy ``tensor`` behind the others."""
         if self._memory_B is None:
             self._memory_B = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
         place_B = self._memory_B[self._end : self._end + tensor.nbytes]
@@ -91,7 +91,7 @@ class _Buffer:
         self._end += tensor.nbytes
 
     def take(self) -> Bucket:
-        """What was added; the buffer begins anew, in the same memory."""
+        """Take the bucket of the added tensors; the buffer is empty again, in the same memory."""
         assert self._memory_B is not None
         dtypes, shapes = zip(*self._tensors, strict=True)
         spec = BucketSpec(tuple(self.names), dtypes, shapes, self._end)

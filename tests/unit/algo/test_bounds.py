@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from bapo_megatron.algo import bounds
-from bapo_megatron.algo.bounds import Bounds, BoundsConfig, high_values, low_values, search_bounds, share
+from bapo_megatron.algo.bounds import (
+    Bounds,
+    BoundsConfig,
+    high_values,
+    low_values,
+    positive_share,
+    search_bounds,
+)
 
 THREE_BY_TWO = BoundsConfig(
     low_start=0.6, low_end=0.8, low_step=0.1, high_start=1.5, high_end=2.0, high_step=0.5, target=0.5
@@ -72,7 +79,7 @@ def test_empty_range_is_one_candidate_whatever_the_step() -> None:
     ],
 )
 def test_share(positive: float, negative: float, kind: bounds.Share, expected: float) -> None:
-    assert share(positive, negative, kind) == expected
+    assert positive_share(positive, negative, kind) == expected
 
 
 def test_target_met_at_the_start_moves_nothing() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.hf.parameter_map import Segment
+from bapo_megatron.hf.parameter_map import RowSegment
 from checkpoints_tools import to_hf, to_megatron, verify
 from checkpoints_tools.core.blocks import Block, BlockTensor
 from checkpoints_tools.core.segments import check_cover, cut_into_sources
@@ -280,7 +280,7 @@ def test_blocks_that_do_not_cover_a_tensor_are_named() -> None:
 
 def test_blocks_are_cut_at_the_segments(stored: Path) -> None:
     """Rows 0-1, 5-6 of the second tensor and 3 of the first, as a parameter stacks them: cut by hand."""
-    segments = (Segment(1, 0, 2), Segment(0, 3, 1), Segment(1, 5, 2))
+    segments = (RowSegment(1, 0, 2), RowSegment(0, 3, 1), RowSegment(1, 5, 2))
     file = Path("f")
     first, second = cut_into_sources(
         segments, 2, [Block(1, 3, 0, 4, file, 100, 10), Block(4, 9, 0, 4, file, 500, 10)]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bapo_megatron.reward.math import is_right
+from bapo_megatron.reward.math import answer_is_right
 
 SCRIPT = Path(__file__).parents[3] / "recipes" / "demo" / "make_task.py"
 
@@ -119,7 +119,7 @@ def test_worked_solutions_are_right_and_short(digits: int, addends: int) -> None
         truth = row["reward_model"]["ground_truth"]
         solution = row["extra_info"]["solution"]
         assert sum(map(int, question.rstrip("=").split("+"))) == int(truth)
-        assert is_right(truth, solution)
+        assert answer_is_right(truth, solution)
         assert addends > 2 or len(solution) <= 45
         assert row["extra_info"]["digits"] <= digits
 
@@ -153,7 +153,7 @@ def test_a_ramble_slips_in_every_attempt_and_nowhere_else() -> None:
                 total = right[len(good)].split("=")[1]
                 assert right[len(good)].startswith(f"{sums}=")
                 assert 0 < abs(int(slip) - int(total)) <= 4
-            assert not is_right(str(sum(numbers)), solution)
+            assert not answer_is_right(str(sum(numbers)), solution)
 
 
 def test_rambles_end_at_their_last_slip() -> None:
@@ -166,7 +166,7 @@ def test_rambles_end_at_their_last_slip() -> None:
 def test_wrong_solutions_may_be_the_long_ones() -> None:
     problems = make_task.make_problems({"warm_start": 600})["warm_start"]
     solutions = [
-        (is_right(row["reward_model"]["ground_truth"], row["extra_info"]["solution"]), row)
+        (answer_is_right(row["reward_model"]["ground_truth"], row["extra_info"]["solution"]), row)
         for row in make_task.add_solutions(problems, guesses=0.0, rambles=0.7)
     ]
     lengths = {

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.policy.attention.context_parallel import (
-    Segment,
+    DocumentChunk,
+    document_chunks,
     gathered_rows,
     positions,
-    segments,
     slice_batch,
 )
 from bapo_megatron.types import COLUMNS, PackLayout
@@ -23,22 +23,26 @@ def test_two_ranks_by_hand() -> None:
     """A document of 8 tokens in chunks of 2 (rank 0: first and last), then one of 4 in chunks of 1."""
     assert positions((0, 8, 12), 2, 0).tolist() == [0, 1, 6, 7, 8, 11]
     assert positions((0, 8, 12), 2, 1).tolist() == [2, 3, 4, 5, 9, 10]
-    assert list(segments((0, 8, 12), 2, 1)) == [
-        Segment(2, 0, 4),
-        Segment(2, 0, 6),
-        Segment(1, 8, 10),
-        Segment(1, 8, 11),
+    assert list(document_chunks((0, 8, 12), 2, 1)) == [
+        DocumentChunk(2, 0, 4),
+        DocumentChunk(2, 0, 6),
+        DocumentChunk(1, 8, 10),
+        DocumentChunk(1, 8, 11),
     ]
 
 
 def test_one_rank_holds_documents_whole() -> None:
-    assert list(segments((0, 3, 3, 8), 1, 0)) == [Segment(3, 0, 3), Segment(0, 3, 3), Segment(5, 3, 8)]
+    assert list(document_chunks((0, 3, 3, 8), 1, 0)) == [
+        DocumentChunk(3, 0, 3),
+        DocumentChunk(0, 3, 3),
+        DocumentChunk(5, 3, 8),
+    ]
     assert positions((0, 3, 3, 8), 1, 0).tolist() == list(range(8))
 
 
 def test_an_odd_document_is_refused() -> None:
     with pytest.raises(ValueError, match="a document of 6 tokens cannot be cut into 2 x 2 chunks"):
-        list(segments((0, 6), 2, 0))
+        list(document_chunks((0, 6), 2, 0))
 
 
 documents = st.lists(st.integers(0, 6), min_size=1, max_size=6)
@@ -50,7 +54,7 @@ def test_every_position_is_held_once_and_the_causal_work_is_equal(chunks: list[i
     held = [positions(bounds, size, rank) for rank in range(size)]
     assert torch.cat(held).sort().values.tolist() == list(range(bounds[-1]))
     work = {
-        sum(s.queries * (s.last_key - s.first_key - s.queries) for s in segments(bounds, size, rank))
+        sum(s.queries * (s.last_key - s.first_key - s.queries) for s in document_chunks(bounds, size, rank))
         for rank in range(size)
     }
     assert len(work) == 1

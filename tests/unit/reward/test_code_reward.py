@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from bapo_megatron.data.prompts import load_prompts
-from bapo_megatron.reward.code import is_right, last_code_block, same_output, same_value
+from bapo_megatron.reward.code import last_code_block, program_is_right, same_output, same_value
 from bapo_megatron.reward.code_tests import Asserted, Called, Printed, check_tests, is_tests, read_tests
 from bapo_megatron.reward.sandbox import sandbox as sandbox_module
 from bapo_megatron.reward.sandbox.sandbox import Sandbox
@@ -44,7 +44,7 @@ TWO = "class Solution:\n    def two(self, nums: List[int], target: int) -> List[
 
 def right(ground_truth: str, source: str, case_limit_s: float = 5.0, total_limit_s: float = 60.0) -> bool:
     response = f"I think\n```python\n{source}\n```\nDone."
-    return is_right(ground_truth, response, 512, case_limit_s, total_limit_s)
+    return program_is_right(ground_truth, response, 512, case_limit_s, total_limit_s)
 
 
 # --- finding, reading, comparing ---------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_functions(ground_truth: str, source: str, is_it: bool) -> None:
 
 def test_a_response_without_a_block_needs_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bapo_megatron.reward.code.Sandbox", None)
-    assert not is_right(ADD, "print(3)", 512, 1.0, 1.0)
+    assert not program_is_right(ADD, "print(3)", 512, 1.0, 1.0)
 
 
 def test_all_tests_together_have_a_limit() -> None:

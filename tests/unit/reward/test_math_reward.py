@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from bapo_megatron.reward.math import answers_equal, check_ground_truth, is_right, last_boxed
+from bapo_megatron.reward.math import answer_is_right, answers_equal, check_ground_truth, last_boxed
 from bapo_megatron.reward.math_verify_process import MathVerifyProcess
 
 
 def judge(ground_truth: str, response: str) -> float:
-    return 1.0 if is_right(ground_truth, response) else -1.0
+    return 1.0 if answer_is_right(ground_truth, response) else -1.0
 
 
 @pytest.mark.parametrize(

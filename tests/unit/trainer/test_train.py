@@ -26,7 +26,7 @@ from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.train import next_batch, train_on
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.clip_bounds import Clipping
-from bapo_megatron.trainer.evaluation import evaluate
+from bapo_megatron.trainer.evaluation import evaluate_if_due
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.types import (
     Group,
@@ -241,8 +241,8 @@ def test_an_evaluation_is_waited_for_recorded_and_scored(
             told.append((step, metrics["eval/mean"], metrics["eval/s/problems"]))
 
     run.sampler = run.sync = run.recorder = Parts()  # type: ignore[assignment]
-    evaluate(run, 9)
-    evaluate(run, 10)
+    evaluate_if_due(run, 9)
+    evaluate_if_due(run, 10)
     assert told == [(10, 0.5, 2)]
     assert run.checkpoints.scores == {10: 0.5}  # type: ignore[attr-defined]
 

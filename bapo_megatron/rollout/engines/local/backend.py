@@ -18,7 +18,7 @@ class LocalBackend(EngineBackend):
     rounds = True
 
     def max_in_flight(self, rollout: RolloutConfig) -> int:
-        """What the engine decodes at a time."""
+        """Requests that the engine decodes at a time."""
         return rollout.max_batch
 
     async def open(

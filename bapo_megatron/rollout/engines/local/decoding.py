@@ -74,7 +74,7 @@ class Decoding:
 
     @property
     def done(self) -> bool:
-        """Every request has met a stop token or its limit."""
+        """Whether every request has met a stop token or its limit."""
         return not self._open_B.any()
 
     @torch.inference_mode()
@@ -128,7 +128,7 @@ class Decoding:
         self._next_ids, self._next_positions = self._next_ids[kept], self._next_positions[kept]
 
     def results(self) -> list[Generation]:
-        """What each request has so far; those still open end with ``abort``."""
+        """Generations of all requests so far; unfinished ones have the finish reason ``abort``."""
         return [self._result(index) for index in range(len(self._requests))]
 
     def _result(self, index: int) -> Generation:

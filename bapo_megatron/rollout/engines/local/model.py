@@ -83,7 +83,7 @@ class LocalModel:
         return decoding.results()
 
     def _step(self, decoding: Decoding, ticket: object) -> bool:
-        """One token for each open request; False if the call was aborted."""
+        """One decode step: samples one token for each open request; False if the call was aborted."""
         with self._gate:
             self._gate.wait_for(lambda: self._abort_ticket is not ticket or self._may_sample())
             if self._abort_ticket is not ticket:

@@ -26,11 +26,11 @@ class Deadlines:
     """Longest waits for a server, in seconds."""
 
     request_s: float = 3600.0
-    """For the answer to one request; then it is aborted, and what it has is its answer."""
+    """Deadline of one request; then it is aborted, and the tokens that it has are its answer."""
     abort_s: float = 60.0
-    """For the answer to that abort."""
+    """Deadline of the abort of a request."""
     update_s: float = 600.0
-    """For new weights."""
+    """Deadline of a load of new weights."""
 
 
 class SglangEngine:
@@ -149,7 +149,7 @@ class SglangEngine:
         await self.server.receive(bucket, group_name, timeout_s)
 
     async def end_update(self, timeout_s: float) -> str:
-        """All buckets came: the digest of the weights that the server computes with."""
+        """End an update after all buckets: the digest of the weights that the server computes with."""
         await self.server.end_update()
         if self._on_update == "retract":
             await self.server.flush_cache()
@@ -201,7 +201,10 @@ class SglangEngine:
         return answer
 
     def _note_fruitless(self, now: float) -> None:
-        """Others may only have stood before it in the queue: then they bring tokens soon."""
+        """Note an overdue request without tokens. ServerError if no request gets a token for ``abort_s``.
+
+        Before that, other requests may have been ahead of it in the server's queue.
+        """
         if self._fruitless_since is None:
             self._fruitless_since = now
         elif now - self._fruitless_since > self._deadlines.abort_s:
@@ -246,7 +249,7 @@ class SglangEngine:
 
 
 def _up_to(found: Generation, newest: int | None) -> Generation:
-    """Without the tokens of weights that came after version ``newest``."""
+    """The generation without tokens of weights newer than version ``newest``."""
     if newest is None:
         return found
     kept = int((found.versions_R <= newest).sum())

@@ -102,7 +102,7 @@ class SglangServer:
             ) from error
 
     async def is_alive(self) -> bool:
-        """Whether it answers. ``/ready`` would not do: it fails while a server is paused for new weights."""
+        """Whether the server answers. ``/ready`` will not do: it fails while it is paused for weights."""
         try:
             await self._request("GET", "/model_info", None, 5.0)
         except ServerError:

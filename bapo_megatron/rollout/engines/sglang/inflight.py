@@ -33,7 +33,7 @@ class InflightRequests:
 
     @property
     def are_held(self) -> bool:
-        """No request is sent now: the server is paused, or about to be."""
+        """Whether requests are held back: the server is paused, or about to be."""
         return not self._open
 
     async def until_open(self) -> None:

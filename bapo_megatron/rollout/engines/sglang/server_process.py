@@ -28,7 +28,7 @@ _CPU_FLAGS = (
     "--sleep-on-idle",  # else an idle server keeps a core busy
 )
 _CPU_CACHE_TOKENS = 65_536
-"""Of the key-value cache, unless one sequence is longer: a machine's memory is not the server's alone."""
+"""Tokens of the KV cache on a CPU, unless one sequence is longer: other programs need memory, too."""
 _CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -121,7 +121,7 @@ class ServerProcess(ChildProcess):
             super().__init__(command, environment, guarded=True, stdout=output, stderr=subprocess.STDOUT)
 
     def wait_ready(self, seconds: float = 300.0) -> None:
-        """Until it takes requests. RuntimeError with the end of its log if it ends or takes longer."""
+        """Wait until the server takes requests. RuntimeError with its log's end if it ends or is too slow."""
         deadline = time.monotonic() + seconds
         while not self.is_ready():
             if self.process.poll() is not None:
@@ -142,7 +142,7 @@ class ServerProcess(ChildProcess):
         self.close()
 
     def is_ready(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the server takes requests."""
         try:
             with urllib.request.urlopen(f"{self.url}/ready", timeout=2) as response:
                 return bool(response.status == 200)

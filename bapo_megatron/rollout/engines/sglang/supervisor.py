@@ -91,13 +91,13 @@ class ServerSupervisor:
         self._hangs: str | None = None
         """Why it is to be ended and started again."""
         self._may_hang = False
-        """It has taken requests, or had the time to: from now on silence is no longer its start."""
+        """Whether silence means that the server hangs: it has started, or the time to start has passed."""
         self._thread = threading.Thread(target=self._keep, name=f"server-{number}", daemon=True)
         self._thread.start()
         self._kept.wait()
 
     def wait_ready(self, limit_s: float) -> None:
-        """Until it takes requests. RuntimeError, with the end of its log, if it ends or takes longer."""
+        """Wait until the server takes requests. RuntimeError with its log's end if it ends or is too slow."""
         if self._server is None:
             raise RuntimeError(f"{self._command[0]} could not be started: {self._refused}")
         self._server.wait_ready(limit_s)
@@ -128,7 +128,7 @@ class ServerSupervisor:
             self._ends.wait(pause)
 
     def _watch(self, server: ServerProcess, started: float) -> None:
-        """Until it has ended, or hangs; nothing is left of it then."""
+        """Wait until the server has ended or hangs; then kill what is left of it."""
         self._may_hang, self._hangs = False, None
         while (code := server.process.poll()) is None and not self._hangs and not self._ends.wait(_LOOK_S):
             self._may_hang = self._may_hang or time.monotonic() - started > self._start_s or server.is_ready()

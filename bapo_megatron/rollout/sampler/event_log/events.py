@@ -14,7 +14,7 @@ from bapo_megatron.types import FinishReason, Generation
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a response that an engine returned for one request, and its place."""
+    """A segment of a response: what an engine returned for one request, and its place in the response."""
 
     group: OpenGroup
     sample: int

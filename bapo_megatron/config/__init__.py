@@ -1,5 +1,7 @@
 """The configuration of a run: the dataclasses that recipes fill in, their checks, and the recipe loader."""
 
+from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.algo.papo_schedule import PapoConfig as PolarityConfig
 from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig
 from bapo_megatron.config.recipe import load_recipe
@@ -19,6 +21,7 @@ from bapo_megatron.config.sglang import SglangConfig
 __all__ = [
     "AlgorithmConfig",
     "BatchConfig",
+    "BoundsConfig",
     "CheckpointConfig",
     "DataConfig",
     "EngineConfig",
@@ -27,6 +30,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "PolarityConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

@@ -383,3 +383,8 @@ def test_the_documentation_shows_this_plan(capsys: pytest.CaptureFixture[str]) -
 def test_bad_input_is_named(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bapo(["plan", str(RECIPE), *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bapo(["plan", "recipes/demo_cpu.py", "--rollout.engine", "sgalng"]) == 2
+    assert "rollout.engine='sgalng' is unknown: give local, sglang" in capsys.readouterr().err

@@ -345,3 +345,10 @@ def test_a_run_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         check_writable(tmp_path / "file")
+
+
+def test_names_and_positions_that_recipes_of_version_0_1_use() -> None:
+    from bapo_megatron.config import AlgorithmConfig, BoundsConfig, PolarityConfig
+
+    config = AlgorithmConfig(BoundsConfig(), "dr_grpo", PolarityConfig(enabled=True))
+    assert (config.advantage, config.polarity.enabled, config.loss) == ("dr_grpo", True, "bapo")

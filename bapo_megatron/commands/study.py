@@ -20,6 +20,6 @@ def study_command(arguments: Sequence[str]) -> int:
             f"bapo study runs from a checkout of the repository, and {_CHECKOUT} is none: clone it and "
             "install the package from there, `pip install -e .`"
         )
-    sys.path.append(str(_CHECKOUT))
+    sys.path.insert(0, str(_CHECKOUT))  # before any other package called benchmarks
     code: int = importlib.import_module("benchmarks.study.command").study_command(arguments, run)
     return code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
@@ -15,6 +15,7 @@ class EngineConfig:
 
     urls: tuple[str, ...] = ()
     """Servers that run already, e.g. http://node7:30000. None: the run starts servers of its own."""
+    _: KW_ONLY
     max_in_flight: Annotated[int, Ge(1)] = 256
     """Requests at a server at a time."""
     request_minutes: Annotated[float, Gt(0)] = 60.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import traceback
@@ -51,4 +52,7 @@ def _serve_former_paths() -> None:
     for former, names in former_modules.items():
         module = ModuleType(former, "A module of version 0.1, for recipes that import it.")
         vars(module).update(names)
-        sys.modules.setdefault(former, module)
+        if former not in sys.modules:
+            sys.modules[former] = module
+            package, _, name = former.rpartition(".")
+            setattr(importlib.import_module(package), name, module)

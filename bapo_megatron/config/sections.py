@@ -218,9 +218,6 @@ class AlgorithmConfig:
     """Passes over each batch of rollouts: 1 uses each sample once, more reuse it off-policy."""
     updates_per_epoch: Annotated[int, Ge(1)] = 1
     """Optimizer updates in each pass: the batch is split into so many mini-batches."""
-    loss: str = "bapo"
-    """The loss of an update. `bapo`: the clipped surrogate of PPO at `bounds`, searched or fixed (GRPO,
-    clip-higher). Or `package.module:Name` of a subclass of `bapo_megatron.algo.losses.Loss`."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def evaluate(options: EvalOptions) -> Results:
     """
     options.check()
     location = find_checkpoint(options.checkpoint, options.step)
-    engine_backend(options.engine).check(options.rollout)
+    engine_backend(options.engine, "--engine").check(options.rollout)
     output = options.output or output_of(location)
     model = hf_model(location, options.hf_reference, output)
     tokenizer = load_tokenizer(model.folder)

@@ -57,6 +57,7 @@ def guard(lifeline: int, command: Sequence[str]) -> int:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, which is inherited, none would come
     changes = {signal.SIGCHLD, signal.SIGIO}
     signal.pthread_sigmask(signal.SIG_BLOCK, changes)
     _signal_when_closed(lifeline, os.getpid(), signal.SIGIO)

@@ -19,18 +19,18 @@ BACKENDS = {
 """The built-in ones. Each is imported when it is chosen: transformers alone takes seconds."""
 
 
-def engine_backend(engine: str) -> EngineBackend:
+def engine_backend(engine: str, field: str = "rollout.engine") -> EngineBackend:
     """The backend that `rollout.engine` names. ConfigError that says why it cannot be had."""
     path = BACKENDS.get(engine, engine)
     if ":" not in path:
         raise ConfigError(
-            f"rollout.engine={engine!r} is unknown: give {', '.join(BACKENDS)}, or the path of a subclass of "
+            f"{field}={engine!r} is unknown: give {', '.join(BACKENDS)}, or the path of a subclass of "
             f"EngineBackend as package.module:Name"
         )
-    backend = load_dotted_path("rollout.engine", path, "class")
+    backend = load_dotted_path(field, path, "class")
     if not (isinstance(backend, type) and issubclass(backend, EngineBackend)):
         raise ConfigError(
-            f"rollout.engine={engine}: {backend!r} is no subclass of EngineBackend "
+            f"{field}={engine}: {backend!r} is no subclass of EngineBackend "
             f"(bapo_megatron/rollout/engines/backend.py); name one that is"
         )
     return backend()

@@ -73,9 +73,9 @@ def test_the_last_closed_python_block_counts(response: str, block: str | None) -
 
 
 def test_finding_it_takes_linear_time() -> None:
-    start = time.monotonic()
+    start = time.process_time()  # other programs may have the processor
     assert last_code_block("```python\n" * 200_000) is None
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 10  # quadratic would be hours
 
 
 def test_the_forms_of_ground_truth() -> None:

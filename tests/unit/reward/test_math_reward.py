@@ -104,10 +104,10 @@ def test_last_boxed(response: str, boxed: str | None) -> None:
 
 
 def test_finding_the_box_takes_linear_time() -> None:
-    start = time.monotonic()
+    start = time.process_time()  # other programs may have the processor
     assert last_boxed("\\boxed{" * 100_000) is None
     assert last_boxed("\\" * 500_000 + " \\boxed{1}") == "1"
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 10  # quadratic would be hours
 
 
 def test_the_last_box_counts() -> None:

@@ -126,7 +126,9 @@ def build_loss(algorithm: _LossSettings) -> Loss:
         if getattr(bounds, item.name) != getattr(read, item.name)
     ]
     if loss.bounds != "searched" and ignored:
+        unset = "fixed(low, high)" if loss.bounds == "fixed" else "BoundsConfig()"
         raise ConfigError(
-            f"{', '.join(ignored)}: algorithm.loss={algorithm.loss} does not read that; leave it out"
+            f"{', '.join(ignored)}: algorithm.loss={algorithm.loss} does not read that; leave it out, in "
+            f"the recipe too: algorithm.bounds={unset}"
         )
     return loss

@@ -81,7 +81,8 @@ class Measurement:
     sums: Callable[[PackView], Tensor]
     """The vector [size] of one pack, additive over packs and ranks; masked tokens must count nowhere."""
     metrics: Callable[[Tensor, UpdateSums], Metrics]
-    """Metrics under the names of the log, from the vector summed over the update."""
+    """Metrics under the names of the log, from the vector summed over the update; None where one does not
+    exist, as a share of no tokens."""
 
 
 SEARCH = "search"

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bapo_megatron.policy.attention.context_parallel import positions, segments
+from bapo_megatron.policy.attention.context_parallel import document_chunks, positions
 from bapo_megatron.policy.attention.flash import flash_attention
 from benchmarks.gpu.rows import Row, Size
 
@@ -68,7 +68,7 @@ def _reference(inputs: list[Tensor], grad: Tensor, bounds: tuple[int, ...]) -> l
     """Softmax in float64, a block of 512 queries at a time."""
     q, k, v = inputs
     whole = torch.empty_like(q)
-    for part in segments(bounds, 1, 0):
+    for part in document_chunks(bounds, 1, 0):
         for start in range(part.first_key, part.last_key, 512):
             end = min(start + 512, part.last_key)
             keys, values = (x[part.first_key : end].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))

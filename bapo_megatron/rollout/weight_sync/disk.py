@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from safetensors import safe_open
 from torch import Tensor
 
-from bapo_megatron.hf.config import read_model_shape
-from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.stream_writer import write_shards
 from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.interfaces import Policy, Sampler
@@ -45,10 +46,16 @@ class WeightStaging:
     """HF folders of the model's versions, in ``folder``: each is whole, or not there."""
 
     def __init__(self, folder: Path, hf_path: Path) -> None:
+        config_file = hf_path / "config.json"
+        if not config_file.is_file():
+            raise ConfigError(f"model.hf_path={hf_path}: no config.json there; give a Hugging Face folder")
+        config = json.loads(config_file.read_text())
         self._folder, self._hf_path = folder, hf_path
-        shape = read_model_shape(hf_path)
-        self._shapes = hf_tensors(shape)
-        self._aliases = {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
+        self._shapes = _tensor_shapes(hf_path)
+        tied = config.get("tie_word_embeddings", False)
+        self._aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+        if tied:
+            self._shapes.pop("lm_head.weight", None)  # some folders hold it twice
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
         """The folder with exactly the model's tensors. ValueError if they are not; then nothing remains.
@@ -78,3 +85,13 @@ class WeightStaging:
             temporary.rename(final)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _tensor_shapes(hf_path: Path) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(hf_path.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if not shapes:
+        raise ConfigError(f"model.hf_path={hf_path}: no safetensors files there")
+    return shapes

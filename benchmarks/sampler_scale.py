@@ -37,7 +37,7 @@ from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, open_session
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.process import collect_seldom
-from bapo_megatron.runtime.run_paths import step_entries
+from bapo_megatron.runtime.run_paths import RunPaths, step_entries
 from bapo_megatron.types import Prompt
 from benchmarks.common import machine, no_options, write
 from benchmarks.fake_engines import EOS
@@ -191,7 +191,7 @@ async def _measure(load: Load, url: str, folder: Path) -> Found:
     events: Counter[str] = Counter()
     async with _sampler(load, url, folder, events) as (sampler, session):
         steps: list[int] = []
-        trainer = asyncio.create_task(_train(load, sampler, folder / "journal", steps))
+        trainer = asyncio.create_task(_train(load, sampler, RunPaths(folder).journal, steps))
         await asyncio.sleep(load.warm_s)
         process = psutil.Process()
         before, taken = sampler.state()["tokens"]["sampled"], len(steps)

@@ -52,7 +52,7 @@ bapo_end_time() {  # of the job in seconds since 1970; 0 if it has none
 # hang after another has died; a rank that fails does not end those that still save.
 bapo_srun_flags() {  # group, role
     bapo_flags=(--kill-on-bad-exit=0 --open-mode=append "--output=$BAPO_LOGS/$2-%N-%t.log")
-    # Slurm would bind each task to as few cores as it can; the sampler and the reward workers need the others.
+    # Slurm would bind each task to as few cores as it can; sampler and reward workers need the others.
     bapo_flags+=("--chdir=$BAPO_ROOT" --cpu-bind=none)
     ((${SLURM_HET_SIZE:-1} > 1)) && bapo_flags+=("--het-group=$1")
     if [[ $2 = rollout ]]; then bapo_flags+=(--wait=0 --no-kill); else bapo_flags+=("--wait=$BAPO_WAIT_S"); fi

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034
-# Names in the run directory $BAPO_RUN: the mirror of bapo_megatron/runtime/run_paths.py; a test compares them.
+# Names in the run directory $BAPO_RUN: the mirror of bapo_megatron/runtime/run_paths.py (a test compares).
 
 BAPO_EVENTS_FILE=events.jsonl
 BAPO_STATE_FILE=slurm.state

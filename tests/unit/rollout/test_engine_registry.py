@@ -41,7 +41,7 @@ def test_names_and_paths() -> None:
     [
         ("vllm", r"rollout.engine='vllm' is unknown: give local, sglang, or the path of a subclass"),
         ("", "is unknown"),
-        ("a.module:", "is unknown"),
+        ("a.module:", "importing a.module failed"),
         ("no_such_module:Backend", r"rollout.engine=no_such_module:Backend: importing no_such_module failed"),
         ("tests.support.plain_engine:PlainEngine", "PlainEngine.* is no subclass of EngineBackend"),
         ("tests.support.plain_engine:Nothing", "tests.support.plain_engine has no class Nothing"),

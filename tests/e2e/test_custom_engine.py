@@ -38,6 +38,7 @@ def recipe() -> RunConfig:
 """
 
 
+@pytest.mark.slow
 def test_the_demo_with_an_engine_of_its_own(tmp_path: Path) -> None:
     recipe, run_dir = tmp_path / "recipe.py", tmp_path / "run"
     recipe.write_text(RECIPE)

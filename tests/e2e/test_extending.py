@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiers import slow_but
+
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +91,14 @@ def copied(change: Change, workspace: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("change", changes(), ids=lambda change: change.title)
+QUICK = ("A loss", "A Slurm site", "A recipe")
+
+
+@pytest.mark.parametrize(
+    "change",
+    slow_but(changes(), *(one for one in changes() if one.title in QUICK)),
+    ids=lambda one: one.title,
+)
 def test_a_change_works_as_the_page_says(change: Change, tmp_path: Path) -> None:
     copied(change, tmp_path)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -88,6 +88,7 @@ def test_another_recipe_is_refused_and_allowed_when_named(tmp_path: Path) -> Non
     assert changed["fields"]["optimizer.lr"] == 1e-5
 
 
+@pytest.mark.slow
 def test_what_does_not_come_back_as_it_was_saved_is_not_trained_on(tmp_path: Path) -> None:
     """Certificates are measured anew: here the stored ones are what is wrong."""
     run_dir = tmp_path / "wrong"

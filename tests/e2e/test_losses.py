@@ -34,6 +34,7 @@ def recipe():
 """
 
 
+@pytest.mark.slow  # docs/extending.md has the same in `make test`
 def test_a_run_with_a_users_loss(tmp_path: Path) -> None:
     """Metrics follow CISPO: its factors lie between the bounds, and no search is logged."""
     recipe, run_dir = tmp_path / "cispo.py", tmp_path / "run"

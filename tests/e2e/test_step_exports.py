@@ -13,6 +13,7 @@ from tests.support.short_runs import finish, start
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.slow
 def test_a_run_exports_its_checkpoints_and_a_continued_one_what_is_missing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = ["--steps=4", "--checkpoint.keep-last=1", "--checkpoint.export-every=2"]

@@ -22,7 +22,10 @@ WAITING_WORKERS = 2
 SHARES_SERVERS = ("tests/contract/test_engine_contract.py", "tests/contract/test_broadcast.py")
 """The tests of these files that take an SGLang server take the same ones."""
 
-APART = (*WAITING, "tests/e2e/test_runs.py", "tests/e2e/test_interrupts.py")
+APART = (
+    *WAITING,
+    *(f"tests/e2e/test_{name}.py" for name in ("runs", "interrupts", "extending")),
+)
 """Each test takes long, and what several share is made once a session (once.py)."""
 
 FIRST = ("tests/slurm/", "tests/e2e/", "tests/contract/", "tests/distributed/")

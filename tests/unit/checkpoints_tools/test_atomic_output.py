@@ -97,7 +97,7 @@ def moments(convert: Convert, output: Path, settings: Settings) -> Iterator[int]
         moment += 1
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_all_or_nothing(convert: Convert, model: Path, tmp_path: Path) -> None:
     convert(tmp_path / "whole", Settings())
     whole = folder_bytes(tmp_path / "whole")

@@ -114,7 +114,7 @@ class Training:
         return Save(stall_s, perf_counter() - start, statistics.median(updates))
 
     def nbytes(self) -> int:
-        """Of the newest checkpoint."""
+        """The bytes of the newest checkpoint."""
         return sum(
             path.stat().st_size for path in RunPaths(self._run_dir).checkpoints.rglob("*") if path.is_file()
         )

@@ -60,7 +60,7 @@ class ReceiverProcess:
         return self._ask("receive_raw", sizes, reuse)
 
     def weights(self) -> Future[dict[str, Tensor]]:
-        """What it kept."""
+        """The weights that the receiver has kept."""
         return self._ask("weights")
 
     def _ask(self, what: str, *arguments: Any) -> Future[Any]:

@@ -99,4 +99,4 @@ def convert(
 
 
 def _nobody(_: int) -> None:
-    """Whom nobody asks for progress."""
+    """A progress callback that shows nothing."""

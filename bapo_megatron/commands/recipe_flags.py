@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from bapo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bapo_megatron.config import RunConfig
 
 C = TypeVar("C")
 
@@ -41,3 +44,17 @@ def parse_flags(command: str, recipe: Path, default: C, arguments: Sequence[str]
         default=default,
         args=list(arguments[1:]),
     )
+
+
+def check_names(config: RunConfig) -> None:
+    """ConfigError if a recipe names an engine or a loss that is not registered.
+
+    What a dotted path names is not looked for: it may be there on the machines of the run alone.
+    """
+    from bapo_megatron.algo.losses import load_loss
+    from bapo_megatron.rollout.engines.registry import engine_backend
+
+    if ":" not in config.rollout.engine:
+        engine_backend(config.rollout.engine)
+    if ":" not in config.algorithm.loss:
+        load_loss(config.algorithm.loss)

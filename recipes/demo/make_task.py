@@ -132,7 +132,7 @@ def ramble(numbers: Sequence[int], rng: np.random.Generator, attempts: int = 5) 
 
 
 def _other_total(total: int, rng: np.random.Generator) -> int:
-    """Of a column: up to 4 off, and no less than 0."""
+    """A wrong total of a column: up to 4 off, and no less than 0."""
     return int(rng.choice([other for other in range(max(0, total - 4), total + 5) if other != total]))
 
 

@@ -84,7 +84,8 @@ def test_imports_run_one_way() -> None:
 
 
 def test_no_two_modules_import_each_other() -> None:
-    TopologicalSorter({name: imported_modules(name) for name in modules()}).prepare()  # raises at a circle
+    order = [*TopologicalSorter({name: imported_modules(name) for name in modules()}).static_order()]
+    assert set(order) == set(modules())  # a circle has raised, with its modules
 
 
 def test_rooms_stay_small() -> None:

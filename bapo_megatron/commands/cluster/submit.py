@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from bapo_megatron.algo.losses import load_loss
 from bapo_megatron.commands.cluster.cluster_file import load_cluster
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
+from bapo_megatron.commands.recipe_flags import check_names
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.runtime.run_paths import RunPaths
 
 USAGE = "usage: bapo submit RECIPE --cluster FILE [--dry-run] [--force] [flags of bapo train]"
@@ -68,10 +67,7 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
             f"with `pip install -e`"
         )
     config.check()
-    if ":" not in config.rollout.engine:  # what a path names may be there on the nodes alone
-        engine_backend(config.rollout.engine)
-    if ":" not in config.algorithm.loss:
-        load_loss(config.algorithm.loss)
+    check_names(config)
     recipe = command.recipe.absolute()
     job = ClusterJob(config, load_cluster(command.cluster), recipe, command.flags, Path.cwd(), _TEMPLATES)
     for warning in check_job(job, command.force):

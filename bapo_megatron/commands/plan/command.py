@@ -13,11 +13,10 @@ from bapo_megatron.commands.plan.advice import fastest_layouts, problems, smalle
 from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape
 from bapo_megatron.commands.plan.plan import as_dict, make_plan
 from bapo_megatron.commands.plan.table import plan_text
-from bapo_megatron.commands.recipe_flags import parse_flags, recipe_path
+from bapo_megatron.commands.recipe_flags import check_names, parse_flags, recipe_path
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.registry import engine_backend
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ def plan_command(arguments: Sequence[str]) -> int:
     recipe = recipe_path("plan", arguments)
     command = parse_flags("plan", recipe, PlanCommand(load_recipe(recipe, RunConfig)), arguments)
     command.options.check()
-    engine_backend(command.run.rollout.engine)
+    check_names(command.run)
     job = Job(command.run, find_shape(recipe, command.run.model.hf_path), command.options)
     if found := problems(job):
         raise ConfigError("\n".join(found))

@@ -5,6 +5,7 @@ A backend is a folder of this room, or a user's own class that `rollout.engine` 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import Any
@@ -30,7 +31,7 @@ class EngineServers:
         """Act on an event of the sampler's process, such as ``engine_hangs``."""
 
 
-class EngineBackend:
+class EngineBackend(ABC):
     """How a run uses the engines of one kind. The defaults are those of an engine in the sampler's process.
 
     Its settings are ``rollout.engine_config``: the field of ``RolloutConfig`` that has the backend's name, or
@@ -41,7 +42,9 @@ class EngineBackend:
     """Sample in rounds: new groups are begun only when no other is in the making, so that an engine whose
     tokens depend on its batch always forms the same batches."""
 
-    def check(self, rollout: RolloutConfig, gpus: int = 0, training: int = 0) -> None:
+    def check(  # noqa: B027 (most engines have nothing to check)
+        self, rollout: RolloutConfig, gpus: int = 0, training: int = 0
+    ) -> None:
         """Raise ConfigError if engines cannot be had; called before anything starts.
 
         ``gpus``: those of this machine. ``training``: processes that train, one on each of the first GPUs.
@@ -57,6 +60,7 @@ class EngineBackend:
         """Requests at one engine at a time."""
         return rollout.engine_config.max_in_flight
 
+    @abstractmethod
     async def open(
         self, config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack
     ) -> list[Engine]:
@@ -64,4 +68,3 @@ class EngineBackend:
 
         ``urls``: of the servers. ``device``: where an engine in this process computes.
         """
-        raise NotImplementedError(f"{type(self).__name__} opens no engines")

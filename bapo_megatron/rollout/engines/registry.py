@@ -33,6 +33,8 @@ def engine_backend(engine: str, field: str = "rollout.engine") -> EngineBackend:
             f"{field}={engine}: {backend!r} is no subclass of EngineBackend "
             f"(bapo_megatron/rollout/engines/backend.py); name one that is"
         )
+    if missing := sorted(backend.__abstractmethods__):
+        raise ConfigError(f"{field}={engine}: {backend.__name__} lacks {', '.join(missing)}: define it")
     return backend()
 
 

@@ -388,3 +388,5 @@ def test_bad_input_is_named(flags: list[str], message: str, capsys: pytest.Captu
 def test_an_engine_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert bapo(["plan", "recipes/demo_cpu.py", "--rollout.engine", "sgalng"]) == 2
     assert "rollout.engine='sgalng' is unknown: give local, sglang" in capsys.readouterr().err
+    assert bapo(["plan", "recipes/demo_cpu.py", "--algorithm.loss", "ppo"]) == 2
+    assert "algorithm.loss='ppo' is unknown: give bapo" in capsys.readouterr().err

@@ -44,6 +44,7 @@ def test_names_and_paths() -> None:
         ("a.module:", "importing a.module failed"),
         ("no_such_module:Backend", r"rollout.engine=no_such_module:Backend: importing no_such_module failed"),
         ("tests.support.plain_engine:PlainEngine", "PlainEngine.* is no subclass of EngineBackend"),
+        ("bapo_megatron.rollout.engines.backend:EngineBackend", "EngineBackend lacks open: define it"),
         ("tests.support.plain_engine:Nothing", "tests.support.plain_engine has no class Nothing"),
     ],
 )
@@ -55,7 +56,7 @@ def test_an_engine_that_cannot_be_had(engine: str, says: str) -> None:
 def test_local_engines_sample_in_rounds_and_take_a_batch() -> None:
     rollout = RolloutConfig(max_batch=7, sglang=SglangConfig(max_in_flight=9))
     local, sglang = engine_backend("local"), engine_backend("sglang")
-    assert (local.rounds, sglang.rounds, EngineBackend().rounds) == (True, False, False)
+    assert (local.rounds, sglang.rounds, EngineBackend.rounds) == (True, False, False)
     assert local.max_in_flight(rollout) == 7
     assert sglang.max_in_flight(replace(rollout, engine="sglang")) == 9
     assert local.max_in_flight(replace(rollout, max_batch=8)) == 8

@@ -117,8 +117,11 @@ def test_all_that_a_guarded_child_started_ends_with_it() -> None:
 
 def test_a_guarded_child_ends_with_its_guardian() -> None:
     with parent_of(STUBBORN, "guarded") as (_, named):
-        os.kill(psutil.Process(named[0]).ppid(), signal.SIGKILL)
+        guardian = psutil.Process(named[0]).ppid()
+        assert guardian not in (1, os.getpid())
+        os.kill(guardian, signal.SIGKILL)
         until(lambda: not alive(named[0]))
+        assert not alive(named[0])
 
 
 def started(code: str) -> tuple[ChildProcess, list[int]]:

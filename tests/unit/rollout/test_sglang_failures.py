@@ -155,12 +155,24 @@ def test_no_request_meets_the_end_of_an_idle_connection(
 def test_a_request_that_crosses_the_end_of_its_connection_is_sent_again(
     server: FakeServer, engine: BlockingEngine
 ) -> None:
+    engine.generate([REQUEST])
+    before = len(server.connections)
     server.cuts = 1
     (answer,) = engine.generate([REQUEST])
     assert answer.token_ids_R.tolist() == [3, 4]
+    used, cut, new = server.connections[before - 1 :]
+    assert used == cut != new
+
+
+def test_a_server_that_cuts_off_a_new_connection_has_failed(
+    server: FakeServer, engine: BlockingEngine
+) -> None:
+    engine.generate([REQUEST])
+    server.connections.clear()
     server.cuts = 2
     with pytest.raises(ServerError, match="isconnected"):
         engine.generate([REQUEST])
+    assert len(server.connections) == 2, "once over the connection that it had, once over a new one"
 
 
 def test_a_sound_server(server: FakeServer, engine: BlockingEngine, model: Path) -> None:

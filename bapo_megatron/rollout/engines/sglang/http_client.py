@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, Literal
@@ -27,21 +26,35 @@ request that is sent at that moment would fail as if the server had died."""
 _CONNECT_S = 60.0
 """A machine that is gone is noticed earlier, by its silence (``pool.py``)."""
 
-_CROSSED_S = 2.0
-"""A request that is cut off so early may have crossed the end of an idle connection: it is sent once more."""
-
 
 def open_session() -> aiohttp.ClientSession:
     """The HTTP session for calls to servers: as many connections as there are requests in flight."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S))
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S)
+    return aiohttp.ClientSession(connector=connector, trace_configs=[_reuse_noted()])
+
+
+def _reuse_noted() -> aiohttp.TraceConfig:
+    """Tells a request, by its ``trace_request_ctx``, whether it went over a connection of an earlier one."""
+
+    async def note(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
+        if context.trace_request_ctx is not None:
+            context.trace_request_ctx["reused"] = True
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(note)
+    return trace
 
 
 class ServerError(EngineError):
     """An SGLang server refused, hung, or answered nonsense. The message names it."""
 
 
-class Disconnected(ServerError):
-    """A connection was closed before any of the answer came."""
+class Crossed(ServerError):
+    """The server ended an idle connection while a request came over it: it has not seen the request.
+
+    On a busy machine that takes seconds, and ``_KEEP_IDLE_S`` does not exclude it. A server that died looks
+    the same; it takes no new connection, so that sending the request once more does no harm.
+    """
 
 
 class Refused(ServerError):
@@ -58,14 +71,8 @@ class SglangServer:
 
     async def generate(self, request: GenerateRequest, rid: str) -> Generation:
         """Answer one request under the id ``rid``. An aborted one returns what it has."""
-        content, began = generate_payload(request, rid), time.monotonic()
         try:
-            try:
-                body = await self._call("POST", "/generate", content, None)
-            except Disconnected:
-                if time.monotonic() - began > _CROSSED_S:
-                    raise
-                body = await self._call("POST", "/generate", content, None)
+            body = await self._call("POST", "/generate", generate_payload(request, rid), None)
         except Refused as error:  # any other server would refuse it too
             raise ValueError(f"request {request.request_id!r}: {error}") from error
         try:
@@ -195,13 +202,20 @@ class SglangServer:
             raise ServerError(f"{self.url}{path}: no JSON: {text[:300]!r}") from error
 
     async def _call(self, method: str, path: str, body: bytes | None, timeout: float | None) -> bytes:
-        """The bytes of the answer, whose status is 200."""
+        """The bytes of the answer, whose status is 200. Sent again for as long as idle connections end."""
+        while True:
+            try:
+                return await self._call_once(method, path, body, timeout)
+            except Crossed:
+                continue
+
+    async def _call_once(self, method: str, path: str, body: bytes | None, timeout: float | None) -> bytes:
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_S)
         headers = {"Content-Type": "application/json"}
-        url = self.url + path
+        url, connection = self.url + path, {"reused": False}
         try:
             async with self._session.request(
-                method, url, data=body, headers=headers, timeout=limit
+                method, url, data=body, headers=headers, timeout=limit, trace_request_ctx=connection
             ) as answer:
                 content = await answer.read()
                 if answer.status != 200:
@@ -212,8 +226,9 @@ class SglangServer:
             raise ServerError(f"{url}: no connection within {_CONNECT_S:g} s") from None
         except TimeoutError as error:
             raise ServerError(f"{url}: no answer within {timeout:g} s") from error
-        except aiohttp.ServerDisconnectedError as error:
-            raise Disconnected(f"{url}: {error}") from error
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            kind = Crossed if connection["reused"] else ServerError
+            raise kind(f"{url}: {type(error).__name__}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{url}: {type(error).__name__}: {error}") from error
 

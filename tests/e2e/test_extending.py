@@ -91,7 +91,7 @@ def copied(change: Change, workspace: Path) -> None:
         )
 
 
-QUICK = ("A loss", "A Slurm site", "A recipe")
+QUICK = ("A loss", "A recipe")
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def continued(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Continued]:
     return {kind: (dirs[kind], before[kind], *ends[kind]) for kind in dirs}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RECIPES)
 def test_a_run_that_was_stopped_within_a_step_goes_on(kind: str, continued: dict[str, Continued]) -> None:
     run_dir, before, code, output = continued[kind]

@@ -96,6 +96,7 @@ def test_kill_9_and_restart_end_bitwise_equal(killed_after: int, whole: Path, tm
     assert kinds.count("resume") == (1 if killed_after >= 2 else 0)
 
 
+@pytest.mark.slow
 def test_kill_9_of_the_sampler_costs_nothing(whole: Path, tmp_path: Path) -> None:
     """Twice, at whatever it was doing: the next one goes on from the journal, to the same bits."""
     run_dir = tmp_path / "sampler"

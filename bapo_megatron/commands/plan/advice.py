@@ -9,7 +9,7 @@ from typing import Any
 
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.plan import JobPlan, make_plan
-from bapo_megatron.config import ParallelConfig, RunConfig
+from bapo_megatron.config import ParallelConfig
 from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.layout import layout_problems
@@ -25,12 +25,6 @@ def problems(job: Job) -> list[str]:
         job.run.check()
     except ConfigError as error:
         found += str(error).splitlines()
-    multiple = _pack_multiple(job.run)
-    if job.run.batch.pack_tokens % multiple:
-        found.append(
-            f"batch.pack_tokens={job.run.batch.pack_tokens} is not a multiple of {multiple} "
-            f"(2 x CP, and TP under sequence parallelism)"
-        )
     return found
 
 
@@ -121,16 +115,9 @@ def _layouts(job: Job) -> Iterator[Job]:
 def _with(job: Job, layout: ParallelConfig, shortest: bool, **batch: Any) -> Job:
     run = replace(job.run, parallel=layout, batch=replace(job.run.batch, **batch))
     if shortest:
-        multiple = _pack_multiple(run)
-        least = -(-run.longest_sequence // multiple) * multiple
+        least = run.parallel.pack_tokens_for(run.longest_sequence)
         run = replace(run, batch=replace(run.batch, pack_tokens=min(least, run.batch.pack_tokens)))
     return replace(job, run=run)
-
-
-def _pack_multiple(run: RunConfig) -> int:
-    """Divisor of a pack's length: two halves for each CP rank, each split over TP under SP."""
-    halves = 2 * run.parallel.context if run.parallel.context > 1 else 1
-    return halves * (run.parallel.tensor if run.parallel.sequence else 1)
 
 
 def _difference(before: dict[str, object], after: dict[str, object]) -> list[str]:

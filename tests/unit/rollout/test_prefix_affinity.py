@@ -17,7 +17,9 @@ from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot, choose
 from bapo_megatron.types import GenerateRequest, Generation
 from tests.support.sampling import ScriptedEngine, World
 
-SEGMENT, LETTERS = 4, 23
+SEGMENT = 4
+LETTERS = (23, 7, 15)
+"""Of the samples of each prompt; with the end that is 6, 2 and 4 segments."""
 PLACES = 100
 
 
@@ -28,7 +30,7 @@ class CachingEngine(ScriptedEngine):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(lambda _prompt, sample: ("y" if sample == 0 else "n") * LETTERS, name)
+        super().__init__(lambda _prompt, sample: "yno"[sample] * LETTERS[sample], name)
         self.prefilled = 0
         self._cache: set[tuple[int, ...]] = set()
 
@@ -51,9 +53,9 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def prefilled(folder: Path, prefix_cache: bool, steps: int) -> int:
-    """Tokens that four engines prefill for the batches of some steps: 12 responses of 24 tokens each."""
+    """Tokens that four engines prefill for the batches of some steps, of 12 responses each."""
     engines = [CachingEngine(name) for name in "abcd"]
-    world = World(folder, engines, max_response_tokens=LETTERS + 1, segment_tokens=SEGMENT)
+    world = World(folder, engines, max_response_tokens=24, segment_tokens=SEGMENT)
     async with world.sampling(most=PLACES, rounds=False, prefix_cache=prefix_cache):
         for step in range(1, steps + 1):
             await world.train(step)
@@ -61,14 +63,14 @@ async def prefilled(folder: Path, prefix_cache: bool, steps: int) -> int:
 
 
 def test_each_token_is_prefilled_once(tmp_path: Path) -> None:
-    """Six segments with inputs of 1, 5, 9, 13, 17 and 21 tokens: of each but the first one token is new.
+    """Segments have inputs of 1, 5, 9, ... tokens: of each one is new, that which was sampled last.
 
-    The prompts are one token long, which a prefix cache never spares.
+    Without affinity, responses change their engines when others have ended, and come with their whole input.
     """
     kept = run(prefilled(tmp_path / "kept", True, 1))
-    assert kept == 12 * 6
+    assert kept == 4 * (6 + 2 + 4)
     spread = run(prefilled(tmp_path / "spread", False, 1))
-    assert spread > 2 * kept
+    assert spread > 1.5 * kept
 
 
 def slots(*loads: int) -> list[EngineSlot]:
@@ -145,7 +147,7 @@ def test_which_engines_have_one() -> None:
 def test_finished_and_dropped_responses_are_forgotten(tmp_path: Path) -> None:
     async def check() -> None:
         engines = [CachingEngine(name) for name in "ab"]
-        world = World(tmp_path, engines, max_response_tokens=LETTERS + 1, segment_tokens=SEGMENT)
+        world = World(tmp_path, engines, max_response_tokens=24, segment_tokens=SEGMENT)
         async with world.sampling(rounds=False, prefix_cache=True) as sampler:
             await world.train(1)
             await world.batch(2)

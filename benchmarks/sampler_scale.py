@@ -34,7 +34,7 @@ from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset, ModelLimits
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, open_session
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.process import collect_seldom
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries
@@ -250,9 +250,9 @@ async def _sampler(
     )
     generator = np.random.default_rng(0)
     prompts = [Prompt(n, generator.integers(3, 150_000, 200).astype(np.int32), "", "") for n in range(4096)]
-    session = open_session()
+    sessions = HttpSessions()
     limits = ModelLimits(200_000, 1 << 20)
-    engines = [SglangEngine(SglangServer(f"{url}/{n}", session), limits) for n in range(load.engines)]
+    engines = [SglangEngine(SglangServer(f"{url}/{n}", sessions), limits) for n in range(load.engines)]
 
     def report(kind: str, **_: Any) -> None:
         events[kind] += 1
@@ -261,10 +261,10 @@ async def _sampler(
     sampler = GroupSampler(config, Dataset(prompts, Tokenizer(), (EOS,)), pool, Coin(), report)
     await sampler.start(1, None)
     await sampler.load_weights(Path("v0"), 0, 0)
-    yield sampler, session
+    yield sampler, sessions.kept
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         task.cancel()
-    await session.close()
+    await sessions.close()
 
 
 if __name__ == "__main__":

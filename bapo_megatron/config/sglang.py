@@ -27,12 +27,14 @@ class SglangConfig(EngineConfig):
     memory_fraction: Annotated[float, Gt(0), Lt(1)] = 0.85
     """Share of a GPU's memory for weights and KV cache."""
     context: int | None = None
-    """Longest sequence in tokens. None: the longest of the run."""
+    """Longest sequence of prompt and response in tokens. None: the longest of the run. Servers are started
+    with a few tokens more, which SGLang reserves."""
     flags: tuple[str, ...] = ()
     """More flags of sglang.launch_server."""
     on_update: Literal["retract", "in_place"] = "retract"
     """Responses in flight when weights change. `retract`: their keys and values are computed again under
-    the new weights. `in_place`: they keep the old ones; faster, but such servers have no prefix cache."""
+    the new weights. `in_place`: they keep the old ones. Weights change faster then, but such servers have no
+    prefix cache, and no overlap of scheduling and computing, so they sample more slowly."""
     start_minutes: Annotated[float, Gt(0)] = 15.0
     """Longest wait for a server to load its model."""
 

@@ -15,7 +15,8 @@ from typing import Any
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.evaluation.scoring import ScoredResponse, vote_of
 from bapo_megatron.reward.pool import RewardPool
-from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone, EngineSlot
+from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
+from bapo_megatron.rollout.engines.slot import EngineSlot
 from bapo_megatron.rollout.engines.whole_response import Sampling, whole_response
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.types import Prompt

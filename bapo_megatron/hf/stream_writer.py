@@ -1,4 +1,4 @@
-"""The streaming safetensors writer: writes tensor by tensor, so that no more than one tensor is held.
+"""The streaming safetensors writer: tensor by tensor, by one process or by several that share the work.
 
 The format (https://github.com/huggingface/safetensors): the length of a JSON header in eight bytes, the
 header, which may end in spaces, then the tensors' bytes without gaps. The header says where each tensor
@@ -9,12 +9,14 @@ holds a file's tensors and sorts them.)
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from bapo_megatron.hf.background_copy import BackgroundCopy
 
 _SHARD_BYTES = 2**30
 _HEADER_BYTES = 2**18
@@ -29,57 +31,117 @@ _TYPES = {
 
 
 def write_shards(
-    weights: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int = _SHARD_BYTES
-) -> None:
-    """Write ``weights`` to ``model-00000.safetensors`` and so on, each of about ``shard_bytes``.
+    weights: Iterable[tuple[str, Tensor]],
+    folder: Path,
+    shard_bytes: int = _SHARD_BYTES,
+    writer: int = 0,
+    writers: int = 1,
+) -> dict[str, int]:
+    """Write ``weights``, or one writer's share, to files of about ``shard_bytes``; their bytes by name.
 
-    There is no index: loaders read every file. ValueError for a type that no model has.
+    The files are ``model-00000.safetensors`` and so on; those of a writer have the numbers that are
+    ``writer`` modulo ``writers``. There is no index: loaders read every file. A thread writes while the
+    iterator goes on. ValueError for a type that no model has.
     """
-    shard, number = None, 0
-    try:
-        for name, tensor in weights:
-            if shard is None or not shard.has_room(tensor, shard_bytes):
-                if shard:
-                    shard.close()
-                shard, number = _Shard(folder / f"model-{number:05d}.safetensors"), number + 1
-            shard.add(name, tensor)
-    finally:
-        if shard:
-            shard.close()
+    files = _Files(folder, shard_bytes, writer, writers)
+    with BackgroundCopy(files) as copy:
+        for name, tensor in share_of(weights, writer, writers):
+            if tensor.dtype not in _TYPES:
+                known = ", ".join(_TYPES.values())
+                raise ValueError(f"weight {name} is of {tensor.dtype}; model weights are {known}")
+            copy.add(name, tensor)
+    return files.sizes
+
+
+def share_of(
+    weights: Iterable[tuple[str, Tensor]], writer: int, writers: int
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that one of several writers writes: each tensor is its who has the fewest bytes so far.
+
+    All writers see the same weights, so that each tensor has one writer. Their shares differ by at most the
+    largest tensor.
+    """
+    shares = [0] * writers
+    for name, tensor in weights:
+        owner = shares.index(min(shares))
+        shares[owner] += tensor.nbytes
+        if owner == writer:
+            yield name, tensor
+
+
+class _Files:
+    """One writer's files, one after the other."""
+
+    def __init__(self, folder: Path, shard_bytes: int, writer: int, writers: int) -> None:
+        self.sizes: dict[str, int] = {}
+        """Bytes of the files that are whole."""
+        self._folder, self._shard_bytes = folder, shard_bytes
+        self._number, self._step = writer, writers
+        self._shard: _Shard | None = None
+
+    def begin(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Begin a tensor, whose bytes follow, in the file at hand or the next one."""
+        if self._shard is None or not self._shard.has_room(dtype, self._shard_bytes):
+            self.close()
+            self._shard = _Shard(self._folder / f"model-{self._number:05d}.safetensors")
+            self._number += self._step
+        self._shard.begin(name, dtype, shape)
+
+    def append(self, bytes_B: Tensor) -> None:
+        """The next bytes of the tensor that was begun."""
+        assert self._shard is not None
+        self._shard.append(bytes_B)
+
+    def close(self) -> None:
+        """Make the file at hand whole."""
+        shard, self._shard = self._shard, None
+        if shard is not None:
+            self.sizes[shard.path.name] = shard.close()
+
+    def abandon(self) -> None:
+        """Leave the file at hand without a header: no loader takes it."""
+        shard, self._shard = self._shard, None
+        if shard is not None:
+            shard.abandon()
 
 
 class _Shard:
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._file = path.open("wb")
         self._file.seek(8 + _HEADER_BYTES)
         self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._end = 0
 
-    def has_room(self, tensor: Tensor, shard_bytes: int) -> bool:
+    def has_room(self, dtype: torch.dtype, shard_bytes: int) -> bool:
         """Whether the file is still small, and the tensor would be aligned: loaders map it into memory."""
         is_small = self._end < shard_bytes and len(self._header) <= _MOST_TENSORS
-        return is_small and self._end % tensor.itemsize == 0
+        return is_small and self._end % dtype.itemsize == 0
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor."""
-        if tensor.dtype not in _TYPES:
-            known = ", ".join(_TYPES.values())
-            raise ValueError(f"weight {name} is of {tensor.dtype}; model weights are {known}")
-        bytes_B = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        self._file.write(bytes_B.numpy().data)
-        end = self._end + bytes_B.nbytes
+    def begin(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Note a tensor in the header; its bytes follow."""
+        end = self._end + torch.Size(shape).numel() * dtype.itemsize
         self._header[name] = {
-            "dtype": _TYPES[tensor.dtype],
-            "shape": list(tensor.shape),
+            "dtype": _TYPES[dtype],
+            "shape": list(shape),
             "data_offsets": [self._end, end],
         }
         self._end = end
 
-    def close(self) -> None:
-        """Write the header and close the file."""
+    def append(self, bytes_B: Tensor) -> None:
+        """Write bytes of the tensor that was begun."""
+        self._file.write(bytes_B.numpy().data)
+
+    def close(self) -> int:
+        """Write the header and close the file; returns its bytes."""
         header = json.dumps(self._header).encode().ljust(_HEADER_BYTES)
         with self._file:
             if len(header) > _HEADER_BYTES:
                 raise ValueError(f"{self._file.name}: the names of its tensors are too long for the header")
             self._file.seek(0)
             self._file.write(_HEADER_BYTES.to_bytes(8, "little") + header)
+        return 8 + _HEADER_BYTES + self._end
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self._file.close()

@@ -149,6 +149,13 @@ def share(value: T | None) -> T:
     return box[0]  # type: ignore[return-value]
 
 
+def everywhere(value: T) -> list[T]:
+    """Every rank's ``value`` in rank order, on every rank. Collective."""
+    boxes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(boxes, value)
+    return boxes
+
+
 def gather(value: T) -> list[T]:
     """Every rank's ``value`` in rank order, on rank 0; nothing elsewhere. Collective."""
     boxes: list[Any] | None = [None] * dist.get_world_size() if is_main() else None

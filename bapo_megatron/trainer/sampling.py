@@ -87,7 +87,7 @@ def build_weight_sync(
     ``hf_path``: the folder of the model's config. ``sampler``: None on every rank but 0.
     """
     samples = rollout.replay is None
-    disk = DiskSync(sampler, WeightStaging(folder, hf_path) if sampler and samples else None)
+    disk = DiskSync(sampler, WeightStaging(folder, hf_path) if samples else None)
     if not samples or rollout.engine_config.sync != "broadcast":
         return disk
     if not isinstance(sampler, SamplerClient):

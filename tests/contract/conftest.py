@@ -25,7 +25,7 @@ from bapo_megatron.rollout.engines.local.engine import LocalEngine
 from bapo_megatron.rollout.engines.local.model import LocalModel
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, open_session
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
     server_command,
@@ -99,7 +99,7 @@ class Servers:
         url = self.shared(model).url
 
         async def make() -> Engine:
-            server = SglangServer(url, open_session())
+            server = SglangServer(url, HttpSessions())
             return SglangEngine(server, limits_of(model))
 
         engine = BlockingEngine(make, model, self._folder / f"{model.name}-weights")

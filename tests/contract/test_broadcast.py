@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from bapo_megatron.rollout.engines.broadcast_receivers import WeightReceivers
 from bapo_megatron.rollout.engines.requests import ModelLimits
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import ServerError, SglangServer
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
 from bapo_megatron.rollout.engines.sglang.server_process import ServerProcess
 from bapo_megatron.rollout.weight_sync.broadcast import BroadcastError, WeightBroadcast
 from bapo_megatron.types import BucketSpec
@@ -47,10 +46,10 @@ class Calls:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._session = self.wait(self._make_session())
+        self._sessions = self.wait(self._make_sessions())
 
     def server(self, process: ServerProcess) -> SglangServer:
-        return SglangServer(process.url, self._session)
+        return SglangServer(process.url, self._sessions)
 
     def begin(self, call: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -59,11 +58,11 @@ class Calls:
         return self.begin(call).result(timeout=600)
 
     def close(self) -> None:
-        self.wait(self._session.close())
+        self.wait(self._sessions.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    async def _make_session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession()
+    async def _make_sessions(self) -> HttpSessions:
+        return HttpSessions()
 
 
 @pytest.fixture

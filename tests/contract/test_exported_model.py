@@ -11,7 +11,7 @@ import pytest
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, open_session
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from checkpoints_tools import to_hf, to_megatron
 
 from .blocking import BlockingEngine
@@ -36,7 +36,7 @@ def test_a_server_on_an_export_samples_from_the_model_that_went_in(
     server.wait_ready()
 
     async def make() -> Engine:
-        return SglangEngine(SglangServer(server.url, open_session()), limits_of(model))
+        return SglangEngine(SglangServer(server.url, HttpSessions()), limits_of(model))
 
     engine = BlockingEngine(make, model, tmp_path / "weights")
     try:

@@ -172,10 +172,11 @@ class World:
         most: int = 100,
         rounds: bool = True,
         is_held: Callable[[], bool] = lambda: False,
+        prefix_cache: bool = False,
     ) -> AsyncIterator[GroupSampler]:
         """A sampler with the weights of step ``first_step - 1``."""
         self._others = asyncio.all_tasks()
-        self.pool = EnginePool(self.engines, most, self._note, PATIENCE)
+        self.pool = EnginePool(self.engines, most, self._note, PATIENCE, prefix_cache)
         self.sampler = GroupSampler(
             self.config,
             self.dataset,

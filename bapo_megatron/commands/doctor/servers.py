@@ -14,12 +14,18 @@ from bapo_megatron.commands.doctor.http import Answer, get
 from bapo_megatron.commands.doctor.recipe import Facts, read_model_config
 from bapo_megatron.commands.doctor.rows import DoctorRow, State
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
+from bapo_megatron.rollout.engines.sglang.wire import IN_PLACE, RESERVED_TOKENS
 
 SECTION = "servers"
 _SAME_SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 """Fields of `config.json` that are equal where two folders hold versions of one model."""
-_RESERVED_TOKENS = 6
+_INPUT_RESERVE = 6
 """SGLang's `max_req_input_len` is its context without these."""
+
+_IN_PLACE = {
+    "disable_radix_cache": "no prefix cache, which would hold keys and values of old weights,",
+    "disable_overlap_schedule": "no overlap, under which a token of old weights counts to the new ones,",
+}
 
 
 def server_rows(facts: Facts) -> Iterator[DoctorRow]:
@@ -86,12 +92,14 @@ def model_row(url: str, model: dict[str, Any], facts: Facts) -> DoctorRow:
 
 
 def longest_sequence(server: dict[str, Any]) -> int | None:
-    """Context length of a server, in tokens of prompt and response; None if it does not report one."""
-    context = server.get("context_length")
-    if isinstance(context, int):
-        return context
-    prompt = server.get("max_req_input_len")
-    return prompt + _RESERVED_TOKENS if isinstance(prompt, int) else None
+    """Longest sequence of prompt and response that a server serves, in tokens; None if it does not say.
+
+    That is its context, less what SGLang reserves (`RESERVED_TOKENS`).
+    """
+    context, prompt = server.get("context_length"), server.get("max_req_input_len")
+    if not isinstance(context, int):
+        context = prompt + _INPUT_RESERVE if isinstance(prompt, int) else None
+    return None if context is None else context - RESERVED_TOKENS
 
 
 def _ready_row(url: str, ready: Answer) -> DoctorRow:
@@ -122,9 +130,11 @@ def _context_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[Do
     if longest is None:
         return
     needed = f"{facts.longest_sequence} tokens, the run's longest sequence"
-    fix = f"start it with --context-length {facts.longest_sequence}, or lower rollout.max_response_tokens"
+    context = facts.longest_sequence + RESERVED_TOKENS
+    fix = f"start it with --context-length {context}, or lower rollout.max_response_tokens"
     state: State = "ok" if longest >= facts.longest_sequence else "problem"
-    yield DoctorRow(SECTION, url, state, f"context of {longest} tokens", needed, fix)
+    found = f"context for sequences of {longest} tokens"
+    yield DoctorRow(SECTION, url, state, found, needed, fix)
 
 
 def _setting_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[DoctorRow]:
@@ -138,10 +148,12 @@ def _setting_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[Do
     if dtype not in (None, "auto", facts.dtype):
         fix = f"start it with --dtype {facts.dtype}: log-probs drift from the policy's otherwise"
         yield DoctorRow(SECTION, url, "optional", f"dtype {dtype}", f"model.dtype={facts.dtype}", fix)
-    if facts.on_update == "in_place" and server.get("disable_radix_cache") is False:
-        found = "prefix cache is on"
-        needed = "none with rollout.sglang.on_update=in_place: it holds keys and values of old weights"
-        yield DoctorRow(SECTION, url, "problem", found, needed, "start it with --disable-radix-cache")
+    if facts.on_update == "in_place":
+        for field in IN_PLACE:
+            if server.get(field) is False:
+                flag = "--" + field.replace("_", "-")
+                needed = f"{_IN_PLACE[field]} with rollout.sglang.on_update=in_place"
+                yield DoctorRow(SECTION, url, "problem", f"no {flag}", needed, f"start it with {flag}")
 
 
 def _difference(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> str:

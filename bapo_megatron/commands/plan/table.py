@@ -12,6 +12,7 @@ from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import activation_bytes, optimizer_bytes, sync_bytes
 from bapo_megatron.commands.plan.plan import JobPlan
 from bapo_megatron.commands.plan.sizes import total_parameters
+from bapo_megatron.rollout.engines.timeouts import read_seconds
 
 _PARTS = (
     ("weights", "weights"),
@@ -116,6 +117,13 @@ def _host_and_sync(plan: JobPlan) -> Iterator[str]:
         f"{sync_bytes(plan.job) / GB:.1f} GB a GPU, "
         f"{plan.sync.seconds:.1f} s at one network port"
     )
+    engine, writers = plan.job.run.rollout.engine_config, plan.job.parallel.model_size
+    if engine.sync == "disk":
+        minutes = engine.update_minutes + read_seconds(plan.sync.sent) / 60
+        yield (
+            f"  from disk: {writers} ranks write {plan.sync.sent / writers / GB:.1f} GB each; "
+            f"a server that takes longer than {minutes:.0f} minutes to load them counts as hung"
+        )
 
 
 def _traffic(plan: JobPlan) -> Iterator[str]:

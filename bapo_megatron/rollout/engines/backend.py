@@ -60,6 +60,10 @@ class EngineBackend(ABC):
         """Requests at one engine at a time."""
         return rollout.engine_config.max_in_flight
 
+    def has_prefix_cache(self, rollout: RolloutConfig) -> bool:
+        """Whether an engine keeps the keys and values of a request for one that continues it."""
+        return False
+
     @abstractmethod
     async def open(
         self, config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack

@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from typing import Any
 from bapo_megatron.interfaces import Engine, ReceivesBroadcast
 from bapo_megatron.rollout.engines.clock import LoopLagClock
 from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
-from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
+from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot, choose
+from bapo_megatron.rollout.engines.timeouts import EngineTimeouts, load_seconds
 from bapo_megatron.types import GenerateRequest, Generation
 
 Report = Callable[..., None]
@@ -46,30 +47,6 @@ class EnginesGone(Exception):
     """Error of a run without engines: none has worked for ``lost_minutes``."""
 
 
-@dataclass(eq=False)
-class EngineSlot:
-    """One engine of the pool, its requests and its health."""
-
-    engine: Engine
-    is_up: bool = False
-    load: int = 0
-    """Requests in flight."""
-    inflight: set[asyncio.Task[Generation]] = field(default_factory=set)
-    heard_at: float = -math.inf
-    """When it last answered, by the pool's clock as all times here."""
-    hang_silence_s: float = 0.0
-    """Seconds after ``hang_reported_at`` during which the engine's hanging is not reported again."""
-    hang_reported_at: float = -math.inf
-    came_at: float = 0.0
-    """When it came, or came back."""
-    is_busy: bool = False
-    """Weights are on their way to it."""
-    pause_s: float = 0.0
-    """Extra wait before the engine is tried again: it failed soon after it had come."""
-    reason: str = "it has no weights yet"
-    """Why it is in quarantine."""
-
-
 @dataclass(frozen=True, eq=False)
 class _Weights:
     """The current weight version, where it is in a folder."""
@@ -77,19 +54,29 @@ class _Weights:
     folder: Path
     version: int
     quorum: DigestQuorum
+    load_s: float
+    """Deadline of an engine's load."""
 
 
 class EnginePool:
     """All engines of a run, with at most ``most`` requests in flight at each."""
 
     def __init__(
-        self, engines: Sequence[Engine], most: int, report: Report, timeouts: EngineTimeouts | None = None
+        self,
+        engines: Sequence[Engine],
+        most: int,
+        report: Report,
+        timeouts: EngineTimeouts | None = None,
+        prefix_cache: bool = False,
     ) -> None:
+        """``prefix_cache``: engines keep the keys and values of a request for one that continues it, until
+        their weights change."""
         self._clock = LoopLagClock()
         self._slots = [EngineSlot(engine, heard_at=self._clock.now()) for engine in engines]
         self._most = most
         self._report = report
         self._timeouts = timeouts or EngineTimeouts()
+        self._prefix_cache = prefix_cache
         self._weights: _Weights | None = None
         self._gathered: list[EngineSlot] = []
         self.changed = asyncio.Event()
@@ -118,18 +105,22 @@ class EnginePool:
             reasons = "; ".join(f"{slot.engine.name}: {slot.reason}" for slot in self._slots)
             raise EnginesGone(f"no engine has worked for {minutes:g} minutes: {reasons}")
 
-    def reserve(self, beyond: bool = False) -> EngineSlot | None:
-        """The engine with the fewest requests, with one more counted for it; None if none has room.
+    def reserve(self, beyond: bool = False, cached: CachedPrefix | None = None) -> EngineSlot | None:
+        """The engine for a request (``slot.choose``), with one more counted for it; None if none has room.
 
-        ``beyond``: what the trainer waits for need not wait for room.
+        ``beyond``: what the trainer waits for need not wait for room. ``cached``: of the last segment.
         """
         most = math.inf if beyond else self._most
         free = [slot for slot in self._slots if slot.is_up and slot.load < most]
         if not free:
             return None
-        slot = min(free, key=lambda one: one.load)
+        slot = choose(free, self._most, cached)
         slot.load += 1
         return slot
+
+    def cached_at(self, slot: EngineSlot) -> CachedPrefix | None:
+        """Where the next segment of a sequence finds what ``slot`` has computed; None without a cache."""
+        return CachedPrefix(slot, slot.loads) if self._prefix_cache else None
 
     async def generate(self, slot: EngineSlot, request: GenerateRequest) -> Generation:
         """The answer to a request for which ``slot`` was reserved.
@@ -177,7 +168,8 @@ class EnginePool:
 
     async def update(self, folder: Path, version: int) -> None:
         """Bring the weights in ``folder`` to every engine that works; to the others as they come back."""
-        self._weights = _Weights(folder, version, DigestQuorum(self._timeouts.silent_s))
+        load_s = load_seconds(folder, self._timeouts.update_s)
+        self._weights = _Weights(folder, version, DigestQuorum(self._timeouts.silent_s), load_s)
         up = [slot for slot in self._slots if slot.is_up]
         await asyncio.gather(*(self._update(slot) for slot in up or self._slots))
 
@@ -232,7 +224,7 @@ class EnginePool:
         try:
             if not slot.is_up and not await slot.engine.is_alive():
                 return
-            loaded = await self._or_lose(slot, _load(slot, weights), self._timeouts.update_s)
+            loaded = await self._or_lose(slot, _load(slot, weights), weights.load_s)
         finally:
             slot.is_busy = False
             await weights.quorum.release(slot.engine.name)
@@ -241,6 +233,7 @@ class EnginePool:
 
     def _welcome(self, slot: EngineSlot, version: int) -> None:
         """Let an engine that has the current weights take requests."""
+        slot.loads += 1
         if not slot.is_up:
             slot.is_up, self.down_since = True, None
             slot.heard_at = slot.came_at = self._clock.now()

@@ -54,6 +54,7 @@ async def open_pool(
     backend = engine_backend(rollout.engine)
     engines = await backend.open(config, urls, device, opened)
     timeouts = EngineTimeouts(update_s=60 * rollout.engine_config.update_minutes)
-    pool = EnginePool(engines, max_in_flight or backend.max_in_flight(rollout), report, timeouts)
+    most = max_in_flight or backend.max_in_flight(rollout)
+    pool = EnginePool(engines, most, report, timeouts, backend.has_prefix_cache(rollout))
     opened.push_async_callback(pool.close)
     return pool

@@ -92,12 +92,17 @@ def request_seed(run_seed: int, epoch: int, index: int, sample: int) -> int:
 
 
 def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The tokenizer's end of sequence, and those of generation_config.json (chat models have several)."""
+    """The tokens that end a response: the ends of sequence of the tokenizer and of the model's two files.
+
+    Those are generation_config.json (chat models have several) and config.json. SGLang stops at all that the
+    files name, also where a request does not ask for it, so every engine must.
+    """
     stops = {tokenizer.eos_token_id}
-    path = Path(hf_path) / "generation_config.json"
-    if path.is_file():
-        listed = json.loads(path.read_text()).get("eos_token_id")
-        stops.update(listed if isinstance(listed, list) else [listed])
+    for name in ("config.json", "generation_config.json"):
+        path = Path(hf_path) / name
+        if path.is_file():
+            listed = json.loads(path.read_text()).get("eos_token_id")
+            stops.update(listed if isinstance(listed, list) else [listed])
     return tuple(sorted(stops - {None}))
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from bapo_megatron.errors import RunStopped
-from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool, EngineSlot
+from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool
 from bapo_megatron.rollout.engines.requests import request_seed
+from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot
 from bapo_megatron.types import FinishReason, GenerateRequest, Prompt, SamplingParams
 
 MOST_LOSSES = 20
@@ -47,9 +48,10 @@ async def whole_response(
     or is refused.
     """
     made, losses = np.zeros(0, np.int32), 0
+    cached: CachedPrefix | None = None
     seed = request_seed(sampling.seed, *seed_place)
     while True:
-        while slot is None and (slot := pool.reserve(beyond)) is None:
+        while slot is None and (slot := pool.reserve(beyond, cached)) is None:
             await asyncio.sleep(_LOOK_S)
         left = sampling.max_response_tokens - len(made)
         params = SamplingParams(
@@ -58,6 +60,7 @@ async def whole_response(
         ids = np.concatenate([prompt.token_ids_P, made])
         try:
             answer = await pool.generate(slot, GenerateRequest(f"{name}-{len(made)}", ids, params, len(made)))
+            cached = pool.cached_at(slot)
         except EngineLost as lost:
             losses += lost.with_this
             if losses >= MOST_LOSSES:

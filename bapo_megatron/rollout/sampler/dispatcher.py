@@ -11,8 +11,9 @@ from itertools import count
 import numpy as np
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool, EngineSlot
+from bapo_megatron.rollout.engines.pool import EngineLost, EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset, request_seed
+from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot
 from bapo_megatron.rollout.sampler.admission import AdmissionController
 from bapo_megatron.rollout.sampler.event_log.events import Segment
 from bapo_megatron.rollout.sampler.event_log.state import OpenGroup, SamplerState
@@ -48,6 +49,8 @@ class Dispatcher:
         self._running: dict[Key, asyncio.Task[None]] = {}
         self._segments: list[Segment] = []
         self._refusals: list[tuple[OpenGroup, str]] = []
+        self._cached: dict[Key, CachedPrefix] = {}
+        """Where the last segment of a response is cached, unless it was the response's last."""
         self._losses: Counter[Key] = Counter()
         """Number of engines lost with each response."""
         self._next_version: int | None = None
@@ -87,6 +90,7 @@ class Dispatcher:
         """Cancel the requests of a group."""
         for sample in range(self._config.rollout.group_size):
             self._losses.pop((number, sample), None)
+            self._cached.pop((number, sample), None)
             if task := self._running.pop((number, sample), None):
                 task.cancel()
 
@@ -112,7 +116,7 @@ class Dispatcher:
             if not tokens:
                 self._parked.append(heapq.heappop(self._ready))
                 continue
-            slot = self._pool.reserve()
+            slot = self._pool.reserve(cached=self._cached.get(key))
             if slot is None:
                 return False
             heapq.heappop(self._ready)
@@ -146,6 +150,9 @@ class Dispatcher:
                 finish_reason = self._finish_reason(answer, request)
                 start = request.prefix_tokens
                 self._segments.append(Segment(group, key[1], start, answer, finish_reason))
+                self._cached.pop(key, None)
+                if not finish_reason and (cached := self._pool.cached_at(slot)):
+                    self._cached[key] = cached
             else:
                 self.add(group, key[1])
         except EngineLost as lost:

@@ -1,49 +1,84 @@
-"""Weight sync through a folder that trainer and engines both see: one HF folder for each version."""
+"""Weight sync through a folder that trainer and engines both see: one HF folder for each version.
+
+All ranks of the first replica write: each has every tensor in its hands when the weights are gathered, and
+writes its share of them to files of its own. Rank 0 makes the folder before and gives it its name after.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.hf.stream_writer import write_shards
 from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.interfaces import Policy, Sampler
-from bapo_megatron.runtime.distributed import share
+from bapo_megatron.runtime.distributed import everywhere, is_main
 from bapo_megatron.runtime.storage import writing
+
+T = TypeVar("T")
 
 
 class DiskSync:
-    """The ``WeightSync`` (see interfaces.py) through files.
-
-    On every rank but 0, ``sampler`` and ``staging`` are None.
-    """
+    """The ``WeightSync`` (see interfaces.py) through files."""
 
     def __init__(self, sampler: Sampler | None, staging: WeightStaging | None) -> None:
-        """Collective. In a replay nothing is sampled: ``staging`` is None on rank 0 too."""
+        """``sampler``: None on every rank but 0. ``staging``: None on all of them in a replay, where nothing
+        is sampled."""
         self._sampler, self._staging = sampler, staging
-        self._is_needed = share(staging is not None)
+        self._writers: list[int] = []
+        """The ranks that write, once that is known."""
 
     def push(self, policy: Policy, step: int) -> None:
         """Gather the weights within rank 0's replica, write them, and have the engines load them."""
-        if not self._is_needed or policy.data_rank != 0:
+        if self._staging is None:
             return
-        weights = policy.hf_weights()
-        if self._sampler is not None and self._staging is not None:
-            folder = self._staging.write(weights, policy.version)
+        folder = self._write(self._staging, policy)
+        if self._sampler is not None:
             self._sampler.load_weights(folder, policy.version, step)
             self._staging.keep_only(folder)
-        for _ in weights:  # the other ranks take part in the gathering
-            pass
+
+    def _write(self, staging: WeightStaging, policy: Policy) -> Path:
+        """The folder of ``policy.version``, on every rank. All raise if one could not write its share."""
+        version = policy.version
+        if not self._writers:
+            replicas = everywhere(policy.data_rank)
+            self._writers = [rank for rank, replica in enumerate(replicas) if replica == 0]
+        _together(lambda: staging.prepare(version) if is_main() else None)
+
+        def write_share() -> dict[str, int]:
+            if policy.data_rank != 0:
+                return {}
+            weights = policy.hf_weights()
+            try:
+                writer = self._writers.index(dist.get_rank())
+                return staging.write_share(weights, version, writer, len(self._writers))
+            finally:
+                for _ in weights:  # the other ranks take part in the gathering, also if this one has failed
+                    pass
+
+        try:
+            shares = _together(write_share)
+            files = {name: size for share in shares for name, size in share.items()}
+            _together(lambda: staging.publish(version, files) if is_main() else None)
+        finally:
+            if is_main():
+                staging.discard(version)
+        return staging.folder(version)
 
 
 class WeightStaging:
-    """HF folders of the model's versions, in ``folder``: each is whole, or not there."""
+    """HF folders of the model's versions, in ``folder``: each is whole, or not there.
+
+    In order: ``prepare``; ``write_share`` by every writer; ``publish``. ``write`` is all of them.
+    """
 
     def __init__(self, folder: Path, hf_path: Path) -> None:
         config_file = hf_path / "config.json"
@@ -57,15 +92,67 @@ class WeightStaging:
         if tied:
             self._shapes.pop("lm_head.weight", None)  # some folders hold it twice
 
+    def folder(self, version: int) -> Path:
+        """Where the weights of a version are once they are whole."""
+        return self._folder / f"v{version}"
+
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
         """The folder with exactly the model's tensors. ValueError if they are not; then nothing remains.
 
         RunStopped if the disk does not take them; nothing remains then either.
         """
-        final = self._folder / f"v{version}"
+        self.prepare(version)
+        try:
+            self.publish(version, self.write_share(weights, version))
+        finally:
+            self.discard(version)
+        return self.folder(version)
+
+    def prepare(self, version: int) -> None:
+        """Make the folder that the writers write to, and no loader reads from."""
+        temporary, final = self._temporary(version), self.folder(version)
         with writing(f"weights of version {version}", final):
-            self._write(weights, final)
-        return final
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for path in (temporary, final):
+                shutil.rmtree(path, ignore_errors=True)
+            temporary.mkdir()
+            shutil.copyfile(self._hf_path / "config.json", temporary / "config.json")
+
+    def write_share(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, writer: int = 0, writers: int = 1
+    ) -> dict[str, int]:
+        """Check all ``weights``, and write the share of one of ``writers``; the bytes of its files by name.
+
+        ValueError if they are not exactly the model's tensors. RunStopped if the disk does not take them.
+        """
+        temporary = self._temporary(version)
+        if not temporary.is_dir():
+            raise ConfigError(
+                f"{temporary}, which rank 0 has made, is not there: the run directory must be on a disk that "
+                f"the machines of all ranks share"
+            )
+        with writing(f"weights of version {version}", self.folder(version)):
+            checked = checked_weights(weights, self._shapes, self._aliases)
+            return write_shards(checked, temporary, writer=writer, writers=writers)
+
+    def publish(self, version: int, files: Mapping[str, int]) -> None:
+        """Give the folder its name, if it holds all ``files`` with so many bytes each."""
+        temporary, final = self._temporary(version), self.folder(version)
+        with writing(f"weights of version {version}", final):
+            for name, size in files.items():
+                path = temporary / name
+                found = path.stat().st_size if path.is_file() else None
+                if found != size:
+                    seen = "is not seen" if found is None else f"has {found} of its {size} bytes"
+                    raise ConfigError(
+                        f"{path} {seen} on rank 0's machine: the run directory must be on a disk that the "
+                        f"machines of all ranks share"
+                    )
+            temporary.rename(final)
+
+    def discard(self, version: int) -> None:
+        """Delete what was written and not published."""
+        shutil.rmtree(self._temporary(version), ignore_errors=True)
 
     def keep_only(self, folder: Path) -> None:
         """Delete the other versions."""
@@ -73,18 +160,8 @@ class WeightStaging:
             if path != folder:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _write(self, weights: Iterable[tuple[str, Tensor]], final: Path) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        temporary = self._folder / f".{final.name}.tmp"
-        for path in (temporary, final):
-            shutil.rmtree(path, ignore_errors=True)
-        temporary.mkdir()
-        try:
-            shutil.copyfile(self._hf_path / "config.json", temporary / "config.json")
-            write_shards(checked_weights(weights, self._shapes, self._aliases), temporary)
-            temporary.rename(final)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    def _temporary(self, version: int) -> Path:
+        return self._folder / f".v{version}.tmp"
 
 
 def _tensor_shapes(hf_path: Path) -> dict[str, tuple[int, ...]]:
@@ -95,3 +172,23 @@ def _tensor_shapes(hf_path: Path) -> dict[str, tuple[int, ...]]:
     if not shapes:
         raise ConfigError(f"model.hf_path={hf_path}: no safetensors files there")
     return shapes
+
+
+def _together(call: Callable[[], T]) -> list[T]:
+    """The results of ``call`` on all ranks, on every rank. Collective.
+
+    If it fails on one of them all raise: that one its own error, the others one that names the rank.
+    """
+    result, failure, own = None, None, None
+    try:
+        result = call()
+    except Exception as error:  # the other ranks wait for this one
+        kind = next((kind for kind in (ConfigError, StorageFailed) if isinstance(error, kind)), RunStopped)
+        own, failure = error, (kind, str(error) or repr(error))
+    outcomes = everywhere((result, failure))
+    if own is not None:
+        raise own
+    for rank, (_, told) in enumerate(outcomes):
+        if told is not None:
+            raise told[0](f"rank {rank}: {told[1]}")
+    return [one for one, _ in outcomes]  # type: ignore[misc]

@@ -33,10 +33,11 @@ class Played:
         about = {"model_path": str(model), "model_type": "qwen2", "weight_version": "0"}
         server = {
             "version": pins(SGLANG)["sglang"],
-            "context_length": 256,
-            "max_req_input_len": 250,
+            "context_length": 264,
+            "max_req_input_len": 258,
             "dtype": "float32",
             "disable_radix_cache": False,
+            "disable_overlap_schedule": False,
         }
         self.answers: dict[str, tuple[int, Any]] = {
             "/ready": (200, ""),
@@ -103,7 +104,7 @@ def test_a_server_that_fits(server: Played, model: Path) -> None:
         "ready",
         "weight version 0",
         f"model {model}, 264 token ids",
-        "context of 256 tokens",
+        "context for sequences of 256 tokens",
         f"SGLang {pins(SGLANG)['sglang']}",
     ]
 
@@ -120,10 +121,23 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str]] = {
         "problem",
         "vocab_size 264, the recipe's 9",
     ),
-    "context": ("/server_info", {}, {"longest_sequence": 257}, "problem", "context of 256 tokens"),
+    "context": ("/server_info", {}, {"longest_sequence": 257}, "problem", "sequences of 256 tokens"),
     "dtype": ("/server_info", {"dtype": "bfloat16"}, {}, "optional", "dtype bfloat16"),
     "sglang": ("/server_info", {"version": "0.4.1"}, {}, "optional", "SGLang 0.4.1"),
-    "cache": ("/server_info", {}, {"on_update": "in_place"}, "problem", "prefix cache is on"),
+    "cache": (
+        "/server_info",
+        {"disable_overlap_schedule": True},
+        {"on_update": "in_place"},
+        "problem",
+        "no --disable-radix-cache",
+    ),
+    "overlap": (
+        "/server_info",
+        {"disable_radix_cache": True},
+        {"on_update": "in_place"},
+        "problem",
+        "no --disable-overlap-schedule",
+    ),
 }
 
 
@@ -205,9 +219,9 @@ def test_no_servers_no_rows() -> None:
 
 
 def test_the_longest_sequence() -> None:
-    """SGLang 0.5.23 with a context of 4096 says 4090 for the prompt."""
-    assert longest_sequence({"context_length": None, "max_req_input_len": 4090}) == 4096
-    assert longest_sequence({"context_length": 256, "max_req_input_len": 250}) == 256
+    """SGLang 0.5.23 with a context of 4096 says 4090 for the prompt, and reserves less than 8 tokens."""
+    assert longest_sequence({"context_length": None, "max_req_input_len": 4090}) == 4088
+    assert longest_sequence({"context_length": 264, "max_req_input_len": 258}) == 256
     assert longest_sequence({}) is None
 
 

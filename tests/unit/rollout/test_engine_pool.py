@@ -13,7 +13,7 @@ import pytest
 
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
-from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
+from bapo_megatron.rollout.engines.timeouts import EngineTimeouts, load_seconds
 from bapo_megatron.rollout.sampler import dispatcher as dispatcher
 from bapo_megatron.types import GenerateRequest
 from tests.support import sampling
@@ -111,6 +111,40 @@ def test_an_update_that_hangs_does_not_hold_the_others(tmp_path: Path) -> None:
             bad.load, bad.ready = load, True  # type: ignore[method-assign]
             await until(lambda: world.pool.up == 2)
             assert bad.version == 1
+
+    run(check())
+
+
+def test_the_deadline_of_a_load_grows_with_its_bytes(tmp_path: Path) -> None:
+    for name, size in {"a.safetensors": 3e9, "b.safetensors": 0.5e9, "config.json": 7e9}.items():
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(int(size))  # no blocks: a hole
+    assert load_seconds(tmp_path, 600) == pytest.approx(600 + 3.5e9 / 100e6)
+    assert load_seconds(tmp_path / "none", 600) == 600
+
+
+def test_an_engine_that_reads_from_a_slow_disk_does_not_hang(tmp_path: Path) -> None:
+    """A load of 1.5 s, where 1 s is allowed and a minute for 6 GB."""
+
+    async def check() -> None:
+        engine = ScriptedEngine(mixed)
+        world = World(tmp_path / "run", [engine])
+        weights = tmp_path / "v1"
+        weights.mkdir()
+        with (weights / "model-00000.safetensors").open("wb") as file:
+            file.truncate(6_000_000_000)
+        async with world.sampling():
+            load = engine.load
+
+            async def slowly(folder: Path, version: int, confirm: Confirm) -> None:
+                await asyncio.sleep(1.5)
+                await load(folder, version, confirm)
+
+            engine.load = slowly  # type: ignore[method-assign]
+            await world.sampler.load_weights(weights, 1, 1)
+            assert world.pool.up == 1
+        assert "engine_hangs" not in world.event_kinds()
+        assert "engine_lost" not in world.event_kinds()
 
     run(check())
 

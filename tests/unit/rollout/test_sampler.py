@@ -467,8 +467,13 @@ def test_a_damaged_step_is_sampled_anew(tmp_path: Path) -> None:
     run(check())
 
 
-def test_stop_tokens_come_from_both_files(tmp_path: Path) -> None:
+def test_stop_tokens_come_from_all_files(tmp_path: Path) -> None:
+    """As SGLang takes them (``_get_hf_eos_token_id`` in model_config.py), and the tokenizer's."""
     assert stop_token_ids(tmp_path, Letters()) == (EOS,)
+    (tmp_path / "config.json").write_text('{"eos_token_id": [9, 3]}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert stop_token_ids(tmp_path, Letters()) == (3, 7, 9)
+    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
     assert stop_token_ids(tmp_path, Letters()) == (3, 5)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')

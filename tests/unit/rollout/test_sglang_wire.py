@@ -133,7 +133,9 @@ def test_a_length_that_is_none() -> None:
     reply = changed((META, "finish_reason", "type"), "length")
     reply["output_ids"] = reply["output_ids"][:2]
     reply[META]["output_token_logprobs"] = reply[META]["output_token_logprobs"][:2]
-    with pytest.raises(BadReply, match="finished by length after 2 of 3 tokens"):
+    with pytest.raises(
+        BadReply, match="finished by length after 2 of 3 tokens: .*room for 8 more than the sequence's 5"
+    ):
         generation_of(REQUEST, wire(reply))
 
 

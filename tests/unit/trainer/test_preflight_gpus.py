@@ -77,9 +77,9 @@ def test_a_server_has_room_for_the_longest_response_of_an_evaluation() -> None:
         return flags[flags.index("--context-length") + 1]
 
     longer = {"suites": ("a",), "max_response_tokens": 3000}
-    assert context(run()) == "1100"
-    assert context(run(evaluation=EvaluationConfig(every=2, **longer))) == "3100"  # type: ignore[arg-type]
-    assert context(run(evaluation=EvaluationConfig(every=0, **longer))) == "1100"  # type: ignore[arg-type]
+    assert context(run()) == "1108"  # 8 more than prompt and response, which SGLang reserves
+    assert context(run(evaluation=EvaluationConfig(every=2, **longer))) == "3108"  # type: ignore[arg-type]
+    assert context(run(evaluation=EvaluationConfig(every=0, **longer))) == "1108"  # type: ignore[arg-type]
     problems = run(evaluation=EvaluationConfig(every=2, **longer), context=2000)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rollout.sglang.context=2000 is less than .*3100"):
         problems.check()

@@ -11,8 +11,8 @@ from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers, OnEvent
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
-from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, open_session
-from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
+from bapo_megatron.rollout.engines.sglang.server_process import more_flags, sglang_python
 from bapo_megatron.rollout.engines.sglang.supervisor import servers_of
 
 _SHARED_FRACTION = 0.5
@@ -35,15 +35,20 @@ class SglangBackend(EngineBackend):
         """The servers that the recipe names, or servers of the run's own on this machine."""
         return servers_of(config, cuda, on_event)
 
+    def has_prefix_cache(self, rollout: RolloutConfig) -> bool:
+        """The radix cache of SGLang, where the flags leave it on."""
+        return "--disable-radix-cache" not in more_flags(rollout.sglang)
+
     async def open(
         self, config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack
     ) -> list[Engine]:
         """A client of each server."""
         sglang, limits = config.rollout.sglang, limits_of(config.model.hf_path)
-        session = await opened.enter_async_context(open_session())
+        sessions = HttpSessions()
+        opened.push_async_callback(sessions.close)
         deadlines = Deadlines(60 * sglang.request_minutes, update_s=60 * sglang.update_minutes)
         return [
-            SglangEngine(SglangServer(url, session), limits, sglang.on_update, deadlines, sglang.tensor)
+            SglangEngine(SglangServer(url, sessions), limits, sglang.on_update, deadlines, sglang.tensor)
             for url in urls
         ]
 

@@ -13,8 +13,10 @@ from pathlib import Path
 
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, nothing
-from bapo_megatron.rollout.engines.sglang.http_client import PauseMode, ServerError, SglangServer
+from bapo_megatron.rollout.engines.sglang.http_client import Crossed, PauseMode, ServerError, SglangServer
 from bapo_megatron.rollout.engines.sglang.inflight import InflightRequest, InflightRequests
+from bapo_megatron.rollout.engines.sglang.wire import IN_PLACE
+from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation
 
 _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
@@ -30,7 +32,7 @@ class Deadlines:
     abort_s: float = 60.0
     """Deadline of the abort of a request."""
     update_s: float = 600.0
-    """Deadline of a load of new weights."""
+    """Deadline of a load of new weights, beside the reading of their bytes (``timeouts.load_seconds``)."""
 
 
 class SglangEngine:
@@ -75,10 +77,13 @@ class SglangEngine:
         pending = InflightRequest()
         self._inflight.all.add(pending)
         try:
-            if not await self._inflight.may_send(pending):
+            try:
+                answer = await self._send(request, pending)
+            except Crossed:
+                pending.renew()
+                answer = await self._send(request, pending, again=True)
+            if answer is None:
                 return nothing(request)
-            pending.sent = True
-            answer = await self._answer(request, pending)
             if answer.finish_reason == "abort" and not pending.aborted and not len(answer.token_ids_R):
                 raise ServerError(f"{self.name}: ended a request that nobody aborted")
             if len(answer.token_ids_R) and not 0 <= answer.token_ids_R.min() <= answer.token_ids_R.max() < (
@@ -114,10 +119,12 @@ class SglangEngine:
         ServerError if the server does not take them, or says afterwards that it has others, and what
         ``confirm`` raises. Its state is unknown then: it must not sample before a load has succeeded.
         """
+        timeout = await asyncio.to_thread(load_seconds, folder, self._deadlines.update_s)
         async with self._one_control:
+            await self._check_settings()
             self._inflight.close_gate()
             await self.server.pause(self._on_update)
-            flush, timeout = self._on_update == "retract", self._deadlines.update_s
+            flush = self._on_update == "retract"
             await self.server.update_from_disk(folder, version, flush, timeout)
             found = await self.weight_version()
             if found != version:
@@ -137,6 +144,7 @@ class SglangEngine:
     async def begin_update(self) -> None:
         """Stop sampling for weights that come by broadcast. What no request here waits for is ended."""
         async with self._one_control:
+            await self._check_settings()
             self._inflight.close_gate()
             if not self._inflight.all:
                 await self.server.abort_all()
@@ -169,8 +177,31 @@ class SglangEngine:
     async def close(self) -> None:
         """Nothing to release: the server keeps running."""
 
-    async def _answer(self, request: GenerateRequest, pending: InflightRequest) -> Generation:
-        """The server's answer; what it has at the deadline.
+    async def _check_settings(self) -> None:
+        """ServerError if requests would be kept in place by a server that is not made for it.
+
+        See ``server_process.server_flags``. A server that the run has not started may have other flags, and
+        so may the next one at the same address.
+        """
+        if self._on_update != "in_place":
+            return
+        settings = await self.server.settings()
+        for field in IN_PLACE:
+            if settings.get(field) is False:
+                flag = "--" + field.replace("_", "-")
+                raise ServerError(f"{self.name}: start it with {flag} for rollout.sglang.on_update=in_place")
+
+    async def _send(
+        self, request: GenerateRequest, pending: InflightRequest, again: bool = False
+    ) -> Generation | None:
+        """Send the request when the gate is open, and wait for its answer. None if it is aborted before."""
+        if not await self._inflight.may_send(pending):
+            return None
+        pending.sent = True
+        return await self._answer(request, pending, again)
+
+    async def _answer(self, request: GenerateRequest, pending: InflightRequest, again: bool) -> Generation:
+        """The server's answer; what it has at the deadline. ``again``: see ``SglangServer.generate``.
 
         ServerError if it does not answer the abort either, or if requests get no token in all their time, one
         after the other: those whose deadlines lie ``abort_s`` apart, while no other gets any.
@@ -184,7 +215,7 @@ class SglangEngine:
         timer = loop.call_later(limits.request_s, end)
         try:
             async with asyncio.timeout(None) as timeouts:
-                answer = await self.server.generate(request, pending.rid)
+                answer = await self.server.generate(request, pending.rid, again)
         except TimeoutError as error:
             raise ServerError(
                 f"{self.name}: no answer within {limits.request_s:g} s, nor to an abort within "

@@ -21,16 +21,30 @@ _LONG_REPLY_BYTES = 500_000
 
 _KEEP_IDLE_S = 2.0
 """A connection is used again for so long. Less than the 5 s after which a server of uvicorn closes it: a
-request that is sent at that moment would fail as if the server had died."""
+request that is sent at that moment fails as if the server had died (`Crossed`)."""
 
 _CONNECT_S = 60.0
 """A machine that is gone is noticed earlier, by its silence (``pool.py``)."""
 
 
-def open_session() -> aiohttp.ClientSession:
-    """The HTTP session for calls to servers: as many connections as there are requests in flight."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S)
-    return aiohttp.ClientSession(connector=connector, trace_configs=[_reuse_noted()])
+class HttpSessions:
+    """The HTTP connections to servers: kept ones for requests, and a new one for every other call.
+
+    A call over a kept connection may fail because the server ends the connection at that moment. A request
+    can be sent again then. Another call must not: to receive a bucket twice, say, would wait for ever for
+    data that nobody sends. There are few of them, and most come later than a connection is kept.
+    """
+
+    def __init__(self) -> None:
+        """Within an event loop. As many connections as there are requests in flight."""
+        kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S)
+        self.kept = aiohttp.ClientSession(connector=kept, trace_configs=[_reuse_noted()])
+        self.new = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self.kept.close()
+        await self.new.close()
 
 
 def _reuse_noted() -> aiohttp.TraceConfig:
@@ -50,10 +64,12 @@ class ServerError(EngineError):
 
 
 class Crossed(ServerError):
-    """The server ended an idle connection while a request came over it: it has not seen the request.
+    """A kept connection ended while a request was under way over it, before anything of the answer came.
 
-    On a busy machine that takes seconds, and ``_KEEP_IDLE_S`` does not exclude it. A server that died looks
-    the same; it takes no new connection, so that sending the request once more does no harm.
+    Most often the server has ended an idle connection and has not seen the request: on a busy machine the
+    request may be sent seconds late, which ``_KEEP_IDLE_S`` does not exclude. Or the server has died, or
+    something between here and there has dropped the connection. `SglangEngine` sends the request once more,
+    under another id and over a new connection, whose failure is the server's.
     """
 
 
@@ -62,17 +78,24 @@ class Refused(ServerError):
 
 
 class SglangServer:
-    """Calls to the server at ``url``. Must be used within the event loop of ``session``."""
+    """Calls to the server at ``url``. Must be used within the event loop of ``sessions``."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, control_timeout: float = 60.0) -> None:
+    def __init__(self, url: str, sessions: HttpSessions, control_timeout: float = 60.0) -> None:
         self.url = url.rstrip("/")
-        self._session = session
+        self._sessions = sessions
         self._control = control_timeout
 
-    async def generate(self, request: GenerateRequest, rid: str) -> Generation:
-        """Answer one request under the id ``rid``. An aborted one returns what it has."""
+    async def generate(self, request: GenerateRequest, rid: str, again: bool = False) -> Generation:
+        """Answer one request under the id ``rid``. An aborted one returns what it has.
+
+        ``again``: over a new connection. Else Crossed if a kept one ended.
+        """
+        session, payload = (
+            self._sessions.new if again else self._sessions.kept,
+            generate_payload(request, rid),
+        )
         try:
-            body = await self._call("POST", "/generate", generate_payload(request, rid), None)
+            body = await self._call(session, "POST", "/generate", payload, None)
         except Refused as error:  # any other server would refuse it too
             raise ValueError(f"request {request.request_id!r}: {error}") from error
         try:
@@ -107,6 +130,11 @@ class SglangServer:
             raise ServerError(
                 f"{self.url}: no numbered weight version; start it with --weight-version 0"
             ) from error
+
+    async def settings(self) -> dict[str, Any]:
+        """The settings that it was started with, by the names of SGLang's ``ServerArgs``."""
+        info = await self._request("GET", "/server_info", None, self._control)
+        return info if isinstance(info, dict) else {}
 
     async def is_alive(self) -> bool:
         """Whether the server answers. ``/ready`` will not do: it fails while it is paused for weights."""
@@ -195,26 +223,27 @@ class SglangServer:
         return await self._request("POST", path, body, timeout or self._control)
 
     async def _request(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
-        text = await self._call(method, path, None if body is None else json.dumps(body).encode(), timeout)
+        sent = None if body is None else json.dumps(body).encode()
+        text = await self._call(self._sessions.new, method, path, sent, timeout)
         try:
             return json.loads(text) if text.strip().startswith((b"{", b"[")) else text.decode()
         except ValueError as error:
             raise ServerError(f"{self.url}{path}: no JSON: {text[:300]!r}") from error
 
-    async def _call(self, method: str, path: str, body: bytes | None, timeout: float | None) -> bytes:
-        """The bytes of the answer, whose status is 200. Sent again for as long as idle connections end."""
-        while True:
-            try:
-                return await self._call_once(method, path, body, timeout)
-            except Crossed:
-                continue
-
-    async def _call_once(self, method: str, path: str, body: bytes | None, timeout: float | None) -> bytes:
+    async def _call(
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout: float | None,
+    ) -> bytes:
+        """The bytes of the answer, whose status is 200. It is sent once."""
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_S)
         headers = {"Content-Type": "application/json"}
         url, connection = self.url + path, {"reused": False}
         try:
-            async with self._session.request(
+            async with session.request(
                 method, url, data=body, headers=headers, timeout=limit, trace_request_ctx=connection
             ) as answer:
                 content = await answer.read()

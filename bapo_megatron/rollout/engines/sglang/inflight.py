@@ -16,6 +16,10 @@ class InflightRequest:
         self.newest: int | None = None
         """The last weight version that its tokens may have, if it was aborted while sampling was paused."""
 
+    def renew(self) -> None:
+        """Make it a request that was not sent yet: the server may still know the id that it had."""
+        self.rid, self.sent = uuid.uuid4().hex, False
+
 
 class InflightRequests:
     """All requests in flight, and the gate before the server. Lives in one event loop."""

@@ -17,8 +17,9 @@ from typing import Annotated, NoReturn
 import tyro
 
 import bapo_megatron.rollout.engines.sglang_cpu as on_cpu
-from bapo_megatron.config import RunConfig
+from bapo_megatron.config import RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.sglang.wire import IN_PLACE, RESERVED_TOKENS
 from bapo_megatron.runtime.child_process import ChildProcess
 
 PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
@@ -30,12 +31,15 @@ _CPU_FLAGS = (
 _CPU_CACHE_TOKENS = 65_536
 """Tokens of the KV cache on a CPU, unless one sequence is longer: other programs need memory, too."""
 _CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+_VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+"""A server whose context is longer than the model's (by ``RESERVED_TOKENS``, say) starts: no request that is
+longer than the model's is ever sent."""
 
 
 def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[str]:
     """The flags of ``sglang.launch_server`` that a recipe gives one of its servers."""
     sglang = config.rollout.sglang
-    context = sglang.context or config.longest_request
+    context = (sglang.context or config.longest_request) + RESERVED_TOKENS
     place = (
         ("--base-gpu-id", str(sglang.first_gpu + number * sglang.tensor))
         if cuda
@@ -47,9 +51,14 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
         *("--tp-size", str(sglang.tensor)),
         *("--mem-fraction-static", str(sglang.memory_fraction)),
         *("--context-length", str(context)),
-        *(("--disable-radix-cache",) if sglang.on_update == "in_place" else ()),
-        *sglang.flags,
+        *more_flags(sglang),
     ]
+
+
+def more_flags(sglang: SglangConfig) -> list[str]:
+    """The flags that `on_update` needs, and those that the recipe adds."""
+    in_place = ["--" + field.replace("_", "-") for field in IN_PLACE]
+    return [*(in_place if sglang.on_update == "in_place" else []), *sglang.flags]
 
 
 def server_command(
@@ -87,7 +96,7 @@ def serve(command: ServeCommand, cuda: bool) -> NoReturn:
 
 def server_environment(cuda: bool, threads: int | None = None) -> dict[str, str]:
     """Environment variables of the server's process: this one's, and what a CPU needs."""
-    environment = dict(os.environ)
+    environment = os.environ | _VARIABLES
     for name in ("PYTHONPATH", "VIRTUAL_ENV"):  # of another environment
         environment.pop(name, None)
     if not cuda:

@@ -1,0 +1,137 @@
+"""The background copy: tensors go to a sink on the host, through a few buffers, while the caller goes on.
+
+From a GPU into pinned memory a copy runs beside the caller's kernels at the speed of the bus; into pageable
+memory the caller would wait for it, at a fraction of that speed.
+
+Shapes (suffix of a name): ``_B`` bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 2**25
+CHUNKS = 12
+"""Most buffers: 384 MiB in a process, more than any tensor of a 32B model but the two embeddings."""
+
+
+class Sink(Protocol):
+    """What takes the tensors, in the order in which they were added. Called in the background thread."""
+
+    def begin(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """A tensor comes."""
+
+    def append(self, bytes_B: Tensor) -> None:
+        """The next bytes of the tensor, in host memory that is overwritten later."""
+
+    def close(self) -> None:
+        """All tensors have come."""
+
+    def abandon(self) -> None:
+        """No more comes, because of an error: the sink's, or the caller's."""
+
+
+class _Chunk:
+    """One buffer, and the bytes of a tensor that are in it or on their way there."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._memory_B = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        self._held = 0
+        self._copied: torch.cuda.Event | None = None
+
+    def fill(self, bytes_B: Tensor) -> None:
+        """Begin to copy; the source may change as soon as later work of its stream does so."""
+        self._held = len(bytes_B)
+        self._memory_B[: self._held].copy_(bytes_B, non_blocking=True)
+        if bytes_B.is_cuda:
+            self._copied = torch.cuda.current_stream(bytes_B.device).record_event()
+
+    def bytes_B(self) -> Tensor:
+        """The bytes, once they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._memory_B[: self._held]
+
+
+_Job = tuple[str, torch.dtype, tuple[int, ...]] | _Chunk | None
+"""A tensor that comes, some of its bytes, or the end."""
+
+
+class BackgroundCopy:
+    """Copies tensors to ``sink`` in a thread; a context, at whose end the sink has taken all of them.
+
+    The block's error ends the copying. An error of the sink is raised by the next ``add``, or at the end.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._free: SimpleQueue[_Chunk] = SimpleQueue()
+        self._made = 0
+        self._error: BaseException | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weights-copy", daemon=True)
+
+    def __enter__(self) -> BackgroundCopy:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._stopped.set()
+        self._jobs.put(None)
+        self._thread.join()
+        if error is None and self._error is not None:
+            raise self._error
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor. It may change when this returns, on a GPU by work of the current stream.
+
+        Waits while all buffers are in use.
+        """
+        self._jobs.put((name, tensor.dtype, tuple(tensor.shape)))
+        bytes_B = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        for piece_B in bytes_B.split(CHUNK_BYTES):
+            chunk = self._take(piece_B.is_cuda)
+            chunk.fill(piece_B)
+            self._jobs.put(chunk)
+        if self._error is not None:
+            raise self._error
+
+    def _take(self, pinned: bool) -> _Chunk:
+        """A buffer that is not in use; a new one while there are few."""
+        if self._free.empty() and self._made < CHUNKS:
+            self._made += 1
+            return _Chunk(pinned)
+        return self._free.get()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._error is None and not self._stopped.is_set():
+                self._attempt(job)
+            if isinstance(job, _Chunk):
+                self._free.put(job)
+        try:
+            if self._error is None and not self._stopped.is_set():
+                self._sink.close()
+            else:
+                self._sink.abandon()
+        except BaseException as error:
+            self._error = self._error or error
+
+    def _attempt(self, job: _Job) -> None:
+        try:
+            if isinstance(job, _Chunk):
+                self._sink.append(job.bytes_B())
+            elif job is not None:
+                self._sink.begin(*job)
+        except BaseException as error:
+            self._error = error

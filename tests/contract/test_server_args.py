@@ -1,0 +1,92 @@
+"""The flags of servers on GPUs, read by SGLang's own ``ServerArgs`` as if this machine had an H100."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.sglang.server_process import (
+    server_command,
+    server_environment,
+    server_flags,
+    sglang_python,
+)
+from bapo_megatron.rollout.engines.sglang.wire import IN_PLACE
+
+ROOT = Path(__file__).parents[2]
+READER = ROOT / "tests/support/sglang_server_args.py"
+RECIPES = [path for path in sorted((ROOT / "recipes").glob("*.py")) if not path.stem.startswith("demo")]
+FIELDS = (
+    *("error", "model_path", "tp_size", "base_gpu_id", "context_length", "dtype", "mem_fraction_static"),
+    *("weight_version", "skip_tokenizer_init", "device", *IN_PLACE),
+)
+
+
+def model_of(recipe: Path, config: RunConfig, folder: Path) -> Path:
+    """A folder with the recipe's config.json, completed by the name of the model's class."""
+    about = json.loads((recipe.parent / "shapes" / config.model.hf_path.name / "config.json").read_text())
+    model = folder / config.model.hf_path.name
+    model.mkdir(exist_ok=True)
+    about["architectures"] = [{"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[about["model_type"]]]
+    (model / "config.json").write_text(json.dumps(about))
+    return model
+
+
+def flags_of(config: RunConfig, model: Path, number: int = 0) -> list[str]:
+    """What ``python -m sglang.launch_server`` gets on a GPU."""
+    command = server_command(Path("python"), model, "127.0.0.1", 30000, True, server_flags(config, number))
+    assert command[:3] == ["python", "-m", "sglang.launch_server"]
+    return command[3:]
+
+
+def resolved(lines: list[list[str]]) -> list[dict[str, Any]]:
+    """SGLang's settings for each command line, in one process."""
+    try:
+        python = sglang_python()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    ended = subprocess.run(
+        [str(python), str(READER)],
+        input=json.dumps({"lines": lines, "fields": FIELDS}),
+        env=server_environment(cuda=True),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found: list[dict[str, Any]] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def test_every_recipes_servers_start_with_flags_that_sglang_takes(tmp_path: Path) -> None:
+    wanted: list[tuple[str, RunConfig, list[str]]] = []
+    for recipe in RECIPES:
+        config = load_recipe(recipe, RunConfig)
+        in_place = replace(config.rollout.sglang, on_update="in_place", servers=2)
+        for one in (config, replace(config, rollout=replace(config.rollout, sglang=in_place))):
+            number = one.rollout.sglang.servers - 1
+            wanted.append((recipe.stem, one, flags_of(one, model_of(recipe, config, tmp_path), number)))
+    # What the test itself would notice: a flag that SGLang lacks, and one that a check refuses.
+    name, config, flags = wanted[0]
+    mistakes = [[*flags, "--no-such-flag"], [*flags, "--attention-backend", "none-such"]]
+    found = resolved([*(line for _, _, line in wanted), *mistakes])
+    for (name, config, _), settings in zip(wanted, found, strict=False):
+        sglang = config.rollout.sglang
+        in_place = sglang.on_update == "in_place"
+        assert "error" not in settings, f"{name}: {settings}"
+        assert settings["tp_size"] == sglang.tensor, name
+        assert settings["base_gpu_id"] == sglang.first_gpu + (sglang.servers - 1) * sglang.tensor, name
+        assert settings["context_length"] == config.longest_request + 8, name
+        assert settings["mem_fraction_static"] == sglang.memory_fraction, name
+        assert (settings["dtype"], settings["device"]) == (config.model.dtype, "cuda"), name
+        assert (settings["weight_version"], settings["skip_tokenizer_init"]) == ("0", True), name
+        assert [settings[field] for field in IN_PLACE] == [in_place] * len(IN_PLACE), name
+    assert all("error" in settings for settings in found[len(wanted) :])

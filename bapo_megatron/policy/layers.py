@@ -8,13 +8,13 @@ import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from bapo_megatron.policy import device
 from bapo_megatron.policy.attention.core import DocumentAttention
-from bapo_megatron.policy.device import uses_transformer_engine
 
 
 def layer_spec(qk_norm: bool, dtype: torch.dtype) -> tuple[ModuleSpec, type]:
     """The spec of one layer, and the class of the final norm."""
-    if uses_transformer_engine(dtype):
+    if device.uses_transformer_engine(dtype):
         from megatron.core.extensions.transformer_engine import TENorm
 
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm), TENorm

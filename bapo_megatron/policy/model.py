@@ -21,7 +21,8 @@ from torch import Tensor
 
 from bapo_megatron.config import BatchConfig, ParallelConfig
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.policy.device import has_cuda, uses_transformer_engine
+from bapo_megatron.policy import device
+from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.policy.layers import layer_spec
 
 
@@ -61,7 +62,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Compiled, SwiGLU keeps its input alone; on a CPU, where nothing is compiled, it is slower.
         bias_activation_fusion=has_cuda(),
-        apply_rope_fusion=uses_transformer_engine(dtype),
+        apply_rope_fusion=device.uses_transformer_engine(dtype),
         # Kernels of apex, or for what these models do not have.
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

@@ -15,26 +15,26 @@ import torch
 
 def answer_queries(architecture: tuple[int, int]) -> None:
     """Answer Transformer Engine's questions for a GPU of ``architecture``, a compute capability."""
-    major, minor = architecture
-    properties = types.SimpleNamespace(
-        major=major, minor=minor, name="stand-in", multi_processor_count=132, total_memory=80 << 30
-    )
-    answers: dict[str, Any] = {
-        "get_device_properties": lambda *_: properties,
-        "get_device_capability": lambda *_: architecture,
-        "is_current_stream_capturing": lambda: False,
-        "Stream": _InOrder,
-        "Event": _InOrder,
-        "stream": lambda _stream: contextlib.nullcontext(),
-    }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
+    answer_architecture(architecture)
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.Stream = torch.cuda.Event = _InOrder  # type: ignore[misc,assignment]
+    torch.cuda.stream = lambda _stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]
     available, on_gpu = torch.cuda.is_available, torch.Tensor.is_cuda
     torch.cuda.is_available = lambda: _asked_by_transformer_engine() or available()
     torch.Tensor.is_cuda = property(  # type: ignore[assignment,method-assign]
         lambda self: _asked_by_transformer_engine() or on_gpu.__get__(self)  # type: ignore[attr-defined]
     )
     torch.Tensor.cuda = lambda self, *_args, **_named: self  # type: ignore[method-assign]
+
+
+def answer_architecture(architecture: tuple[int, int]) -> None:
+    """Let the GPU that everyone hears of have this compute capability."""
+    major, minor = architecture
+    properties = types.SimpleNamespace(
+        major=major, minor=minor, name="stand-in", multi_processor_count=132, total_memory=80 << 30
+    )
+    torch.cuda.get_device_properties = lambda *_: properties
+    torch.cuda.get_device_capability = lambda *_: architecture  # type: ignore[assignment]
 
 
 def _asked_by_transformer_engine() -> bool:

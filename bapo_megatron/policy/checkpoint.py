@@ -3,8 +3,8 @@
 The optimizer's format is ``fully_reshardable``, the one that survives a change of TP and PP. With torch's
 AdamW (no Transformer Engine, no apex) megatron's loading needs three repairs, made here on the instance.
 
-Checkpoints of Transformer Engine's layers and of torch's differ by ``_extra_state`` alone, which holds scales of fp8:
-empty for these models, so each kind of layers loads what the other has written.
+Checkpoints of Transformer Engine's layers and of torch's differ by ``_extra_state`` alone, which holds
+scales of fp8: empty for these models, so each kind of layers loads what the other has written.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     for wrapper, adam in inner:
         _create_adam_state(adam)
         _supply_step(wrapper, adam)
-    state = _read(
-        _state(model, optimizer, loading=True), path, get_default_load_sharded_strategy(str(path))
-    )
+    state = _read(_state(model, optimizer, loading=True), path, get_default_load_sharded_strategy(str(path)))
     for name, chunk in _named_chunks(model):
         chunk.load_state_dict(state[name], strict=True)
     settings = [_settings(group) for group in optimizer.param_groups]

@@ -35,9 +35,17 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
 
 
 def attention_problem(dtype: torch.dtype) -> str | None:
-    """A missing attention kernel for ``dtype`` on this machine, with the fix; None if nothing is missing."""
+    """A missing attention kernel for ``dtype`` on this machine, with the fix; None if nothing is missing.
+
+    What Transformer Engine has for a layout and a GPU is asked later, by ``layers.layer_spec``.
+    """
     if dtype == torch.float32 or not has_cuda() or uses_transformer_engine(dtype):
         return None
+    return varlen_problem()
+
+
+def varlen_problem() -> str | None:
+    """A missing variable-length attention of torch, with the fix; None if torch has it."""
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release >= (2, 11):
         return None
@@ -89,7 +97,7 @@ def _answer_cuda_queries() -> None:
 
 
 def use_torch_optimizer() -> None:
-    """Let megatron take torch's AdamW, also where Transformer Engine is installed: its kernels run on GPUs only.
+    """Let megatron take torch's AdamW also where Transformer Engine is installed: its kernels need a GPU.
 
     A login node and a cluster's CPU nodes share the environment of its GPU nodes.
     """

@@ -1,8 +1,8 @@
 """A process that has imported Transformer Engine on the stand-in for its kernels, and runs layouts for tests.
 
-The import is global, takes nine seconds of a core and must come before megatron's, so a test process cannot make it.
-``TransformerEngineProcess`` starts one for a version; ranks are forked from it. ``Choices`` says what the
-policy of a rank takes from Transformer Engine. Functions and arguments go to it by pickle.
+The import is global, takes nine seconds of a core and must come before megatron's, so a test process cannot
+make it. ``TransformerEngineProcess`` starts one for a version; ranks are forked from it. ``Choices`` says
+what the policy of a rank takes from Transformer Engine. Functions and arguments go to it by pickle.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ class TransformerEngineProcess:
     def __init__(self, version: str) -> None:
         self._connection, theirs = Pipe()
         descriptor = theirs.fileno()
+        self.version = version
         find_sources(version)  # its error says more than an end of the process
         command = [sys.executable, "-W", "ignore", "-m", "tests.support.te_process", version, str(descriptor)]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+        environment = {**os.environ, "PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}  # compiling takes longer
         self._process = subprocess.Popen(command, pass_fds=[descriptor], cwd=ROOT, env=environment)
         theirs.close()
         self.calls: Counter[str] = Counter()
@@ -60,7 +62,7 @@ class TransformerEngineProcess:
         function: Callable[..., Any],
         parallel: ParallelConfig,
         *arguments: Any,
-        choices: Choices = Choices(),  # noqa: B008
+        choices: Choices = Choices(),
     ) -> list[Any]:
         """``function(*arguments)`` on every rank of ``parallel``, as ``workers.run_layout`` does.
 
@@ -132,7 +134,7 @@ def _with_choices(
 
 
 def _take_float32() -> None:
-    """Let attention take float32, so that answers can be compared to 1e-5: its modules hear that it is float16."""
+    """Let attention take float32, so that answers compare to 1e-5: its modules hear that it is float16."""
     import torch
     from transformer_engine.pytorch.attention.dot_product_attention import backends, utils
 

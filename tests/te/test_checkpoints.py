@@ -1,4 +1,4 @@
-"""Checkpoints of Transformer Engine's layers and FusedAdam: they continue, and torch's layers and AdamW continue them.
+"""Checkpoints of Transformer Engine's layers and FusedAdam continue, on torch's layers and AdamW, too.
 
 The functions that ranks run are those of tests/distributed/test_checkpoints.py.
 """

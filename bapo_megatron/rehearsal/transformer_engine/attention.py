@@ -1,9 +1,10 @@
 """Kernels of fused attention over packs of documents (thd), and the answer to whether there is one.
 
-The compiled functions take their arguments by position, and their order has changed; ``_FORWARD`` and ``_BACKWARD``
-name them by how many there are.
+The compiled functions take their arguments by position, and their order has changed; ``_FORWARD`` and
+``_BACKWARD`` name them by how many there are.
 
-Shapes: ``_QHD`` [queries, heads, head_dim], ``_KGD`` [keys, KV heads, head_dim], ``_HQK`` [heads, queries, keys].
+Shapes: ``_QHD`` [queries, heads, head_dim], ``_KGD`` [keys, KV heads, head_dim], ``_HQK`` [heads, queries,
+keys].
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def get_fused_attn_backend(*arguments: Any) -> Any:
 
 @kernel
 def fused_attn_fwd(*arguments: Any) -> list[Tensor]:
-    """The output [tokens, heads, head_dim], the log-sum-exps [tokens, heads, 1] and the generator's state [2]."""
+    """The output [tokens, heads, head_dim], log-sum-exps [tokens, heads, 1], the generator's state [2]."""
     call = _Call(dict(zip(_FORWARD[len(arguments)].split(), arguments, strict=False)))
     q, v = call.q, call.v
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)

@@ -39,9 +39,10 @@ def install(
 ) -> types.ModuleType:
     """Import Transformer Engine from ``folder``; returns the stand-in for its compiled part.
 
-    It must come before megatron is imported, once in a process. ``architecture`` is the compute capability of the GPU
-    that Transformer Engine sees. With ``answer_cuda`` its modules hear of a GPU while tensors are on the CPU; a caller
-    that makes fake CUDA tensors leaves it out and answers torch.cuda's questions itself.
+    It must come before megatron is imported, once in a process. ``architecture`` is the compute capability
+    of the GPU that Transformer Engine sees. With ``answer_cuda`` its modules hear of a GPU while tensors
+    are on the CPU; a caller that makes fake CUDA tensors leaves it out and answers torch.cuda's questions
+    itself.
     """
     if "megatron.core.extensions.transformer_engine" in sys.modules:
         raise RuntimeError("megatron is imported already, and has found no Transformer Engine")
@@ -65,7 +66,7 @@ def install(
 
 
 def _import_common(folder: Path) -> types.ModuleType:
-    """``transformer_engine.common``, which loads CUDA's shared libraries unless Transformer Engine is being built."""
+    """``transformer_engine.common``: it loads CUDA's libraries unless it is told that it is being built."""
     name = "transformer_engine.common"
     path = folder / "transformer_engine/common"
     spec = importlib.util.spec_from_file_location(

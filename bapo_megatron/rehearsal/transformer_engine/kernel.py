@@ -1,7 +1,8 @@
 """The table of kernels in torch, and what happens at each call of one.
 
-A kernel allocates the tensors that the compiled one returns or keeps, and no others; then it computes them where
-there are values. Under FakeTensorMode there are none, so that what is allocated there is what a GPU would allocate.
+A kernel allocates the tensors that the compiled one returns or keeps, and no others; then it computes them
+where there are values. Under FakeTensorMode there are none, so that what is allocated there is what a GPU
+would allocate.
 """
 
 from __future__ import annotations

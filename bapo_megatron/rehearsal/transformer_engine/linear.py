@@ -1,4 +1,4 @@
-"""Kernels of linear layers and norms: matrix products and RMSNorm, half precision in and out, float32 inside."""
+"""Kernels of linear layers: matrix products and RMSNorm, half precision in and out, float32 inside."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Kernels of the ring of context parallelism over packs of documents (thd).
 
-A rank holds two chunks of each document, one after the other: its first and its second half here. ``cu_seqlens`` are
-those of the rank's tokens; log-sum-exps are packed, [heads, tokens].
+A rank holds two chunks of each document, one after the other: its first and its second half here.
+``cu_seqlens`` are those of the rank's tokens; log-sum-exps are packed, [heads, tokens].
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, packed: bool, toke
 def thd_out_correction(out: Tensor, step: Tensor, *rest: Tensor | bool) -> None:
     """Add a step's output by its share of the softmax, in place.
 
-    2.11 adds up all steps in zeros, with the final log-sum-exps. Later versions pass those from before the step, too:
-    what is there already is scaled by them.
+    2.11 adds up all steps in zeros, with the final log-sum-exps. Later versions pass those from before the
+    step, too: what is there already is scaled by them.
     """
     *before, lse, step_lse, cu_seqlens, only_second_half, packed = rest
     assert isinstance(lse, Tensor)

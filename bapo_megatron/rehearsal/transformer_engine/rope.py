@@ -1,4 +1,4 @@
-"""Kernels of rotary position embeddings for packs of documents (thd), as one rank of context parallelism sees them."""
+"""Kernels of rotary position embeddings for packs of documents (thd), under context parallelism, too."""
 
 from __future__ import annotations
 

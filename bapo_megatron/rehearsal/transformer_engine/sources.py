@@ -1,6 +1,7 @@
 """The folders with Transformer Engine's Python sources, one for each tested version.
 
-They are kept outside of every environment: megatron-core that sees them without the compiled part does not import.
+They are kept outside of every environment: megatron-core that sees them without the compiled part does not
+import.
 """
 
 from __future__ import annotations

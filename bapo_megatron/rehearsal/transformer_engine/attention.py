@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bapo_megatron.rehearsal.transformer_engine.extension import MaskType
 from bapo_megatron.rehearsal.transformer_engine.kernel import has_values, kernel
 
 _FORWARD = {
@@ -130,10 +131,10 @@ class _Call:
         """Scaled products [heads, queries, keys], -inf where a query must not look."""
         keys = self.repeated(self.k, document.keys)
         scores_HQK = torch.einsum("qhd,khd->hqk", self.q[document.queries].float(), keys) * self.scale
-        if "causal" not in self._mask():
+        if "CAUSAL" not in self._mask():
             return scores_HQK
         queries, count = scores_HQK.shape[1:]
-        shift = count - queries if "bottom_right" in self._mask() else 0
+        shift = count - queries if "BOTTOM_RIGHT" in self._mask() else 0
         seen = torch.ones(queries, count, dtype=torch.bool).tril(shift)
         return scores_HQK.masked_fill(~seen, float("-inf"))
 
@@ -146,7 +147,4 @@ class _Call:
         return grad_KHD.unflatten(1, (self.k.shape[1], -1)).sum(2)
 
     def _mask(self) -> str:
-        from transformer_engine.pytorch.cpp_extensions import fused_attn
-
-        names: dict[str, Any] = fused_attn.AttnMaskType
-        return next(name for name, value in names.items() if value == self._arguments["mask"])
+        return MaskType(self._arguments["mask"]).name

@@ -7,6 +7,14 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+MaskType = enum.IntEnum(
+    "MaskType",
+    "NVTE_NO_MASK NVTE_PADDING_MASK NVTE_CAUSAL_MASK NVTE_PADDING_CAUSAL_MASK NVTE_CAUSAL_BOTTOM_RIGHT_MASK "
+    "NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
+    start=0,
+)
+"""What a query of attention sees."""
+
 
 def make_extension(kernels: Mapping[str, Callable[..., Any]]) -> types.ModuleType:
     """A module with ``kernels``, the enumerations, and the versions of CUDA's libraries.
@@ -24,6 +32,7 @@ def make_extension(kernels: Mapping[str, Callable[..., Any]]) -> types.ModuleTyp
         "FP8BwdTensors": _enumeration(
             "FP8BwdTensors", *(f"GRAD_{role}{n}" for n in (1, 2, 3) for role in ("OUTPUT", "INPUT"))
         ),
+        "NVTE_Mask_Type": MaskType,
         "get_cudnn_version": lambda: 91300,
         "get_cublasLt_version": lambda: 130000,
         "get_num_cublas_streams": lambda: 4,

@@ -87,7 +87,7 @@ def main() -> None:
 
     die_with_parent()
     install(find_sources(sys.argv[1]))
-    _take_float32()
+    take_float32()
     import torch
 
     from bapo_megatron.policy import device
@@ -133,7 +133,7 @@ def _with_choices(
     return result, Counter(kernel.calls)
 
 
-def _take_float32() -> None:
+def take_float32() -> None:
     """Let attention take float32, so that answers compare to 1e-5: its modules hear that it is float16."""
     import torch
     from transformer_engine.pytorch.attention.dot_product_attention import backends, utils

@@ -1,7 +1,7 @@
 """A ``bapo`` command whose policy is on Transformer Engine's layers, on a CPU.
 
-``python -m tests.support.te_bapo VERSION COUNTS COMMAND ...`` runs the command in one process, and writes how often it
-has called each kernel to the file COUNTS.
+``python -m tests.support.te_bapo VERSION COUNTS COMMAND ...`` runs the command in one process, and writes how
+often it has called each kernel to the file COUNTS.
 """
 
 from __future__ import annotations

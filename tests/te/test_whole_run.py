@@ -1,4 +1,4 @@
-"""The training loop of the demo on Transformer Engine's layers: sampling, updates, a checkpoint, and its end."""
+"""The demo's training loop on Transformer Engine's layers: sampling, updates, a checkpoint, and its end."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.rehearsal.transformer_engine import VERSIONS
-from tests.support.forked_commands import ROOT
+from tests.support.forked_commands import ROOT, start_bapo
 from tests.support.metrics import results
-from tests.support.short_runs import SHORT, exported, finish, start
+from tests.support.short_runs import SHORT, exported, finish
 
 FLAGS = [*(flag for flag in SHORT if not flag.startswith("--steps")), "--steps=2"]
 
@@ -20,7 +20,7 @@ FLAGS = [*(flag for flag in SHORT if not flag.startswith("--steps")), "--steps=2
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_the_demo_trains_as_on_torch_layers(tmp_path: Path) -> None:
-    """The first update is on equal rollouts; later ones are sampled by weights that differ in the last bits."""
+    """The first update is on equal rollouts; later ones are not, since weights differ in the last bits."""
     ours, theirs, counts = tmp_path / "te", tmp_path / "torch", tmp_path / "counts.json"
     words = ["train", "recipes/demo_cpu.py", *FLAGS, f"--run-dir={ours}"]
     command = [
@@ -35,7 +35,7 @@ def test_the_demo_trains_as_on_torch_layers(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
-    finish(start(theirs, "--steps=2"))
+    finish(start_bapo("train", "recipes/demo_cpu.py", *FLAGS, f"--run-dir={theirs}"))
     [first, *_], [expected, *_] = (results(run, "updates.jsonl") for run in (ours, theirs))
     for name in ("policy/entropy", "policy/grad_norm", "policy/loss", "bapo/contribution"):
         assert first[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name

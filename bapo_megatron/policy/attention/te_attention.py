@@ -19,4 +19,4 @@ class PackAttention(TEDotProductAttention):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.kept_packed_seq_params = {*self.kept_packed_seq_params, "pad_between_seqs"}
+        self.kept_packed_seq_params.add("pad_between_seqs")

@@ -30,16 +30,16 @@ def check_environment() -> None:
 def has_te_attention(config: Any, longest: int) -> bool:
     """Whether Transformer Engine has a flash or fused kernel for this rank's heads of ``config``.
 
-    ``longest`` is the length of the longest document, in tokens. ConfigError if it has one, but not under
-    NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, which is set.
+    ``longest`` is the length of the longest document, in tokens. ConfigError if
+    NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 is set and it has none that is deterministic: torch's is not, either.
     """
     deterministic = os.environ.get(_NONDETERMINISTIC, "1") == "0"
     found = _selected(config, longest, deterministic)
     if deterministic and not found:
         raise ConfigError(
-            f"{_NONDETERMINISTIC}=0 in the environment: there is no deterministic attention here for "
-            f"documents of {longest} tokens in Transformer Engine, nor in torch: unset it; a resumed run "
-            "then continues to rounding, not bit for bit"
+            f"{_NONDETERMINISTIC}=0 in the environment: there is no deterministic attention here for packs "
+            f"of {longest} tokens in Transformer Engine, nor in torch: unset it; a resumed run then continues "
+            "to rounding, not bit for bit"
         )
     return found
 
@@ -52,6 +52,7 @@ def _selected(config: Any, longest: int, deterministic: bool) -> bool:
     asked = {
         "qkv_dtype": config.params_dtype,
         "qkv_layout": "thd_thd_thd",
+        "batch_size": max(1, longest // (2 * context)),  # the most documents that a pack of this length has
         "num_heads": config.num_attention_heads // tensor,
         "num_gqa_groups": config.num_query_groups // tensor,
         "max_seqlen_q": longest,

@@ -9,6 +9,7 @@ keys].
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,9 +42,7 @@ def get_fused_attn_backend(*arguments: Any) -> Any:
 
     2.11 passes 18 arguments and takes the backend; later versions pass one object and take a reason, too.
     """
-    import transformer_engine_torch as compiled
-
-    backends = compiled.NVTE_Fused_Attn_Backend
+    backends = sys.modules["transformer_engine_torch"].NVTE_Fused_Attn_Backend
     if torch.cuda.get_device_capability() >= (9, 0):
         found, reason = backends.NVTE_F16_arbitrary_seqlen, ""
     else:
@@ -75,24 +74,26 @@ def fused_attn_fwd(*arguments: Any) -> list[Tensor]:
 @kernel
 def fused_attn_bwd(*arguments: Any) -> list[Tensor | None]:
     """The gradients of queries, keys and values, of no bias and of no softmax offset."""
-    call = _Call(dict(zip(_BACKWARD[len(arguments)].split(), arguments, strict=False)))
+    named = dict(zip(_BACKWARD[len(arguments)].split(), arguments, strict=False))
+    out, grad, (lse, *_) = named["out"], named["grad"], named["saved"]
+    call = _Call(named)
     q, k, v = call.q, call.k, call.v
     grads = [torch.empty_like(x) for x in (q, k, v)]
     if has_values(q):
         dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
         for document in call.documents():
             rows, keys = document.queries, document.keys
-            lse_HQ = call.saved[0][rows, :, 0].T
+            lse_HQ = lse[rows, :, 0].T
             p_HQK = (call.scores(document) - lse_HQ[..., None]).exp()
-            grad_QHD, out_QHD = call.grad[rows].float(), call.out[rows].float()
+            grad_QHD, out_QHD = grad[rows].float(), out[rows].float()
             dp_HQK = torch.einsum("qhd,khd->hqk", grad_QHD, call.repeated(v, keys))
             delta_HQ = (grad_QHD * out_QHD).sum(-1).T
             ds_HQK = p_HQK * (dp_HQK - delta_HQ[..., None]) * call.scale
             dq[rows] = torch.einsum("hqk,khd->qhd", ds_HQK, call.repeated(k, keys))
             dk[keys] = call.summed(torch.einsum("hqk,qhd->khd", ds_HQK, q[rows].float()))
             dv[keys] = call.summed(torch.einsum("hqk,qhd->khd", p_HQK, grad_QHD))
-        for grad, value in zip(grads, (dq, dk, dv), strict=True):
-            grad.copy_(value)
+        for result, value in zip(grads, (dq, dk, dv), strict=True):
+            result.copy_(value)
     return [*grads, None, None]
 
 
@@ -108,11 +109,12 @@ class _Call:
     """The named arguments of one call, and what its two directions share."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        self.q, self.k, self.v = (arguments[name] for name in "qkv")
-        self.scale, self.window = arguments["scale"], arguments["window"]
-        self.out, self.grad, self.saved = (arguments.get(name) for name in ("out", "grad", "saved"))
+        self.q: Tensor = arguments["q"]
+        self.k: Tensor = arguments["k"]
+        self.v: Tensor = arguments["v"]
+        self.scale: float = arguments["scale"]
         self._arguments = arguments
-        if arguments["dropout"] or self.q.dim() != 3 or self.window[0] != -1:
+        if arguments["dropout"] or self.q.dim() != 3 or arguments["window"][0] != -1:
             raise NotImplementedError("attention with dropout, a sliding window, or another layout than thd")
 
     def documents(self) -> Iterator[_Document]:

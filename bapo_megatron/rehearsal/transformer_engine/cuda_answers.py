@@ -33,7 +33,7 @@ def answer_architecture(architecture: tuple[int, int]) -> None:
     properties = types.SimpleNamespace(
         major=major, minor=minor, name="stand-in", multi_processor_count=132, total_memory=80 << 30
     )
-    torch.cuda.get_device_properties = lambda *_: properties
+    torch.cuda.get_device_properties = lambda *_: properties  # type: ignore[assignment,return-value]
     torch.cuda.get_device_capability = lambda *_: architecture  # type: ignore[assignment]
 
 

@@ -45,8 +45,10 @@ def multi_tensor_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """The Euclidean norm of all tensors, [1], and of each one (empty unless it is asked for)."""
     tensors = lists[0]
-    options = {"dtype": torch.float32, "device": tensors[0].device}
-    norm, norms = torch.zeros(1, **options), torch.zeros(len(tensors) if per_tensor else 0, **options)
+    norm, norms = (
+        torch.zeros(size, dtype=torch.float32, device=tensors[0].device)
+        for size in (1, len(tensors) if per_tensor else 0)
+    )
     if has_values(tensors[0]):
         each = torch.stack([tensor.float().norm() for tensor in tensors])
         norm.copy_(each.norm())

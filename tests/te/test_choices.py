@@ -72,7 +72,7 @@ def test_the_choice_of_attention(
 def test_deterministic_attention(
     architecture: tuple[int, int], since: str, longest: int, te: TransformerEngineProcess
 ) -> None:
-    """2.11 has it on Hopper alone; 2.20 on Blackwell, and not on Hopper, where cuDNN would allocate too much."""
+    """2.11 has it on Hopper alone. 2.20 has it on Blackwell; on Hopper cuDNN would allocate too much."""
     [answer] = te.run(ask, ONE, longest, 8, True, choices=Choices(architecture=architecture))
     if te.version == since:
         assert answer is True

@@ -38,8 +38,8 @@ def has_te_attention(config: Any, longest: int) -> bool:
     if deterministic and not found:
         raise ConfigError(
             f"{_NONDETERMINISTIC}=0 in the environment: there is no deterministic attention here for packs "
-            f"of {longest} tokens in Transformer Engine, nor in torch: unset it; a resumed run then continues "
-            "to rounding, not bit for bit"
+            f"of {longest} tokens in Transformer Engine, nor in torch: unset it; a resumed run then "
+            "continues to rounding, not bit for bit"
         )
     return found
 

@@ -195,20 +195,17 @@ def test_fake_tensors_get_the_shapes_and_are_not_read() -> None:
     """What a rehearsal allocates is what the compiled kernel returns; there is no value to read."""
     real = attention_inputs(torch.bfloat16)
     expected = forward(MaskType.NVTE_PADDING_CAUSAL_MASK, *real, torch.tensor(BOUNDS, dtype=torch.int32))
-    with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(x) for x in real]
-        bounds = torch.empty(3, dtype=torch.int32)
-        found = forward(MaskType.NVTE_PADDING_CAUSAL_MASK, *fake, bounds)
-        half = KERNELS["thd_read_half_tensor"](fake[0], bounds, 1)
-        turned = KERNELS["fused_rope_forward"](
-            fake[0], torch.empty(8, 1, 1, 16), None, "thd", False, bounds, 2, 1
-        )
-        product, bias_grad, _, _ = gemm(
-            fake[0][:, 0], False, fake[1][:, 0], True, bias=fake[0][0, 0], is_grad=True
-        )
+    with FakeTensorMode():
+        q, k, v = (torch.empty(x.shape, dtype=x.dtype, device="cuda:0") for x in real)
+        bounds, freqs = torch.empty(3, dtype=torch.int32, device="cuda:0"), torch.empty(8, 1, 1, 16)
+        found = forward(MaskType.NVTE_PADDING_CAUSAL_MASK, q, k, v, bounds)
+        half = KERNELS["thd_read_half_tensor"](q, bounds, 1)
+        turned = KERNELS["fused_rope_forward"](q, freqs, None, "thd", False, bounds, 2, 1)
+        product, grad, _, _ = gemm(q[:, 0], False, k[:, 0], True, bias=q[0, 0], is_grad=True)
+    assert {x.device for x in (*found, half, turned, product, grad)} == {torch.device("cuda:0")}
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
     assert (half.shape, turned.shape) == ((4, 4, 16), (8, 4, 16))
-    assert (product.shape, bias_grad.shape) == ((16, 16), (16,))
+    assert (product.shape, grad.shape) == ((16, 16), (16,))
 
 
 def test_what_has_no_stand_in_says_so_when_it_is_called() -> None:

@@ -34,7 +34,7 @@ QUICK = (
     *("dp2", "tp2-sp-cp2", "pp2-cp2", "dp2-cp2"),
 )
 AS_ON_A_GPU = ("one pack64", "tp2-sp", "pp2", "cp2", "dp2-cp2")
-"""Not the interleaved schedule: with batched point-to-point calls gloo mixes up its messages (policy/model.py)."""
+"""Not the interleaved schedule: gloo gives wrong results with its batched point-to-point calls."""
 
 
 def answers(

@@ -128,7 +128,7 @@ def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
 
 
 def _create_state(wrapper: Any) -> None:
-    """Make the moments and the count of steps, which neither AdamW nor FusedAdam makes before a first step."""
+    """Make the moments and the count of steps, which no Adam makes before its first step."""
     if isinstance(wrapper.optimizer, torch.optim.AdamW):
         _create_adam_state(wrapper.optimizer)
     elif wrapper.init_state_fn is not None:

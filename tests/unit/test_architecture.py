@@ -23,6 +23,7 @@ LAYERS = [
     {"rollout", "policy", "checkpoint"},
     {"evaluation"},
     {"trainer"},
+    {"rehearsal"},
     {"train", "commands", "cli"},
 ]
 SIBLINGS = {"rollout", "policy", "checkpoint"}

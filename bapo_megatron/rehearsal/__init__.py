@@ -1,0 +1,1 @@
+"""The rehearsal of a GPU run on a machine without a GPU."""

@@ -8,6 +8,7 @@ for bapo_part in settings run_paths events logs state nodes engines requeue heal
     . "$BAPO_LIB/$bapo_part.sh"
 done
 BAPO_RESTART=${SLURM_RESTART_COUNT:-0}  # Slurm leaves it unset at the first start
+BAPO_CONTAINER_NAME=bapo-${SLURM_JOB_ID:-0}-$BAPO_RESTART
 BAPO_SIGNAL=''
 BAPO_NO_ENGINES=''
 BAPO_TRAINER=''  # pid of its srun, while it runs
@@ -113,5 +114,6 @@ bapo_supervise() {
     failed=${failed:-$(bapo_first_failure)}
     [[ -z $failed || $code = 85 ]] || code=${failed#* }
     [[ -z $rollout ]] || kill -TERM "$rollout" 2>/dev/null
+    bapo_remove_containers
     bapo_finish "$code"
 }

@@ -78,6 +78,7 @@ def settings(cluster: Cluster, **more: str) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "REAL_PYTHON": sys.executable,
         "BAPO_PYTHON": str(HERE / "bin/python-stand-in"),
+        "BAPO_DEVICE": "cpu",  # the cluster's GPUs are none
         "BAPO_HEALTH": "off",
         "BAPO_LOOK_S": "1",
         "BAPO_FRESH_S": "15",

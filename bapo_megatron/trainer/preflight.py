@@ -84,7 +84,9 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
 
 
 def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
-    """The shape of a model. ConfigError if its HF folder lacks a tensor, or the layout cannot split it."""
+    """The shape of a model. ConfigError if its HF folder lacks a tensor, the layout cannot split it, or this
+    machine should have a GPU that torch cannot use."""
+    has_cuda()
     shape = read_model_shape(model.hf_path)
     HfReader(model.hf_path).check(shape)
     problems = list(layout_problems(parallel, shape))

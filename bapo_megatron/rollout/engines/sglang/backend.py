@@ -12,11 +12,9 @@ from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers, 
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, open_session
+from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.rollout.engines.sglang.supervisor import servers_of
-
-_SHARED_FRACTION = 0.5
-"""Most of a GPU's memory that a server may take where the policy trains, too."""
 
 
 class SglangBackend(EngineBackend):
@@ -26,8 +24,8 @@ class SglangBackend(EngineBackend):
         """SGLang is installed, and there are GPUs for the servers that the run is to start."""
         if not rollout.sglang.urls:
             sglang_python(rollout.sglang.python)  # or say how to install it
-            if gpus:
-                _check_gpus(rollout, gpus, training)
+            if gpus and (problem := placement_problem(rollout, gpus, training)):
+                raise ConfigError(problem)
 
     def serve(
         self, config: RunConfig, cuda: bool, on_event: OnEvent
@@ -46,22 +44,3 @@ class SglangBackend(EngineBackend):
             SglangEngine(SglangServer(url, session), limits, sglang.on_update, deadlines, sglang.tensor)
             for url in urls
         ]
-
-
-def _check_gpus(rollout: RolloutConfig, gpus: int, training: int) -> None:
-    """The servers that a run starts beside rank 0 find GPUs there, and memory on them."""
-    sglang = rollout.sglang
-    train, needed = min(gpus, training), sglang.first_gpu + sglang.servers * sglang.tensor
-    taken = (
-        f"rollout.sglang.first_gpu={sglang.first_gpu}, servers={sglang.servers} and tensor={sglang.tensor} "
-        f"take GPUs {sglang.first_gpu} to {needed - 1}"
-    )
-    elsewhere = "or name servers that run elsewhere with rollout.sglang.urls"
-    if needed > gpus:
-        raise ConfigError(f"{taken}, but this machine has {gpus}: start fewer servers, {elsewhere}")
-    if sglang.first_gpu < train and sglang.memory_fraction > _SHARED_FRACTION:
-        raise ConfigError(
-            f"{taken}, and this run trains on GPUs 0 to {train - 1}: set rollout.sglang.first_gpu to {train} "
-            f"and train on fewer processes if that is too many, {elsewhere}, or share GPUs with "
-            f"rollout.sglang.memory_fraction of at most {_SHARED_FRACTION}"
-        )

@@ -64,11 +64,11 @@ PACKAGES = (
         "transformer-engine",
         "transformer_engine.pytorch",
         "fused layers on GPUs",
-        '--no-build-isolation "transformer-engine[pytorch]>=2.3"',
+        "make cluster",
         on_gpu=True,
     ),
     Package("apex", None, "fused kernels on GPUs without Transformer Engine", "from source"),
-    Package("flash-attn", None, "Transformer Engine's attention", "--no-build-isolation flash-attn"),
+    Package("flash-attn", None, "Transformer Engine's attention on an A100", "make cluster"),
     Package("wandb", None, "logging.wandb_project", '"wandb>=0.19"'),
 )
 
@@ -180,6 +180,8 @@ def _needed(package: Package, allowed: Permitted | None, tested: str | None) -> 
 def _fix(package: Package, allowed: Permitted | None, tested: str | None) -> str:
     if package.install == "from source":
         return f"build {package.name} from source for this torch and CUDA"
+    if package.install.startswith("make "):
+        return package.install
     if package.purpose:
         return f"pip install {package.install}"
     version = f"=={tested}" if tested else allowed.specifier if allowed else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
+from pathlib import Path
 
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError
@@ -12,6 +13,7 @@ from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers, 
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import SglangServer, open_session
+from bapo_megatron.rollout.engines.sglang.nccl_versions import check_nccl
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
 from bapo_megatron.rollout.engines.sglang.supervisor import servers_of
@@ -21,11 +23,14 @@ class SglangBackend(EngineBackend):
     """SGLang servers, reached over HTTP. SGLang itself is never imported."""
 
     def check(self, rollout: RolloutConfig, gpus: int = 0, training: int = 0) -> None:
-        """SGLang is installed, and there are GPUs for the servers that the run is to start."""
-        if not rollout.sglang.urls:
-            sglang_python(rollout.sglang.python)  # or say how to install it
-            if gpus and (problem := placement_problem(rollout, gpus, training)):
-                raise ConfigError(problem)
+        """SGLang is installed, there are GPUs for the servers that the run is to start, and one NCCL for them
+        and the trainer if weights go by broadcast. Servers that run elsewhere are taken to have the NCCL of
+        the environment that is named here."""
+        python = _interpreter(rollout)
+        if gpus and python and rollout.sglang.sync == "broadcast":
+            check_nccl(python)
+        if gpus and (problem := placement_problem(rollout, gpus, training)):
+            raise ConfigError(problem)
 
     def serve(
         self, config: RunConfig, cuda: bool, on_event: OnEvent
@@ -44,3 +49,13 @@ class SglangBackend(EngineBackend):
             SglangEngine(SglangServer(url, session), limits, sglang.on_update, deadlines, sglang.tensor)
             for url in urls
         ]
+
+
+def _interpreter(rollout: RolloutConfig) -> Path | None:
+    """SGLang's interpreter. ConfigError if a run that starts servers has none; None where it needs none."""
+    try:
+        return sglang_python(rollout.sglang.python)
+    except ConfigError:
+        if rollout.sglang.urls:
+            return None
+        raise

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, TypeVar
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes

@@ -1,5 +1,5 @@
-"""The container's definition: every file that it copies exists, what it runs is the Makefile's, and the cluster
-file for pyxis names what it makes."""
+"""The container's definition: what it copies exists, what it runs is the Makefile's, and the cluster file for
+pyxis names what it makes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_without_a_gpu_all_but_the_kernels_runs() -> None:
     assert "| float32: gradient norm | 0.00e+00 |" in done.stdout  # against itself
     assert "recompute full: speed" in done.stdout
     assert "recompute none: bounds search" in done.stdout
-    assert "torch: weights of a Hugging Face folder, in and out | 27 of 27 equal" in done.stdout
+    assert "torch: weights of a Hugging Face folder, in and out | 51 of 51 equal" in done.stdout
     assert "| T 0.6: float32 logits, the servers' flag |" in done.stdout
     assert "\n## Memory by phase against the rehearsal\n" in done.stdout
     assert done.stdout.endswith("every check held\n")

@@ -99,7 +99,7 @@ def submit(
     """``sbatch [sbatch flags] slurm/TEMPLATE RECIPE [flags]``, as a user says it; ``words``: no recipe."""
     run.mkdir(parents=True, exist_ok=True)
     command = [
-        *("sbatch", "--parsable", f"--output={run}/sbatch.out", "--mem-per-cpu=50", *sbatch),
+        *("sbatch", "--parsable", f"--output={run}/sbatch.out", "--mem=200", *sbatch),
         f"slurm/{template}",
         *([] if words else [RECIPE, "--run-dir", str(run)]),
         *flags,

@@ -42,6 +42,7 @@ bapo_health() {
         bapo_event nodes_healthy "nodes=$(bapo_all_nodes)"
         return 0
     fi
+    bapo_remove_containers
     if grep -q '^\*' <<<"$bad"; then
         bapo_stop health "nobody can say which node is bad" "$bad" 1
         exit 1

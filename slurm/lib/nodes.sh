@@ -57,9 +57,9 @@ bapo_srun_flags() {  # group, role
     ((${SLURM_HET_SIZE:-1} > 1)) && bapo_flags+=("--het-group=$1")
     if [[ $2 = rollout ]]; then bapo_flags+=(--wait=0 --no-kill); else bapo_flags+=("--wait=$BAPO_WAIT_S"); fi
     [[ -n $BAPO_CONTAINER ]] || return 0
+    bapo_flags+=("--container-image=$BAPO_CONTAINER" "--container-workdir=$BAPO_ROOT")
     # Named, so that the steps of one start share it: the probe unpacks the image, the ranks start at once.
-    bapo_flags+=("--container-image=$BAPO_CONTAINER" "--container-name=$BAPO_CONTAINER_NAME")
-    bapo_flags+=("--container-workdir=$BAPO_ROOT")
+    [[ -z $BAPO_CONTAINER_NAME ]] || bapo_flags+=("--container-name=$BAPO_CONTAINER_NAME")
     [[ -z $BAPO_MOUNTS ]] || bapo_flags+=("--container-mounts=$BAPO_MOUNTS")
 }
 
@@ -67,7 +67,7 @@ bapo_srun_flags() {  # group, role
 # minutes before the end of the job, which are for the requeue.
 bapo_remove_containers() {
     local group flags=()
-    [[ -n $BAPO_CONTAINER ]] || return 0
+    [[ -n $BAPO_CONTAINER && -n $BAPO_CONTAINER_NAME ]] || return 0
     ((BAPO_END == 0 || $(date +%s) < BAPO_END - 180)) || return 0
     for group in $(bapo_groups); do
         flags=(--overlap --ntasks-per-node=1 "--ntasks=$(bapo_nodes "$group" | wc -l)" --output=/dev/null)

@@ -5,6 +5,8 @@
 #   make test-slow  what is slow: many kills, frozen disks, every family and temperature, long jobs
 #
 #   make te-check   Transformer Engine's layers against torch's, on a CPU: all of tests/te
+#   make cluster    both environments of a cluster, the trainer's and SGLang's, with CUDA builds of the versions in cluster/
+#   make image      the container image of both (cluster/Dockerfile), as a file for enroot and pyxis
 #
 #   PYTEST_FLAGS="..."   more flags for pytest, e.g. -x, -k NAME, "-n 4" instead of a worker for each core
 #   PYTHON=python3.11     interpreter for the virtual environment (3.11 or newer)
@@ -21,6 +23,13 @@ SGLANG_VENV := .venv-sglang
 SGLANG_PINS := bapo_megatron/rollout/engines/sglang_cpu/requirements.txt
 DEMO_RUN := runs/demo_cpu
 
+# The environments of a cluster. They may lie anywhere that all nodes see.
+CLUSTER_VENV ?= .venv-cluster
+CLUSTER_SGLANG_VENV ?= .venv-cluster-sglang
+# flash-attn is compiled where a GPU is of compute capability 8; without a GPU here, CLUSTER_ARCH=8.0 says so.
+CLUSTER_ARCH ?= $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
+IMAGE ?= bapo-megatron.sqsh
+
 NEMO_RUN_VENV := .venv-nemo-run
 NEMO_RUN_PINS := slurm/requirements.txt
 
@@ -29,7 +38,7 @@ NEMO_RUN_PINS := slurm/requirements.txt
 TE_SOURCES := $(or $(BAPO_TE_SOURCES),.te)
 TE_VERSIONS := $(shell grep '^VERSIONS' bapo_megatron/rehearsal/transformer_engine/sources.py | grep -o '[0-9.]*[0-9]')
 
-.PHONY: setup sglang nemo-run te-sources te-check demo check test test-slow slurm-test lint format gpu-check clean
+.PHONY: setup sglang nemo-run te-sources te-check cluster image demo check test test-slow slurm-test lint format gpu-check clean
 
 # Workers are one for each core, and two more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -74,6 +83,32 @@ $(TE_SOURCES)/%/.done: | $(VENV)/.done
 	mv $(@D).part $(@D)
 	touch $@
 
+cluster: $(CLUSTER_VENV)/.done $(CLUSTER_SGLANG_VENV)/.done
+
+# Transformer Engine is compiled against torch, so torch is there first and pip builds without isolation. Its headers
+# of cuDNN and NCCL are those of torch's wheels. NCCL comes last, over the version that torch names.
+$(CLUSTER_VENV)/.done: setup.py $(PINS) cluster/trainer.txt cluster/flash_attn.txt cluster/nccl.txt
+	$(PYTHON) -m venv $(CLUSTER_VENV)
+	$(CLUSTER_VENV)/bin/pip install --upgrade pip
+	$(CLUSTER_VENV)/bin/pip install -c $(PINS) -r cluster/build.txt "$(TORCH)"
+	$(CLUSTER_VENV)/bin/pip install --no-deps "$(MEGATRON)"
+	NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 $(CLUSTER_VENV)/bin/pip install --no-build-isolation \
+	    -c $(PINS) -r cluster/trainer.txt -e ".[cluster]"
+	case "$(CLUSTER_ARCH)" in 8.*) $(CLUSTER_VENV)/bin/pip install --no-build-isolation --no-deps \
+	    -r cluster/flash_attn.txt ;; esac
+	$(CLUSTER_VENV)/bin/pip install --no-deps -r cluster/nccl.txt
+	touch $@
+
+$(CLUSTER_SGLANG_VENV)/.done: cluster/sglang.txt cluster/nccl.txt
+	$(PYTHON) -m venv $(CLUSTER_SGLANG_VENV)
+	$(CLUSTER_SGLANG_VENV)/bin/pip install --upgrade pip
+	$(CLUSTER_SGLANG_VENV)/bin/pip install -r cluster/sglang.txt
+	$(CLUSTER_SGLANG_VENV)/bin/pip install --no-deps -r cluster/nccl.txt
+	touch $@
+
+image:
+	IMAGE="$(IMAGE)" CLUSTER_ARCH="$(CLUSTER_ARCH)" bash cluster/make_image.sh
+
 demo: setup
 	$(BIN)/bapo train recipes/demo_cpu.py --run-dir $(DEMO_RUN)
 	$(BIN)/bapo report $(DEMO_RUN)
@@ -111,4 +146,4 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) .te build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) .venv-cluster .venv-cluster-sglang .te build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

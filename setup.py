@@ -56,7 +56,8 @@ setup(
     ],
     extras_require={
         "demo": [],  # the demo needs no more than the package
-        "cluster": ["transformer-engine[pytorch]>=2.3", "wandb>=0.19"],
+        # By `make cluster`. The version that was tested, in the range of megatron-core's own extra.
+        "cluster": ["transformer-engine[core_cu13,pytorch]==2.11.0", "wandb>=0.19,<1"],
         # Its other pins do not go with this project's tested versions: `make nemo-run` keeps it apart.
         "slurm": ["nemo-run==0.11.1", "leptonai<0.47"],
         "dev": [

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
+from bapo_megatron.runtime.device import prepare_device
 from bapo_megatron.runtime.exit_codes import end_with
 
 COMMANDS = {
@@ -82,6 +83,7 @@ def run(arguments: Sequence[str]) -> int:
             raise ConfigError(f"unknown command {arguments[0]!r}; there are {', '.join(COMMANDS)}")
         if arguments[0] == "data":
             os.environ.setdefault("HF_HUB_OFFLINE", "0")  # its sources may be on the hub
+        prepare_device()
         quiet()
         module, _, function = COMMANDS[arguments[0]].partition(":")
         code: int | None = getattr(import_module(f"bapo_megatron.{module}"), function)(arguments[1:])

@@ -21,8 +21,18 @@ from pathlib import Path
 
 import torch
 
+from bapo_megatron.runtime.device import DEVICE_VARIABLE, gpu_problem, prepare_device
 from benchmarks.common import RESULTS, one_process
-from benchmarks.gpu import environment, kernel, memory_and_speed, output_layer, parity
+from benchmarks.gpu import (
+    engine_head,
+    environment,
+    kernel,
+    layers,
+    memory_and_speed,
+    output_layer,
+    parity,
+    phases,
+)
 from benchmarks.gpu.rows import Row, Size
 
 
@@ -38,8 +48,13 @@ SECTIONS = (
     Section("Environment", environment.rows),
     Section("Attention kernel against float64", kernel.rows),
     Section("GPU against CPU", parity.rows),
+    Section("Layers", layers.rows),
     Section("Output layer", output_layer.rows),
+    Section("Output layer against SGLang's formula", engine_head.rows),
     Section("Memory and speed of an update", memory_and_speed.rows),
+    Section(
+        "Memory by phase against the rehearsal", phases.rows
+    ),  # of the policy that the section before saves
 )
 
 
@@ -49,9 +64,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny size, nothing written")
     options = parser.parse_args(arguments)
     if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    elif not torch.cuda.is_available():
-        print("no CUDA device; --device cpu runs what needs none, at tiny size", file=sys.stderr)
+        os.environ[DEVICE_VARIABLE] = "cpu"
+    prepare_device()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(gpu_problem() or "no CUDA device", file=sys.stderr)
+        print("--device cpu runs what needs none, at tiny size", file=sys.stderr)
         return 2
     tiny = options.quick or options.device == "cpu"
     size = Size.smallest(options.device) if tiny else Size(options.device)

@@ -28,16 +28,19 @@ from bapo_megatron.config import (
 
 
 def recipe() -> RunConfig:
-    """One node: TP 2, DP 4."""
+    """One node: GPUs 0 to 3 train, TP 4; on each of the others is a server."""
     bounds = replace(balanced(), low_start=0.8, low_end=0.9, high_start=1.2, high_end=2.0, target=0.45)
     return RunConfig(
         name="octothinker_llama_3b",
         steps=500,
         model=ModelConfig(hf_path=Path("models/OctoThinker-3B-Long-Zero")),
         data=DataConfig(path=Path("data/skywork_or1_math.parquet")),
-        parallel=ParallelConfig(tensor=2, data=4, sequence=True),
+        parallel=ParallelConfig(tensor=4, sequence=True),
         rollout=RolloutConfig(
-            temperature=0.6, max_response_tokens=8192, engine="sglang", sglang=SglangConfig(tensor=1)
+            temperature=0.6,
+            max_response_tokens=8192,
+            engine="sglang",
+            sglang=SglangConfig(servers=4, first_gpu=4),
         ),
         algorithm=AlgorithmConfig(bounds=bounds, reuse_epochs=4),
         batch=BatchConfig(pack_tokens=10240),

@@ -9,7 +9,7 @@ Chosen here, not in the paper: 64 prompts x 16 responses a step, four passes ove
 Algorithm 1), which reading of Eq. 8 (`balanced`; docs/algorithm.md compares them), prompts of up to 2k
 tokens, weight decay, steps, layout. The levels of staleness of Figs. 2 and 11 are not in the text either:
 `--algorithm.reuse-epochs` with 1 (on-policy), 2, 4 or 8 is a choice of ours. Fig. 11 has 32k tokens:
-`--rollout.max-response-tokens 32768 --batch.pack-tokens 34816 --parallel.context 2 --parallel.data 1`.
+`--rollout.max-response-tokens 32768 --batch.pack-tokens 34816 --batch.recompute selective`.
 
 Variants: the files of the same name with `_grpo`, `_clip_higher`, `_asymmetric`, `_on_policy` and `_papo`.
 
@@ -32,15 +32,18 @@ from bapo_megatron.config import (
 
 
 def recipe() -> RunConfig:
-    """One node: TP 4, DP 2."""
+    """One node: GPUs 0 to 3 train, TP 4; on each of the others is a server."""
     return RunConfig(
         name="r1_distill_qwen_7b_8k",
         steps=500,
         model=ModelConfig(hf_path=Path("models/DeepSeek-R1-Distill-Qwen-7B")),
         data=DataConfig(path=Path("data/skywork_or1_math.parquet")),
-        parallel=ParallelConfig(tensor=4, data=2, sequence=True),
+        parallel=ParallelConfig(tensor=4, sequence=True),
         rollout=RolloutConfig(
-            temperature=0.6, max_response_tokens=8192, engine="sglang", sglang=SglangConfig(tensor=1)
+            temperature=0.6,
+            max_response_tokens=8192,
+            engine="sglang",
+            sglang=SglangConfig(servers=4, first_gpu=4),
         ),
         algorithm=AlgorithmConfig(bounds=balanced(), reuse_epochs=4),
         batch=BatchConfig(pack_tokens=10240),  # the longest prompt and response together

@@ -44,6 +44,8 @@ def executor_of(job: dict[str, Any], group: dict[str, Any]) -> SlurmExecutor:
     where = ("--container-workdir=" if job["container"] else "--chdir=") + job["root"]
     ending = ["--wait=0", "--no-kill"] if role == "rollout" else ['--wait="$BAPO_WAIT_S"']
     common = ["--kill-on-bad-exit=0", "--open-mode=append", "--cpu-bind=none"]
+    if job["container"]:
+        common.append('--container-name="$BAPO_CONTAINER_NAME"')  # the probe has unpacked it
     more = [*common, f'--output="$BAPO_LOGS/{role}-%N-%t.log"', *ending]
     return SlurmExecutor(
         **{name: value for name, value in job["slurm"].items() if value is not None},

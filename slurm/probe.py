@@ -5,7 +5,10 @@ what is its time?), and takes part in one small all-reduce. It writes its findin
 first node decides which nodes are bad and writes FOLDER/verdict: one line "NODE reason" for each bad node,
 or "* reason" if the bad node is unknown; empty if all are good.
 
-Only the all-reduce needs a package (torch); where it is missing, that is a finding too.
+Processes of one probe begin minutes apart where a container is unpacked first. So all limits count from the
+time in FOLDER/start, which the job's shell wrote, and not from the begin of each process.
+
+Only the all-reduce and torch's GPUs need packages; where they are missing, that is a finding too.
 """
 
 from __future__ import annotations
@@ -23,11 +26,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 
 _ELEMENTS = 1 << 18
 """Elements of the all-reduce: one megabyte of float32."""
 _CONNECT_S = 5.0
+_LOOK_S = 0.3
+"""Time between two looks for the others."""
+_MEETING_PART, _ALL_REDUCE_PART = 0.6, 0.85
+"""Parts of the probe's time at which nodes stop to wait for each other, and the all-reduce ends."""
+
+
+class Clock:
+    """Real time; tests give another."""
+
+    monotonic = staticmethod(time.monotonic)
+    sleep = staticmethod(time.sleep)
+    time = staticmethod(time.time)
 
 
 @dataclass
@@ -85,6 +101,31 @@ def available_memory_gb(meminfo: Path = Path("/proc/meminfo")) -> float:
     return int(line.split()[1]) * 1024 / 1e9
 
 
+def cuda_problems(gpus: int) -> Iterator[str]:
+    """Why torch cannot use the GPUs that this node should have, in the words of `bapo train`."""
+    if not gpus:
+        return
+    try:
+        from bapo_megatron.runtime.device import gpu_problem
+
+        problem = gpu_problem()
+    except Exception as error:  # whatever a broken environment raises is a finding
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        yield f"GPUs: {' '.join(problem.split())}"
+
+
+def begin_of_probe(folder: Path, seconds: float, clock: Clock) -> float:
+    """The moment at which the job's shell began the probe, on this process's monotonic clock.
+
+    Without that file, or by a clock that is off (which the probe finds), it is now.
+    """
+    elapsed = -1.0
+    with suppress(OSError, ValueError):
+        elapsed = clock.time() - float((folder / "start").read_text())
+    return clock.monotonic() - (elapsed if 0 <= elapsed <= seconds else 0.0)
+
+
 def canary_problems(folder: Path, node: str) -> Iterator[str]:
     """Whether this node reads in the shared folder what the job's first node wrote, and can write there."""
     try:
@@ -99,33 +140,39 @@ def canary_problems(folder: Path, node: str) -> Iterator[str]:
 class Meeting:
     """A listener on this node that answers with its time, and calls to the listeners of all others."""
 
-    def __init__(self, folder: Path, node: str, clock: Callable[[], float] = time.time) -> None:
-        self._folder, self._node, self._clock = folder, node, clock
+    def __init__(self, folder: Path, node: str, clock: Clock | None = None) -> None:
+        self._folder, self._node, self._clock = folder, node, clock or Clock()
         self._listener = socket.create_server(("", 0), backlog=256)
         threading.Thread(target=self._answer, daemon=True).start()
         write_whole(folder / f"{node}.port", str(self._listener.getsockname()[1]))
 
     def call_all(self, nodes: Sequence[str], deadline: float, findings: Findings) -> None:
-        """Reach every other node, and compare clocks, before ``deadline`` (monotonic)."""
-        for other in nodes:
-            if other == self._node:
-                continue
-            ahead = self._ahead_of(other, deadline)
-            if ahead is None:
-                findings.unreachable.append(other)
-            else:
-                findings.clock_ahead_s[other] = ahead
+        """Reach every other node, and compare clocks, before ``deadline`` (monotonic).
 
-    def _ahead_of(self, other: str, deadline: float) -> float | None:
-        while time.monotonic() < deadline:
-            with suppress(OSError, ValueError, struct.error):
-                port = int((self._folder / f"{other}.port").read_text())
-                with socket.create_connection((other, port), timeout=_CONNECT_S) as call:
-                    sent = self._clock()
-                    call.sendall(b"?")
-                    (there,) = struct.unpack("!d", call.recv(8, socket.MSG_WAITALL))
-                    return (sent + self._clock()) / 2 - there
-            time.sleep(0.1)
+        All are called in turn until each has answered: one that never comes costs no other its time.
+        """
+        missing = [other for other in nodes if other != self._node]
+        while True:
+            late = self._clock.monotonic() >= deadline
+            for other in tuple(missing):
+                ahead = self._ahead_of(other)
+                if ahead is not None:
+                    findings.clock_ahead_s[other] = ahead
+                    missing.remove(other)
+            if late or not missing:
+                break
+            self._clock.sleep(_LOOK_S)
+        findings.unreachable.extend(missing)
+
+    def _ahead_of(self, other: str) -> float | None:
+        """How far this node's clock is ahead of another's; None if that does not answer."""
+        with suppress(OSError, ValueError, struct.error):
+            port = int((self._folder / f"{other}.port").read_text())
+            with socket.create_connection((other, port), timeout=_CONNECT_S) as call:
+                sent = self._clock.time()
+                call.sendall(b"?")
+                (there,) = struct.unpack("!d", call.recv(8, socket.MSG_WAITALL))
+                return float((sent + self._clock.time()) / 2 - there)
         return None
 
     def _answer(self) -> None:
@@ -134,7 +181,7 @@ class Meeting:
             with call, suppress(OSError):
                 call.settimeout(_CONNECT_S)
                 if call.recv(1):
-                    call.sendall(struct.pack("!d", self._clock()))
+                    call.sendall(struct.pack("!d", self._clock.time()))
 
 
 def all_reduce(folder: Path, nodes: Sequence[str], rank: int, seconds: float) -> tuple[str, float | None]:
@@ -150,7 +197,7 @@ def all_reduce(folder: Path, nodes: Sequence[str], rank: int, seconds: float) ->
                 probe.bind(("", 0))
                 write_whole(folder / "store", str(probe.getsockname()[1]))
         port = int(_wait_for(folder / "store", seconds))
-        cuda = torch.cuda.is_available()
+        cuda = torch.cuda.is_available() and os.environ.get("BAPO_DEVICE") != "cpu"
         limit = timedelta(seconds=seconds)
         store = dist.TCPStore(nodes[0], port, len(nodes), is_master=rank == 0, timeout=limit)
         backend = "nccl" if cuda else "gloo"
@@ -218,17 +265,50 @@ def _wait_for(path: Path, seconds: float) -> str:
     raise TimeoutError(f"{path.name} did not appear within {seconds:g} s")
 
 
-def _judge_all(folder: Path, nodes: Sequence[str], needs: Needs, deadline: float) -> None:
+def judge_all(folder: Path, nodes: Sequence[str], needs: Needs, deadline: float, clock: Clock) -> None:
     """On the first node: wait for the others' findings, then write the verdict."""
     found: dict[str, Findings] = {}
-    while len(found) < len(nodes) and time.monotonic() < deadline:
+    while True:
+        late = clock.monotonic() >= deadline
         for node in set(nodes) - found.keys():
             with suppress(OSError, ValueError):
                 found[node] = Findings(**json.loads((folder / f"{node}.json").read_text()))
-        time.sleep(0.1)
+        if late or len(found) == len(nodes):
+            break
+        clock.sleep(_LOOK_S)
     bad = judge(list(found.values()), nodes, needs)
     lines = [f"{node} {'; '.join(reasons)}\n" for node, reasons in sorted(bad.items())]
     write_whole(folder / "verdict", "".join(lines))
+
+
+def probe_node(
+    node: str,
+    nodes: Sequence[str],
+    folder: Path,
+    needs: Needs,
+    problems: Iterator[str],
+    seconds: float,
+    reduce: Callable[[Path, Sequence[str], int, float], tuple[str, float | None]] | None,
+    clock: Clock | None = None,
+) -> None:
+    """One node's part: its ``problems``, the meeting, the all-reduce; on the first node also the verdict.
+
+    ``seconds``: for the whole probe, from the time in FOLDER/start. ``reduce``: the all-reduce, if any.
+    """
+    clock = clock or Clock()
+    began = begin_of_probe(folder, seconds, clock)
+    findings = Findings(node, [*problems, *canary_problems(folder, node)])
+    meeting = Meeting(folder, node, clock)
+    meeting.call_all(nodes, began + _MEETING_PART * seconds, findings)
+    if len(nodes) > 1 and reduce is not None and not findings.unreachable:
+        left = max(1.0, began + _ALL_REDUCE_PART * seconds - clock.monotonic())
+        findings.all_reduce, findings.all_reduce_s = reduce(folder, nodes, nodes.index(node), left)
+    write_whole(folder / f"{node}.json", json.dumps(asdict(findings), indent=2))
+    end = began + seconds
+    if node == nodes[0]:
+        judge_all(folder, nodes, needs, end, clock)
+    while not (folder / "verdict").exists() and clock.monotonic() < end:  # so that others can still call
+        clock.sleep(_LOOK_S)
 
 
 def main() -> None:
@@ -237,28 +317,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="on the shared file system")
     parser.add_argument("--nodes", required=True, help="all of the group, with commas")
     parser.add_argument("--disk", type=Path, required=True, help="where the run writes")
-    parser.add_argument("--deadline-s", type=float, default=60)
+    parser.add_argument("--deadline-s", type=float, default=600, help="for the whole probe")
     parser.add_argument("--no-all-reduce", action="store_true")
     for name, value in asdict(Needs()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     given = parser.parse_args()
     needs = Needs(**{name: getattr(given, name) for name in asdict(Needs())})
-    nodes, node = given.nodes.split(","), os.environ["SLURMD_NODENAME"]
-    end = time.monotonic() + given.deadline_s
-    findings = Findings(node, [*local_problems(needs, given.disk), *canary_problems(given.folder, node)])
-    meeting = Meeting(given.folder, node)
-    meeting.call_all(nodes, time.monotonic() + given.deadline_s / 3, findings)
-    if len(nodes) > 1 and not given.no_all_reduce and not findings.unreachable:
-        left = max(1.0, end - time.monotonic())
-        findings.all_reduce, findings.all_reduce_s = all_reduce(
-            given.folder, nodes, nodes.index(node), 0.7 * left
-        )
-    write_whole(given.folder / f"{node}.json", json.dumps(asdict(findings), indent=2))
-    if node == nodes[0]:
-        _judge_all(given.folder, nodes, needs, end + given.deadline_s / 3)
-    else:  # stay, so that others can still call
-        with suppress(TimeoutError):
-            _wait_for(given.folder / "verdict", given.deadline_s)
+    problems = chain(local_problems(needs, given.disk), cuda_problems(needs.gpus))
+    reduce = None if given.no_all_reduce else all_reduce
+    node = os.environ["SLURMD_NODENAME"]
+    probe_node(node, given.nodes.split(","), given.folder, needs, problems, given.deadline_s, reduce)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bapo_megatron.runtime.vector_kernels import choose_vector_kernels
+from bapo_megatron.runtime.device import choose_vector_kernels, uses_gpu
 
 _CPU = torch.device("cpu")
 _thread = threading.local()
 
 
 def has_cuda() -> bool:
-    """Whether this process trains on a GPU."""
-    return torch.cuda.is_available()
+    """Whether this process trains on a GPU. ConfigError if there should be one, and torch cannot use it."""
+    return uses_gpu()
 
 
 def uses_transformer_engine(dtype: torch.dtype) -> bool:
@@ -69,6 +69,16 @@ def select_device() -> torch.device:
         return torch.device("cuda", index)
     cpu_mode()
     return _CPU
+
+
+def release_cached_memory() -> None:
+    """Give the GPU memory that torch's allocator keeps for later back to the driver.
+
+    A save makes tensors of other sizes than an update, and NCCL, which does not ask that allocator, makes
+    buffers for groups that it uses for the first time.
+    """
+    if has_cuda():
+        torch.cuda.empty_cache()
 
 
 def cpu_mode() -> None:

@@ -84,6 +84,7 @@ def _initialize_groups(parallel: ParallelConfig) -> None:
         virtual_pipeline_model_parallel_size=parallel.virtual if parallel.virtual > 1 else None,
         context_parallel_size=parallel.context,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=parallel.timeout_minutes,  # of its own, 30, if it is not told
     )
     # Nothing draws random numbers in the model (no dropout, weights come from a file), so the tracker
     # that leaves the generator alone serves, on the GPU as well.

@@ -27,7 +27,7 @@ from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.interfaces import NamedTensors
 from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.background_save import BackgroundSave
-from bapo_megatron.policy.device import select_device
+from bapo_megatron.policy.device import release_cached_memory, select_device
 from bapo_megatron.policy.flops import attention_weight
 from bapo_megatron.policy.model import build_chunks, transformer_config
 from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step, state_sums
@@ -157,6 +157,7 @@ class MegatronPolicy:
 
     def save(self, path: Path) -> BackgroundSave:
         """Begin an asynchronous save of model and optimizer into ``path`` (torch_dist format). Collective."""
+        release_cached_memory()
         return megatron_checkpoint.save(path, self._model, self._optimizer)
 
     def load(self, path: Path, version: int) -> None:

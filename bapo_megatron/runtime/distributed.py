@@ -7,13 +7,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, TypeVar
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
@@ -25,6 +26,8 @@ from bapo_megatron.runtime.preemption import handling
 from bapo_megatron.runtime.processes import die_with_parent
 
 T = TypeVar("T")
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def launched_world_size() -> int | None:
@@ -47,11 +50,10 @@ def launched_world_size() -> int | None:
 
 def _from_slurm() -> dict[str, str]:
     """torchrun's variables for this task of an srun step; the first node of the step is the meeting point."""
-    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
     try:
-        nodes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        nodes = _nodes_of_step()
     except (OSError, subprocess.CalledProcessError) as error:
-        raise ConfigError(f"{' '.join(command)} failed ({error}): set RANK and MASTER_ADDR") from error
+        raise ConfigError(f"scontrol show hostnames failed ({error}): set RANK and MASTER_ADDR") from error
     return {
         "RANK": os.environ["SLURM_PROCID"],
         "LOCAL_RANK": os.environ["SLURM_LOCALID"],
@@ -60,6 +62,12 @@ def _from_slurm() -> dict[str, str]:
         # Jobs that share a node must not meet at one port.
         "MASTER_PORT": str(20000 + int(os.environ["SLURM_JOB_ID"]) % 10000),
     }
+
+
+def _nodes_of_step() -> list[str]:
+    """Names of the nodes of this Slurm step."""
+    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
 def run_processes(
@@ -130,11 +138,57 @@ def _terminate(processes: Sequence[BaseProcess]) -> None:
 @contextmanager
 def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
     """The default process group of torch.distributed within the block, from environment variables."""
+    if interface := gloo_interface():
+        os.environ.setdefault(_GLOO_INTERFACE, interface)
     dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def gloo_interface() -> str | None:
+    """The network interface by which this node reaches the run's other nodes; None if nothing is to be set.
+
+    gloo takes the one that this machine's own name leads to, on many a cluster 127.0.1.1 or a slow network.
+    The kernel is asked which address it would use on the way to MASTER_ADDR, and from there, whose own name
+    may lead to itself, to another node of the Slurm step. None on one node, or where only loopback is found.
+    """
+    if os.environ.get(_GLOO_INTERFACE) or not _has_several_nodes():
+        return None
+    for host in (os.environ.get("MASTER_ADDR", ""), *_other_nodes()):
+        if (address := _address_towards(host)) and not address.startswith("127."):
+            return _interface_of(address)
+    return None
+
+
+def _has_several_nodes() -> bool:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun
+        return world > int(os.environ["LOCAL_WORLD_SIZE"])
+    return world > 1 and int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) > 1
+
+
+def _other_nodes() -> list[str]:
+    """Names of the other nodes of this Slurm step; none outside Slurm, or in a container without scontrol."""
+    with suppress(OSError, subprocess.CalledProcessError, KeyError):
+        return [node for node in _nodes_of_step() if node != os.environ.get("SLURMD_NODENAME")]
+    return []
+
+
+def _address_towards(host: str) -> str | None:
+    """This machine's IPv4 address on the way to ``host``. Connecting a UDP socket sends nothing."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+    return None
+
+
+def _interface_of(address: str) -> str | None:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.family == socket.AF_INET and one.address == address for one in addresses):
+            return str(name)
+    return None
 
 
 def is_main() -> bool:

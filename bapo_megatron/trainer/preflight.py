@@ -85,7 +85,9 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
 
 
 def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
-    """The shape of a model. ConfigError if its HF folder lacks a tensor, or the layout cannot split it."""
+    """The shape of a model. ConfigError if its HF folder lacks a tensor, the layout cannot split it, this
+    machine should have a GPU that torch cannot use, or a variable forbids what the layout needs."""
+    has_cuda()
     check_environment()
     shape = read_model_shape(model.hf_path)
     HfReader(model.hf_path).check(shape)

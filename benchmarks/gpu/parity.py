@@ -18,7 +18,7 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
     for dtype in ("float32", "bfloat16"):
         certificate = folder / f"{dtype}.npz"
         flags = [f"--model.dtype={dtype}", f"--tokens={size.canary_tokens}"]
-        on_cpu = _verify([*flags, f"--save={certificate}"], {"CUDA_VISIBLE_DEVICES": ""})
+        on_cpu = _verify([*flags, f"--save={certificate}"], {"BAPO_DEVICE": "cpu"})
         if on_cpu.returncode:
             yield Row(f"{dtype}: certificate of the CPU", _last_line(on_cpu), "written", False)
             continue

@@ -6,12 +6,13 @@ bapo_probe() {  # group: run probe.py on each of its nodes; it writes FOLDER/NOD
     nodes=$(bapo_nodes "$group" | paste -sd,)
     mkdir -p "$folder"
     echo "$SLURM_JOB_ID-$BAPO_RESTART" >"$folder/canary"
+    date +%s >"$folder/start"  # nodes that unpack an image begin minutes apart: their limits count from here
     bapo_srun_flags "$group" probe
     read -ra flags <<<"$BAPO_HEALTH_FLAGS"
     timeout -k 5 "$BAPO_HEALTH_WAIT_S" srun "${bapo_flags[@]}" --ntasks-per-node=1 \
         "--ntasks=$(bapo_nodes "$group" | wc -l)" --overlap \
         "$BAPO_PYTHON" "$BAPO_SLURM/probe.py" "--folder=$folder" "--nodes=$nodes" "--disk=$BAPO_RUN" \
-        "--gpus=${SLURM_GPUS_PER_NODE:-0}" "--deadline-s=$((BAPO_HEALTH_WAIT_S / 2))" "${flags[@]}"
+        "--gpus=${SLURM_GPUS_PER_NODE:-0}" "--deadline-s=$((BAPO_HEALTH_WAIT_S * 9 / 10))" "${flags[@]}"
 }
 
 bapo_bad_nodes() {  # of a group: lines of "node reason", from the verdict, or the nodes without an answer
@@ -41,6 +42,7 @@ bapo_health() {
         bapo_event nodes_healthy "nodes=$(bapo_all_nodes)"
         return 0
     fi
+    bapo_remove_containers
     if grep -q '^\*' <<<"$bad"; then
         bapo_stop health "nobody can say which node is bad" "$bad" 1
         exit 1

@@ -8,6 +8,7 @@ for bapo_part in settings run_paths events logs state nodes engines requeue heal
     . "$BAPO_LIB/$bapo_part.sh"
 done
 BAPO_RESTART=${SLURM_RESTART_COUNT:-0}  # Slurm leaves it unset at the first start
+BAPO_CONTAINER_NAME=''  # of the probe and the ranks; none: each step unpacks the image for itself
 BAPO_SIGNAL=''
 BAPO_NO_ENGINES=''
 BAPO_TRAINER=''  # pid of its srun, while it runs
@@ -25,6 +26,7 @@ bapo_begin() {  # RECIPE [flags of bapo train]
     [[ -f $recipe ]] || bapo_refuse "recipe $recipe does not exist in $BAPO_ROOT"
     bapo_check_numbers
     BAPO_RUN=$(bapo_run_directory "$@")
+    BAPO_CONTAINER_NAME=bapo-$SLURM_JOB_ID-$BAPO_RESTART
     bapo_open_logs
     bapo_load_modules
     bapo_rendezvous
@@ -113,5 +115,6 @@ bapo_supervise() {
     failed=${failed:-$(bapo_first_failure)}
     [[ -z $failed || $code = 85 ]] || code=${failed#* }
     [[ -z $rollout ]] || kill -TERM "$rollout" 2>/dev/null
+    bapo_remove_containers
     bapo_finish "$code"
 }

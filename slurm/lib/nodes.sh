@@ -58,5 +58,21 @@ bapo_srun_flags() {  # group, role
     if [[ $2 = rollout ]]; then bapo_flags+=(--wait=0 --no-kill); else bapo_flags+=("--wait=$BAPO_WAIT_S"); fi
     [[ -n $BAPO_CONTAINER ]] || return 0
     bapo_flags+=("--container-image=$BAPO_CONTAINER" "--container-workdir=$BAPO_ROOT")
+    # Named, so that the steps of one start share it: the probe unpacks the image, the ranks start at once.
+    [[ -z $BAPO_CONTAINER_NAME ]] || bapo_flags+=("--container-name=$BAPO_CONTAINER_NAME")
     [[ -z $BAPO_MOUNTS ]] || bapo_flags+=("--container-mounts=$BAPO_MOUNTS")
+}
+
+# pyxis keeps a named container on its node, unless the site gives it the scope of a job. Not in the last
+# minutes before the end of the job, which are for the requeue.
+bapo_remove_containers() {
+    local group flags=()
+    [[ -n $BAPO_CONTAINER && -n $BAPO_CONTAINER_NAME ]] || return 0
+    ((BAPO_END == 0 || $(date +%s) < BAPO_END - 180)) || return 0
+    for group in $(bapo_groups); do
+        flags=(--overlap --ntasks-per-node=1 "--ntasks=$(bapo_nodes "$group" | wc -l)" --output=/dev/null)
+        ((${SLURM_HET_SIZE:-1} > 1)) && flags+=("--het-group=$group")
+        timeout -k 5 60 srun "${flags[@]}" enroot remove -f "pyxis_$BAPO_CONTAINER_NAME" 2>/dev/null
+    done
+    return 0
 }

@@ -240,3 +240,16 @@ def test_export_loads_in_transformers_with_the_same_log_probs(
                 torch.testing.assert_close(
                     log_probs[start : start + length].double(), expected, rtol=0, atol=1e-5
                 )
+
+
+def test_every_group_waits_as_long_as_the_recipe_says() -> None:
+    """Not only the default group: megatron's own wait 30 minutes if they are not told."""
+    for found in run_layout(_timeouts_s, ParallelConfig(tensor=2, timeout_minutes=7)):
+        assert len(found) > 5
+        assert set(found) == {420.0}
+
+
+def _timeouts_s() -> list[float]:
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    cpu = torch.device("cpu")
+    return [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]

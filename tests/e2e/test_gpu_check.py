@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.rows import Row
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = 5
+SECTIONS = 8
 
 
 def gpu_check(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -28,6 +28,10 @@ def test_without_a_gpu_all_but_the_kernels_runs() -> None:
     assert done.stdout.count("\n## ") == SECTIONS
     assert "| float32: gradient norm | 0.00e+00 |" in done.stdout  # against itself
     assert "recompute full: speed" in done.stdout
+    assert "recompute none: bounds search" in done.stdout
+    assert "torch: weights of a Hugging Face folder, in and out | 51 of 51 equal" in done.stdout
+    assert "| T 0.6: float32 logits, the servers' flag |" in done.stdout
+    assert "\n## Memory by phase against the rehearsal\n" in done.stdout
     assert done.stdout.endswith("every check held\n")
 
 
@@ -35,7 +39,7 @@ def test_without_a_gpu_all_but_the_kernels_runs() -> None:
 def test_without_a_gpu_it_says_so() -> None:
     done = gpu_check()
     assert done.returncode == 2
-    assert done.stderr.endswith("no CUDA device; --device cpu runs what needs none, at tiny size\n")
+    assert done.stderr.endswith("no CUDA device\n--device cpu runs what needs none, at tiny size\n")
 
 
 @pytest.mark.gpu

@@ -78,6 +78,7 @@ def settings(cluster: Cluster, **more: str) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "REAL_PYTHON": sys.executable,
         "BAPO_PYTHON": str(HERE / "bin/python-stand-in"),
+        "BAPO_DEVICE": "cpu",  # the cluster's GPUs are none
         "BAPO_HEALTH": "off",
         "BAPO_LOOK_S": "1",
         "BAPO_FRESH_S": "15",
@@ -98,7 +99,7 @@ def submit(
     """``sbatch [sbatch flags] slurm/TEMPLATE RECIPE [flags]``, as a user says it; ``words``: no recipe."""
     run.mkdir(parents=True, exist_ok=True)
     command = [
-        *("sbatch", "--parsable", f"--output={run}/sbatch.out", "--mem-per-cpu=50", *sbatch),
+        *("sbatch", "--parsable", f"--output={run}/sbatch.out", "--mem=200", *sbatch),
         f"slurm/{template}",
         *([] if words else [RECIPE, "--run-dir", str(run)]),
         *flags,

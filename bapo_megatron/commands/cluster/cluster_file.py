@@ -40,8 +40,8 @@ class Health:
     disk_gb: float = 1.0
     clock_s: float = 5.0
     """Largest difference between the nodes' clocks, seconds."""
-    wait_s: int = 180
-    """Longest wait for the whole probe, seconds."""
+    wait_s: int = 600
+    """Longest wait for the whole probe, in which each node unpacks its image, seconds."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
 from bapo_megatron.commands.doctor.tested import TRAINING, Permitted, canonical, permitted, pins
-from bapo_megatron.runtime.child_process import run_command, run_module
+from bapo_megatron.runtime.child_process import run_module
+from bapo_megatron.runtime.device import DEVICE_VARIABLE
 
 SECTION = "training"
 IMPORT_DEADLINE_S = 120.0
@@ -63,11 +64,11 @@ PACKAGES = (
         "transformer-engine",
         "transformer_engine.pytorch",
         "fused layers on GPUs",
-        '--no-build-isolation "transformer-engine[pytorch]>=2.3"',
+        "make cluster",
         on_gpu=True,
     ),
     Package("apex", None, "fused kernels on GPUs without Transformer Engine", "from source"),
-    Package("flash-attn", None, "Transformer Engine's attention", "--no-build-isolation flash-attn"),
+    Package("flash-attn", None, "Transformer Engine's attention on an A100", "make cluster"),
     Package("wandb", None, "logging.wandb_project", '"wandb>=0.19"'),
 )
 
@@ -88,7 +89,7 @@ def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[DoctorRow]:
         row = package_row(package, versions[package.name], result, ranges.get(name), tested.get(name))
         yield row
         if package.name == "torch" and row.state == "ok":
-            yield gpu_row(result.facts, driver_gpus())
+            yield gpu_row(result.facts)
 
 
 @dataclass(frozen=True)
@@ -151,29 +152,20 @@ def package_row(
     return DoctorRow(SECTION, package.name, "ok", version, needed)
 
 
-def gpu_row(facts: Mapping[str, Any], driver: list[str]) -> DoctorRow:
-    """torch's build, and the GPUs that it sees; ``driver`` are those that the driver sees."""
-    gpus = facts.get("gpus", [])
-    if gpus:
-        name, memory = gpus[0]
-        found = f"CUDA {facts['cuda']}, NCCL {facts['nccl']}, {len(gpus)} x {name} ({memory} GB)"
-        return DoctorRow(SECTION, "torch's GPUs", "ok", found)
+def gpu_row(facts: Mapping[str, Any]) -> DoctorRow:
+    """torch's build, and the GPUs that it sees: a problem if there should be some and it sees none."""
+    name = "torch's GPUs"
+    if gpus := facts.get("gpus", []):
+        model, memory = gpus[0]
+        found = f"CUDA {facts['cuda']}, NCCL {facts['nccl']}, {len(gpus)} x {model} ({memory} GB)"
+        return DoctorRow(SECTION, name, "ok", found)
     build = f"built for CUDA {facts['cuda']}" if facts.get("cuda") else "CPU build"
-    if not driver:
-        return DoctorRow(SECTION, "torch's GPUs", "ok", f"{build}, no GPU here: runs train on the CPU")
-    fix = (
-        "update the GPU driver to one for CUDA " + str(facts["cuda"])
-        if facts.get("cuda")
-        else "install a CUDA build of torch: make setup TORCH_FLAGS=..."
-    )
-    found = f"{build}, sees none of {len(driver)} GPUs ({driver[0]})"
-    return DoctorRow(SECTION, "torch's GPUs", "optional", found, "GPUs that torch can use", fix)
-
-
-def driver_gpus() -> list[str]:
-    """The GPUs that the driver lists, by name; none where there is no driver."""
-    child = run_command(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], 20.0)
-    return [line.strip() for line in child.output.splitlines() if line.strip()] if not child.ended else []
+    if facts.get("asked"):
+        return DoctorRow(SECTION, name, "ok", f"{build}, {DEVICE_VARIABLE}=cpu: runs train on the CPU")
+    if problem := facts.get("problem"):
+        found, _, fix = problem.rpartition(". ")
+        return DoctorRow(SECTION, name, "problem", f"{build}: {found}", "GPUs that torch can use", fix)
+    return DoctorRow(SECTION, name, "ok", f"{build}, no GPU here: runs train on the CPU")
 
 
 def _needed(package: Package, allowed: Permitted | None, tested: str | None) -> str:
@@ -188,6 +180,8 @@ def _needed(package: Package, allowed: Permitted | None, tested: str | None) -> 
 def _fix(package: Package, allowed: Permitted | None, tested: str | None) -> str:
     if package.install == "from source":
         return f"build {package.name} from source for this torch and CUDA"
+    if package.install.startswith("make "):
+        return package.install
     if package.purpose:
         return f"pip install {package.install}"
     version = f"=={tested}" if tested else allowed.specifier if allowed else ""

@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from bapo_megatron.runtime.device import gpu_problem, wants_cpu
+
 
 def main(modules: Sequence[str]) -> None:
     """Import each module, in order, and print the outcome as a line of JSON."""
@@ -27,7 +29,7 @@ def main(modules: Sequence[str]) -> None:
         error, facts = None, {}
         try:
             module = importlib.import_module(name)
-            facts = torch_facts(module) if name == "torch" else {}
+            facts = {**torch_facts(module), **device_facts()} if name == "torch" else {}
         except BaseException as raised:  # packages raise everything, SystemExit too
             error = f"{type(raised).__name__}: {raised}"
         answers.write(json.dumps({"module": name, "error": error, "facts": facts}) + "\n")
@@ -42,6 +44,11 @@ def torch_facts(torch: Any) -> dict[str, Any]:
         gpus.append([device.name, round(device.total_memory / 1e9)])
     nccl = torch.cuda.nccl.version() if gpus else None
     return {"cuda": torch.version.cuda, "gpus": gpus, "nccl": nccl and ".".join(map(str, nccl))}
+
+
+def device_facts() -> dict[str, Any]:
+    """`asked`: the CPU is asked for; `problem`: why torch cannot use a GPU that should be there, or None."""
+    return {"asked": wants_cpu(), "problem": gpu_problem()}
 
 
 if __name__ == "__main__":

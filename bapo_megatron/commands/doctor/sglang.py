@@ -8,10 +8,13 @@ from pathlib import Path
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
 from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, pins
-from bapo_megatron.runtime.child_process import run_command
+from bapo_megatron.runtime.child_process import CommandResult, run_command
+from bapo_megatron.runtime.device import gpu_signs, wants_cpu
 
 SECTION = "SGLang"
 DEADLINE_S = 30.0
+GPU_DEADLINE_S = 120.0
+"""Seconds for that environment's torch to be imported and to initialize CUDA."""
 PACKAGES = {"sglang": True, "torch": True, "sglang-router": False}
 """Packages that are looked up there, and whether servers need them."""
 
@@ -26,6 +29,9 @@ for name in sys.argv[1:]:
         found[name] = None
 print(json.dumps(found))
 """
+
+
+_ASK_GPU = "import torch; torch.cuda.init(); print(torch.cuda.device_count())"
 
 
 def sglang_rows(required: bool, given: Path | None = None) -> Iterator[DoctorRow]:
@@ -48,6 +54,17 @@ def sglang_rows(required: bool, given: Path | None = None) -> Iterator[DoctorRow
     tested = {"torch": pins(TRAINING).get("torch"), **pins(SGLANG)}
     for name, needed in PACKAGES.items():
         yield sglang_package_row(name, versions.get(name), tested.get(name), required, needed)
+    if versions.get("torch") and not wants_cpu() and any(gpu_signs()):
+        yield sglang_gpu_row(run_command([str(python), "-I", "-c", _ASK_GPU], GPU_DEADLINE_S), required)
+
+
+def sglang_gpu_row(child: CommandResult, required: bool) -> DoctorRow:
+    """Whether that environment's torch can use the GPU that this machine should have."""
+    name, needed = "torch's GPUs", "GPUs that servers can use"
+    if not child.ended:
+        return DoctorRow(SECTION, name, "ok", f"{child.output.strip()} GPUs", needed)
+    fix = "make cluster, and a driver for the CUDA of that torch"
+    return DoctorRow(SECTION, name, missing(required), one_line(child.reason()), needed, fix)
 
 
 def sglang_package_row(

@@ -49,11 +49,17 @@ def cache_bytes_per_token(shape: ModelShape) -> int:
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
 
 
+def _default_gpus(job: Job) -> int:
+    sglang = job.run.rollout.sglang
+    beside = job.run.rollout.engine == "sglang" and not sglang.urls and job.servers_problem is None
+    return sglang.servers * sglang.tensor if beside else max(job.gpus, sglang.tensor)
+
+
 def engines(job: Job) -> EnginePlan:
     """The estimate for ``engine_gpus`` GPUs in engines of ``rollout.sglang.tensor`` GPUs each."""
     options, gpu = job.options, job.gpu
     size = job.run.rollout.sglang.tensor
-    gpus = options.engine_gpus or max(job.gpus, size)
+    gpus = options.engine_gpus or _default_gpus(job)
     weights = total_parameters(job.shape) * 2.0 / size
     cache = max(0.0, options.engine_memory_fraction * gpu.memory - weights)
     per_token = cache_bytes_per_token(job.shape)

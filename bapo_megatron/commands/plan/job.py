@@ -19,6 +19,7 @@ from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import out_of_range, raise_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 
 _BYTES = {"bfloat16": 2, "float32": 4}
 # Prompts of competition mathematics have 100 to 300 tokens, a limit of 2048 is for the rare long one.
@@ -41,7 +42,8 @@ class PlanOptions:
     mean_response_tokens: Annotated[int | None, Ge(1)] = None
     """Mean length of a response. None: a quarter of the longest."""
     engine_gpus: Annotated[int | None, Ge(1)] = None
-    """GPUs that run engines. None: as many as train."""
+    """GPUs that run engines. None: those of the recipe's servers where they have room on its first node, else
+    as many as train."""
     engine_memory_fraction: Annotated[float, Gt(0), Le(1)] = 0.85
     """Share of a GPU's memory for an engine's weights and KV cache."""
     engine_bandwidth: Annotated[float, Gt(0), Le(1)] = 0.6
@@ -95,6 +97,14 @@ class Job:
     def gpus(self) -> int:
         """GPUs that train."""
         return self.parallel.model_size * self.replicas
+
+    @property
+    def servers_problem(self) -> str | None:
+        """Why the run's servers cannot run on its first node, in the words of `bapo train`; None if they can,
+        or are there already, or the engine has none."""
+        if self.run.rollout.engine != "sglang":
+            return None
+        return placement_problem(self.run.rollout, GPUS_PER_NODE, self.gpus)
 
     @property
     def gpus_on_node(self) -> int:

@@ -120,6 +120,7 @@ def as_dict(plan: JobPlan) -> dict[str, Any]:
         "speed": vars(plan.speed),
         "traffic": [vars(part) for part in (*plan.traffic, plan.sync)],
         "engines": vars(plan.engines),
+        "servers_problem": plan.job.servers_problem,
         "train_seconds": plan.train_seconds,
         "step_seconds": plan.step_seconds,
         "fits": not misfits,

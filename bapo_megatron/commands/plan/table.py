@@ -201,6 +201,8 @@ def _verdict(plan: JobPlan, advice: Sequence[Change]) -> Iterator[str]:
             f"FITS: at most {peak / GB:.1f} GB a GPU, {peak / plan.job.gpu.memory:.0%} of "
             f"{plan.job.gpu.memory / GB:.0f}"
         )
+        if plan.job.servers_problem:  # for which `bapo train` alone would refuse it
+            yield "Its servers need nodes of their own: rollout_nodes in a cluster file, or sglang.urls"
         return
     yield "DOES NOT FIT"
     yield from (f"  {line}" for line in (*misfits, *filter(None, [engine])))

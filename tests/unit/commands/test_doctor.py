@@ -27,10 +27,11 @@ from bapo_megatron.commands.doctor.packages import (
 )
 from bapo_megatron.commands.doctor.probe import torch_facts
 from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
+from bapo_megatron.commands.doctor.sglang import sglang_gpu_row
 from bapo_megatron.commands.doctor.table import as_json, lines, summary_line
 from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, Permitted, canonical, permitted, pins
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime import child_process, processes
+from bapo_megatron.runtime import child_process, device, processes
 from bapo_megatron.runtime.child_process import CommandResult, run_command, within
 
 ROOT = Path(__file__).parents[3]
@@ -88,7 +89,7 @@ def test_a_range(version: str, holds: bool) -> None:
     assert Permitted("<2.14,>=2.6").holds(version) is holds
 
 
-RUNS_CHILDREN = (child_process, processes)
+RUNS_CHILDREN = (child_process, device, processes)
 MODULES = [*sorted(Path(machine.__file__).parent.glob("*.py")), *(Path(m.__file__) for m in RUNS_CHILDREN)]
 
 
@@ -180,26 +181,39 @@ def test_torn_metadata_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert package_row(NEEDED, "unknown", Import(), Permitted(">=2"), None).state == "ok"
 
 
+UNUSABLE = (
+    "this machine should have a GPU (/dev/nvidia0 exists), but torch cannot use one: too old. Update it"
+)
+
+
 @pytest.mark.parametrize(
-    ("facts", "driver", "state", "says"),
+    ("facts", "state", "says"),
     [
-        ({"cuda": None, "gpus": []}, [], "ok", "CPU build, no GPU here"),
-        ({"cuda": "13.0", "gpus": []}, [], "ok", "built for CUDA 13.0, no GPU here"),
-        ({"cuda": None, "gpus": []}, ["H100"] * 8, "optional", "CPU build, sees none of 8 GPUs (H100)"),
-        ({"cuda": "13.0", "gpus": []}, ["H100"], "optional", "built for CUDA 13.0, sees none of 1 GPUs"),
+        ({"cuda": None, "gpus": []}, "ok", "CPU build, no GPU here"),
+        ({"cuda": "13.0", "gpus": [], "problem": None}, "ok", "built for CUDA 13.0, no GPU here"),
+        ({"cuda": None, "gpus": [], "problem": UNUSABLE}, "problem", f"CPU build: {UNUSABLE[:-11]}"),
+        ({"cuda": "13.0", "gpus": [], "problem": UNUSABLE}, "problem", "built for CUDA 13.0: this machine"),
+        ({"cuda": "13.0", "gpus": [], "asked": True}, "ok", "built for CUDA 13.0, BAPO_DEVICE=cpu"),
         (
             {"cuda": "13.0", "gpus": [["H100", 85]] * 2, "nccl": "2.27"},
-            [],
             "ok",
             "CUDA 13.0, NCCL 2.27, 2 x H100 (85 GB)",
         ),
     ],
 )
-def test_gpus(facts: dict[str, Any], driver: list[str], state: str, says: str) -> None:
-    row = gpu_row(facts, driver)
+def test_gpus(facts: dict[str, Any], state: str, says: str) -> None:
+    row = gpu_row(facts)
     assert row.state == state
     assert row.found.startswith(says)
-    assert bool(row.fix) is (state != "ok")
+    assert row.fix == ("Update it" if state == "problem" else "")
+
+
+def test_gpus_of_the_servers() -> None:
+    assert sglang_gpu_row(CommandResult("8\n", "", "", 0), required=True).found == "8 GPUs"
+    broken = CommandResult("", "RuntimeError: the driver is too old\n", "exit code 1", 1)
+    row = sglang_gpu_row(broken, required=True)
+    assert (row.state, row.found) == ("problem", "exit code 1: RuntimeError: the driver is too old")
+    assert sglang_gpu_row(broken, required=False).state == "optional"
 
 
 def test_what_torch_is_asked() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,9 @@ from bapo_megatron.commands.plan.job import find_shape
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import flat
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.layout import layout_problems
+from bapo_megatron.trainer import preflight
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted(path for path in (ROOT / "recipes").glob("*.py") if not path.stem.startswith("demo"))
@@ -26,12 +30,12 @@ BASE = "r1_distill_qwen_7b_8k"
 STATED = {
     "bp_math_32b_64k": (65536, 64),
     "bp_math_7b_64k": (65536, 16),
-    "octothinker_llama_3b": (8192, 8),
-    "partial_rollout_7b": (8192, 8),
+    "octothinker_llama_3b": (8192, 4),
+    "partial_rollout_7b": (8192, 4),
     "r1_distill_qwen_32b": (32768, 32),
-    BASE: (8192, 8),
+    BASE: (8192, 4),
     **{
-        f"{BASE}_{variant}": (8192, 8)
+        f"{BASE}_{variant}": (8192, 4)
         for variant in ("asymmetric", "clip_higher", "grpo", "on_policy", "papo")
     },
 }
@@ -80,6 +84,34 @@ def test_a_recipe_fits_its_gpus(path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"{path.stem}: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_the_plan_says_of_its_servers_is_what_a_run_accepts(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a node of eight GPUs: a recipe whose text says one node starts there as it is; the servers of the
+    others are on nodes of their own, and are named to it."""
+    assert bapo(["plan", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    bapo(["plan", str(path)])
+    said = "Its servers need nodes of their own" in capsys.readouterr().out
+    alone = STATED[path.stem][1] == 4  # GPUs of a node of eight; the others are for servers
+    assert said == (found["servers_problem"] is not None) == (not alone)
+
+    monkeypatch.setattr(preflight, "has_cuda", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    run = load(path.stem)
+    sglang = replace(run.rollout.sglang, python=Path(sys.executable))
+    started = replace(run, rollout=replace(run.rollout, sglang=sglang))
+    if alone:
+        preflight._check_engine(started)
+        assert found["gpus"] + sglang.servers * sglang.tensor == 8  # no GPU is idle
+    else:
+        with pytest.raises(ConfigError, match=re.escape(found["servers_problem"])):
+            preflight._check_engine(started)
+        named = replace(sglang, urls=("http://node9:30000",))
+        preflight._check_engine(replace(run, rollout=replace(run.rollout, sglang=named)))
+
+
 @pytest.mark.parametrize("variant", ["grpo", "clip_higher", "asymmetric", "on_policy", "papo"])
 def test_a_variant_differs_in_its_method_alone(variant: str) -> None:
     ours, base = flat(load(f"{BASE}_{variant}")), flat(load(BASE))
@@ -105,8 +137,7 @@ def test_levels_of_staleness(variant: str, epochs: int, capsys: pytest.CaptureFi
     [
         (
             BASE,
-            "--rollout.max-response-tokens 32768 --batch.pack-tokens 34816 --parallel.context 2 "
-            "--parallel.data 1",
+            "--rollout.max-response-tokens 32768 --batch.pack-tokens 34816 --batch.recompute selective",
         ),
         (
             f"{BASE}_asymmetric",

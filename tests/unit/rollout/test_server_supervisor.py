@@ -170,3 +170,42 @@ def test_who_is_to_end_a_server_of_somebody_else(
     assert event["kind"] == "server_hangs"
     assert "end it, and start it again" in event["advice"]
     assert "http://node7:30000 hangs (not done in 600 s)" in capsys.readouterr().out
+
+
+def test_a_server_knows_nothing_of_the_launcher_that_started_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torchrun's variables would make it join the trainer's store; its own settings stay."""
+    launcher = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": "0",
+        "ROLE_RANK": "0",
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "8",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": "8",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": "29500",
+        "PET_NPROC_PER_NODE": "8",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "PYTHONPATH": "/trainer",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
+    own = {"NCCL_IB_HCA": "mlx5", "CUDA_VISIBLE_DEVICES": "0,1", "SGLANG_PORT": "1"}
+    for name, value in {**launcher, **own}.items():
+        monkeypatch.setenv(name, value)
+    environment = process.server_environment(cuda=True)
+    assert not launcher.keys() & environment.keys()
+    assert own.items() <= environment.items()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")  # asked for by the user
+    assert process.server_environment(cuda=True)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
+
+
+def test_a_server_on_a_gpu_never_chooses_its_device(tmp_path: Path) -> None:
+    on_gpu = process.server_command(Path("python"), tmp_path, "127.0.0.1", 1, cuda=True)
+    assert on_gpu[on_gpu.index("--device") + 1] == "cuda"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.distributed import launched_world_size
+from bapo_megatron.runtime import distributed
+from bapo_megatron.runtime.distributed import gloo_interface, launched_world_size
 
 ROOT = Path(__file__).parents[3]
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -103,3 +106,62 @@ def test_ranks_end_with_the_command_also_where_ctrl_c_is_ignored() -> None:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+ROUTES = {"gpu07": "10.1.0.7", "gpu08": "10.1.0.8", "self": "127.0.1.1"}
+"""This node's address on the way to each host."""
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch, step: None) -> None:
+    """A node with a slow and a fast network, in a step on two nodes."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu07")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("MASTER_ADDR", "gpu07")
+    addresses = {"eth0": "192.168.0.7", "ib0": "10.1.0.7", "ib1": "10.1.0.8", "lo": "127.0.0.1"}
+    found = {
+        name: [
+            SimpleNamespace(family=socket.AF_INET6, address="::1"),
+            SimpleNamespace(family=socket.AF_INET, address=one),
+        ]
+        for name, one in addresses.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(distributed, "_address_towards", ROUTES.get)
+
+
+def test_gloo_takes_the_network_that_leads_to_the_first_node(network: None) -> None:
+    assert gloo_interface() == "ib0"
+
+
+def test_the_first_node_whose_name_leads_to_itself_asks_for_another(
+    network: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "self")
+    assert gloo_interface() == "ib1"  # the way to gpu08, the other node of the step
+    monkeypatch.setenv("PATH", "/nowhere")  # a container without scontrol
+    assert gloo_interface() is None
+
+
+def test_gloo_is_told_nothing_on_one_node_or_by_a_user_who_has_chosen(
+    network: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert gloo_interface() is None
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
+    assert gloo_interface() is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # torchrun on two nodes
+    assert gloo_interface() == "ib0"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert gloo_interface() is None
+
+
+def test_the_kernel_says_which_address_leads_to_a_host() -> None:
+    assert distributed._address_towards("127.0.0.1") == "127.0.0.1"
+    assert distributed._interface_of("127.0.0.1") == "lo"
+    assert distributed._address_towards("no.such.host.invalid") is None
+    assert distributed._interface_of("203.0.113.9") is None

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -64,26 +65,129 @@ def test_the_shared_folder(probe: ModuleType, tmp_path: Path) -> None:
     assert (tmp_path / "n1.canary").read_text() == "7-0\n"
 
 
-def test_clocks_and_reach(probe: ModuleType, tmp_path: Path) -> None:
-    """Two meet at once, one with a clock that is ahead; a third never comes."""
-    probe.write_whole(tmp_path / "127.0.0.2.port", "1")  # nobody listens there
-    findings = probe.Findings("127.0.0.1"), probe.Findings("localhost")
-    meetings = (
-        probe.Meeting(tmp_path, "127.0.0.1"),
-        probe.Meeting(tmp_path, "localhost", clock=lambda: time.time() + 30),
-    )
-    nodes = ["127.0.0.1", "localhost", "127.0.0.2"]
-    threads = [
-        threading.Thread(target=meeting.call_all, args=(nodes, time.monotonic() + 1, one))
-        for meeting, one in zip(meetings, findings, strict=True)
-    ]
+class VirtualClock:
+    """A clock of one of several threads: time moves when all of them sleep, so waiting costs nothing.
+
+    ``ahead_s``: how far this node's wall clock is ahead of the others'.
+    """
+
+    def __init__(self, turns: Turns, ahead_s: float = 0.0) -> None:
+        self._turns, self._ahead_s = turns, ahead_s
+
+    def monotonic(self) -> float:
+        return self._turns.now_s
+
+    def time(self) -> float:
+        return 1_000_000 + self._turns.now_s + self._ahead_s
+
+    def sleep(self, seconds: float) -> None:
+        self._turns.sleep(seconds)
+
+
+class Turns:
+    """Virtual time of all threads: it moves when each of them sleeps."""
+
+    def __init__(self, threads: int) -> None:
+        self.now_s = 0.0
+        self._awake = threads
+        self._alarms: list[float] = []
+        self._changed = threading.Condition()
+
+    def sleep(self, seconds: float) -> None:
+        with self._changed:
+            alarm = self.now_s + seconds
+            self._alarms.append(alarm)
+            self._awake -= 1
+            self._advance()
+            while alarm > self.now_s:
+                assert self._changed.wait(60), "the threads wait for each other"
+            self._alarms.remove(alarm)
+            self._awake += 1
+            self._advance()
+
+    def end(self) -> None:
+        """Of a thread."""
+        with self._changed:
+            self._awake -= 1
+            self._advance()
+
+    def _advance(self) -> None:
+        if self._awake == 0 and self._alarms and min(self._alarms) > self.now_s:
+            self.now_s = min(self._alarms)
+            self._changed.notify_all()
+
+
+def verdict(
+    probe: ModuleType,
+    folder: Path,
+    starts_s: dict[str, float],
+    seconds: float = 540.0,
+    ahead_s: dict[str, float] | None = None,
+    reduce: Any = None,
+) -> str:
+    """The verdict on nodes whose processes begin so many seconds after the job's shell began the probe."""
+    (folder / "canary").write_text("7-0\n")
+    (folder / "start").write_text("1000000\n")
+    turns = Turns(len(starts_s))
+
+    def life(node: str, start_s: float) -> None:
+        try:
+            clock = VirtualClock(turns, (ahead_s or {}).get(node, 0.0))
+            clock.sleep(start_s)
+            if start_s < seconds:
+                needs = probe.Needs()
+                probe.probe_node(node, [*starts_s], folder, needs, iter(()), seconds, reduce, clock)
+        finally:
+            turns.end()
+
+    threads = [threading.Thread(target=life, args=one) for one in starts_s.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert findings[0].clock_ahead_s["localhost"] == pytest.approx(-30, abs=1)
-    assert findings[1].clock_ahead_s["127.0.0.1"] == pytest.approx(30, abs=1)
-    assert [one.unreachable for one in findings] == [["127.0.0.2"]] * 2
+    return (folder / "verdict").read_text()
+
+
+def test_nodes_that_begin_two_minutes_apart_are_all_good(probe: ModuleType, tmp_path: Path) -> None:
+    """As images unpack: the first node after no time, the last after two minutes. All join the all-reduce."""
+    joined: list[tuple[int, float]] = []
+
+    def reduce(_folder: Path, _nodes: list[str], rank: int, left_s: float) -> tuple[str, float]:
+        joined.append((rank, left_s))
+        return "ok", 0.1
+
+    starts = {f"127.0.0.{number + 1}": 40.0 * number for number in range(4)}
+    assert verdict(probe, tmp_path, starts, reduce=reduce) == ""
+    assert sorted(rank for rank, _ in joined) == [0, 1, 2, 3]
+    # 85 % of 540 s, and the last came after 120 s: all have the same time left, whenever they began.
+    assert [left for _, left in joined] == pytest.approx([339] * 4, abs=1)
+
+
+def test_a_node_that_never_comes_is_bad_alone(probe: ModuleType, tmp_path: Path) -> None:
+    """It is the first in the list: the time that all wait for it must not be missing for the others."""
+    starts = {"127.0.0.2": 0.0, "127.0.0.3": 1e9, "127.0.0.4": 120.0, "127.0.0.5": 60.0}
+    assert verdict(probe, tmp_path, starts) == "127.0.0.3 no answer\n"
+
+
+def test_a_clock_that_is_off_by_an_hour_is_found_out(probe: ModuleType, tmp_path: Path) -> None:
+    """By such a clock the probe would be over, or would not have begun."""
+    starts = {"127.0.0.2": 0.0, "127.0.0.3": 30.0, "127.0.0.4": 120.0, "127.0.0.5": 60.0}
+    off = {"127.0.0.4": 3600.0, "127.0.0.5": -3600.0}
+    lines = verdict(probe, tmp_path, starts, ahead_s=off).splitlines()
+    assert lines == [
+        "127.0.0.4 clock: +3600.0 s, 5 allowed",
+        "127.0.0.5 clock: -3600.0 s, 5 allowed",
+    ]
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_problem_of_its_node(
+    probe: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bapo_megatron.runtime.device.gpu_problem", lambda: "the driver\n is too old")
+    assert list(probe.cuda_problems(8)) == ["GPUs: the driver is too old"]
+    assert list(probe.cuda_problems(0)) == []
+    monkeypatch.setattr("bapo_megatron.runtime.device.gpu_problem", lambda: 1 / 0)
+    assert list(probe.cuda_problems(8)) == ["GPUs: ZeroDivisionError: division by zero"]
 
 
 def test_a_failed_all_reduce_is_told_within_its_deadline(probe: ModuleType, tmp_path: Path) -> None:

@@ -312,3 +312,41 @@ def test_an_element_of_an_evaluation_has_its_step_and_suite(shell: Shell) -> Non
         "element 6: 2 steps and 3 suites make --array=0-5",
     ]
     assert shell("bapo_pick_evaluation latest aime24 1").returncode == 1
+
+
+def test_the_steps_of_a_start_share_one_container(shell: Shell) -> None:
+    """pyxis removes a container without a name after each step, and unpacks the image again for the next."""
+    named, alone = (
+        f"BAPO_CONTAINER_NAME={name}; for role in probe trainer; do bapo_srun_flags 0 $role; "
+        'echo "${bapo_flags[@]}"; done'
+        for name in ("bapo-7-2", "")
+    )
+    found = shell(named, BAPO_CONTAINER="/images/a.sqsh")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("--container-name=bapo-7-2") == 2
+    assert found.stdout.count("--container-image=/images/a.sqsh") == 2
+    assert "container-name" not in shell(alone, BAPO_CONTAINER="/images/a.sqsh").stdout
+    assert "container" not in shell(named).stdout
+
+
+def test_the_container_is_removed_unless_the_job_is_about_to_end(shell: Shell, tmp_path: Path) -> None:
+    for name, text in (("srun", f'echo "$*" >>{tmp_path}/calls'), ("scontrol", "echo n1; echo n2")):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    name = "BAPO_CONTAINER_NAME=bapo-7-0; "
+    soon = shell(
+        name + "BAPO_END=$(($(date +%s) + 100)); bapo_remove_containers", BAPO_CONTAINER="/images/a.sqsh"
+    )
+    none = shell(name + "bapo_remove_containers")
+    assert (soon.returncode, none.returncode, (tmp_path / "calls").exists()) == (0, 0, False)
+    late = name + "BAPO_END=$(($(date +%s) + 1000)); bapo_remove_containers"
+    assert shell(late, BAPO_CONTAINER="/images/a.sqsh").returncode == 0
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    assert call.endswith("--ntasks=2 --output=/dev/null enroot remove -f pyxis_bapo-7-0")
+
+
+@pytest.mark.parametrize("name", ["train", "colocated", "rollout", "eval"])
+def test_a_group_that_takes_whole_nodes_takes_their_memory(name: str) -> None:
+    """Slurm's default is a share for each processor, and saving needs most of a node's memory."""
+    lines = (SLURM / f"{name}.sbatch").read_text().splitlines()
+    assert lines.count("#SBATCH --mem=0") == lines.count("#SBATCH --gpus-per-node=8")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import venv
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,7 @@ from bapo_megatron.config import (
     SglangConfig,
 )
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.sglang import nccl_versions
 from bapo_megatron.rollout.engines.sglang.server_process import server_flags
 from bapo_megatron.trainer import preflight
 from tests.support.plain_engine import PlainConfig
@@ -93,3 +96,47 @@ def test_the_engine_is_checked_where_the_run_samples() -> None:
     preflight._check_engine(replace(run(), rollout=replace(rollout, replay=Path("other"))))
     with pytest.raises(ConfigError, match="rollout.engine='vllm' is unknown: give local, sglang"):
         preflight._check_engine(replace(run(), rollout=replace(rollout, engine="vllm")))
+
+
+def with_nccl(folder: Path, name: str, version: str) -> Path:
+    """An interpreter of an environment with a wheel of NCCL: it answers every question with the version."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{version}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_weights_by_broadcast_need_one_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check_gpus: CheckGpus
+) -> None:
+    """Refused before the run, with both versions: NCCL would refuse when the first servers join."""
+    trainer = with_nccl(tmp_path, "trainer", "echo 2.29.7")
+    monkeypatch.setattr(nccl_versions, "sys", SimpleNamespace(executable=str(trainer)))
+    servers = with_nccl(tmp_path, "servers", "echo 2.30.7")
+
+    def asked(sync: str, python: Path, urls: tuple[str, ...] = ()) -> RunConfig:
+        config = run(first_gpu=4, sync=sync, urls=urls)
+        sglang = replace(config.rollout.sglang, python=python)
+        return replace(config, rollout=replace(config.rollout, sglang=sglang))
+
+    for urls in ((), ("http://node9:1",)):
+        with pytest.raises(
+            ConfigError, match=r"trainer has 2\.29\.7, .*servers has 2\.30\.7: `make cluster`"
+        ):
+            check_gpus(asked("broadcast", servers, urls), 8)
+    check_gpus(asked("disk", servers), 8)
+    check_gpus(asked("broadcast", with_nccl(tmp_path, "same", "echo 2.29.7")), 8)
+    check_gpus(asked("broadcast", tmp_path / "none", ("http://node9:1",)), 8)  # nothing to ask
+    with pytest.raises(ConfigError, match="does not say its version .*no NCCL"):
+        check_gpus(asked("broadcast", with_nccl(tmp_path, "broken", "echo no NCCL >&2; exit 1")), 8)
+
+
+def test_the_version_of_nccl_is_that_of_the_wheel(tmp_path: Path) -> None:
+    """The question itself, asked of a real interpreter with a wheel's metadata in its environment."""
+    python = tmp_path / "env/bin/python"
+    venv.create(tmp_path / "env", symlinks=True, with_pip=False)
+    packages = next(tmp_path.glob("env/lib/python*/site-packages"))
+    wheel = packages / "nvidia_nccl_cu13-2.30.7.dist-info"
+    wheel.mkdir()
+    (wheel / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-nccl-cu13\nVersion: 2.30.7\n")
+    assert nccl_versions._nccl_of(python) == "2.30.7"

@@ -21,7 +21,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.local.decoding import Decoding
 from bapo_megatron.rollout.engines.local.weights import ModelWeights
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request
-from bapo_megatron.runtime.vector_kernels import choose_vector_kernels
+from bapo_megatron.runtime.device import choose_vector_kernels
 from bapo_megatron.types import GenerateRequest, Generation
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
+from pathlib import Path
 
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.errors import ConfigError
@@ -12,22 +13,24 @@ from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers, 
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
+from bapo_megatron.rollout.engines.sglang.nccl_versions import check_nccl
+from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 from bapo_megatron.rollout.engines.sglang.server_process import more_flags, sglang_python
 from bapo_megatron.rollout.engines.sglang.supervisor import servers_of
-
-_SHARED_FRACTION = 0.5
-"""Most of a GPU's memory that a server may take where the policy trains, too."""
 
 
 class SglangBackend(EngineBackend):
     """SGLang servers, reached over HTTP. SGLang itself is never imported."""
 
     def check(self, rollout: RolloutConfig, gpus: int = 0, training: int = 0) -> None:
-        """SGLang is installed, and there are GPUs for the servers that the run is to start."""
-        if not rollout.sglang.urls:
-            sglang_python(rollout.sglang.python)  # or say how to install it
-            if gpus:
-                _check_gpus(rollout, gpus, training)
+        """SGLang is installed, there are GPUs for the servers that the run is to start, and one NCCL for them
+        and the trainer if weights go by broadcast. Servers that run elsewhere are taken to have the NCCL of
+        the environment that is named here."""
+        python = _interpreter(rollout)
+        if gpus and python and rollout.sglang.sync == "broadcast":
+            check_nccl(python)
+        if gpus and (problem := placement_problem(rollout, gpus, training)):
+            raise ConfigError(problem)
 
     def serve(
         self, config: RunConfig, cuda: bool, on_event: OnEvent
@@ -53,20 +56,11 @@ class SglangBackend(EngineBackend):
         ]
 
 
-def _check_gpus(rollout: RolloutConfig, gpus: int, training: int) -> None:
-    """The servers that a run starts beside rank 0 find GPUs there, and memory on them."""
-    sglang = rollout.sglang
-    train, needed = min(gpus, training), sglang.first_gpu + sglang.servers * sglang.tensor
-    taken = (
-        f"rollout.sglang.first_gpu={sglang.first_gpu}, servers={sglang.servers} and tensor={sglang.tensor} "
-        f"take GPUs {sglang.first_gpu} to {needed - 1}"
-    )
-    elsewhere = "or name servers that run elsewhere with rollout.sglang.urls"
-    if needed > gpus:
-        raise ConfigError(f"{taken}, but this machine has {gpus}: start fewer servers, {elsewhere}")
-    if sglang.first_gpu < train and sglang.memory_fraction > _SHARED_FRACTION:
-        raise ConfigError(
-            f"{taken}, and this run trains on GPUs 0 to {train - 1}: set rollout.sglang.first_gpu to {train} "
-            f"and train on fewer processes if that is too many, {elsewhere}, or share GPUs with "
-            f"rollout.sglang.memory_fraction of at most {_SHARED_FRACTION}"
-        )
+def _interpreter(rollout: RolloutConfig) -> Path | None:
+    """SGLang's interpreter. ConfigError if a run that starts servers has none; None where it needs none."""
+    try:
+        return sglang_python(rollout.sglang.python)
+    except ConfigError:
+        if rollout.sglang.urls:
+            return None
+        raise

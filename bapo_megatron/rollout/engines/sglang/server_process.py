@@ -21,6 +21,7 @@ from bapo_megatron.config import RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.wire import IN_PLACE, RESERVED_TOKENS
 from bapo_megatron.runtime.child_process import ChildProcess
+from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
 
 PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
 _CPU_LAUNCHER = Path(on_cpu.__file__).with_name("launch.py")
@@ -30,6 +31,15 @@ _CPU_FLAGS = (
 )
 _CPU_CACHE_TOKENS = 65_536
 """Tokens of the KV cache on a CPU, unless one sequence is longer: other programs need memory, too."""
+_OTHER_ENVIRONMENT = ("PYTHONPATH", "VIRTUAL_ENV")
+"""Variables of this process's Python environment, which is not the server's."""
+_LAUNCHER_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
+"""Variables by which torchrun, or ``runtime/distributed.py``, tells a rank of the trainer its place. A server
+that inherits them joins the trainer's store in place of its own, and waits there for ever."""
 _CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 _VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 """A server whose context is longer than the model's (by ``RESERVED_TOKENS``, say) starts: no request that is
@@ -71,7 +81,7 @@ def server_command(
         *start,
         *("--model-path", str(hf_path), "--host", host, "--port", str(port)),
         *("--weight-version", "0", "--skip-tokenizer-init"),
-        *(() if cuda else _CPU_FLAGS),
+        *(("--device", "cuda") if cuda else _CPU_FLAGS),  # never chosen by SGLang: it would take a CPU
         *flags,
     ]
 
@@ -95,15 +105,24 @@ def serve(command: ServeCommand, cuda: bool) -> NoReturn:
 
 
 def server_environment(cuda: bool, threads: int | None = None) -> dict[str, str]:
-    """Environment variables of the server's process: this one's, and what a CPU needs."""
+    """Environment variables of the server's process: this one's without the trainer's own, and what a CPU
+    needs."""
     environment = os.environ | _VARIABLES
-    for name in ("PYTHONPATH", "VIRTUAL_ENV"):  # of another environment
+    for name in [*_OTHER_ENVIRONMENT, *filter(_is_of_launcher, environment)]:
         environment.pop(name, None)
+    if (
+        environment.get(ALLOCATOR_VARIABLE) == GROWING_SEGMENTS
+    ):  # the trainer's; SGLang's memory saver refuses it
+        del environment[ALLOCATOR_VARIABLE]
     if not cuda:
         environment |= _CPU_VARIABLES
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
     return environment
+
+
+def _is_of_launcher(name: str) -> bool:
+    return name in _LAUNCHER_VARIABLES or name.startswith(("TORCHELASTIC_", "PET_"))
 
 
 def sglang_python(given: Path | None = None) -> Path:

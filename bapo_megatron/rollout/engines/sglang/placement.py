@@ -1,0 +1,34 @@
+"""The GPUs of SGLang servers that a run starts itself, as `bapo plan` and `bapo train` both ask for them."""
+
+from __future__ import annotations
+
+from bapo_megatron.config import RolloutConfig
+
+SHARED_FRACTION = 0.5
+"""Most of a GPU's memory that a server may take where the policy trains, too."""
+
+
+def placement_problem(rollout: RolloutConfig, gpus: int, training: int) -> str | None:
+    """Why the servers that a run starts find no GPUs on rank 0's node, or no memory on them; None if they do.
+
+    ``gpus``: of that node. ``training``: processes that train, one on each of the first GPUs. Servers that
+    run elsewhere already (``rollout.sglang.urls``) need none.
+    """
+    sglang = rollout.sglang
+    if sglang.urls:
+        return None
+    train, needed = min(gpus, training), sglang.first_gpu + sglang.servers * sglang.tensor
+    taken = (
+        f"rollout.sglang.first_gpu={sglang.first_gpu}, servers={sglang.servers} and tensor={sglang.tensor} "
+        f"take GPUs {sglang.first_gpu} to {needed - 1}"
+    )
+    elsewhere = "or name servers that run elsewhere with rollout.sglang.urls"
+    if needed > gpus:
+        return f"{taken}, but this machine has {gpus}: start fewer servers, {elsewhere}"
+    if sglang.first_gpu < train and sglang.memory_fraction > SHARED_FRACTION:
+        return (
+            f"{taken}, and this run trains on GPUs 0 to {train - 1}: set rollout.sglang.first_gpu to {train} "
+            f"and train on fewer processes if that is too many, {elsewhere}, or share GPUs with "
+            f"rollout.sglang.memory_fraction of at most {SHARED_FRACTION}"
+        )
+    return None

@@ -1,0 +1,163 @@
+"""The device of this machine's processes: whether they compute on a GPU, and MKL's kernels on a CPU.
+
+A machine that should have a GPU and whose torch cannot use one (a driver too old for the wheels' CUDA, a
+container without its GPU hook, a CPU build of torch) would train on its CPU, correctly and a thousand times
+too slowly. So that is an error, unless ``BAPO_DEVICE=cpu`` asks for the CPU. torch is imported when it is
+asked: ``bapo --help`` must answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+from bapo_megatron.errors import ConfigError
+
+DEVICE_VARIABLE = "BAPO_DEVICE"
+"""Environment variable; `cpu`: compute on the CPU, whatever the machine has."""
+ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
+GROWING_SEGMENTS = "expandable_segments:True"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_NONE_VISIBLE = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES that hide every GPU; the last one is Slurm's."""
+_SLURM_GPUS = (
+    *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE"),
+    *("SLURM_JOB_GPUS", "SLURM_STEP_GPUS"),
+)
+"""Variables by which Slurm tells a job of its GPUs: counts, or lists of devices."""
+_DEVICE_FILES = (Path("/dev"), "nvidia[0-9]*")
+_DRIVER_FILES = (Path("/proc/driver/nvidia/gpus"), "*")
+"""The kernel module's list of GPUs, which a container shows even where the devices were not passed to it."""
+_NVIDIA_SMI_S = 20.0
+
+
+def uses_gpu() -> bool:
+    """Whether this process computes on a GPU.
+
+    ConfigError, with torch's reason, if this machine should have a GPU and torch cannot use it.
+    """
+    if wants_cpu():
+        return False
+    import torch
+
+    if torch.cuda.is_available():
+        return True
+    if problem := gpu_problem():
+        raise ConfigError(problem)
+    return False
+
+
+def gpu_problem() -> str | None:
+    """Why torch cannot use the GPU that this machine should have, with the fix; None if nothing is wrong."""
+    signs = [] if wants_cpu() else list(gpu_signs())
+    if not signs:
+        return None
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    return (
+        f"this machine should have a GPU ({'; '.join(signs)}), but torch {torch.__version__} cannot use one: "
+        f"{_torch_reason()}. {_fix(torch.version.cuda)}; {DEVICE_VARIABLE}=cpu asks for the CPU"
+    )
+
+
+def wants_cpu() -> bool:
+    """Whether the environment asks for the CPU. ConfigError for an unknown device."""
+    asked = os.environ.get(DEVICE_VARIABLE, "")
+    if asked not in ("", "cpu"):
+        raise ConfigError(
+            f"{DEVICE_VARIABLE}={asked!r}: `cpu` asks for the CPU; leave it out for a GPU where there is one"
+        )
+    return asked == "cpu"
+
+
+def prepare_device() -> None:
+    """Set this process's environment, which its children inherit, before torch is imported.
+
+    With BAPO_DEVICE=cpu every GPU is hidden. Else torch's CUDA allocator maps memory into segments that grow:
+    packs of changing length fragment fixed ones. A user's own settings stay.
+    """
+    if wants_cpu():
+        os.environ[_VISIBLE] = ""
+    elif "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its name before torch 2.9
+        os.environ.setdefault(ALLOCATOR_VARIABLE, GROWING_SEGMENTS)
+
+
+def gpu_signs() -> Iterator[str]:
+    """Each sign that this machine has a GPU, or that this job asked for one, in words.
+
+    CUDA_VISIBLE_DEVICES that is empty or -1 hides the machine's GPUs on purpose; a Slurm job that asked for
+    GPUs should see them all the same.
+    """
+    yield from _signs_of_job(os.environ)
+    visible = os.environ.get(_VISIBLE)
+    if visible in _NONE_VISIBLE:
+        return
+    if visible is not None:
+        yield f"{_VISIBLE}={visible}"
+    for folder, pattern in (_DEVICE_FILES, _DRIVER_FILES):
+        if found := sorted(folder.glob(pattern)):
+            yield f"{found[0]} exists"
+    if gpus := driver_gpus():
+        yield f"nvidia-smi lists {len(gpus)}, the first an {gpus[0]}"
+
+
+def _signs_of_job(environment: Mapping[str, str]) -> Iterator[str]:
+    for name in _SLURM_GPUS:
+        value = environment.get(name, "")
+        if value.rpartition(":")[2] not in ("", "0"):  # also a type and a count, as in h100:8
+            yield f"{name}={value}"
+
+
+@cache
+def driver_gpus() -> tuple[str, ...]:
+    """Names of the GPUs that the driver lists; none where there is no driver, or it does not answer."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        return ()
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    lines = [line.strip() for line in found.stdout.splitlines() if line.strip()]
+    return () if found.returncode else tuple(lines)
+
+
+def _torch_reason() -> str:
+    """What torch says when CUDA is initialized, in one line."""
+    import torch
+
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except Exception as error:  # AssertionError of a CPU build, RuntimeError of the driver
+        return " ".join(str(error).split()).rstrip(".")
+    return "it counts no device"
+
+
+def _fix(cuda: str | None) -> str:
+    if cuda is None:
+        return "Install a CUDA build of torch (`make cluster`)"
+    driver = ", R580 or newer" if cuda.startswith("13.") else ""
+    return (
+        f"Update the driver to one for CUDA {cuda}{driver}, or start the container with its GPUs "
+        "(docker: --gpus all; enroot: NVIDIA_VISIBLE_DEVICES=all)"
+    )
+
+
+def choose_vector_kernels() -> None:
+    """Call MKL's vector functions once with one thread, before several threads compute.
+
+    MKL chooses a function's kernel at the first call. When several threads made that call at once, one of
+    them now and then took a coarse kernel for it: the RoPE cosines of half a pack were off by up to 1.5e-4,
+    in the first forward pass of about one process in ten, and the run was not reproducible.
+    """
+    import torch
+
+    values = torch.linspace(0.1, 1.0, 64)  # too few to be split between threads
+    for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.sqrt, torch.rsqrt, torch.tanh):
+        function(values)

@@ -1,0 +1,79 @@
+"""The layers of a GPU, Transformer Engine's if it is there: names of parameters, and packed documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.policy.device import uses_transformer_engine
+from bapo_megatron.policy.megatron import MegatronPolicy
+from benchmarks.gpu.rows import Row, Size
+
+POLICY = Path(__file__).parents[2] / "recipes/demo/policy"
+LIMIT = {"float32": 1e-4, "bfloat16": 0.1}
+"""Largest difference of a log-prob in nats: sums in another order, in the kernels of packed attention."""
+
+
+def rows(size: Size, _folder: Path) -> Iterator[Row]:
+    dtype = "bfloat16" if size.cuda else "float32"
+    policy = MegatronPolicy(
+        ModelConfig(POLICY, dtype=dtype), ParallelConfig(), BatchConfig(pack_tokens=256), OptimizerConfig(), 1
+    )
+    layers = "Transformer Engine" if uses_transformer_engine(getattr(torch, dtype)) else "torch"
+    wrong = wrong_tensors(policy, getattr(torch, dtype))
+    count = len(hf_tensors(read_model_shape(POLICY)))
+    said = f"{count - len(wrong)} of {count} equal" + "".join(f", not {name}" for name in wrong[:3])
+    yield Row(f"{layers}: weights of a Hugging Face folder, in and out", said, "all, bit by bit", not wrong)
+    apart, limit = packed_against_alone(policy), LIMIT[dtype]
+    yield Row(
+        f"{layers}: documents packed (thd) against one a pack, {dtype}",
+        f"{apart:.1e} nats in the worst token",
+        f"{limit}",
+        apart < limit,
+    )
+
+
+def wrong_tensors(policy: MegatronPolicy, dtype: torch.dtype) -> list[str]:
+    """Names of tensors of the folder that the policy does not give back bit by bit."""
+    reader, found = HfReader(POLICY), dict.fromkeys(hf_tensors(read_model_shape(POLICY)), False)
+    for name, tensor in policy.hf_weights():
+        found[name] = bool(torch.equal(tensor.cpu(), reader.read(name).to(dtype)))
+    return [name for name, equal in found.items() if not equal]
+
+
+def packed_against_alone(policy: MegatronPolicy) -> float:
+    """Largest difference of a token's log-prob between a pack of several documents and packs of one.
+
+    A kernel that ignores where documents begin lets a token see the document before its own.
+    """
+    generator = np.random.default_rng(0)
+    vocabulary = read_model_shape(POLICY).vocab
+    samples = [_sample(generator, length, vocabulary) for length in (17, 64, 3, 40, 33)]
+    together = pack_samples(samples, 256, "token", policy.pack_layout)
+    packed = _log_probs(policy, together)
+    alone = [_log_probs(policy, pack_samples([one], 256, "token", policy.pack_layout)) for one in samples]
+    # Packing orders the documents as it likes: compared as sorted log-probs of each length.
+    return float((packed.sort().values - torch.cat(alone).sort().values).abs().max())
+
+
+def _log_probs(policy: MegatronPolicy, packs: list) -> torch.Tensor:  # type: ignore[type-arg]
+    """Log-probs of the trained tokens of all packs, in their order."""
+    stats = policy.log_probs(packs)
+    return torch.cat([one.log_prob_T[pack.mask_T.bool()] for one, pack in zip(stats, packs, strict=True)])
+
+
+def _sample(generator: np.random.Generator, length: int, vocabulary: int) -> Sample:
+    return Sample(
+        token_ids=generator.integers(0, vocabulary, length).astype(np.int32),
+        log_probs_R=np.full(length - 2, -1.0, np.float32),
+        versions_R=np.zeros(length - 2, np.int32),
+        advantage=1.0,
+    )

@@ -1,0 +1,126 @@
+"""Peak memory of each phase of a rank against its rehearsal (``bapo rehearse``) on the same shape.
+
+The rehearsal runs the same program on fake tensors, so the two should agree but for workspaces of kernels.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bapo_megatron.commands.plan.hardware import GB
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.policy.device import uses_transformer_engine
+from bapo_megatron.trainer.build import build_policy
+from bapo_megatron.trainer.clip_bounds import Clipping
+from benchmarks.gpu.memory_and_speed import draw
+from benchmarks.gpu.rows import Row, Size
+
+LIMIT = 0.05
+"""Part by which a phase's peak may miss the rehearsed one, beside SLACK_GB."""
+SLACK_GB = 0.5
+"""Workspaces of cuBLAS and cuDNN, which a rehearsal cannot see."""
+ROOT = Path(__file__).parents[2]
+_REHEARSAL_S = 300
+
+_RECIPE = """\
+from pathlib import Path
+
+from bapo_megatron.config import (
+    BatchConfig, DataConfig, EvaluationConfig, ModelConfig, RolloutConfig, RunConfig
+)
+
+
+def recipe() -> RunConfig:
+    folder = Path(__file__).with_name("policy")
+    return RunConfig(
+        name="gpu-check",
+        model=ModelConfig(folder, dtype="bfloat16"),
+        data=DataConfig(folder, max_prompt_tokens=8),
+        rollout=RolloutConfig(prompts_per_step=1, group_size=1, max_response_tokens={response}),
+        batch=BatchConfig(pack_tokens={pack}),
+    )
+"""
+
+
+def rows(size: Size, folder: Path) -> Iterator[Row]:
+    """A row for each phase that was both rehearsed and measured. ``folder`` holds the policy of this size."""
+    recipe = folder / "phases.py"
+    recipe.write_text(_RECIPE.format(pack=size.pack, response=size.pack - 8))
+    rehearsed, said = rehearse(recipe)
+    if rehearsed is None:
+        yield Row("rehearsal", said, "a page of figures", False if size.cuda else None)
+        return
+    if not size.cuda:
+        for phase, peak in rehearsed.items():
+            yield Row(phase, f"rehearsed {peak:.3f} GB; nothing to measure on a CPU")
+        return
+    for phase, peak in measured(size, load_recipe(recipe, RunConfig), folder).items():
+        if phase in rehearsed:
+            yield judged(phase, peak, rehearsed[phase], size.tiny)
+
+
+def judged(phase: str, peak: float, rehearsed: float, tiny: bool) -> Row:
+    """The row of one phase, both peaks in GB. At tiny size workspaces are most of it: told, not judged."""
+    ok = abs(peak - rehearsed) <= LIMIT * rehearsed + SLACK_GB
+    limit = f"within {LIMIT:.0%} and {SLACK_GB} GB"
+    return Row(phase, f"{peak:.2f} GB, rehearsed {rehearsed:.2f}", limit, None if tiny else ok)
+
+
+def rehearse(recipe: Path) -> tuple[dict[str, float] | None, str]:
+    """GB by phase, and the command's last line; None for the former if the command failed."""
+    output = recipe.with_suffix(".json")
+    layers = "te" if uses_transformer_engine(torch.bfloat16) else "torch"
+    flags = ["--layers", layers, "--packs", "1", "--json", str(output)]
+    command = [sys.executable, "-m", "bapo_megatron.cli", "rehearse", str(recipe), *flags]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_REHEARSAL_S)
+    except subprocess.TimeoutExpired:
+        return None, f"not done in {_REHEARSAL_S} s"
+    last = ((done.stdout + done.stderr).strip() or "no output").splitlines()[-1]
+    if not output.is_file():  # with exit code 1 it is written too: the recipe does not fit
+        return None, last[:200]
+    found: dict[str, float] = json.loads(output.read_text())["peak_gb"]
+    return found, last
+
+
+def measured(size: Size, config: RunConfig, folder: Path) -> dict[str, float]:
+    """Peaks of allocated memory in GB, by the rehearsal's names of the phases."""
+    peaks: dict[str, float] = {}
+
+    @contextmanager
+    def phase(name: str) -> Iterator[None]:
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        torch.cuda.synchronize()
+        peaks[name] = torch.cuda.max_memory_allocated() / GB
+
+    with phase("build"):
+        policy = build_policy(config)
+    packs = pack_samples(draw(size)[:1], size.pack, "token", policy.pack_layout)
+    clipping = Clipping(config.algorithm)
+    for number in (1, 2):
+        with phase(f"bounds search {number}"):
+            loss: Any = clipping.loss(policy, packs, on_policy=False)[0]
+        with phase(f"update {number}"):
+            policy.update(packs, loss)
+    with phase("weight sync"):
+        for _name, tensor in policy.hf_weights():
+            del tensor
+    with phase("save"):
+        saving = policy.save(folder / "checkpoint")
+        while not saving.is_written():
+            pass
+    saving.finish()
+    return peaks

@@ -1,0 +1,144 @@
+"""The versions that `make cluster` installs: one contract for both environments, and both resolve."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, canonical, pins
+
+ROOT = Path(__file__).parents[3]
+CLUSTER = ROOT / "cluster"
+PIP = "pip==26.3"
+"""One that reads the metadata of a wheel without its gigabytes (`fast-deps` with `--dry-run`)."""
+
+
+def pinned(name: str) -> dict[str, str]:
+    """Versions in a file of cluster/; extras in brackets are left out."""
+    return {re.sub(r"\[.*\]", "", package): version for package, version in pins(CLUSTER / name).items()}
+
+
+def requirements(distribution: str) -> dict[str, SpecifierSet]:
+    """What an installed package requires, extras included, by canonical name."""
+    found = [Requirement(line) for line in metadata.requires(distribution) or []]
+    return {canonical(one.name): one.specifier for one in found}
+
+
+def test_both_environments_have_one_nccl() -> None:
+    nccl = pinned("nccl.txt")
+    assert list(nccl) == ["nvidia-nccl-cu13"]
+    assert pinned("sglang.txt")["nvidia-nccl-cu13"] == nccl["nvidia-nccl-cu13"]
+    makefile = (ROOT / "Makefile").read_text()
+    for venv in ("CLUSTER_VENV", "CLUSTER_SGLANG_VENV"):
+        recipe = makefile.split(f"$({venv})/.done:")[1].split("\n\n")[0].rstrip().splitlines()
+        assert recipe[-2:] == [f"\t$({venv})/bin/pip install --no-deps -r cluster/nccl.txt", "\ttouch $@"]
+
+
+def test_transformer_engine_is_a_tested_version_that_megatron_wants() -> None:
+    trainer = pinned("trainer.txt")
+    parts = ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
+    versions = {trainer[name] for name in parts}
+    assert len(versions) == 1
+    assert requirements("megatron-core")["transformer-engine"].contains(versions.pop())
+    setup = (ROOT / "setup.py").read_text()
+    assert f'"transformer-engine[core_cu13,pytorch]=={trainer["transformer-engine"]}"' in setup
+    assert "NVTE_BUILD_USE_NVIDIA_WHEELS=1" in (ROOT / "Makefile").read_text()
+
+
+def test_the_versions_are_those_that_the_tests_run() -> None:
+    assert SpecifierSet(">=2.6,<2.14").contains(pins(TRAINING)["torch"])
+    assert '"torch>=2.6,<2.14"' in (ROOT / "setup.py").read_text()
+    servers, tested = pinned("sglang.txt"), pins(SGLANG)
+    assert {name: servers[name] for name in ("sglang", "sglang-router", "transformers")} == {
+        name: tested[name] for name in ("sglang", "sglang-router", "transformers")
+    }
+    assert not set(pinned("trainer.txt")) & set(pins(TRAINING))  # one place for each version
+
+
+def test_flash_attention_is_for_compute_capability_8() -> None:
+    rule = (ROOT / "Makefile").read_text().split('case "$(CLUSTER_ARCH)" in ')[1]
+    assert rule.startswith("8.*) $(CLUSTER_VENV)/bin/pip install")
+    assert rule.split(";;")[0].split()[-1] == "cluster/flash_attn.txt"
+
+
+# --- against the registry ------------------------------------------------------------------------
+
+
+def run_pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """pip with the registry alone: folders of wheels on this machine may hold CPU builds of torch."""
+    keep = {"PIP_CERT", "PIP_INDEX_URL", "PIP_DEFAULT_TIMEOUT", "PIP_PROXY"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PIP_") or k in keep}
+    environment["PIP_CONFIG_FILE"] = os.devnull
+    command = [str(python), "-m", "pip", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter with that pip. Skips where there is no registry."""
+    folder = tmp_path_factory.mktemp("pip") / "env"
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    found = folder / "bin/python"
+    done = run_pip(found, "install", "--quiet", PIP)
+    if done.returncode:
+        pytest.skip(f"no package registry here: {done.stderr.strip().splitlines()[-1]}")
+    return found
+
+
+def resolve(python: Path, folder: Path, *wanted: str) -> dict[str, dict[str, Any]]:
+    """The metadata of each package that pip would install, by canonical name. Nothing is installed."""
+    report = folder / "report.json"
+    how = ("--dry-run", "--ignore-installed", "--use-feature=fast-deps", "--only-binary=:all:")
+    done = run_pip(python, "install", "--quiet", *how, "--report", str(report), *wanted)
+    assert done.returncode == 0, done.stderr
+    installed = [one["metadata"] for one in json.loads(report.read_text())["install"]]
+    return {canonical(one["name"]): one for one in installed}
+
+
+@pytest.mark.slow
+def test_the_servers_environment_resolves_to_what_is_pinned(python: Path, tmp_path: Path) -> None:
+    found = resolve(python, tmp_path, "-r", str(CLUSTER / "sglang.txt"))
+    assert {name: one["version"] for name, one in found.items()} == pinned("sglang.txt")
+
+
+@pytest.mark.slow
+def test_the_trainers_environment_resolves(python: Path, tmp_path: Path) -> None:
+    """CUDA builds beside the tested versions, and a newer NCCL than torch names: of one ABI, so not an older.
+
+    transformer-engine-torch and flash-attn come as source, and their metadata only with torch: looked up.
+    """
+    torch = f"torch=={pins(TRAINING)['torch']}"
+    trainer = pinned("trainer.txt")
+    engine = f"transformer-engine[core_cu13]=={trainer['transformer-engine']}"
+    wheels = [
+        torch,
+        engine,
+        f"wandb=={trainer['wandb']}",
+        f"megatron-core=={pins(TRAINING)['megatron-core']}",
+    ]
+    build = ["-r", str(CLUSTER / "build.txt")]
+    found = resolve(python, tmp_path, "-c", str(TRAINING), *build, *wheels)
+    assert found["transformer-engine-cu13"]["version"] == trainer["transformer-engine-cu13"]
+    assert any(name.startswith("nvidia-cublas") for name in found)  # a CUDA build
+    wanted = Version(found["nvidia-nccl-cu13"]["version"])
+    ours = Version(pinned("nccl.txt")["nvidia-nccl-cu13"])
+    assert wanted.major == ours.major
+    assert wanted <= ours
+    for name, version in {
+        "transformer-engine-torch": trainer["transformer-engine-torch"],
+        "flash-attn": pinned("flash_attn.txt")["flash-attn"],
+        "nvidia-nccl-cu13": str(ours),
+    }.items():
+        listed = run_pip(python, "index", "versions", name).stdout
+        assert version in re.split(r"[\s,:]+", listed), name

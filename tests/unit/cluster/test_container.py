@@ -1,0 +1,140 @@
+"""The container's definition: what it copies exists, what it runs is the Makefile's, and the cluster file for
+pyxis names what it makes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.commands.cluster.cluster_file import load_cluster
+
+ROOT = Path(__file__).parents[3]
+DOCKERFILE = ROOT / "cluster/Dockerfile"
+KNOWN = {"FROM", "SHELL", "ENV", "RUN", "WORKDIR", "COPY", "ARG"}
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The instructions of the Dockerfile, each with its continued lines as one."""
+    lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.startswith("#")]
+    whole = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    return [(line.split()[0], line.partition(" ")[2]) for line in whole.splitlines() if line.strip()]
+
+
+def run_lines() -> list[str]:
+    return [text for name, text in instructions() if name == "RUN"]
+
+
+def test_it_is_a_dockerfile() -> None:
+    found = instructions()
+    assert {name for name, _ in found} == KNOWN
+    assert found[0][0] == "FROM"
+    image, _, tag = found[0][1].partition(":")
+    assert image == "nvidia/cuda"
+    assert re.fullmatch(
+        r"13\.0\.\d-devel-ubuntu24\.04", tag
+    )  # CUDA's compiler, and the CUDA of torch's wheels
+    assert all("apt-get update" in line for line in run_lines() if "apt-get install" in line)
+    assert not any("latest" in text for name, text in found if name == "FROM")
+
+
+def test_it_has_a_compiler_and_the_headers_of_python() -> None:
+    packages = set(" ".join(run_lines()).split())
+    assert {"build-essential", "git", "make", "python3.11", "python3.11-dev", "python3.11-venv"} <= packages
+
+
+def test_every_file_that_it_copies_exists_and_is_sent_to_the_builder() -> None:
+    """And all that `make cluster` and the package's set-up read is copied."""
+    sources = [word for name, text in instructions() if name == "COPY" for word in text.split()[:-1]]
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert set(sources) == sent
+    for source in sources:
+        assert (ROOT / source).exists(), source
+    rules = (ROOT / "Makefile").read_text().split("$(CLUSTER_VENV)/.done:")[1].split("image:")[0]
+    for path in [*re.findall(r"cluster/\w+\.txt", rules), "bapo_megatron/constraints.txt"]:
+        assert (ROOT / path).is_file(), path
+        assert path.split("/")[0] in sources
+
+
+def test_it_installs_by_make_cluster_what_the_cluster_file_names() -> None:
+    (install,) = [
+        line for line in run_lines() if "make" in shlex.split(line) and "cluster" in shlex.split(line)
+    ]
+    words = shlex.split(install[install.index("make") :])
+    assert words[1] == "cluster"
+    variables = dict(word.split("=", 1) for word in words[2:])
+    makefile = (ROOT / "Makefile").read_text()
+    for name in variables:
+        assert re.search(rf"^{name} \?=", makefile, re.MULTILINE), name
+    cluster = load_cluster(ROOT / "slurm/clusters/h100_pyxis.toml")
+    assert cluster.python == f"{variables['CLUSTER_VENV']}/bin/python"
+    assert cluster.sglang_python == f"{variables['CLUSTER_SGLANG_VENV']}/bin/python"
+    assert Path(cluster.container or "").name == re.search(r"^IMAGE \?= (.*)$", makefile, re.MULTILINE)[1]  # type: ignore[index]
+
+
+def test_make_knows_what_the_container_asks_for() -> None:
+    """The commands that would run, by make itself: nothing is installed."""
+    command = [
+        "make",
+        "-n",
+        "-B",
+        "cluster",
+        "PYTHON=python3.11",
+        "CLUSTER_ARCH=8.0",
+        "CLUSTER_VENV=/opt/venv",
+    ]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "python3.11 -m venv /opt/venv" in shown
+    assert "/opt/venv/bin/pip install --no-deps -r cluster/nccl.txt" in shown
+    assert ".venv-cluster-sglang/bin/pip install -r cluster/sglang.txt" in shown
+    assert 'case "8.0" in 8.*)' in shown
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """A folder of made-up docker and enroot that write down how they are called."""
+    for name in ("docker", "enroot"):
+        path = tmp_path / name
+        path.write_text(f'#!/bin/sh\necho "{name} $*" >>"{tmp_path}/calls"\n')
+        path.chmod(0o755)
+    return tmp_path
+
+
+def make_image(path: str, image: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": path, "IMAGE": str(image), "CLUSTER_ARCH": "8.0"}
+    script = [os.environ.get("BASH", "/bin/bash"), str(ROOT / "cluster/make_image.sh")]
+    return subprocess.run(script, env=environment, capture_output=True, text=True)
+
+
+def test_the_image_is_built_and_written_by_one_command(tools: Path) -> None:
+    image = tools / "out.sqsh"
+    done = make_image(f"{tools}:/usr/bin:/bin", image)
+    assert done.returncode == 0, done.stderr
+    build, write = (tools / "calls").read_text().splitlines()
+    tag = build.split("-t ")[1].split()[0]
+    assert re.fullmatch(r"bapo-megatron:\d+\.\d+.*", tag)
+    assert build == f"docker build -f cluster/Dockerfile --build-arg CLUSTER_ARCH=8.0 -t {tag} ."
+    assert write == f"enroot import -o {image} dockerd://{tag}"
+    image.touch()
+    again = make_image(f"{tools}:/usr/bin:/bin", image)
+    assert (again.returncode, "exists" in again.stderr) == (2, True)
+
+
+def test_without_enroot_it_says_what_is_left_to_do(tools: Path) -> None:
+    (tools / "enroot").unlink()
+    done = make_image(f"{tools}:/usr/bin:/bin", tools / "out.sqsh")
+    assert done.returncode == 0
+    assert f"enroot import -o {tools}/out.sqsh dockerd://bapo-megatron:" in done.stdout
+    assert "apptainer build" in done.stdout
+
+
+def test_without_a_builder_it_is_refused(tmp_path: Path) -> None:
+    for name in ("dirname", "sed"):
+        (tmp_path / name).symlink_to(f"/usr/bin/{name}")
+    done = make_image(str(tmp_path), tmp_path / "out.sqsh")
+    assert done.returncode == 2
+    assert "make image needs docker or podman" in done.stderr

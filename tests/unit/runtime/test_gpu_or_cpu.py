@@ -1,0 +1,173 @@
+"""The device of a machine: no process computes on a CPU where a GPU should be, unless it is asked to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bapo_megatron.cli import run as bapo
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.policy.device import has_cuda, select_device
+from bapo_megatron.runtime import device
+from bapo_megatron.runtime.device import gpu_problem, gpu_signs, prepare_device, uses_gpu
+
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 12040)."
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A machine without any sign of a GPU: its PATH, its device files and its environment are made up."""
+    for name in [*device._SLURM_GPUS, "CUDA_VISIBLE_DEVICES", device.DEVICE_VARIABLE]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(device, "_DEVICE_FILES", (tmp_path / "dev", "nvidia[0-9]*"))
+    monkeypatch.setattr(device, "_DRIVER_FILES", (tmp_path / "gpus", "*"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for folder in ("bin", "dev", "gpus"):
+        (tmp_path / folder).mkdir()
+    device.driver_gpus.cache_clear()
+    yield tmp_path
+    device.driver_gpus.cache_clear()
+
+
+def fake_driver(machine: Path, text: str) -> None:
+    """An nvidia-smi of one line of shell."""
+    path = machine / "bin/nvidia-smi"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def init() -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+
+
+def test_a_machine_without_a_gpu_computes_on_its_cpu(bare_machine: Path) -> None:
+    (bare_machine / "dev/nvidiactl").touch()  # no GPU
+    fake_driver(bare_machine, "echo 'NVIDIA-SMI has failed'; exit 9")
+    assert list(gpu_signs()) == []
+    assert not uses_gpu()
+    assert gpu_problem() is None
+
+
+@pytest.mark.parametrize(
+    "name", ["SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS"]
+)
+@pytest.mark.parametrize("value", ["8", "h100:8", "0,1"])
+def test_a_job_that_asked_for_gpus(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert list(gpu_signs()) == [f"{name}={value}"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # something has hidden what the job asked for
+    assert list(gpu_signs()) == [f"{name}={value}"]
+
+
+@pytest.mark.parametrize("value", ["0", "", "h100:0"])
+def test_a_job_without_gpus(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", value)
+    assert list(gpu_signs()) == []
+
+
+def test_signs_of_the_machine(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (bare_machine / "dev/nvidia3").touch()
+    (bare_machine / "gpus/0000:18:00.0").mkdir()
+    fake_driver(bare_machine, "echo NVIDIA H100; echo NVIDIA H100")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert list(gpu_signs()) == [
+        "CUDA_VISIBLE_DEVICES=3",
+        f"{bare_machine}/dev/nvidia3 exists",
+        f"{bare_machine}/gpus/0000:18:00.0 exists",
+        "nvidia-smi lists 2, the first an NVIDIA H100",
+    ]
+    for hidden in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert list(gpu_signs()) == []
+
+
+def test_cuda_that_cannot_be_used_is_refused_with_its_reason(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (bare_machine / "dev/nvidia0").touch()
+    fail_with(monkeypatch, RuntimeError(f"{OLD_DRIVER}\n"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ConfigError) as refused:
+        uses_gpu()
+    text = str(refused.value)
+    assert text.startswith(f"this machine should have a GPU ({bare_machine}/dev/nvidia0 exists), but torch ")
+    assert OLD_DRIVER in text
+    assert "Update the driver to one for CUDA 13.0, R580 or newer" in text
+    assert text.endswith("BAPO_DEVICE=cpu asks for the CPU")
+    for choose in (has_cuda, select_device):  # every place that chooses a device asks the same function
+        with pytest.raises(ConfigError, match="this machine should have a GPU"):
+            choose()
+
+
+def test_a_cpu_build_on_a_machine_with_a_gpu(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_driver(bare_machine, "echo NVIDIA H100")
+    fail_with(monkeypatch, AssertionError("Torch not compiled with CUDA enabled"))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "Torch not compiled with CUDA enabled. Install a CUDA build" in str(gpu_problem())
+
+
+def test_a_gpu_that_works_is_used(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (bare_machine / "dev/nvidia0").touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert uses_gpu()
+    assert gpu_problem() is None
+    monkeypatch.setenv("BAPO_DEVICE", "cpu")
+    assert not uses_gpu()
+
+
+def test_the_cpu_can_be_asked_for(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (bare_machine / "dev/nvidia0").touch()
+    monkeypatch.setenv("BAPO_DEVICE", "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert not uses_gpu()
+    assert gpu_problem() is None
+    prepare_device()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""  # libraries must not find one either
+    monkeypatch.setenv("BAPO_DEVICE", "tpu")
+    with pytest.raises(ConfigError, match="BAPO_DEVICE='tpu': `cpu` asks for the CPU"):
+        uses_gpu()
+
+
+def test_segments_grow_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    prepare_device()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    prepare_device()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    prepare_device()
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+@pytest.mark.parametrize("command", ["train", "verify-parallel", "rollout-server", "eval"])
+def test_commands_that_compute_refuse_the_machine(
+    command: str, bare_machine: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2 and one message, before anything is started; `bapo plan` needs no device."""
+    monkeypatch.setenv("SLURM_GPUS_PER_NODE", "8")
+    fail_with(monkeypatch, RuntimeError("No CUDA GPUs are available"))
+    monkeypatch.setattr(
+        "bapo_megatron.commands.rollout_server.serve", lambda *_: pytest.fail("it was started")
+    )
+    recipe = Path(__file__).parents[3] / "recipes/demo_cpu.py"
+    demo = recipe.parent / "demo"
+    evaluation = [str(demo / "policy"), f"--suite={demo / 'eval.jsonl'}", "--max-response-tokens=64"]
+    flags = evaluation if command == "eval" else [str(recipe)]
+    monkeypatch.chdir(bare_machine if command == "eval" else recipe.parents[1])
+    assert bapo([command, *flags]) == 2
+    error = capfd.readouterr().err
+    assert "error: this machine should have a GPU (SLURM_GPUS_PER_NODE=8)" in error
+    assert "No CUDA GPUs are available" in error
+    assert bapo(["plan", str(recipe.with_name("bp_math_7b_64k.py"))]) == 0

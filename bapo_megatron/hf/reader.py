@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -14,6 +15,13 @@ from bapo_megatron.hf.parameter_map import hf_tensors
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+
+
+class TensorReader(Protocol):
+    """A source of a model's tensors under their Hugging Face names."""
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, whole, as stored."""
 
 
 class HfReader:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.hf.config import read_model_shape
-from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.hf.reader import HfReader, TensorReader
 from bapo_megatron.interfaces import NamedTensors
 from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.background_save import BackgroundSave
@@ -53,10 +53,12 @@ class MegatronPolicy:
         optimizer: OptimizerConfig,
         planned_updates: int,
         temperature: float = 1.0,
+        reader: TensorReader | None = None,
     ) -> None:
         """Build the model of an HF folder with its weights, its optimizer and its schedule.
 
-        ``temperature`` divides the logits: the trained distribution is the sampled one.
+        ``temperature`` divides the logits: the trained distribution is the sampled one. ``reader`` gives the
+        weights; None: those of the folder.
         """
         self.version = 0
         self._parallel = parallel
@@ -67,7 +69,7 @@ class MegatronPolicy:
         self._config = transformer_config(shape, parallel, batch, dtype)
         chunks = build_chunks(self._config, shape, max(shape.max_positions, batch.pack_tokens))
         self._weights = WeightMap(shape, chunks)
-        self._weights.load(HfReader(model.hf_path), chunks, shape.tied)
+        self._weights.load(reader or HfReader(model.hf_path), chunks, shape.tied)
         self._model = self._wrap([chunk.to(self.device) for chunk in chunks], dtype)
         self._optimizer = build_optimizer(optimizer, self._model, dtype)
         self._clip_grad = optimizer.clip_grad

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping, canonical_name, mapping_table
-from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.hf.shards import join, shard, split, unshard
 
 Key = tuple[str, int | None]
@@ -44,7 +44,7 @@ class WeightMap:
             else:
                 yield name, None
 
-    def load(self, reader: HfReader, chunks: Sequence[Any], tied: bool) -> None:
+    def load(self, reader: TensorReader, chunks: Sequence[Any], tied: bool) -> None:
         """Load this rank's part of every parameter from an HF folder."""
         rank = parallel_state.get_tensor_model_parallel_rank()
         size = parallel_state.get_tensor_model_parallel_world_size()
@@ -55,7 +55,7 @@ class WeightMap:
         if tied:
             self._fill_tied_output(reader, chunks, rank, size)
 
-    def _fill_tied_output(self, reader: HfReader, chunks: Sequence[Any], rank: int, size: int) -> None:
+    def _fill_tied_output(self, reader: TensorReader, chunks: Sequence[Any], rank: int, size: int) -> None:
         """Load the last pipeline stage's own copy of a tied embedding."""
         mapping = self.table["embedding.word_embeddings.weight"]
         for chunk in chunks:

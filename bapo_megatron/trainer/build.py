@@ -10,6 +10,7 @@ from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.checkpoint.step_exports import StepExports
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import RunConfig
+from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.interfaces import Policy, Sampler, WeightSync
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.runtime.distributed import is_main
@@ -92,8 +93,11 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
         )
 
 
-def build_policy(config: RunConfig) -> MegatronPolicy:
-    """The policy with the weights of the recipe's model. Process groups must exist."""
+def build_policy(config: RunConfig, reader: TensorReader | None = None) -> MegatronPolicy:
+    """The policy with the weights that ``reader`` gives; None: those of the recipe's model.
+
+    Process groups must exist.
+    """
     return MegatronPolicy(
         config.model,
         config.parallel,
@@ -101,6 +105,7 @@ def build_policy(config: RunConfig) -> MegatronPolicy:
         config.optimizer,
         config.planned_updates,
         config.rollout.temperature,
+        reader,
     )
 
 

@@ -19,12 +19,25 @@ Key = tuple[str, int | None]
 """A parameter of the whole model: its name in the parameter map, and its layer."""
 
 
+def stage_of(key: Key, layers: int, stages: int, virtual: int) -> int:
+    """The pipeline stage that holds a parameter; the first, where several do.
+
+    ``layers`` of the whole model lie in ``stages x virtual`` equal chunks, dealt out to the stages in turn.
+    The embedding is on the first stage; the final norm and the output layer are on the last.
+    """
+    name, layer = key
+    if layer is not None:
+        return layer // (layers // (stages * virtual)) % stages
+    return 0 if name.startswith("embedding.") else stages - 1
+
+
 class WeightMap:
     """The parameters of the whole model, and the parts of them that this rank holds."""
 
     def __init__(self, shape: ModelShape, chunks: Sequence[Any]) -> None:
         self.table = mapping_table(shape)
         self.layers = shape.layers
+        self._chunks = len(chunks)
         self.local: dict[Key, torch.nn.Parameter] = {}
         for chunk in chunks:
             first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
@@ -68,20 +81,13 @@ class WeightMap:
 
         A tensor is valid until the iterator moves on; clone it to keep it.
         """
-        owners = self._owners()
+        stages = parallel_state.get_pipeline_model_parallel_group().size()
         for key in self.keys():
             name, layer = key
             mapping = self.table[name]
-            value = self._whole(key, mapping, owners[key])
+            value = self._whole(key, mapping, stage_of(key, self.layers, stages, self._chunks))
             for hf_name, tensor in zip(mapping.hf_names, split(mapping, value), strict=True):
                 yield hf_name.format(layer=layer), tensor.contiguous()
-
-    def _owners(self) -> dict[Key, int]:
-        """The pipeline rank that holds each parameter; the first, where several do."""
-        group = parallel_state.get_pipeline_model_parallel_group()
-        held: list[list[Key]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(held, list(self.local), group=group)
-        return {key: rank for rank in reversed(range(group.size())) for key in held[rank]}
 
     def _whole(self, key: Key, mapping: Mapping, owner: int) -> Tensor:
         pipeline = parallel_state.get_pipeline_model_parallel_group()

@@ -15,13 +15,14 @@ from bapo_megatron.hf.parameter_map import hf_tensors
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_ALL = slice(None)
 
 
 class TensorReader(Protocol):
     """A source of a model's tensors under their Hugging Face names."""
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, whole, as stored."""
+    def read(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
+        """Rows and columns of one tensor, as stored; all of it where they are not given."""
 
 
 class HfReader:
@@ -36,9 +37,10 @@ class HfReader:
         """Shape of one tensor, from its file's header."""
         return tuple(self._file(self._file_of[name]).get_slice(name).get_shape())
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, whole, as stored."""
-        tensor: Tensor = self._file(self._file_of[name]).get_tensor(name)
+    def read(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
+        """Rows and columns of one tensor, as stored; no other bytes of it are read."""
+        stored = self._file(self._file_of[name]).get_slice(name)
+        tensor: Tensor = stored[rows] if columns == _ALL else stored[rows, columns]
         return tensor
 
     def check(self, shape: ModelShape) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping, canonical_name, mapping_table
 from bapo_megatron.hf.reader import TensorReader
-from bapo_megatron.hf.shards import join, shard, split, unshard
+from bapo_megatron.hf.shards import shard_parts, split, unshard
 
 Key = tuple[str, int | None]
 """A parameter of the whole model: its name in the parameter map, and its layer."""
@@ -58,23 +58,12 @@ class WeightMap:
                 yield name, None
 
     def load(self, reader: TensorReader, chunks: Sequence[Any], tied: bool) -> None:
-        """Load this rank's part of every parameter from an HF folder."""
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        size = parallel_state.get_tensor_model_parallel_world_size()
+        """Load this rank's part of every parameter from an HF folder, and read nothing else."""
         for (name, layer), parameter in self.local.items():
-            mapping = self.table[name]
-            value = join(mapping, [reader.read(n.format(layer=layer)) for n in mapping.hf_names])
-            parameter.data.copy_(shard(mapping, value, rank, size))
-        if tied:
-            self._fill_tied_output(reader, chunks, rank, size)
-
-    def _fill_tied_output(self, reader: TensorReader, chunks: Sequence[Any], rank: int, size: int) -> None:
-        """Load the last pipeline stage's own copy of a tied embedding."""
-        mapping = self.table["embedding.word_embeddings.weight"]
+            _fill(parameter, reader, self.table[name], layer)
         for chunk in chunks:
-            if chunk.post_process and not chunk.pre_process:
-                value = reader.read(mapping.hf_names[0])
-                chunk.output_layer.weight.data.copy_(shard(mapping, value, rank, size))
+            if tied and chunk.post_process and not chunk.pre_process:  # its own copy of the embedding
+                _fill(chunk.output_layer.weight, reader, self.table["embedding.word_embeddings.weight"], None)
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather the model as HF tensors, one parameter at a time, on every rank. Collective.
@@ -107,3 +96,14 @@ class WeightMap:
         pieces = [torch.empty_like(piece) for _ in range(group.size())]
         dist.all_gather(pieces, piece.contiguous(), group)
         return pieces
+
+
+def _fill(parameter: Tensor, reader: TensorReader, mapping: Mapping, layer: int | None) -> None:
+    """Copy this rank's shard of a parameter from its HF tensors, part by part."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    row = 0
+    for source, rows, columns in shard_parts(mapping, rank, size):
+        part = reader.read(mapping.hf_names[source].format(layer=layer), rows, columns)
+        parameter.data[row : row + len(part)].copy_(part)
+        row += len(part)

@@ -76,8 +76,8 @@ class ScaledReader:
     def __init__(self, folder: Path) -> None:
         self._inner = HfReader(folder)
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._inner.read(name) * 2
+    def read(self, name: str, *part: slice) -> torch.Tensor:
+        return self._inner.read(name, *part) * 2
 
 
 def weights_of_reader(folder: Path) -> dict[str, torch.Tensor]:

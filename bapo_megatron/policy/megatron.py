@@ -30,9 +30,10 @@ from bapo_megatron.policy.background_save import BackgroundSave
 from bapo_megatron.policy.device import select_device
 from bapo_megatron.policy.flops import attention_weight
 from bapo_megatron.policy.model import build_chunks, transformer_config
-from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step, state_sums
+from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.passes import Passes
+from bapo_megatron.policy.state.bit_digest import state_digest
 from bapo_megatron.policy.weight_map import WeightMap
 from bapo_megatron.types import MicroBatch, PackLayout, SearchedLoss, TokenFn, TokenStats, UpdateResult
 
@@ -146,11 +147,9 @@ class MegatronPolicy:
         """Learning rate of the last update, 0 before the first."""
         return float(self._optimizer.param_groups[0]["lr"]) if self.version else 0.0
 
-    def optimizer_digest(self) -> list[float]:
-        """Digest of weights and moments on all ranks (``optimizer.state_sums``). Collective."""
-        sums = state_sums(self._optimizer).to(self.device)
-        dist.all_reduce(sums)
-        return [float(value) for value in sums.cpu()]
+    def state_digest(self) -> dict[str, list[str]]:
+        """Digests of the bits of weights and optimizer (``state/bit_digest.py``). Collective."""
+        return state_digest(self._weights, self._optimizer)
 
     def hf_weights(self) -> NamedTensors:
         """All weights under their HF names, whole, on every rank. Collective."""

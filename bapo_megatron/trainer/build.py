@@ -84,7 +84,8 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
             config.rollout, paths.weights, config.model.hf_path, policy, sampler, on_event
         )
         if saved and point.has_work:
-            check_restored(config, policy, sampler, saved)
+            for event in check_restored(config, policy, sampler, saved):
+                on_event(event)
         sync.push(policy, point.first_step - 1)
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
         yield Run(

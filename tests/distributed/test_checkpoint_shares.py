@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader
 
 from bapo_megatron.algo.bapo import grpo
 from bapo_megatron.algo.losses.bapo import search
@@ -22,7 +20,7 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.state.optimizer_state import Piece, cut
 from tests.support.bapo_objective import loss_fn
 from tests.support.models import random_samples, save_tiny_model
-from tests.support.saves import complete
+from tests.support.saves import CountingReader, complete, counting_reads
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
@@ -77,22 +75,6 @@ def save_and_measure(
     return digests, written, sum(read)
 
 
-@contextmanager
-def counting_reads() -> Iterator[list[int]]:
-    """The sizes in the files of all tensors and objects that this rank reads of a checkpoint."""
-    real, sizes = FileSystemReader.read_data, []
-
-    def counted(reader: FileSystemReader, plan: Any, planner: Any) -> Any:
-        sizes.extend(reader.storage_data[item.storage_index].length for item in plan.items)
-        return real(reader, plan, planner)
-
-    FileSystemReader.read_data = counted
-    try:
-        yield sizes
-    finally:
-        FileSystemReader.read_data = real
-
-
 def load_and_digest(folder: Path, dtype: str, parallel: ParallelConfig, path: Path) -> Digests:
     policy = build(folder, dtype, parallel)
     policy.load(path, 2)
@@ -123,7 +105,6 @@ def test_each_rank_writes_and_reads_its_share(
     told = run_layout(save_and_measure, layout, qwen2, dtype, samples, layout, path)
     assert all(digests == told[0][0] for digests, *_ in told)
     assert all(len(copies) == 1 for copies in told[0][0].values())
-    print(*(f"wrote {wrote} read {read}" for _, wrote, read in told), sep="\n")
     total = sum(file.stat().st_size for file in path.glob("*.distcp"))
     assert sum(rank_wrote for _, rank_wrote, _ in told) == total
     largest = 12 * 128 * 32 // layout.tensor  # fc1 and the embedding have 128 x 32 elements
@@ -240,17 +221,6 @@ def test_files_are_those_of_megatron(
     """Checkpoints of earlier versions load, and megatron's own reader loads ours."""
     layout = ParallelConfig(tensor=2, data=2)
     run_layout(megatrons_own, layout, qwen2, samples, layout, tmp_path / "policy", writes)
-
-
-class CountingReader(HfReader):
-    """A reader that counts the bytes of what it gives."""
-
-    count = 0
-
-    def read(self, name: str, *part: slice) -> torch.Tensor:
-        tensor = super().read(name, *part)
-        self.count += tensor.nbytes
-        return tensor
 
 
 def bytes_of_the_model(folder: Path, parallel: ParallelConfig) -> int:

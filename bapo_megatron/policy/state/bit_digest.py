@@ -79,19 +79,19 @@ def merged(ranks: Sequence[_RankSums]) -> dict[str, list[str]]:
 def _sums(weights: WeightMap, optimizer: Any) -> dict[str, tuple[int, int]]:
     """This rank's sums by name: over parameters that TP cuts, and over those that every rank of TP has."""
     device = next(iter(weights.local.values())).device
-    sums = {name: torch.zeros(2, dtype=torch.int64, device=device) for name in (WEIGHTS, *STATES)}
+    names = (WEIGHTS, *STATES)
+    sums = torch.zeros(len(names), 2, dtype=torch.int64, device=device)
     kept = dict(_kept_states(optimizer))
     for key, parameter in weights.local.items():
         mapping = weights.table[key[0]]
         rows, columns = factors(key, mapping, device)
-        column = int(mapping.tp_dim is None)
-        sums[WEIGHTS][column] += bit_sum(parameter.detach().flatten(), 0, rows, columns)
-        if parameter in kept:
-            first, states = kept[parameter]
-            for name in STATES:
-                if name in states:
-                    sums[name][column] += bit_sum(states[name].detach(), first, rows, columns)
-    return {name: (int(values[0]), int(values[1])) for name, values in sums.items()}
+        repeated = int(mapping.tp_dim is None)
+        sums[0, repeated] += bit_sum(parameter.detach().flatten(), 0, rows, columns)
+        first, states = kept.get(parameter, (0, {}))
+        for number, name in enumerate(STATES, 1):
+            if name in states:
+                sums[number, repeated] += bit_sum(states[name].detach(), first, rows, columns)
+    return {name: (cut, whole) for name, (cut, whole) in zip(names, sums.tolist(), strict=True)}
 
 
 def _kept_states(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, tuple[int, dict[str, Tensor]]]]:

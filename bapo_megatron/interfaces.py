@@ -75,8 +75,11 @@ class Policy(Protocol):
     def learning_rate(self) -> float:
         """Learning rate of the last update, 0 before the first."""
 
-    def optimizer_digest(self) -> list[float]:
-        """Sums over the optimizer's state that tell two states apart. Collective, equal on every rank."""
+    def state_digest(self) -> dict[str, list[str]]:
+        """Digests of the bits of weights and optimizer, the same at every layout; equal on every rank.
+
+        A name has one digest where all copies agree, else also those of the copies that differ. Collective.
+        """
 
     def hf_weights(self) -> NamedTensors:
         """All weights, whole, tensor by tensor. Every rank of a replica must run the iterator to its end."""

@@ -21,7 +21,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 FORMAT = 2
 """Version of the directory's layout; a directory of another version is refused."""
 
-_ADDED: dict[str, Any] = {"algorithm.loss": "bapo"}
+_ADDED: dict[str, Any] = {"algorithm.loss": "bapo", "accept_resume_mismatch": []}
 """Fields that older directories of this format lack, with the value that was in force then."""
 
 Change = tuple[str, Any, Any]
@@ -31,7 +31,7 @@ Change = tuple[str, Any, Any]
 # it computes. A name that ends with a dot or an underscore stands for all names that begin with it.
 _STEPS = "steps"
 _MAY_CHANGE = (
-    *(_STEPS, "name", "run_dir", "allow_change", "hang_minutes"),
+    *(_STEPS, "name", "run_dir", "allow_change", "accept_resume_mismatch", "hang_minutes"),
     *("parallel.", "checkpoint.", "logging.", "evaluation.", "batch."),
     *("algorithm.gap_", "algorithm.on_gap"),
     *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),

@@ -29,6 +29,7 @@ from bapo_megatron.config.validation import (
     checkpoint_problems,
     engine_problems,
     hold_problems,
+    mismatch_problems,
     out_of_range,
     pack_problems,
     parallel_problems,
@@ -57,6 +58,9 @@ class RunConfig:
     allow_change: tuple[str, ...] = ()
     """Fields, such as optimizer.lr, whose values may differ from those that the existing run was started
     with."""
+    accept_resume_mismatch: tuple[str, ...] = ()
+    """Differences that the resume check has found and that are accepted, as CHECKPOINT:NAME, such as
+    step_000120:canary. They hold for that checkpoint alone, and events.jsonl records them."""
     hang_minutes: float = 60.0
     """Hang watchdog: a process that makes no update for so long, and does not wait for rollouts, prints all
     its stacks and ends. 0: never."""
@@ -118,6 +122,7 @@ class RunConfig:
         yield from reward_problems(self.reward, self.rollout.max_response_tokens)
         yield from checkpoint_problems(self.checkpoint, self.evaluation)
         yield from range_problems(self.data, self.optimizer)
+        yield from mismatch_problems(self.accept_resume_mismatch)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ _LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool]]] = {
     Lt: ("below", operator.lt),
 }
 
+_MISMATCH = re.compile(r"step_\d+(_update_\d+)?:(version|weights|optimizer|canary|learning_rate|sampler)")
+
 
 def flat(config: object, prefix: str = "") -> dict[str, object]:
     """The leaf values of nested dataclasses under dotted names, e.g. ``optimizer.lr``."""
@@ -174,6 +176,16 @@ def checkpoint_problems(checkpoint: CheckpointConfig, evaluation: EvaluationConf
             f"evaluation.every={evaluation.every} is no multiple of checkpoint.every={every}: then "
             "checkpoint.keep_best would look at weights that have no checkpoint"
         )
+
+
+def mismatch_problems(accepted: tuple[str, ...]) -> Iterator[str]:
+    """Names of accepted differences that are not of the form that the resume check prints."""
+    for name in accepted:
+        if not _MISMATCH.fullmatch(name):
+            yield (
+                f"accept_resume_mismatch={name}: must be CHECKPOINT:NAME as the resume check has printed it, "
+                "such as step_000120:canary"
+            )
 
 
 def engine_problems(rollout: RolloutConfig, longest_request: int) -> Iterator[str]:

@@ -64,6 +64,16 @@ def unscored(sequences: Sequence[CanarySequence]) -> list[Sample]:
     return [_sample(one, np.zeros(len(one.log_ratio_R), np.float32)) for one in sequences]
 
 
+def numbered(sequences: Sequence[CanarySequence]) -> list[Sample]:
+    """Samples with the numbers 0, 1, ... of the response tokens of the batch in place of rollout log-probs:
+    they find a token again, in whatever pack and on whatever rank it is."""
+    ends = np.cumsum([len(one.log_ratio_R) for one in sequences])
+    return [
+        _sample(one, np.arange(end - len(one.log_ratio_R), end, dtype=np.float32))
+        for one, end in zip(sequences, ends, strict=True)
+    ]
+
+
 def scored(
     sequences: Sequence[CanarySequence], log_probs: Sequence[np.ndarray], bounds: BoundsConfig, loss_mean: str
 ) -> list[Sample]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -14,6 +15,14 @@ from bapo_megatron.hf.parameter_map import hf_tensors
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_ALL = slice(None)
+
+
+class TensorReader(Protocol):
+    """A source of a model's tensors under their Hugging Face names."""
+
+    def read(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
+        """Rows and columns of one tensor, as stored; all of it where they are not given."""
 
 
 class HfReader:
@@ -28,9 +37,10 @@ class HfReader:
         """Shape of one tensor, from its file's header."""
         return tuple(self._file(self._file_of[name]).get_slice(name).get_shape())
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, whole, as stored."""
-        tensor: Tensor = self._file(self._file_of[name]).get_tensor(name)
+    def read(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> Tensor:
+        """Rows and columns of one tensor, as stored; no other bytes of it are read."""
+        stored = self._file(self._file_of[name]).get_slice(name)
+        tensor: Tensor = stored[rows] if columns == _ALL else stored[rows, columns]
         return tensor
 
     def check(self, shape: ModelShape) -> None:

@@ -2,12 +2,14 @@
 
 ``join`` turns HF tensors into the *global* parameter (as if TP were 1), ``split`` turns it back; ``shard``
 cuts the global parameter for one TP rank, ``unshard`` is its inverse. All follow ``parameter_map.py`` and
-only move values, so a round trip is exact to the bit.
+only move values, so a round trip is exact to the bit. ``shard_parts`` says which rows and columns of the HF
+tensors a shard is made of, so that a rank reads no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +37,40 @@ def shard(mapping: Mapping, value: Tensor, rank: int, size: int) -> Tensor:
         return value
     parts = value.chunk(mapping.tp_parts, mapping.tp_dim)
     return _cat([part.chunk(size, mapping.tp_dim)[rank] for part in parts], mapping.tp_dim)
+
+
+class Part(NamedTuple):
+    """A part of an HF tensor: some of its rows, and of those all columns or some."""
+
+    source: int
+    """Index of the HF tensor among the parameter's."""
+    rows: slice
+    columns: slice = slice(None)
+
+
+def shard_parts(mapping: Mapping, rank: int, size: int) -> Iterator[Part]:
+    """The parts of HF tensors that stack up to the shard of TP rank ``rank`` of ``size``."""
+    if mapping.tp_dim == 1:
+        width = mapping.shape[1] // size
+        for segment in mapping.segments:
+            rows = slice(segment.row, segment.row + segment.rows)
+            yield Part(segment.source, rows, slice(rank * width, (rank + 1) * width))
+        return
+    parts, ranks, own = (1, 1, 0) if mapping.tp_dim is None else (mapping.tp_parts, size, rank)
+    height = mapping.shape[0] // parts // ranks
+    for part in range(parts):
+        begin = (part * ranks + own) * height
+        yield from _rows(mapping, begin, begin + height)
+
+
+def _rows(mapping: Mapping, begin: int, end: int) -> Iterator[Part]:
+    """The rows ``begin`` to ``end`` of the global parameter, as rows of its HF tensors."""
+    above = 0
+    for segment in mapping.segments:
+        first, last = max(begin, above), min(end, above + segment.rows)
+        if first < last:
+            yield Part(segment.source, slice(segment.row + first - above, segment.row + last - above))
+        above += segment.rows
 
 
 def unshard(mapping: Mapping, pieces: Sequence[Tensor]) -> Tensor:

@@ -20,10 +20,15 @@ from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
 )
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.policy.background_save import BackgroundSave, replace_results_queue
+from bapo_megatron.policy.state.optimizer_state import share_among_ranks
 
 _CONTENT = {
     "singleton_local_shards": False,
@@ -43,7 +48,7 @@ def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
     request = dist_checkpointing.save(
         {**_state(model, optimizer, loading=False), "written_at": _layout(len(model))},
         str(path),
-        get_default_save_sharded_strategy("torch_dist", 1),
+        FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist", 1), _replicas()),
         async_sharded_save=True,
         content_metadata=_CONTENT,
     )
@@ -56,7 +61,8 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     for wrapper, adam in inner:
         _create_adam_state(adam)
         _supply_step(wrapper, adam)
-    state = _read(_state(model, optimizer, loading=True), path, get_default_load_sharded_strategy(str(path)))
+    strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(path)), _replicas())
+    state = _read(_state(model, optimizer, loading=True), path, strategy)
     for name, chunk in _named_chunks(model):
         chunk.load_state_dict(state[name], strict=True)
     settings = [_settings(group) for group in optimizer.param_groups]
@@ -91,8 +97,15 @@ def _read(asked: dict[str, Any], path: Path, strategy: Any) -> dict[str, Any]:
     return dict(state)
 
 
+def _replicas() -> Any:
+    """The ranks of DP x CP, which hold the same weights: each writes and reads its share of them."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
 def _state(model: Sequence[Any], optimizer: Any, loading: bool) -> dict[str, Any]:
-    metadata = {**_CONTENT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    for wrapper in optimizer.chained_optimizers:
+        share_among_ranks(wrapper)
+    metadata = {**_CONTENT, "dp_cp_group": _replicas()}
     state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(model)}
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     return state

@@ -23,16 +23,17 @@ from torch import Tensor
 
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.hf.config import read_model_shape
-from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.hf.reader import HfReader, TensorReader
 from bapo_megatron.interfaces import NamedTensors
 from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.background_save import BackgroundSave
 from bapo_megatron.policy.device import release_cached_memory, select_device
 from bapo_megatron.policy.flops import attention_weight
 from bapo_megatron.policy.model import build_chunks, transformer_config
-from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step, state_sums
+from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.passes import Passes
+from bapo_megatron.policy.state.bit_digest import state_digest
 from bapo_megatron.policy.weight_map import WeightMap
 from bapo_megatron.types import MicroBatch, PackLayout, SearchedLoss, TokenFn, TokenStats, UpdateResult
 
@@ -53,10 +54,12 @@ class MegatronPolicy:
         optimizer: OptimizerConfig,
         planned_updates: int,
         temperature: float = 1.0,
+        reader: TensorReader | None = None,
     ) -> None:
         """Build the model of an HF folder with its weights, its optimizer and its schedule.
 
-        ``temperature`` divides the logits: the trained distribution is the sampled one.
+        ``temperature`` divides the logits: the trained distribution is the sampled one. ``reader`` gives the
+        weights; None: those of the folder.
         """
         self.version = 0
         self._parallel = parallel
@@ -68,7 +71,7 @@ class MegatronPolicy:
         positions = max(shape.max_positions, batch.pack_tokens)
         chunks = build_chunks(self._config, shape, positions, batch.pack_tokens)
         self._weights = WeightMap(shape, chunks)
-        self._weights.load(HfReader(model.hf_path), chunks, shape.tied)
+        self._weights.load(reader or HfReader(model.hf_path), chunks, shape.tied)
         self._model = self._wrap([chunk.to(self.device) for chunk in chunks], dtype)
         self._optimizer = build_optimizer(optimizer, self._model, dtype)
         self._clip_grad = optimizer.clip_grad
@@ -145,11 +148,9 @@ class MegatronPolicy:
         """Learning rate of the last update, 0 before the first."""
         return float(self._optimizer.param_groups[0]["lr"]) if self.version else 0.0
 
-    def optimizer_digest(self) -> list[float]:
-        """Digest of weights and moments on all ranks (``optimizer.state_sums``). Collective."""
-        sums = state_sums(self._optimizer).to(self.device)
-        dist.all_reduce(sums)
-        return [float(value) for value in sums.cpu()]
+    def state_digest(self) -> dict[str, list[str]]:
+        """Digests of the bits of weights and optimizer (``state/bit_digest.py``). Collective."""
+        return state_digest(self._weights, self._optimizer)
 
     def hf_weights(self) -> NamedTensors:
         """All weights under their HF names, whole, on every rank. Collective."""

@@ -49,21 +49,6 @@ def clipped_step(optimizer: Any, clip_grad: float) -> float:
     return norm
 
 
-def state_sums(optimizer: Any) -> torch.Tensor:
-    """Sums over this rank's part of the optimizer's state, float64, [3]: squares of the weights, squares of
-    the first moments, and second moments."""
-    sums = torch.zeros(3, dtype=torch.float64)
-    for part in optimizer.chained_optimizers:
-        inner = part.optimizer
-        for parameter in (p for group in inner.param_groups for p in group["params"]):
-            state = inner.state[parameter]
-            terms = [parameter.data.double().square().sum()]
-            if "exp_avg" in state:
-                terms += [state["exp_avg"].double().square().sum(), state["exp_avg_sq"].double().sum()]
-            sums[: len(terms)] += torch.stack(terms).cpu()
-    return sums
-
-
 def build_schedule(config: OptimizerConfig, optimizer: Any, planned_updates: int) -> OptimizerParamScheduler:
     """The learning-rate schedule over the number of updates begun: warmup, then decay to ``min_lr``."""
     warmup = config.warmup_updates

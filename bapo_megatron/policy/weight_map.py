@@ -12,11 +12,23 @@ from torch import Tensor
 
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping, canonical_name, mapping_table
-from bapo_megatron.hf.reader import HfReader
-from bapo_megatron.hf.shards import join, shard, split, unshard
+from bapo_megatron.hf.reader import TensorReader
+from bapo_megatron.hf.shards import shard_parts, split, unshard
 
 Key = tuple[str, int | None]
 """A parameter of the whole model: its name in the parameter map, and its layer."""
+
+
+def stage_of(key: Key, layers: int, stages: int, virtual: int) -> int:
+    """The pipeline stage that holds a parameter; the first, where several do.
+
+    ``layers`` of the whole model lie in ``stages x virtual`` equal chunks, dealt out to the stages in turn.
+    The embedding is on the first stage; the final norm and the output layer are on the last.
+    """
+    name, layer = key
+    if layer is not None:
+        return layer // (layers // (stages * virtual)) % stages
+    return 0 if name.startswith("embedding.") else stages - 1
 
 
 class WeightMap:
@@ -25,6 +37,7 @@ class WeightMap:
     def __init__(self, shape: ModelShape, chunks: Sequence[Any]) -> None:
         self.table = mapping_table(shape)
         self.layers = shape.layers
+        self._chunks = len(chunks)
         self.local: dict[Key, torch.nn.Parameter] = {}
         for chunk in chunks:
             first_layer = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0
@@ -44,44 +57,26 @@ class WeightMap:
             else:
                 yield name, None
 
-    def load(self, reader: HfReader, chunks: Sequence[Any], tied: bool) -> None:
-        """Load this rank's part of every parameter from an HF folder."""
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        size = parallel_state.get_tensor_model_parallel_world_size()
+    def load(self, reader: TensorReader, chunks: Sequence[Any], tied: bool) -> None:
+        """Load this rank's part of every parameter from an HF folder, and read nothing else."""
         for (name, layer), parameter in self.local.items():
-            mapping = self.table[name]
-            value = join(mapping, [reader.read(n.format(layer=layer)) for n in mapping.hf_names])
-            parameter.data.copy_(shard(mapping, value, rank, size))
-        if tied:
-            self._fill_tied_output(reader, chunks, rank, size)
-
-    def _fill_tied_output(self, reader: HfReader, chunks: Sequence[Any], rank: int, size: int) -> None:
-        """Load the last pipeline stage's own copy of a tied embedding."""
-        mapping = self.table["embedding.word_embeddings.weight"]
+            _fill(parameter, reader, self.table[name], layer)
         for chunk in chunks:
-            if chunk.post_process and not chunk.pre_process:
-                value = reader.read(mapping.hf_names[0])
-                chunk.output_layer.weight.data.copy_(shard(mapping, value, rank, size))
+            if tied and chunk.post_process and not chunk.pre_process:  # its own copy of the embedding
+                _fill(chunk.output_layer.weight, reader, self.table["embedding.word_embeddings.weight"], None)
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather the model as HF tensors, one parameter at a time, on every rank. Collective.
 
         A tensor is valid until the iterator moves on; clone it to keep it.
         """
-        owners = self._owners()
+        stages = parallel_state.get_pipeline_model_parallel_group().size()
         for key in self.keys():
             name, layer = key
             mapping = self.table[name]
-            value = self._whole(key, mapping, owners[key])
+            value = self._whole(key, mapping, stage_of(key, self.layers, stages, self._chunks))
             for hf_name, tensor in zip(mapping.hf_names, split(mapping, value), strict=True):
                 yield hf_name.format(layer=layer), tensor.contiguous()
-
-    def _owners(self) -> dict[Key, int]:
-        """The pipeline rank that holds each parameter; the first, where several do."""
-        group = parallel_state.get_pipeline_model_parallel_group()
-        held: list[list[Key]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(held, list(self.local), group=group)
-        return {key: rank for rank in reversed(range(group.size())) for key in held[rank]}
 
     def _whole(self, key: Key, mapping: Mapping, owner: int) -> Tensor:
         pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -101,3 +96,14 @@ class WeightMap:
         pieces = [torch.empty_like(piece) for _ in range(group.size())]
         dist.all_gather(pieces, piece.contiguous(), group)
         return pieces
+
+
+def _fill(parameter: Tensor, reader: TensorReader, mapping: Mapping, layer: int | None) -> None:
+    """Copy this rank's shard of a parameter from its HF tensors, part by part."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    row = 0
+    for source, rows, columns in shard_parts(mapping, rank, size):
+        part = reader.read(mapping.hf_names[source].format(layer=layer), rows, columns)
+        parameter.data[row : row + len(part)].copy_(part)
+        row += len(part)

@@ -10,6 +10,7 @@ from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.checkpoint.step_exports import StepExports
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import RunConfig
+from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.interfaces import Policy, Sampler, WeightSync
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.runtime.distributed import is_main
@@ -83,7 +84,8 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
             config.rollout, paths.weights, config.model.hf_path, policy, sampler, on_event
         )
         if saved and point.has_work:
-            check_restored(config, policy, sampler, saved)
+            for event in check_restored(config, policy, sampler, saved):
+                on_event(event)
         sync.push(policy, point.first_step - 1)
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
         yield Run(
@@ -92,8 +94,11 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
         )
 
 
-def build_policy(config: RunConfig) -> MegatronPolicy:
-    """The policy with the weights of the recipe's model. Process groups must exist."""
+def build_policy(config: RunConfig, reader: TensorReader | None = None) -> MegatronPolicy:
+    """The policy with the weights that ``reader`` gives; None: those of the recipe's model.
+
+    Process groups must exist.
+    """
     return MegatronPolicy(
         config.model,
         config.parallel,
@@ -101,6 +106,7 @@ def build_policy(config: RunConfig) -> MegatronPolicy:
         config.optimizer,
         config.planned_updates,
         config.rollout.temperature,
+        reader,
     )
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bapo_megatron.checkpoint.reader import Checkpoint, latest_checkpoint
-from bapo_megatron.checkpoint.resume_check import fingerprint_differences, state_fingerprint
+from bapo_megatron.checkpoint.resume_check import (
+    fingerprint_differences,
+    has_digests,
+    state_fingerprint,
+)
 from bapo_megatron.checkpoint.run_directory import Change, changed_settings, check_partial_step
 from bapo_megatron.checkpoint.writer import clear_leftovers
 from bapo_megatron.config import RunConfig
@@ -59,14 +63,38 @@ def find_resume_point(config: RunConfig) -> ResumePoint:
     return ResumePoint(latest, first_step, partial, has_work, changed)
 
 
-def check_restored(config: RunConfig, policy: Policy, sampler: Sampler | None, saved: Checkpoint) -> None:
+def check_restored(
+    config: RunConfig, policy: Policy, sampler: Sampler | None, saved: Checkpoint
+) -> list[dict[str, Any]]:
     """Resume check: ResumeError, on every rank, if the restored state is not the one that was saved.
 
-    ``sampler`` is None on every rank but 0. Collective.
+    Returns the events to record: of differences that ``config.accept_resume_mismatch`` names, and of a
+    checkpoint that holds too little to compare. ``sampler`` is None on every rank but 0. Collective.
     """
+    stored = saved.trainer["certificate"]
     found = state_fingerprint(config, policy, share(sampler.state() if sampler else None))
-    if lines := fingerprint_differences(config, saved.trainer["certificate"], found):
-        raise ResumeError(f"{saved.path} does not come back as it was saved:\n" + "\n".join(lines))
+    differences = fingerprint_differences(config, stored, found)
+    names = {f"{saved.path.name}:{name}": line for name, line in differences.items()}
+    if refused := [name for name in names if name not in config.accept_resume_mismatch]:
+        raise ResumeError(
+            f"{saved.path} does not come back as it was saved:\n"
+            + "\n".join(names[name] for name in refused)
+            + "\nif you know why and want to train on what came back: --accept-resume-mismatch "
+            + " ".join(names)
+        )
+    events = []
+    if names:
+        events.append(
+            {
+                "kind": "resume_mismatch_accepted",
+                "checkpoint": saved.path.name,
+                "differences": differences,
+            }
+        )
+    if not has_digests(stored):
+        message = "written by an earlier version: weights and optimizer are not compared bit by bit"
+        events.append({"kind": "resume_check", "checkpoint": saved.path.name, "message": message})
+    return events
 
 
 def _lacks_last_evaluation(config: RunConfig, latest: Checkpoint | None) -> bool:

@@ -11,6 +11,7 @@ import torch
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.hf.export import export_hf
+from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 from tests.support.models import FAMILIES, random_samples, save_tiny_model, tiny_model
@@ -67,6 +68,30 @@ def test_long_positions_see_llama_rope_scaling(tmp_path: Path) -> None:
     assert max(s.positions for s in samples) > 3000
     [worst] = run_layout(worst_long_difference, ONE, folder, samples)
     assert worst < 2e-5
+
+
+class ScaledReader:
+    """The tensors of a folder, doubled."""
+
+    def __init__(self, folder: Path) -> None:
+        self._inner = HfReader(folder)
+
+    def read(self, name: str, *part: slice) -> torch.Tensor:
+        return self._inner.read(name, *part) * 2
+
+
+def weights_of_reader(folder: Path) -> dict[str, torch.Tensor]:
+    model, batch = ModelConfig(folder, "float32"), BatchConfig(pack_tokens=96)
+    policy = MegatronPolicy(model, ONE, batch, OptimizerConfig(), 1, reader=ScaledReader(folder))
+    return {name: tensor.clone() for name, tensor in policy.hf_weights()}
+
+
+def test_weights_come_from_the_reader_that_is_given(tmp_path: Path) -> None:
+    folder = save_tiny_model("qwen2", tmp_path)
+    [weights] = run_layout(weights_of_reader, ONE, folder)
+    stored = HfReader(folder)
+    assert weights
+    assert all(torch.equal(tensor, stored.read(name) * 2) for name, tensor in weights.items())
 
 
 def worst_long_difference(folder: Path, samples: list[Sample]) -> float:

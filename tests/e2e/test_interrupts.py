@@ -95,8 +95,8 @@ def test_what_does_not_come_back_as_it_was_saved_is_not_trained_on(tmp_path: Pat
     finish(start(run_dir, "--steps=2"))
     [newest] = sorted((run_dir / "checkpoints").glob("step_*"))[-1:]
     trainer = json.loads((newest / "trainer.json").read_text())
-    trainer["certificate"]["canary"][0] += 0.001
-    trainer["certificate"]["optimizer"][1] *= 1 + 1e-9
+    trainer["certificate"]["canary"]["log_probs"][0] += 1.0
+    trainer["certificate"]["state"]["exp_avg"] = ["0123456789abcdef"]
     (newest / "trainer.json").write_text(json.dumps(trainer))
     _sign(newest, "trainer.json")
     process = start(run_dir, "--steps=3")
@@ -104,9 +104,16 @@ def test_what_does_not_come_back_as_it_was_saved_is_not_trained_on(tmp_path: Pat
     assert process.returncode == 2
     assert "does not come back as it was saved" in output
     assert "log-probs of the canary" in output
-    assert "digest of the optimizer" in output
+    assert "bits of the optimizer: exp_avg 0123456789abcdef in the checkpoint" in output
     assert "learning rate" not in output
     assert len(read_jsonl(run_dir / "metrics.jsonl")) == 2
+    names = [f"{newest.name}:optimizer", f"{newest.name}:canary"]
+    assert f"--accept-resume-mismatch {' '.join(names)}" in output
+    finish(start(run_dir, "--steps=3", "--accept-resume-mismatch", *names))
+    events = read_jsonl(run_dir / "events.jsonl")
+    [accepted] = [row for row in events if row["kind"] == "resume_mismatch_accepted"]
+    assert accepted["checkpoint"] == newest.name
+    assert sorted(accepted["differences"]) == ["canary", "optimizer"]
 
 
 def _sign(checkpoint: Path, name: str) -> None:

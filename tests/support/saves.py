@@ -1,15 +1,19 @@
-"""Checkpoints that are written at once, for tests of other things."""
+"""Checkpoints that are written at once, for tests of other things, and counts of what is read."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 
 from bapo_megatron.checkpoint.store import CheckpointStore
+from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.interfaces import Saving
 
 
@@ -47,3 +51,30 @@ def complete(saving: Saving) -> None:
         time.sleep(0.01)
     dist.barrier()
     saving.finish()
+
+
+@contextmanager
+def counting_reads() -> Iterator[list[int]]:
+    """The sizes in the files of all tensors and objects that this rank reads of a checkpoint."""
+    real, sizes = FileSystemReader.read_data, []
+
+    def counted(reader: FileSystemReader, plan: Any, planner: Any) -> Any:
+        sizes.extend(reader.storage_data[item.storage_index].length for item in plan.items)
+        return real(reader, plan, planner)
+
+    FileSystemReader.read_data = counted
+    try:
+        yield sizes
+    finally:
+        FileSystemReader.read_data = real
+
+
+class CountingReader(HfReader):
+    """A reader of a model folder that counts the bytes of what it gives."""
+
+    count = 0
+
+    def read(self, name: str, *part: slice) -> torch.Tensor:
+        tensor = super().read(name, *part)
+        self.count += tensor.nbytes
+        return tensor

@@ -83,7 +83,7 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
         head=head,
         buffers=buffers,
         reserve=_FIXED + _FRAGMENTATION * (activations + workspace + head),
-        saving=steady + _save_buffers(job, parameters.total),
+        saving=steady + _save_buffers(job),
         syncing=steady + sync_bytes(job),
     )
 
@@ -120,16 +120,17 @@ def sync_bytes(job: Job) -> float:
 
 
 def host_bytes(job: Job) -> float:
-    """Host memory of a node while it saves a checkpoint (``fully_reshardable``, megatron-core 0.16.1).
+    """Host memory of a node while it saves a checkpoint: copies of what its ranks write.
 
-    Every rank gathers master and moments of its model shard, 12 B a parameter, whole; on the way each of
-    the three exists twice more (received, and joined). Rank 0 of each shard also stages the weights.
+    Master weight, moments and weight are 12 + b bytes a parameter, which the ranks of DP x CP share
+    (``policy/state/optimizer_state.py``). Parameters are written whole: a rank may write one more than its
+    share, at most the largest.
     """
     largest = max(
         stage_parameters(job.shape, job.parallel, stage).total for stage in range(job.parallel.pipeline)
     )
-    rank = 3 * _FP32 * largest + max(2 * _FP32 * largest / job.parallel.virtual, job.element * largest)
-    return rank * job.gpus_on_node
+    share = (3 * _FP32 + job.element) * largest / job.optimizer_shards
+    return (share + 3 * _cut_parameter(job)) * job.gpus_on_node
 
 
 def _workspace(job: Job) -> float:
@@ -164,8 +165,14 @@ def _buffers(job: Job) -> float:
     return pipeline + ring + job.micro_batches * job.tokens * PACK_COLUMNS
 
 
-def _save_buffers(job: Job, parameters: int) -> float:
-    """Buffers of the optimizer save: one float32 state of one model chunk, gathered over DP x CP, joined once
-    more, and this rank's shard."""
-    chunk = parameters / job.parallel.virtual
-    return _FP32 * chunk * (2 + 1 / job.optimizer_shards)
+def _save_buffers(job: Job) -> float:
+    """Buffers of the optimizer save: pieces of one float32 state that go to the owners of their parameters,
+    and those that come; at most the largest parameter each."""
+    return 2 * _cut_parameter(job)
+
+
+def _cut_parameter(job: Job) -> float:
+    """A float32 state of the largest parameter on a rank, which DP x CP may cut; 0 where nothing is cut."""
+    if job.optimizer_shards == 1:
+        return 0.0
+    return _FP32 * largest_parameter(job.shape) / job.parallel.tensor

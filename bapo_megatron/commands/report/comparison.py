@@ -15,8 +15,8 @@ from bapo_megatron.commands.report.text import NO_VALUE, event_cells, number, re
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 
-_NOT_SETTINGS = ("name", "run_dir", "allow_change")
-_SHOWN_EVENTS = ("start", "resume", "config_changed", *LOSS_EVENTS)
+_NOT_SETTINGS = ("name", "run_dir", "allow_change", "accept_resume_mismatch")
+_SHOWN_EVENTS = ("start", "resume", "resume_mismatch_accepted", "config_changed", *LOSS_EVENTS)
 
 
 @dataclass(frozen=True)

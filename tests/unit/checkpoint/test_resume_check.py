@@ -2,65 +2,177 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from bapo_megatron.checkpoint.resume_check import Fingerprint, fingerprint_differences
+from bapo_megatron.checkpoint import resume_check
+from bapo_megatron.checkpoint.resume_check import Fingerprint, fingerprint_differences, state_fingerprint
 from bapo_megatron.config import DataConfig, ModelConfig, RunConfig
+from bapo_megatron.data.canary import CanarySpec, canary_sequences, numbered
+from bapo_megatron.types import MicroBatch, PackLayout, TokenFn, TokenStats
 
+TOKENS = 150
+LOG_PROBS = np.random.default_rng(1).uniform(-20, -0.1, TOKENS)
 STORED: Fingerprint = {
-    "layout": {"tensor": 1, "processes": 1},
+    "dtype": "bfloat16",
     "version": 8,
-    "canary": [-100.0, 50.0],
-    "optimizer": [1.0, 2.0],
+    "state": {"weights": ["aa"], "param": ["bb"], "exp_avg": ["cc"], "exp_avg_sq": ["dd"], "step": ["8"]},
+    "canary": {"log_probs": LOG_PROBS.tolist()},
     "learning_rate": 1e-6,
     "sampler": {"taken": 10, "served": 4, "next_number": 12},
 }
-CLOSE = [-100.0 * (1 + 5e-6), 50.0]
-OTHER_LAYOUT = {"tensor": 2, "processes": 2}
 
 
-def found(allow_change: tuple[str, ...] = (), **changed: Any) -> list[str]:
-    model = ModelConfig(Path("m"), dtype="float32")
-    config = RunConfig("test", model, DataConfig(Path("d")), allow_change=allow_change)
-    return fingerprint_differences(config, STORED, {**STORED, **changed})
+def config(dtype: str = "bfloat16", allow_change: tuple[str, ...] = ()) -> RunConfig:
+    return RunConfig("test", ModelConfig(Path("m"), dtype), DataConfig(Path("d")), allow_change=allow_change)
 
 
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+def found(allow_change: tuple[str, ...] = (), dtype: str = "bfloat16", **changed: Any) -> dict[str, str]:
+    return fingerprint_differences(config(dtype, allow_change), STORED, {**STORED, **changed})
+
+
+def state(**changed: list[str]) -> dict[str, list[str]]:
+    return {**STORED["state"], **changed}
+
+
+def with_noise(scale: float, seed: int) -> dict[str, list[float]]:
+    noise = np.random.default_rng(seed).normal(scale=scale, size=TOKENS)
+    return {"log_probs": (LOG_PROBS + noise).tolist()}
 
 
 def test_the_same_state_passes_and_the_sampler_may_be_ahead() -> None:
-    assert found() == []
-    assert found(sampler={"taken": 11, "served": 5, "next_number": 12}) == []
+    assert found() == {}
+    assert found(sampler={"taken": 11, "served": 5, "next_number": 12}) == {}
 
 
 @pytest.mark.parametrize(
-    ("changed", "line"),
+    ("changed", "name", "line"),
     [
-        ({"version": 9}, "version of the policy: 8 in the checkpoint, 9 now"),
-        ({"canary": CLOSE}, "log-probs of the canary"),
-        ({"optimizer": [1.0, 2.1]}, "digest of the optimizer: [1.0, 2.0] in the checkpoint, [1.0, 2.1] now"),
-        ({"learning_rate": 2e-6}, "learning rate: 1e-06 in the checkpoint, 2e-06 now"),
+        ({"version": 9}, "version", "version of the policy: 8 in the checkpoint, 9 now"),
+        (
+            {"state": state(weights=["ab"])},
+            "weights",
+            "bits of the weights: weights aa in the checkpoint, ab now",
+        ),
+        (
+            {"state": state(weights=["aa", "ab"])},
+            "weights",
+            "bits of the weights: weights aa in the checkpoint, aa and ab now",
+        ),
+        (
+            {"state": state(exp_avg=["c0"], step=["7", "8"])},
+            "optimizer",
+            "bits of the optimizer: exp_avg cc in the checkpoint, c0 now; "
+            "step 8 in the checkpoint, 7 and 8 now",
+        ),
+        (
+            {"learning_rate": 2e-6},
+            "learning_rate",
+            "learning rate: 1e-06 in the checkpoint, 2e-06 now",
+        ),
         (
             {"sampler": {**STORED["sampler"], "served": 3}},
-            "the sampler's served, at least: 4 in the checkpoint",
+            "sampler",
+            "the sampler: served at least 4 in the checkpoint, 3 now",
         ),
     ],
 )
-def test_each_difference_has_a_line(changed: dict[str, Any], line: str) -> None:
-    [told] = found(**changed)
-    assert told.startswith(line)
+def test_each_difference_has_a_line(changed: dict[str, Any], name: str, line: str) -> None:
+    assert found(**changed) == {name: line}
 
 
-def test_another_layout_compares_to_rounding_and_no_digest() -> None:
-    assert found(layout=OTHER_LAYOUT, canary=CLOSE, optimizer=[7.0]) == []
-    assert found(layout=OTHER_LAYOUT, canary=[-100.1, 50.0]) != []
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_of_bfloat16_passes(seed: int) -> None:
+    """0.05 nats a token; twenty draws, since one could be lucky. The sum of such log-probs, each times a
+    random sign, nearly cancels: a tolerance relative to it refuses good checkpoints."""
+    assert found(canary=with_noise(0.05, seed)) == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_log_probs_of_other_computation_do_not_pass(seed: int) -> None:
+    """0.2 nats a token, or a bias of 0.15: another temperature, position or norm."""
+    assert list(found(canary=with_noise(0.2, seed))) == ["canary"]
+    assert list(found(canary={"log_probs": (LOG_PROBS - 0.15).tolist()})) == ["canary"]
+
+
+def test_float32_has_its_own_tolerance() -> None:
+    assert found(dtype="float32", canary=with_noise(1e-4, 0)) == {}
+    told = found(dtype="float32", canary=with_noise(0.05, 0))
+    assert told["canary"].endswith("nats in the mean, 0.001 is the most that noise explains")
+
+
+@pytest.mark.parametrize("broken", [[float("nan"), *LOG_PROBS[1:]], LOG_PROBS[1:]])
+def test_a_canary_that_cannot_be_compared_does_not_pass(broken: list[float]) -> None:
+    assert list(found(canary={"log_probs": list(broken)})) == ["canary"]
 
 
 def test_a_learning_rate_that_was_allowed_to_change_may_differ() -> None:
-    assert found(("optimizer.lr",), learning_rate=2e-6) == []
-    assert len(found(("seed",), learning_rate=2e-6)) == 1
+    assert found(("optimizer.lr",), learning_rate=2e-6) == {}
+    assert list(found(("seed",), learning_rate=2e-6)) == ["learning_rate"]
+
+
+def test_bits_of_weights_of_another_type_are_not_compared() -> None:
+    assert found(dtype="float32", state=state(weights=["11"])) != {}
+    now = {**STORED, "dtype": "float32", "state": state(weights=["11"])}
+    assert fingerprint_differences(config("float32"), STORED, now) == {}
+    now["state"] = state(weights=["11"], exp_avg=["12"])
+    assert list(fingerprint_differences(config("float32"), STORED, now)) == ["optimizer"]
+
+
+class FixedPolicy:
+    """A policy whose log-prob of a token is -1 - 0.01 label, in float32."""
+
+    version, learning_rate, pack_layout = 8, 1e-6, PackLayout()
+
+    def token_sums(self, batches: list[MicroBatch], fn: TokenFn) -> torch.Tensor:
+        return sum(fn(TokenStats(-1 - 0.01 * b.label_T, torch.zeros(b.label_T.shape)), b) for b in batches)
+
+    def state_digest(self) -> dict[str, list[str]]:
+        return STORED["state"]
+
+
+@pytest.fixture
+def canary(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The canary of a vocabulary of 100 tokens."""
+    sequences = canary_sequences(
+        CanarySpec(seed=20, tokens=192, longest=64, vocab=100), config().algorithm.bounds
+    )
+    monkeypatch.setattr(resume_check, "_canary", lambda _config: sequences)
+    return sequences
+
+
+def test_the_fingerprint_has_each_token_at_its_place(canary: list[Any]) -> None:
+    """Whatever packs the tokens lie in: several here, in another order than the sequences'."""
+    told = state_fingerprint(config(), FixedPolicy(), None)  # type: ignore[arg-type]
+    labels = np.concatenate([s.token_ids[-s.response_tokens :] for s in numbered(canary)])
+    np.testing.assert_allclose(told["canary"]["log_probs"], -1 - 0.01 * labels, atol=1e-6)
+    assert len(labels) > 100
+    assert json.loads(json.dumps(told)) == told
+    assert told["sampler"] == {"taken": 0, "served": 0, "next_number": 0}
+
+
+def _old(log_probs: np.ndarray, canary: list[Any]) -> Fingerprint:
+    """A fingerprint as earlier versions wrote it: sums over the canary, and no digests."""
+    advantages = np.repeat([one.advantage for one in canary], [len(one.log_ratio_R) for one in canary])
+    sums = [log_probs.sum(), (log_probs**2).sum(), (log_probs * advantages).sum(), 123.0]
+    kept = {name: STORED[name] for name in ("version", "learning_rate", "sampler")}
+    return {**kept, "layout": {}, "canary": [float(value) for value in sums], "optimizer": [1.0, 2.0, 3.0]}
+
+
+def test_fingerprints_of_earlier_versions_are_compared_by_what_they_have(canary: list[Any]) -> None:
+    tokens = sum(len(one.log_ratio_R) for one in canary)
+    generator = np.random.default_rng(3)
+    log_probs = generator.uniform(-20, -0.1, tokens)
+    noisy = log_probs + generator.normal(scale=0.05, size=tokens)
+    now = {**STORED, "canary": {"log_probs": log_probs.tolist()}}
+    assert fingerprint_differences(config(), _old(log_probs, canary), now) == {}
+    assert fingerprint_differences(config(), _old(noisy, canary), now) == {}
+    assert list(fingerprint_differences(config(), _old(log_probs + 0.2, canary), now)) == ["canary"]
+    assert list(fingerprint_differences(config(), {**_old(log_probs, canary), "version": 7}, now)) == [
+        "version"
+    ]

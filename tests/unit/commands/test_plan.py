@@ -156,14 +156,17 @@ def test_memory_by_hand() -> None:
     assert optimizer_bytes(whole, 2952) == 8 * 2952  # the weights are their own masters
     # Logits of 16 tokens: 32 x (2 + 2 + 4 + 4) B; hidden states and their gradient; the matrix's gradient.
     assert memory.head == 16 * 32 * 12 + 2 * 16 * 8 * 2 + 32 * 8 * (4 + 2)
-    assert host_bytes(job()) == 20 * 2952
+    assert host_bytes(job()) == 14 * 2952
+    # Two ranks on a node share it; each may write the largest parameter (256) beyond its half.
+    assert host_bytes(job(ParallelConfig(data=2))) == 14 * 2952 + 2 * 12 * 256
 
 
 def test_peaks_by_hand() -> None:
-    """Saving: a state gathered twice, and the own third; syncing: the largest parameter (256) twice."""
+    """Saving: a state of the largest parameter (256), sent and received; syncing: that parameter twice."""
     memory = stage_memory(job(ParallelConfig(data=3)), 0)
     steady = (2 + 4 + 4) * 2952 + 3e9
-    assert memory.saving == pytest.approx(steady + 4 * 2952 * (2 + 1 / 3), abs=1e-3)
+    assert memory.saving == pytest.approx(steady + 2 * 4 * 256, abs=1e-3)
+    assert stage_memory(job(), 0).saving == pytest.approx((2 + 4 + 12) * 2952 + 3e9, abs=1e-3)
     assert memory.syncing == steady + 2 * 256 * 2
     assert memory.workspace == 16 * 2 * (3 * 16 + 2 * 8)
     parts = memory.activations + memory.workspace + memory.head
@@ -326,10 +329,10 @@ def test_advice_fits_and_is_small() -> None:
     [change] = smallest_changes(plan)
     assert change.flags == ["--batch.recompute full"]
     assert change.gpus == 64
-    plan = make_plan(planned("context=4"))
+    plan = make_plan(planned("tensor=4", "context=4"))
     bigger, same = smallest_changes(plan)
-    assert bigger.flags == ["--parallel.data 2"]
-    assert (bigger.gpus, same.gpus) == (64, 32)
+    assert bigger.flags == ["--parallel.context 32"]
+    assert (bigger.gpus, same.gpus) == (128, 16)
     assert len(same.flags) > 1
 
 
@@ -359,10 +362,10 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["fits"]
     assert found["stages"][0]["parameters"] == stage_parameters(BIG, planned().parallel, 0).total
-    assert bapo(["plan", str(RECIPE), "--parallel.context", "4"]) == 1
+    assert bapo(["plan", str(RECIPE), "--parallel.tensor", "4", "--parallel.context", "4"]) == 1
     text = capsys.readouterr().out
     assert "DOES NOT FIT" in text
-    assert "Smallest change: --parallel.data 2  (takes 64 GPUs)" in text
+    assert "Smallest change: --parallel.context 32  (takes 128 GPUs)" in text
 
 
 def test_the_documentation_shows_this_plan(capsys: pytest.CaptureFixture[str]) -> None:

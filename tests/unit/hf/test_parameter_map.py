@@ -13,7 +13,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, model_shape, read_model_shape
 from bapo_megatron.hf.parameter_map import canonical_name, checkpoint_key, hf_tensors, mapping_table
 from bapo_megatron.hf.reader import HfReader
-from bapo_megatron.hf.shards import join, shard, split, unshard
+from bapo_megatron.hf.shards import join, shard, shard_parts, split, unshard
 from tests.support.models import FAMILIES, save_tiny_model
 
 
@@ -63,6 +63,41 @@ def test_round_trip_is_bitwise(family: str, tp: int, tmp_path: Path) -> None:
         back = split(mapping, unshard(mapping, pieces))
         for name, tensor in zip(names, back, strict=True):
             assert torch.equal(tensor, tensors[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_parts_that_a_rank_reads_are_its_shard(family: str, tp: int, tmp_path: Path) -> None:
+    """No element is read by two ranks, but those of parameters that tensor parallelism repeats."""
+    reader = HfReader(save_tiny_model(family, tmp_path))
+    for name, mapping in mapping_table(read_model_shape(tmp_path)).items():
+        names = [hf_name.format(layer=1) for hf_name in mapping.hf_names]
+        whole = join(mapping, [reader.read(hf_name) for hf_name in names])
+        for rank in range(tp):
+            parts = [
+                reader.read(names[part.source], part.rows, part.columns)
+                for part in shard_parts(mapping, rank, tp)
+            ]
+            assert torch.equal(torch.cat(parts), shard(mapping, whole, rank, tp)), name
+
+
+def test_parts_by_hand() -> None:
+    """TP rank 1 of 2: the second group of q, k, v; the lower halves of gate and up; columns of down."""
+    table = mapping_table(shape())
+    layer = "decoder.layers.{layer}."
+
+    def parts(name: str) -> list[tuple[int, int, int, int | None, int | None]]:
+        found = shard_parts(table[layer + name], 1, 2)
+        return [(p.source, p.rows.start, p.rows.stop, p.columns.start, p.columns.stop) for p in found]
+
+    assert parts("self_attention.linear_qkv.weight") == [
+        (0, 2, 4, None, None),
+        (1, 1, 2, None, None),
+        (2, 1, 2, None, None),
+    ]
+    assert parts("mlp.linear_fc1.weight") == [(0, 2, 4, None, None), (1, 2, 4, None, None)]
+    assert parts("mlp.linear_fc2.weight") == [(0, 0, 4, 2, 4)]
+    assert parts("input_layernorm.weight") == [(0, 0, 4, None, None)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,164 @@
+"""The digest of weights and optimizer: sums of their bits, equal at every layout and in any order of adding.
+
+    digest = sum over elements of  bits(element) * row_factor * column_factor   modulo 2^64
+
+``bits`` is the element's pattern as an integer, and the factors are odd numbers drawn from the parameter's
+name and the element's row and column in the *whole* parameter. So the sum does not depend on which rank
+holds the element. Integers modulo 2^64 add exactly in any order, so neither NCCL's rings nor another layout
+change it. An odd factor is invertible: a change of a single element always changes the digest, and changes of
+several, permutations included, go unnoticed with a chance of about 2^-32 at most.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from bapo_megatron.hf.parameter_map import Mapping
+from bapo_megatron.hf.shards import shard
+from bapo_megatron.policy.state.optimizer_state import STATES, placements
+from bapo_megatron.policy.weight_map import Key, WeightMap
+
+WEIGHTS, STEP = "weights", "step"
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+_BLOCK = 2**22
+"""Elements that are multiplied at a time: 64 MB on the device."""
+_GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+"""The increment and the multipliers of splitmix64, as signed integers (Steele, Lea and Flood 2014, "Fast
+Splittable Pseudorandom Number Generators")."""
+
+_RankSums = tuple[int, int, dict[str, tuple[int, int]], list[int]]
+"""Rank of TP; rank of DP x CP; by name the sums over parameters that TP cuts, and over those that it
+repeats; the optimizer's step counts."""
+
+
+def state_digest(weights: WeightMap, optimizer: Any) -> dict[str, list[str]]:
+    """Digests of the weights, of each state of the optimizer, and its count of steps. Collective.
+
+    Equal on every rank. ``weights`` exist once on each rank of DP x CP, and some parameters on each rank of
+    TP: a name has one digest where all copies agree, else first the digest of the copy that checkpoints
+    hold, then the others.
+    """
+    own = (
+        int(parallel_state.get_tensor_model_parallel_rank()),
+        int(parallel_state.get_data_parallel_rank(with_context_parallel=True)),
+        _sums(weights, optimizer),
+        _steps(optimizer),
+    )
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    return merged(ranks)
+
+
+def merged(ranks: Sequence[_RankSums]) -> dict[str, list[str]]:
+    """The digests of the whole state from the sums of all ranks, in any order."""
+    tensor_ranks = sorted({tensor for tensor, *_ in ranks})
+    replicas = sorted({replica for _, replica, *_ in ranks})
+
+    def total(name: str, tensor: int, replica: int | None) -> int:
+        mine = [one for one in ranks if replica in (None, one[1])]
+        return sum(one[2][name][0] + (one[2][name][1] if one[0] == tensor else 0) for one in mine)
+
+    found = {WEIGHTS: [total(WEIGHTS, tensor, replica) for replica in replicas for tensor in tensor_ranks]}
+    for name in STATES:
+        found[name] = [total(name, tensor, None) for tensor in tensor_ranks]
+    steps = sorted({step for *_, counted in ranks for step in counted})
+    digests = {name: [f"{value % 2**64:016x}" for value in values] for name, values in found.items()}
+    return {
+        **{name: list(dict.fromkeys(values)) for name, values in digests.items()},
+        STEP: [*map(str, steps)],
+    }
+
+
+def _sums(weights: WeightMap, optimizer: Any) -> dict[str, tuple[int, int]]:
+    """This rank's sums by name: over parameters that TP cuts, and over those that every rank of TP has."""
+    device = next(iter(weights.local.values())).device
+    names = (WEIGHTS, *STATES)
+    sums = torch.zeros(len(names), 2, dtype=torch.int64, device=device)
+    kept = dict(_kept_states(optimizer))
+    for key, parameter in weights.local.items():
+        mapping = weights.table[key[0]]
+        rows, columns = factors(key, mapping, device)
+        repeated = int(mapping.tp_dim is None)
+        sums[0, repeated] += bit_sum(parameter.detach().flatten(), 0, rows, columns)
+        first, states = kept.get(parameter, (0, {}))
+        for number, name in enumerate(STATES, 1):
+            if name in states:
+                sums[number, repeated] += bit_sum(states[name].detach(), first, rows, columns)
+    return {name: (cut, whole) for name, (cut, whole) in zip(names, sums.tolist(), strict=True)}
+
+
+def _kept_states(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, tuple[int, dict[str, Tensor]]]]:
+    """Each parameter of whose state this rank keeps a piece: the piece's first element, and its tensors."""
+    for part in optimizer.chained_optimizers:
+        rank = part.data_parallel_group.rank()
+        for placement in placements(part):
+            if piece := placement.of(rank):
+                states = part._get_main_param_and_optimizer_states(placement.parameter)
+                yield placement.parameter, (piece.first, states)
+
+
+def _steps(optimizer: Any) -> list[int]:
+    """The different step counts of this rank's parameters: AdamW counts in each, FusedAdam in a group."""
+    found = set()
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = part.optimizer.state.get(parameter, {})
+                found.add(int(state.get("step", group.get("step") or 0)))
+    return sorted(found)
+
+
+def factors(key: Key, mapping: Mapping, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The odd factors of the rows and of the columns of this rank's shard of a parameter, int64."""
+    name, layer = key
+    seed = hashlib.sha256(f"{name} {layer}".encode()).digest()
+    shape = (*mapping.shape, 1)[:2]  # a vector is a matrix of one column
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    found = []
+    for dim, length in enumerate(shape):
+        index = torch.arange(length, device=device)
+        if mapping.tp_dim == dim:
+            index = shard(mapping, index.unsqueeze(1 - dim), rank, size).flatten()
+        start = int.from_bytes(seed[8 * dim : 8 * dim + 8], "little", signed=True)
+        found.append(_mix(index * _GOLDEN + start) | 1)
+    return found[0], found[1]
+
+
+def _mix(value: Tensor) -> Tensor:
+    """The finalizer of splitmix64 on int64, whose shifts keep the sign and are masked."""
+    value = (value ^ ((value >> 30) & (2**34 - 1))) * _MIX_1
+    value = (value ^ ((value >> 27) & (2**37 - 1))) * _MIX_2
+    return value ^ ((value >> 31) & (2**33 - 1))
+
+
+def bit_sum(values: Tensor, first: int, rows: Tensor, columns: Tensor) -> Tensor:
+    """The digest of a flat piece of a shard that begins at its element ``first``: one int64."""
+    bits = values.view(_INTEGERS[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    done = 0
+    for row, column, count, width in _rectangles(first, values.numel(), columns.numel()):
+        block = bits[done : done + count * width].view(count, width).long()
+        total += ((block * columns[column : column + width]).sum(1) * rows[row : row + count]).sum()
+        done += count * width
+    return total
+
+
+def _rectangles(first: int, length: int, width: int) -> Iterator[tuple[int, int, int, int]]:
+    """Rectangles (row, column, rows, columns) that make up a run of elements of a matrix ``width`` wide."""
+    end = first + length
+    while first < end:
+        row, column = divmod(first, width)
+        if column or end - first < width:
+            count, wide = 1, min(width - column, end - first)
+        else:
+            count, wide = min((end - first) // width, max(1, _BLOCK // width)), width
+        yield row, column, count, wide
+        first += count * wide

@@ -1,0 +1,176 @@
+"""The optimizer's state in checkpoints: every rank of DP x CP writes and reads its share of the parameters.
+
+Megatron's distributed optimizer lays all parameters end to end in flat buckets and cuts each bucket into as
+many equal ranges as DP x CP has ranks. A checkpoint (``fully_reshardable``) holds whole parameters: megatron
+0.16 gathers the state of all of them in the host memory of every rank, 12 bytes a parameter and copies of
+that, and lets one rank write it. Here each parameter has an owner, the rank whose range holds its middle. The
+owner receives what lies in other ranges (a range cuts two parameters at most) and writes the parameter alone.
+Keys, shapes and types in the files are megatron's: each of the two readers takes what either writer wrote.
+
+Sizes: with D ranks in DP x CP a rank holds, writes and reads about 12 P / D bytes of P parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from torch import Tensor
+
+STATES = ("param", "exp_avg", "exp_avg_sq")
+"""Master weight, first moment, second moment: float32, as megatron names them."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements ``first`` to ``end`` of a flat parameter, which ``rank`` of DP x CP keeps."""
+
+    rank: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A parameter of this rank's model shard, and where the ranks of DP x CP keep its optimizer state."""
+
+    number: int
+    """Its place among megatron's parameters, the key of its state in a state dict."""
+    parameter: torch.nn.Parameter
+    pieces: tuple[Piece, ...]
+    """In order, without gaps."""
+    owner: int
+    """The rank that writes it."""
+
+    def of(self, rank: int) -> Piece | None:
+        """The piece of ``rank``; None if it keeps nothing of the parameter."""
+        return next((piece for piece in self.pieces if piece.rank == rank), None)
+
+
+def placements(optimizer: Any) -> Iterator[Placement]:
+    """All parameters of a ``DistributedOptimizer``, in the order of its state dicts, equal on every rank."""
+    number = 0
+    for buffer in optimizer.buffers:
+        for parameter, (start, end, bucket_number) in buffer.param_index_map.items():
+            bucket = buffer.buckets[bucket_number]
+            size = bucket.grad_data.numel() // buffer.data_parallel_group.size()
+            pieces = cut(start - bucket.offset, end - bucket.offset, size)
+            owner = ((start + end) // 2 - bucket.offset) // size
+            yield Placement(number, parameter, pieces, owner)
+            number += 1
+
+
+def cut(start: int, end: int, size: int) -> tuple[Piece, ...]:
+    """The pieces of the elements ``start`` to ``end`` of a bucket whose ranks have ``size`` elements each."""
+    return tuple(
+        Piece(rank, max(start, rank * size) - start, min(end, (rank + 1) * size) - start)
+        for rank in range(start // size, (end - 1) // size + 1)
+    )
+
+
+def share_among_ranks(optimizer: Any) -> None:
+    """Have a ``DistributedOptimizer`` make its sharded state here, in place of the gathering in megatron."""
+    optimizer.sharded_param_state_fully_reshardable = partial(_sharded_state, optimizer)
+
+
+def _sharded_state(
+    optimizer: Any, model_state: dict[str, Any], is_loading: bool = False, metadata: Any = None
+) -> Any:
+    """The sharded state of the parameters that this rank writes, or that it needs parts of. Collective."""
+    del metadata
+    shards = _shards_of_parameters(model_state)
+    tensors = _wanted(optimizer) if is_loading else _owned(optimizer)
+    rank = optimizer.data_parallel_group.rank()
+    found: dict[int, dict[str, Any]] = {}
+    for placement, name, tensor in tensors:
+        shard = shards[placement.parameter]
+        copy = 0 if placement.owner == rank else 1 + rank
+        changes: dict[str, Any] = {
+            "key": f"optimizer.state.{name}.{shard.key}",
+            "data": tensor.view(placement.parameter.shape),
+            "replica_id": (*shard.replica_id[:2], copy),
+        }
+        if not isinstance(shard, ShardedTensorFactory):
+            changes["dtype"] = tensor.dtype
+        found.setdefault(placement.number, {})[name] = replace(shard, **changes)
+    return found or LocalNonpersistentObject(None)
+
+
+def _shards_of_parameters(model_state: dict[str, Any]) -> dict[torch.nn.Parameter, Any]:
+    """Of each parameter its place in the checkpoint, as the model's own state has it."""
+    shards, _ = extract_sharded_tensors_and_factories(model_state)
+    return {shard.data: shard for shard in nested_values(shards)}
+
+
+def _wanted(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
+    """Room for the states of each parameter that this rank keeps a piece of, whole, on the CPU."""
+    rank = optimizer.data_parallel_group.rank()
+    for placement in placements(optimizer):
+        if placement.of(rank):
+            for name in STATES:
+                room = torch.empty(placement.parameter.numel(), dtype=torch.float32, device="cpu")
+                yield placement, name, room
+
+
+def _owned(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
+    """The states of each parameter that this rank owns, whole and flat. Collective.
+
+    Where this rank keeps all of a parameter they are the optimizer's own tensors, not copies.
+    """
+    placed = list(placements(optimizer))
+    rank = optimizer.data_parallel_group.rank()
+    for name in STATES:
+        kept = {
+            p.number: optimizer._get_main_param_and_optimizer_states(p.parameter)[name].detach()
+            for p in placed
+            if p.of(rank)
+        }
+        received = _exchange(optimizer, placed, kept)
+        for placement in placed:
+            if placement.owner != rank:
+                continue
+            if len(placement.pieces) == 1:
+                yield placement, name, kept[placement.number]
+            else:
+                yield placement, name, _joined(placement, rank, kept[placement.number], received)
+
+
+def _exchange(optimizer: Any, placed: list[Placement], kept: dict[int, Tensor]) -> list[Tensor]:
+    """Send this rank's pieces to the owners of their parameters; what it receives, by sender. Collective."""
+    group, device = optimizer.data_parallel_group, optimizer.buffers[0].grad_data.device
+    rank, size = group.rank(), group.size()
+    outgoing: list[list[Tensor]] = [[] for _ in range(size)]
+    incoming = [0] * size
+    for placement in placed:
+        for piece in placement.pieces:
+            if piece.rank == rank != placement.owner:
+                outgoing[placement.owner].append(kept[placement.number])
+            elif placement.owner == rank != piece.rank:
+                incoming[piece.rank] += piece.end - piece.first
+    lengths = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
+    sent = torch.empty(sum(lengths), dtype=torch.float32, device=device)
+    received = torch.empty(sum(incoming), dtype=torch.float32, device=device)
+    if tensors := [tensor for tensors in outgoing for tensor in tensors]:
+        torch.cat(tensors, out=sent)
+    if size > 1:
+        dist.all_to_all_single(received, sent, incoming, lengths, group=group)
+    return list(received.split(incoming))
+
+
+def _joined(placement: Placement, rank: int, own: Tensor, received: list[Tensor]) -> Tensor:
+    """A parameter's state from its pieces, on the CPU; what was used of ``received`` is cut off there."""
+    whole = torch.empty(placement.parameter.numel(), dtype=torch.float32, device="cpu")
+    for piece in placement.pieces:
+        part = own
+        if piece.rank != rank:
+            length = piece.end - piece.first
+            part, received[piece.rank] = received[piece.rank].tensor_split([length])
+        whole[piece.first : piece.end].copy_(part)
+    return whole

@@ -1,0 +1,274 @@
+"""The ranks share a checkpoint: each writes and reads a part, and its bits come back at every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bapo_megatron.algo.bapo import grpo
+from bapo_megatron.algo.losses.bapo import search
+from bapo_megatron.checkpoint.resume_check import Fingerprint, fingerprint_differences, state_fingerprint
+from bapo_megatron.config import (
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+)
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.hf.reader import HfReader
+from bapo_megatron.policy import checkpoint as megatron_checkpoint
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.policy.state.optimizer_state import Piece, cut
+from tests.support.bapo_objective import loss_fn
+from tests.support.models import random_samples, save_tiny_model
+from tests.support.saves import CountingReader, complete, counting_reads
+from tests.support.tiers import slow_but
+from tests.support.workers import run_layout
+
+pytestmark = pytest.mark.distributed
+
+ONE = ParallelConfig()
+Digests = dict[str, list[str]]
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return random_samples(12, seed=3)
+
+
+def build(folder: Path, dtype: str, parallel: ParallelConfig, reader: Any = None) -> MegatronPolicy:
+    model, batch = ModelConfig(folder, dtype), BatchConfig(pack_tokens=96)
+    return MegatronPolicy(model, parallel, batch, OptimizerConfig(lr=1e-3), 6, reader=reader)
+
+
+def trained(folder: Path, dtype: str, samples: list[Sample], parallel: ParallelConfig) -> MegatronPolicy:
+    policy = build(folder, dtype, parallel)
+    packs = pack_samples(samples, 96, "token", policy.pack_layout)
+    found = search(torch.zeros(8, dtype=torch.float64), grpo())
+    for _ in range(2):
+        policy.update(packs, loss_fn(found, grpo(), policy.version))
+    return policy
+
+
+def test_a_bucket_is_cut_into_equal_ranges() -> None:
+    """Ranges of 10 elements. A parameter of elements 8 to 31 lies on four ranks, one of 10 to 20 on one."""
+    assert cut(10, 20, 10) == (Piece(1, 0, 10),)
+    assert cut(8, 31, 10) == (Piece(0, 0, 2), Piece(1, 2, 12), Piece(2, 12, 22), Piece(3, 22, 23))
+
+
+def save_and_measure(
+    folder: Path, dtype: str, samples: list[Sample], parallel: ParallelConfig, path: Path
+) -> tuple[Digests, int, int]:
+    """The digests of a trained policy; the bytes that this rank has written, and those it has read back."""
+    policy = trained(folder, dtype, samples, parallel)
+    digests = policy.state_digest()
+    complete(policy.save(path))
+    dist.barrier()
+    written = sum(file.stat().st_size for file in path.glob(f"__{dist.get_rank()}_*.distcp"))
+    with counting_reads() as read:
+        policy.load(path, 2)
+    assert policy.state_digest() == digests
+    return digests, written, sum(read)
+
+
+def fingerprint(
+    folder: Path, samples: list[Sample] | None, parallel: ParallelConfig, path: Path
+) -> Fingerprint:
+    """The fingerprint of a policy that is trained and saved; or of one that loads what was saved."""
+    if samples is None:
+        policy = build(folder, "bfloat16", parallel)
+        policy.load(path, 2)
+    else:
+        policy = trained(folder, "bfloat16", samples, parallel)
+        complete(policy.save(path))
+    return state_fingerprint(run_config(folder), policy, None)
+
+
+def run_config(folder: Path) -> RunConfig:
+    model, batch = ModelConfig(folder, "bfloat16"), BatchConfig(pack_tokens=96)
+    return RunConfig("test", model, DataConfig(Path("none")), batch=batch)
+
+
+LAYOUTS = {
+    "tp2-dp2": ParallelConfig(tensor=2, data=2, sequence=True),
+    "dp2-cp2": ParallelConfig(data=2, context=2),
+    "dp8": ParallelConfig(data=8),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "written"),
+    slow_but(
+        [("bfloat16", "dp2-cp2"), ("float32", "dp2-cp2"), ("bfloat16", "tp2-dp2"), ("bfloat16", "dp8")],
+        ("bfloat16", "dp2-cp2"),
+    ),
+)
+def test_each_rank_writes_and_reads_its_share(
+    dtype: str, written: str, qwen2: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    """Bytes are spread to within a fifth and the largest parameter, which one rank writes whole; a rank reads
+    whole parameters at both ends of its range. Before, the first rank of DP x CP wrote all, and every rank
+    read all."""
+    layout, path = LAYOUTS[written], tmp_path / "policy"
+    told = run_layout(save_and_measure, layout, qwen2, dtype, samples, layout, path)
+    assert all(digests == told[0][0] for digests, *_ in told)
+    assert all(len(copies) == 1 for copies in told[0][0].values())
+    total = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    assert sum(rank_wrote for _, rank_wrote, _ in told) == total
+    largest = 12 * 128 * 32 // layout.tensor  # fc1 and the embedding have 128 x 32 elements
+    whole = total // (layout.tensor * layout.pipeline)  # of a model shard
+    share = whole / (len(told) // layout.tensor)
+    for _, rank_wrote, rank_read in told:
+        assert rank_wrote < 1.2 * share + largest
+        assert rank_read < 1.2 * share + 3 * largest
+
+
+@pytest.mark.parametrize(
+    "loaded",
+    slow_but(
+        [
+            ONE,
+            ParallelConfig(data=2),
+            ParallelConfig(tensor=2, sequence=True),
+            ParallelConfig(pipeline=2, virtual=2),
+            ParallelConfig(context=2, data=2),
+        ],
+        ParallelConfig(tensor=2, sequence=True),
+    ),
+)
+def test_a_checkpoint_passes_the_resume_check_at_every_layout(
+    loaded: ParallelConfig, qwen2: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    """The bits are equal, although the log-probs are not: in bfloat16 each layout rounds in its own way."""
+    written, path = ParallelConfig(data=2, pipeline=2), tmp_path / "policy"
+    stored = run_layout(fingerprint, written, qwen2, samples, written, path)[0]
+    found = run_layout(fingerprint, loaded, qwen2, None, loaded, path)[0]
+    assert fingerprint_differences(run_config(qwen2), stored, found) == {}
+    assert found["state"] == stored["state"]
+    assert stored["state"]["step"] == ["2"]
+    assert len({stored["state"][name][0] for name in ("weights", "param", "exp_avg", "exp_avg_sq")}) == 4
+    if loaded.tensor > 1:
+        assert found["canary"] != stored["canary"]
+    found["learning_rate"] *= 2
+    assert list(fingerprint_differences(run_config(qwen2), stored, found)) == ["learning_rate"]
+
+
+def flip_one_weight(policy: MegatronPolicy) -> None:
+    """The lowest bit of one weight, in one copy of it."""
+    [parameter, *_] = policy._weights.local.values()
+    parameter.data.view(torch.int16)[3, 5] ^= 1
+
+
+def permute_two_rows(policy: MegatronPolicy) -> None:
+    [parameter, *_] = policy._weights.local.values()
+    parameter.data[[3, 4]] = parameter.data[[4, 3]]
+
+
+def stale_shard(policy: MegatronPolicy) -> None:
+    """This rank's moments, as they were before an update."""
+    for state in policy._optimizer.chained_optimizers[0].optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+
+
+def lost_step(policy: MegatronPolicy) -> None:
+    for state in policy._optimizer.chained_optimizers[0].optimizer.state.values():
+        state["step"] -= 1
+
+
+FAULTS: dict[str, tuple[Callable[[MegatronPolicy], None], set[str]]] = {
+    "one flipped weight": (flip_one_weight, {"weights"}),
+    "two permuted rows": (permute_two_rows, {"weights"}),
+    "one stale shard": (stale_shard, {"exp_avg"}),
+    "one lost step": (lost_step, {"step"}),
+}
+
+
+def digests_with_faults(
+    folder: Path, samples: list[Sample], parallel: ParallelConfig
+) -> tuple[Digests, dict[str, Digests]]:
+    """The digests of a policy, and with each fault on the last rank alone."""
+    policy = trained(folder, "bfloat16", samples, parallel)
+    inner = policy._optimizer.chained_optimizers[0].optimizer
+    tensors = [*policy._weights.local.values(), *(t for s in inner.state.values() for t in s.values())]
+    copies = [tensor.detach().clone() for tensor in tensors]
+    found = {}
+    for name, (fault, _) in FAULTS.items():
+        if dist.get_rank() == dist.get_world_size() - 1:
+            fault(policy)
+        found[name] = policy.state_digest()
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.data.copy_(copy)
+    return policy.state_digest(), found
+
+
+def test_each_fault_on_one_rank_changes_a_digest(qwen2: Path, samples: list[Sample]) -> None:
+    layout = ParallelConfig(data=2)
+    told = run_layout(digests_with_faults, layout, qwen2, samples, layout)
+    right, faults = told[0]
+    assert told[1] == told[0]
+    for name, (_, changed) in FAULTS.items():
+        assert {one for one in right if faults[name][one] != right[one]} == changed, name
+    assert faults["one flipped weight"]["weights"][0] == right["weights"][0]  # the other copy is whole
+
+
+def megatrons_own(
+    folder: Path, samples: list[Sample], parallel: ParallelConfig, path: Path, writes: bool
+) -> Digests:
+    """Save by megatron's own gathering and load by ours, or the other way round: the digests of both."""
+    ours = megatron_checkpoint.share_among_ranks
+    policy = trained(folder, "bfloat16", samples, parallel)
+    before = policy.state_digest()
+    if writes:
+        megatron_checkpoint.share_among_ranks = lambda _optimizer: None
+    complete(policy.save(path))
+    megatron_checkpoint.share_among_ranks = ours if writes else lambda _optimizer: None
+    other = build(folder, "bfloat16", parallel)
+    other.load(path, 2)
+    assert other.state_digest() == before
+    return before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writes", [True, False])
+def test_files_are_those_of_megatron(
+    writes: bool, qwen2: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    """Checkpoints of earlier versions load, and megatron's own reader loads ours."""
+    layout = ParallelConfig(tensor=2, data=2)
+    run_layout(megatrons_own, layout, qwen2, samples, layout, tmp_path / "policy", writes)
+
+
+def bytes_of_the_model(folder: Path, parallel: ParallelConfig) -> int:
+    reader = CountingReader(folder)
+    build(folder, "float32", parallel, reader)
+    return reader.count
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    slow_but(
+        [ParallelConfig(tensor=2), ParallelConfig(pipeline=2), ParallelConfig(tensor=2, pipeline=2)],
+        ParallelConfig(tensor=2, pipeline=2),
+    ),
+)
+def test_a_rank_reads_its_part_of_a_model_folder(parallel: ParallelConfig, tmp_path: Path) -> None:
+    """The bytes of all ranks are those of the folder, and of the norms once more for each rank of TP."""
+    folder = save_tiny_model("qwen2", tmp_path)
+    read = run_layout(bytes_of_the_model, parallel, folder, parallel)
+    names = HfReader(folder)._file_of
+    sizes = {name: HfReader(folder).read(name).nbytes for name in names}
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    assert sum(read) == sum(sizes.values()) + (parallel.tensor - 1) * norms
+    assert max(read) - min(read) <= 4 * 128 * 32 // parallel.tensor * parallel.pipeline

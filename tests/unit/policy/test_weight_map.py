@@ -1,0 +1,38 @@
+"""Which pipeline stage holds which parameter."""
+
+from __future__ import annotations
+
+import pytest
+
+from bapo_megatron.policy.weight_map import stage_of
+
+WEIGHT = "decoder.layers.{layer}.mlp.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(
+    ("stages", "virtual", "expected"),
+    [
+        (1, 1, [0, 0, 0, 0, 0, 0, 0, 0]),
+        (2, 1, [0, 0, 0, 0, 1, 1, 1, 1]),
+        (4, 1, [0, 0, 1, 1, 2, 2, 3, 3]),
+        # Interleaved: chunks of two layers, the first chunk of each stage, then the second of each.
+        (2, 2, [0, 0, 1, 1, 0, 0, 1, 1]),
+        (2, 4, [0, 1, 0, 1, 0, 1, 0, 1]),
+    ],
+)
+def test_layers_lie_in_chunks_that_are_dealt_out_in_turn(
+    stages: int, virtual: int, expected: list[int]
+) -> None:
+    assert [stage_of((WEIGHT, layer), 8, stages, virtual) for layer in range(8)] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("embedding.word_embeddings.weight", 0),
+        ("decoder.final_layernorm.weight", 3),
+        ("output_layer.weight", 3),
+    ],
+)
+def test_ends_of_the_model_lie_on_the_first_and_the_last_stage(name: str, stage: int) -> None:
+    assert stage_of((name, None), 8, 4, 1) == stage

@@ -1,0 +1,74 @@
+"""Accepting what the resume check has found: by name, for one checkpoint, on record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.checkpoint.reader import Checkpoint
+from bapo_megatron.config import DataConfig, ModelConfig, RunConfig
+from bapo_megatron.errors import ConfigError, ResumeError
+from bapo_megatron.trainer import resume
+
+FOUND = {"canary": "log-probs of the canary: 0.3", "weights": "bits of the weights: aa, bb now"}
+
+
+@pytest.fixture(autouse=True)
+def _differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "share", lambda value: value)
+    monkeypatch.setattr(resume, "state_fingerprint", lambda *_: {})
+    monkeypatch.setattr(resume, "fingerprint_differences", lambda *_: FOUND)
+
+
+def events(*accepted: str, certificate: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    config = RunConfig("test", ModelConfig(Path("m")), DataConfig(Path("d")), accept_resume_mismatch=accepted)
+    trainer = {"certificate": {"state": {}} if certificate is None else certificate}
+    saved = Checkpoint(Path("run/checkpoints/step_000004"), (4, 0), trainer)
+    return resume.check_restored(config, None, None, saved)  # type: ignore[arg-type]
+
+
+def test_a_difference_is_refused_with_the_flag_that_accepts_it() -> None:
+    with pytest.raises(ResumeError) as refusal:
+        events()
+    assert str(refusal.value).splitlines() == [
+        "run/checkpoints/step_000004 does not come back as it was saved:",
+        "log-probs of the canary: 0.3",
+        "bits of the weights: aa, bb now",
+        "if you know why and want to train on what came back: "
+        "--accept-resume-mismatch step_000004:canary step_000004:weights",
+    ]
+
+
+def test_what_is_accepted_is_recorded() -> None:
+    assert events("step_000004:weights", "step_000004:canary") == [
+        {"kind": "resume_mismatch_accepted", "checkpoint": "step_000004", "differences": FOUND}
+    ]
+
+
+@pytest.mark.parametrize("accepted", ["step_000004:canary", "step_000004:optimizer"])
+def test_every_difference_must_be_named(accepted: str) -> None:
+    with pytest.raises(ResumeError, match="bits of the weights"):
+        events(accepted)
+
+
+def test_a_flag_that_was_left_on_accepts_nothing_of_a_later_checkpoint() -> None:
+    with pytest.raises(ResumeError):
+        events("step_000002:canary", "step_000002:weights")
+
+
+def test_a_checkpoint_that_holds_no_digests_is_on_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "fingerprint_differences", lambda *_: {})
+    [event] = events(certificate={"canary": [1.0]})
+    assert event["kind"] == "resume_check"
+    assert "not compared bit by bit" in event["message"]
+    assert events() == []
+
+
+def test_names_have_the_form_that_the_check_prints() -> None:
+    config = RunConfig("test", ModelConfig(Path("m")), DataConfig(Path("d")))
+    for name in ("canary", "step_000004", "step_000004:all"):
+        with pytest.raises(ConfigError, match=f"accept_resume_mismatch={name}: must be CHECKPOINT:NAME"):
+            RunConfig(**{**vars(config), "accept_resume_mismatch": (name,)}).check()
+    RunConfig(**{**vars(config), "accept_resume_mismatch": ("step_000002_update_003:canary",)}).check()

@@ -19,7 +19,6 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from bapo_megatron.policy.attention.context_parallel import positions, slice_batch
-from bapo_megatron.policy.attention.core import DocumentPack
 from bapo_megatron.policy.model import PolicyModel
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.types import MicroBatch, SearchedLoss, TokenFn, TokenStats
@@ -56,7 +55,7 @@ class Passes:
         def keep(stats: TokenStats, _part: MicroBatch) -> Tensor:
             values, batch = next(here)
             held = positions(batch.cu_seqlens, size, rank)
-            values[:, held.to(values.device)] = torch.stack(stats)
+            values[:, held.to(values.device, non_blocking=True)] = torch.stack(stats)
             return torch.zeros(1, device=self._device)
 
         with torch.no_grad():
@@ -156,7 +155,7 @@ class Passes:
             input_ids=part.token_T[None],
             position_ids=part.position_T[None],
             attention_mask=None,
-            packed_seq_params=DocumentPack.of(part.cu_seqlens, part.max_seqlen, self._device),
+            packed_seq_params=self._last.document_pack(part, self._device),
             **extra,
         )
         return hidden

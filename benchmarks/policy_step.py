@@ -26,8 +26,8 @@ from torch import Tensor
 from bapo_megatron.algo.bapo import paper
 from bapo_megatron.config import AlgorithmConfig, BatchConfig
 from bapo_megatron.data.packing import Sample, pack_samples
-from bapo_megatron.policy.attention.core import DocumentPack
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.policy.model import PolicyModel
 from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.types import MicroBatch
 from benchmarks.common import (
@@ -91,7 +91,7 @@ def of_megatron(policy: MegatronPolicy, samples: Sequence[Sample], size: Size) -
             pack.position_T[None],
             attention_mask=None,
             labels=pack.label_T[None],
-            packed_seq_params=DocumentPack.of(pack.cu_seqlens, pack.max_seqlen, policy.device),
+            packed_seq_params=PolicyModel.document_pack(wrapped.module, pack, policy.device),
         )
 
         def loss(loss_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -1,8 +1,9 @@
 """The objective of an update: the loss in use and every measurement, as one additive vector of the tokens.
 
-The sums are additive over packs and ranks; the metrics come from them after the one reduction.
+The sums are additive over packs and ranks; the metrics come from them after the one reduction. Nothing here
+waits for a GPU: the output layer asks for the vector in every chunk of a pack.
 
-Legend: ``_K`` the tokens of a pack that count.
+Legend: ``_T`` tokens of a pack.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from bapo_megatron.algo.measurements.staleness import AGE_METRICS, STALENESS
 from bapo_megatron.types import Metrics, MicroBatch, TokenFn, TokenStats
 
 
-def _kl_K(view: PackView) -> Tensor:
+def _kl_T(view: PackView) -> Tensor:
     """KL(rollout || policy) by the estimator q - 1 - log q with q = pi / pi_rollout.
 
     Its samples are pi_rollout's, whatever the denominator of the loss's ratio.
     """
-    log_q_K = (view.stats.log_prob_T - view.batch.rollout_log_prob_T)[view.live_T].double()
-    return log_q_K.exp() - 1 - log_q_K
+    log_q_T = (view.stats.log_prob_T - view.batch.rollout_log_prob_T).double()
+    return log_q_T.exp() - 1 - log_q_T
 
 
-ENTROPY = token_mean("policy/entropy", lambda view: view.stats.entropy_T[view.live_T])
-KL = token_mean("policy/kl", _kl_K)
-RATIO_GAP = token_mean("policy/ratio_gap", lambda view: view.log_ratio_T[view.live_T].double().abs())
+ENTROPY = token_mean("policy/entropy", lambda view: view.stats.entropy_T)
+KL = token_mean("policy/kl", _kl_T)
+RATIO_GAP = token_mean("policy/ratio_gap", lambda view: view.log_ratio_T.double().abs())
 
 MEASUREMENTS = (ENTROPY, KL, RATIO_GAP, CLIPPING, ENGINE_GAP, STALENESS, DIAGNOSTICS)
 """What is measured in every update, whatever its loss."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from bapo_megatron.algo.bounds import BoundsConfig, Weight, high_values, low_values
-from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, ratio, unmasked
+from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, constant_on, ratio, selects, unmasked
 
 CHUNK_TOKENS = 2**16
 """Chunk size on a CPU, in tokens: their float64 copies stay in the cache. Other devices take all at once."""
@@ -40,18 +40,19 @@ def histograms(
     """
     check_shapes(log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
     fields = [field.reshape(-1) for field in (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)]
-    edges = _edges(config, log_ratio_T.device)
+    edges = constant_on(log_ratio_T.device, _edges(config))
     unclipped = _unclipped(config)
     histogram = edges.new_zeros(len(weights), 2, 2, len(edges) + 1)
     middle = histogram[:, 0, :, len(low_values(config))]
     chunk = CHUNK_TOKENS if log_ratio_T.device.type == "cpu" else max(1, log_ratio_T.numel())
-    left_out = [
-        _add_unclipped(middle, tokens, weights, unclipped).add_(number * chunk)
-        for number, tokens in enumerate(zip(*(field_T.split(chunk) for field_T in fields), strict=True))
-    ]
-    for positions in torch.cat(left_out).split(chunk):
-        if len(positions):
-            _add_clipped(histogram.flatten(2), fields, positions, weights, edges)
+    left_out_T = torch.cat(
+        [
+            _add_unclipped(middle, tokens, weights, unclipped)
+            for tokens in zip(*(field_T.split(chunk) for field_T in fields), strict=True)
+        ]
+    )
+    for tokens in _left_out(fields, left_out_T, chunk):
+        _add_clipped(histogram.flatten(2), tokens, weights, edges)
     return histogram
 
 
@@ -64,8 +65,8 @@ def _add_unclipped(
     instead of selecting the others; where that does not give 0, a token is left out.
 
     Returns:
-        Positions of the tokens left out: those that a candidate clips, and all with a nan or inf that
-        matters, masked or not.
+        bool [tokens]: those left out, which a candidate clips, and all with a nan or inf that matters, masked
+        or not.
     """
     log_ratio_T, advantage_T, rollout_log_prob_T, mask_T = fields
     log_ratio_T = log_ratio_T.to(torch.float64, copy=True)
@@ -77,12 +78,21 @@ def _add_unclipped(
     ]
     for value_T in values:
         left_out_T.add_(value_T, alpha=0.0)  # nan where the value is nan or inf
-    left_out = left_out_T.nonzero().squeeze(1)
+    left_out_T = left_out_T != 0  # nan is not 0
     for value_T, (negative, positive) in zip(values, middle, strict=True):
-        value_T.index_fill_(0, left_out, 0.0)
+        value_T.masked_fill_(left_out_T, 0.0)
         positive += _ordered_sum(value_T.clamp(min=0.0))
         negative -= _ordered_sum(value_T.clamp_(max=0.0))
-    return left_out
+    return left_out_T
+
+
+def _left_out(fields: Sequence[Tensor], left_out_T: Tensor, chunk: int) -> Iterator[Sequence[Tensor]]:
+    """The fields of the tokens left out, ``chunk`` at a time; on a GPU of all tokens, the others masked."""
+    if selects(left_out_T.device):
+        for positions in left_out_T.nonzero().squeeze(1).split(chunk):
+            yield [field_T.index_select(0, positions) for field_T in fields]
+    else:
+        yield [*fields[:-1], torch.where(left_out_T, fields[-1], 0.0)]
 
 
 def _ordered_sum(value_T: Tensor) -> Tensor:
@@ -91,29 +101,22 @@ def _ordered_sum(value_T: Tensor) -> Tensor:
 
 
 def _add_clipped(
-    histogram: Tensor,
-    fields: Sequence[Tensor],
-    positions: Tensor,
-    weights: Sequence[Weight],
-    edges: Tensor,
+    histogram: Tensor, fields: Sequence[Tensor], weights: Sequence[Weight], edges: Tensor
 ) -> None:
-    """Add ``w |A| r`` and ``w |A|`` of the tokens at ``positions``, which may be any, to ``histogram``.
+    """Add ``w |A| r`` and ``w |A|`` of the tokens, which may be any, to ``histogram``.
 
     Args:
         histogram: [weights, 2 (w |A| r; w |A|), 2 * (candidates + 1)], first the negative tokens.
     """
     log_ratio_T, advantage_T, rollout_log_prob_T, mask_T = fields
-    mask_T = mask_T.index_select(0, positions)
-    log_ratio_T, advantage_T = unmasked(
-        mask_T, log_ratio_T.index_select(0, positions), advantage_T.index_select(0, positions)
-    )
+    log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
     positive_bins = _POSITIVE * (len(edges) + 1)
     bin_T = torch.bucketize(log_ratio_T, edges, right=True).add_(advantage_T > 0, alpha=positive_bins)
     ratio_T = ratio(log_ratio_T)
     for weight, (ratio_mass, mass) in zip(weights, histogram, strict=True):
         size_T = advantage_T.abs().mul_(mask_T)
         if weight == "rollout_probability":
-            (log_prob_T,) = unmasked(mask_T, rollout_log_prob_T.index_select(0, positions))
+            (log_prob_T,) = unmasked(mask_T, rollout_log_prob_T)
             size_T.mul_(log_prob_T.exp())
         mass.scatter_add_(0, bin_T, size_T)
         ratio_mass.scatter_add_(0, bin_T, size_T.mul_(ratio_T))
@@ -129,8 +132,9 @@ def candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:
     positive = up_to[ratio_mass, _POSITIVE, len(lows) : -1]
     negative = since[ratio_mass, _NEGATIVE, 1 : len(lows) + 1]
     if config.measure == "surrogate":
-        positive = positive + positive.new_tensor(highs) * since[mass, _POSITIVE, len(lows) + 1 :]
-        negative = negative + negative.new_tensor(lows) * up_to[mass, _NEGATIVE, : len(lows)]
+        high, low = (constant_on(histogram.device, tuple(bounds)) for bounds in (highs, lows))
+        positive = positive + high * since[mass, _POSITIVE, len(lows) + 1 :]
+        negative = negative + low * up_to[mass, _NEGATIVE, : len(lows)]
     # A nan must not hide in an interval that no candidate counts.
     return torch.cat([positive, negative]) + 0.0 * histogram.sum()
 
@@ -145,10 +149,10 @@ def _thresholds(config: BoundsConfig) -> tuple[list[float], list[float]]:
 
 
 @functools.lru_cache(maxsize=16)
-def _edges(config: BoundsConfig, device: torch.device) -> Tensor:
+def _edges(config: BoundsConfig) -> tuple[float, ...]:
     """Bin edges: all thresholds, ascending; a token is past one if its log r >= it."""
     lows, highs = _thresholds(config)
-    return torch.tensor(lows + highs, dtype=torch.float64, device=device)
+    return (*lows, *highs)
 
 
 def _unclipped(config: BoundsConfig) -> tuple[float, float]:

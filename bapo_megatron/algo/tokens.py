@@ -1,6 +1,8 @@
-"""Per-token math of losses and metrics: masking, clamped importance ratio, high-probability tokens."""
+"""Per-token math of losses and metrics: masking, sums, clamped importance ratio, high-probability tokens."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -13,10 +15,37 @@ ROUNDING = 1e-4
 """Rounding error, in nats, of log-probs and entropies of bfloat16 or float32 models."""
 
 
+@functools.lru_cache(maxsize=64)
+def constant_on(
+    device: torch.device, values: tuple[float, ...], dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """The numbers ``values`` as a tensor on ``device``, copied once: every pack and chunk asks for the same.
+
+    A copy to a GPU would make the host wait in each of them. The tensor is shared: do not write into it.
+    """
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
 def unmasked(mask_T: Tensor, *fields: Tensor) -> list[Tensor]:
     """The fields as float64, with 0 at masked tokens (by ``where``, not by a product: 0 * nan is nan)."""
     live_T = mask_T != 0
     return [torch.where(live_T, field_T, 0.0).double() for field_T in fields]
+
+
+def selects(device: torch.device) -> bool:
+    """Whether tokens are selected by index before they are added up: on a CPU, where that is the faster way.
+
+    On a GPU the host would wait, in every chunk, to learn how many tokens there are: there all are taken, and
+    those that do not count are masked.
+    """
+    return device.type == "cpu"
+
+
+def live_sum(value_T: Tensor, live_T: Tensor) -> Tensor:
+    """The float64 sum of ``value_T`` over the tokens where ``live_T``, whatever the others hold."""
+    if selects(value_T.device):
+        return value_T[live_T].double().sum()
+    return torch.where(live_T, value_T, 0.0).double().sum()
 
 
 def ratio(log_ratio_T: Tensor) -> Tensor:

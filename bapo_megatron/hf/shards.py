@@ -79,7 +79,7 @@ def unshard(mapping: Mapping, pieces: Sequence[Tensor]) -> Tensor:
         return pieces[0]
     dim = mapping.tp_dim
     parts = zip(*(piece.chunk(mapping.tp_parts, dim) for piece in pieces), strict=True)
-    return torch.cat([torch.cat(part, dim) for part in parts], dim)
+    return torch.cat([piece for part in parts for piece in part], dim)  # one copy of the whole, not two
 
 
 def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:

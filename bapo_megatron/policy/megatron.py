@@ -27,7 +27,7 @@ from bapo_megatron.hf.reader import HfReader, TensorReader
 from bapo_megatron.interfaces import NamedTensors
 from bapo_megatron.policy import checkpoint as megatron_checkpoint
 from bapo_megatron.policy.background_save import BackgroundSave
-from bapo_megatron.policy.device import release_cached_memory, select_device
+from bapo_megatron.policy.device import has_cuda, release_cached_memory, select_device
 from bapo_megatron.policy.flops import attention_weight
 from bapo_megatron.policy.model import build_chunks, transformer_config
 from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step
@@ -78,7 +78,7 @@ class MegatronPolicy:
         self._schedule = build_schedule(optimizer, self._optimizer, planned_updates)
         self._config.finalize_model_grads_func = finalize_model_grads
         group = parallel_state.get_tensor_model_parallel_group()
-        head = OutputHead(temperature, batch.logprob_chunk_tokens, group)
+        head = OutputHead(temperature, batch.chunk_tokens(has_cuda()), group)
         self._passes = Passes(self._model, chunks[-1], head, self.device)
         self._config.grad_scale_func = self._optimizer.scale_loss
 

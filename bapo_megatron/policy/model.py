@@ -23,8 +23,11 @@ from torch import Tensor
 from bapo_megatron.config import BatchConfig, ParallelConfig
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.policy import device
+from bapo_megatron.policy.attention.core import DocumentPack
+from bapo_megatron.policy.attention.rope import Rotary
 from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.policy.layers import layer_spec
+from bapo_megatron.types import MicroBatch
 
 
 def transformer_config(
@@ -103,6 +106,14 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         )
         return cast(Tensor, enter(hidden_states, group=self.pg_collection.tp))
 
+    rotary: Rotary | None = None
+    """RoPE of layers that leave it to their core attention; None where megatron-core's own is applied."""
+
+    def document_pack(self, part: MicroBatch, device: torch.device) -> DocumentPack:
+        """What the layers must know of a pack, for this rank's part of it."""
+        table = None if self.rotary is None else self.rotary.table(part.position_T)
+        return DocumentPack.of(part.cu_seqlens, part.max_seqlen, device, table)
+
     @property
     def output_weight(self) -> Tensor:
         """This rank's part of the output layer, [vocabulary / TP, hidden]."""
@@ -133,7 +144,8 @@ def _chunk(
     layer, final_norm = spec
     layers = get_num_layers_to_build(config, vp_stage=stage)
     alone = stage is None
-    return PolicyModel(
+    fused = device.uses_transformer_engine(config.params_dtype)
+    model = PolicyModel(
         config,
         TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=final_norm),
         vocab_size=shape.vocab,
@@ -142,9 +154,12 @@ def _chunk(
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=alone, vp_stage=stage),
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
+        position_embedding_type="rope" if fused else "none",  # else DocumentAttention applies it
         rotary_base=shape.rope_theta,
         rope_scaling=shape.rope_scaling is not None,
         rope_scaling_factor=shape.rope_scaling or 1.0,
         vp_stage=stage,
     )
+    if not fused:
+        model.rotary = Rotary(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+    return model

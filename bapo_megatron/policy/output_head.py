@@ -6,6 +6,10 @@ For hidden state h of a token, output weights W and temperature t, with logits z
     H = logsumexp(z / t) - sum_v pi(v) z_v / t
     d log pi(y) / dz_v = (1[v = y] - pi(v)) / t
 
+Logits are float32 from the matmul on, whatever the type of h and W, and are divided by t in float32: the
+arithmetic of SGLang 0.5.23 under ``--enable-fp32-lm-head`` (``LogitsProcessor._compute_lm_head``,
+``Sampler.forward``). bfloat16 logits would be off by up to 1/512 of their size, 0.06 nats at a logit of 30.
+
 Each chunk's matmul, softmax, loss and gradient are done before the next chunk begins, so the logits of a
 pack never exist (40 GB in float32 for 64k tokens and 152k entries), and no matmul is done twice. This works
 because a loss is additive over tokens: the gradient of a token needs no other token. So a ``TokenFn`` sees a
@@ -16,7 +20,7 @@ Shapes: ``_T`` tokens, ``_C`` tokens of a chunk, ``_H`` hidden size, ``_V`` this
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +31,9 @@ from torch import Tensor
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 
 _CACHED_LOGITS = 1 << 19
-"""Logits whose softmax is taken at a time on a CPU: 2 MiB of float32."""
+"""Logits whose softmax is taken at a time on a CPU: 2 MiB of float32, which its cache holds."""
+_SOFTMAX_LOGITS = 1 << 27
+"""Logits whose softmax is taken at a time on a GPU: 512 MiB of float32 beside the chunk's logits."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +70,15 @@ class OutputHead:
         """The logits / t chunk by chunk, float32, with the chunk's tokens; the next chunk overwrites them."""
         tokens = hidden_TH.size(0)
         size = min(self.chunk_tokens, tokens)
-        buffer = hidden_TH.new_empty(size, weight_VH.size(0))
+        buffer = hidden_TH.new_empty(size, weight_VH.size(0), dtype=torch.float32)
+        # A tensor: CUDA multiplies by the reciprocal of a plain number, which rounds otherwise than SGLang.
+        temperature = buffer.new_full((1,), self.temperature)
+        matmul = _matmul_into_float32(weight_VH)
         for start in range(0, tokens, size):
             part = slice(start, min(start + size, tokens))
             logits = buffer[: part.stop - start]
-            torch.addmm(
-                logits, hidden_TH[part], weight_VH.t(), beta=0, alpha=1 / self.temperature, out=logits
-            )
-            yield part, logits.float()
+            matmul(hidden_TH[part], logits)
+            yield part, logits if self.temperature == 1.0 else logits.div_(temperature)
 
     def _stats(self, logits_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob, entropy and logsumexp of each token of a chunk."""
@@ -118,9 +125,9 @@ class _LossAndGradient(torch.autograd.Function):
             gap_CV = logits_CV.sub_(log_norm_C[:, None]).exp_()
             gap_CV.scatter_add_(1, column_C[:, None], -mine_C[:, None].float())
             gap = gap_CV.to(weight_VH.dtype)
-            scale = (-grad_C / head.temperature).to(weight_VH.dtype)[:, None]
+            scale = (-grad_C / head.temperature)[:, None]  # float32, so that a token's weight is not rounded
             torch.mm(gap, weight_VH, out=grad_hidden_TH[part]).mul_(scale)
-            _add_product(grad_weight_VH, gap, hidden_TH[part] * scale)
+            _add_product(grad_weight_VH, gap, (hidden_TH[part] * scale).to(weight_VH.dtype))
         ctx.save_for_backward(grad_hidden_TH, grad_weight_VH)
         ctx.dtype = weight_VH.dtype
         assert total is not None
@@ -145,10 +152,24 @@ def _sums_and_gradient(
     return sums.detach().double(), grad_C
 
 
+def _matmul_into_float32(weight_VH: Tensor) -> Callable[[Tensor, Tensor], object]:
+    """The function that writes ``hidden weight^T`` into a float32 tensor, summed and kept in float32.
+
+    cuBLAS takes bfloat16 and gives float32. A CPU has no such matmul: there the weights are widened, once
+    for all chunks; the products of bfloat16 numbers are exact in float32, so both sum the same numbers.
+    """
+    if weight_VH.dtype == torch.float32:
+        return lambda hidden_CH, out: torch.mm(hidden_CH, weight_VH.t(), out=out)
+    if weight_VH.is_cuda:
+        return lambda hidden_CH, out: torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32, out=out)
+    wide_VH = weight_VH.float()
+    return lambda hidden_CH, out: torch.mm(hidden_CH.float(), wide_VH.t(), out=out)
+
+
 def _local_softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """logsumexp(z) and the mean of z under its softmax, in blocks that stay in the CPU's cache."""
+    """logsumexp(z) and the mean of z under its softmax; in blocks, whose softmax lies beside the logits."""
     rows, width = logits_CV.shape
-    block = rows if logits_CV.is_cuda else min(rows, max(1, _CACHED_LOGITS // width))
+    block = min(rows, max(1, (_SOFTMAX_LOGITS if logits_CV.is_cuda else _CACHED_LOGITS) // width))
     log_norm_C, mean_C = logits_CV.new_empty(2, rows)
     buffer = torch.empty_like(logits_CV[:block])
     for start in range(0, rows, block):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from bapo_megatron.policy.attention.context_parallel import positions, slice_batch
-from bapo_megatron.policy.attention.core import DocumentPack
 from bapo_megatron.policy.model import PolicyModel
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.types import MicroBatch, SearchedLoss, TokenFn, TokenStats
@@ -37,14 +37,14 @@ class Passes:
     def forward(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
         """``fn`` summed over the packs of all ranks; nothing is kept for a backward pass."""
         with torch.no_grad():
-            return self._schedule(batches, self._measured(fn), forward_only=True)
+            outputs = self._schedule(batches, self._measured(fn), forward_only=True)
+            return self._sum_over_ranks(outputs, self._width(outputs, batches, fn))
 
     def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
         """``fn`` of the log-probs under pi_old, summed over the packs of all ranks; entropies are zero."""
         parts = [self._part(batch) for batch in batches]
-        return self._sum_over_ranks(
-            [fn(TokenStats(p.old_log_prob_T, torch.zeros_like(p.mask_T)), p) for p in parts]
-        )
+        outputs = [fn(TokenStats(p.old_log_prob_T, torch.zeros_like(p.mask_T)), p) for p in parts]
+        return self._sum_over_ranks(outputs, outputs[0].numel())
 
     def stats(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
         """Log-probs and entropies of whole packs, on every rank of the replica, on the CPU."""
@@ -55,10 +55,11 @@ class Passes:
         def keep(stats: TokenStats, _part: MicroBatch) -> Tensor:
             values, batch = next(here)
             held = positions(batch.cu_seqlens, size, rank)
-            values[:, held.to(values.device)] = torch.stack(stats)
+            values[:, held.to(values.device, non_blocking=True)] = torch.stack(stats)
             return torch.zeros(1, device=self._device)
 
-        self.forward(batches, keep)
+        with torch.no_grad():
+            self._schedule(batches, self._measured(keep), forward_only=True)
         for values in found:
             _share_stats(values)
         return [TokenStats(*values.cpu()) for values in found]
@@ -68,8 +69,10 @@ class Passes:
         if isinstance(loss, SearchedLoss):
             if loss.over == "update":
                 return self._held(batches, loss)
-            return self._schedule(batches, self._searched(loss), forward_only=False)
-        return self._schedule(batches, self._differentiated(loss), forward_only=False)
+            outputs = self._schedule(batches, self._searched(loss), forward_only=False)
+            return self._sum_over_ranks(outputs, self._searched_width(outputs, batches, loss))
+        outputs = self._schedule(batches, self._differentiated(loss), forward_only=False)
+        return self._sum_over_ranks(outputs, self._width(outputs, batches, loss))
 
     def _measured(self, fn: TokenFn) -> Evaluate:
         def evaluate(hidden_TH: Tensor, part: MicroBatch) -> Tensor:
@@ -104,7 +107,8 @@ class Passes:
         parts = [self._part(batch) for batch in batches]
         held = deque((self._hidden(part, self._model[0])[:, 0], part) for part in parts)
         measure = self._measured(loss.measure)
-        sums = self._sum_over_ranks([measure(hidden_TH, part) for hidden_TH, part in held])
+        measured = [measure(hidden_TH, part) for hidden_TH, part in held]
+        sums = self._sum_over_ranks(measured, measured[0].numel())
         evaluate = self._differentiated(loss.loss_of(sums))
         outputs = []
         while held:
@@ -113,12 +117,15 @@ class Passes:
             self._config.grad_scale_func(vector[0]).backward()
         tokens = sum((part.mask_T.sum().int() for part in parts), start=torch.zeros((), dtype=torch.int))
         self._config.finalize_model_grads_func(self._model, tokens.to(self._device))
-        return self._sum_over_ranks(outputs)
+        return self._sum_over_ranks(outputs, outputs[0].numel())
 
-    def _schedule(self, batches: Sequence[MicroBatch], evaluate: Evaluate, forward_only: bool) -> Tensor:
+    def _schedule(
+        self, batches: Sequence[MicroBatch], evaluate: Evaluate, forward_only: bool
+    ) -> list[Tensor]:
+        """The vectors of ``evaluate`` for all packs; an empty list on stages before the last."""
         parts = [self._part(batch) for batch in batches]
         iterators = [iter(parts) for _ in self._model]
-        outputs = get_forward_backward_func()(
+        outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=self._forward_step(evaluate),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self._model if len(self._model) > 1 else self._model[0],
@@ -127,7 +134,7 @@ class Passes:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return self._sum_over_ranks(outputs)
+        return outputs
 
     def _forward_step(self, evaluate: Evaluate) -> Callable[..., Any]:
         def step(iterator: Iterator[MicroBatch], model: Any) -> Any:
@@ -148,7 +155,7 @@ class Passes:
             input_ids=part.token_T[None],
             position_ids=part.position_T[None],
             attention_mask=None,
-            packed_seq_params=DocumentPack.of(part.cu_seqlens, part.max_seqlen, self._device),
+            packed_seq_params=self._last.document_pack(part, self._device),
             **extra,
         )
         return hidden
@@ -157,13 +164,32 @@ class Passes:
         """This rank's context-parallel part of a pack, on its device."""
         return slice_batch(batch, *_context()).to(self._device)
 
-    def _sum_over_ranks(self, outputs: list[Tensor]) -> Tensor:
-        """The sum of all packs' vectors, each counted once: only last stages have any, and TP ranks agree."""
+    def _width(self, outputs: list[Tensor], batches: Sequence[MicroBatch], fn: TokenFn) -> int:
+        """Length of the vectors of ``fn``; earlier stages, which have none, ask one dummy token."""
+        if outputs:
+            return outputs[0].numel()
+        token = batches[0].take(slice(0, 1)).to(self._device)
+        token = replace(token, mask_T=torch.zeros_like(token.mask_T))
+        with torch.no_grad():
+            return fn(TokenStats(token.old_log_prob_T, torch.zeros_like(token.mask_T)), token).numel()
+
+    def _searched_width(
+        self, outputs: list[Tensor], batches: Sequence[MicroBatch], loss: SearchedLoss
+    ) -> int:
+        """``_width`` of the loss of a micro-batch, whose search finds what it finds without tokens."""
+        if outputs:
+            return outputs[0].numel()
+        sums = torch.zeros(self._width(outputs, batches, loss.measure), dtype=torch.float64)
+        return self._width(outputs, batches, loss.loss_of(sums))
+
+    def _sum_over_ranks(self, outputs: list[Tensor], width: int) -> Tensor:
+        """The sum of all packs' vectors, each counted once: only last stages have any, and TP ranks agree.
+
+        ``width`` is the vectors' length.
+        """
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         counts = last and parallel_state.get_tensor_model_parallel_rank() == 0
-        width = torch.tensor([outputs[0].numel() if last else 0], device=self._device)
-        dist.all_reduce(width, dist.ReduceOp.MAX)
-        total = torch.zeros(int(width), dtype=torch.float64, device=self._device)
+        total = torch.zeros(width, dtype=torch.float64, device=self._device)
         if counts:
             total += torch.stack([output.double() for output in outputs]).sum(0)
         dist.all_reduce(total)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import Sample, pack_samples
@@ -92,6 +93,32 @@ def test_weights_come_from_the_reader_that_is_given(tmp_path: Path) -> None:
     stored = HfReader(folder)
     assert weights
     assert all(torch.equal(tensor, stored.read(name) * 2) for name, tensor in weights.items())
+
+
+def reductions(folder: Path, samples: list[Sample], parallel: ParallelConfig) -> list[int]:
+    """All-reduces over all ranks in a forward-only pass and in a pass for log-probs; and their sums."""
+    policy = policy_on(folder, parallel=parallel)
+    packs = pack_samples(samples, 96, "token", policy.pack_layout)
+    plain, sizes = dist.all_reduce, []
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not args and "group" not in kwargs:
+            sizes.append(tensor.numel())
+        return plain(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    policy.token_sums(packs, weighted_loss)
+    policy.log_probs(packs)
+    dist.all_reduce = plain
+    return sizes
+
+
+def test_a_pass_reduces_one_vector_over_all_ranks(tmp_path: Path) -> None:
+    """The first stage, which evaluates no pack, knows the vector's length without asking."""
+    folder = save_tiny_model("qwen2", tmp_path)
+    parallel = ParallelConfig(pipeline=2)
+    for sizes in run_layout(reductions, parallel, folder, random_samples(5), parallel):
+        assert sizes == [2]
 
 
 def worst_long_difference(folder: Path, samples: list[Sample]) -> float:

@@ -30,6 +30,7 @@ from bapo_megatron.algo.bounds import (
 )
 from bapo_megatron.algo.losses import Loss, LossTerms, Search
 from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, UpdateSums
+from bapo_megatron.algo.tokens import constant_on
 from bapo_megatron.types import Metrics, MicroBatch, TokenFn, TokenStats
 
 
@@ -119,8 +120,7 @@ class BapoLoss(Loss):
 
     def _bounds_sums(self, view: PackView) -> Tensor:
         """Sums of the found bounds' metrics, each multiplied by the number of tokens that count."""
-        row = list(view.found.metrics().values())
-        values = torch.tensor(row, dtype=torch.float64, device=view.live_T.device)
+        values = constant_on(view.live_T.device, tuple(view.found.metrics().values()))
         tokens = view.live_T.sum()
         return torch.where(tokens > 0, tokens * values, 0.0)
 

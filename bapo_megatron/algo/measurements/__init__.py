@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from bapo_megatron.algo.tokens import live_sum
 from bapo_megatron.types import Metrics, MicroBatch, TokenStats
 
 
@@ -89,17 +89,16 @@ SEARCH = "search"
 """Name of the sums of a loss's search in ``UpdateSums.parts``."""
 
 
-@lru_cache(maxsize=16)
-def edges_on(device: torch.device, edges: tuple[float, ...], dtype: torch.dtype = torch.float64) -> Tensor:
-    """The edges of bins as a tensor on ``device``, made once: every pack asks for the same."""
-    return torch.tensor(edges, dtype=dtype, device=device)
-
-
 def token_mean(name: str, values: Callable[[PackView], Tensor]) -> Measurement:
-    """The metric ``name``: the mean of ``values``, [K] one for each token that counts, over an update."""
-    return Measurement(
-        name,
-        1,
-        lambda view: values(view).double().sum()[None],
-        lambda sums, update: {name: float(sums) / update.tokens},
-    )
+    """The metric ``name``: the mean of ``values`` over the tokens of an update that count.
+
+    ``values`` gives one value for each token of a pack, [T], of which those that do not count are left out
+    here; or, which makes the host wait on a GPU, [K] values of the tokens that count alone.
+    """
+
+    def sums(view: PackView) -> Tensor:
+        value = values(view)
+        whole = value.shape == view.live_T.shape
+        return (live_sum(value, view.live_T) if whole else value.double().sum())[None]
+
+    return Measurement(name, 1, sums, lambda sums, update: {name: float(sums) / update.tokens})

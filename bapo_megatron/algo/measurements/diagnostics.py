@@ -23,9 +23,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.measurements import Measurement, PackView, edges_on
+from bapo_megatron.algo.measurements import Measurement, PackView
 from bapo_megatron.algo.measurements.staleness import BUCKETS, bucket_of
-from bapo_megatron.algo.tokens import likely, unmasked
+from bapo_megatron.algo.tokens import constant_on, likely, unmasked
 from bapo_megatron.types import Metrics
 
 QUADRANTS = ("negative_low", "negative_high", "positive_low", "positive_high")
@@ -73,7 +73,7 @@ def diagnostic_sums(view: PackView) -> Tensor:
     class_T = torch.where(advantage_T == 0, len(QUADRANTS), quadrant_T)
     row_T = bucket_of(view.version - batch.version_T) * len(_CLASSES) + class_T
     profile = (live_T, log_prob_T.exp() * live_T, entropy_T)
-    bin_T = torch.bucketize(log_ratio_T, edges_on(log_ratio_T.device, RATIO_EDGES).log(), right=True)
+    bin_T = torch.bucketize(log_ratio_T, constant_on(log_ratio_T.device, RATIO_EDGES).log(), right=True)
     return torch.cat(
         [
             _summed(row_T, len(BUCKETS) * len(_CLASSES), columns),

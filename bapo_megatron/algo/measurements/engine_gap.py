@@ -4,7 +4,7 @@ Engine and trainer compute one function with different kernels, in different ord
 precisions. What they differ by makes on-policy data slightly off-policy. A gap that is large or grows says
 that something is wrong: weights that did not arrive, another temperature, a broken kernel.
 
-Legend: ``_T`` tokens of a pack, ``_K`` those of them that count.
+Legend: ``_T`` tokens of a pack.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.measurements import Measurement, PackView, edges_on
+from bapo_megatron.algo.measurements import Measurement, PackView
+from bapo_megatron.algo.tokens import constant_on, live_sum
 from bapo_megatron.types import Metrics
 
 _PER_OCTAVE = 4
@@ -40,10 +41,11 @@ def gap_sums(log_prob_T: Tensor, rollout_log_prob_T: Tensor, same_weights_T: Ten
     Returns:
         float64 [GAP_SUMS], additive over packs and ranks.
     """
-    gap_K = (log_prob_T[same_weights_T].double() - rollout_log_prob_T[same_weights_T].double()).abs()
-    bin_K = torch.bucketize(gap_K, edges_on(gap_K.device, _EDGES))
-    histogram = torch.bincount(bin_K, minlength=len(_EDGES) + 1)
-    return torch.cat([same_weights_T.sum()[None], gap_K.sum()[None], histogram]).double()
+    gap_T = (log_prob_T.double() - rollout_log_prob_T.double()).abs()
+    bin_T = torch.bucketize(gap_T, constant_on(gap_T.device, _EDGES))
+    count_T = same_weights_T.double()
+    histogram = gap_T.new_zeros(len(_EDGES) + 1).scatter_add_(0, bin_T, count_T)
+    return torch.cat([count_T.sum()[None], live_sum(gap_T, same_weights_T)[None], histogram])
 
 
 def gap_metrics(sums: Tensor) -> Metrics:

@@ -11,7 +11,7 @@ Reuse: updates that this step has already made on its batch. Queue: updates whil
 for the step. Segment: updates while the group was unfinished (partial rollouts: a response is sampled in
 segments, under several versions).
 
-Legend: ``_T`` tokens of a pack, ``_K`` those of them that count, ``_R`` tokens of a response, ``_B`` buckets.
+Legend: ``_T`` tokens of a pack, ``_R`` tokens of a response, ``_B`` buckets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.measurements import Measurement, PackView, edges_on
+from bapo_megatron.algo.measurements import Measurement, PackView
+from bapo_megatron.algo.tokens import constant_on
 from bapo_megatron.types import Metrics
 
 BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16+")
@@ -69,7 +70,7 @@ def age_metrics(groups: Sequence[Sequence[np.ndarray]], version: int, step_versi
 
 def bucket_of(staleness_T: Tensor) -> Tensor:
     """Index into ``BUCKETS`` (int64) of each token, from its staleness in updates; below 0 counts as 0."""
-    return torch.bucketize(staleness_T, edges_on(staleness_T.device, _STARTS, torch.int64), right=True)
+    return torch.bucketize(staleness_T, constant_on(staleness_T.device, _STARTS, torch.int64), right=True)
 
 
 @torch.no_grad()
@@ -88,12 +89,10 @@ def bucket_sums(
     Returns:
         float64 [B * 4], additive over packs and ranks.
     """
-    live_K = live_T.nonzero().squeeze(1)
-    bucket_K = bucket_of(staleness_T.index_select(0, live_K))
     columns = (live_T, clipped_T, log_ratio_T.abs(), entropy_T)
-    values_K4 = torch.stack([column_T.index_select(0, live_K).double() for column_T in columns], dim=1)
-    sums_B4 = values_K4.new_zeros(len(BUCKETS), len(_VALUES)).index_add_(0, bucket_K, values_K4)
-    return sums_B4.flatten()
+    values_T4 = torch.stack([torch.where(live_T, column_T, 0).double() for column_T in columns], dim=1)
+    sums_B4 = values_T4.new_zeros(len(BUCKETS), len(_VALUES))
+    return sums_B4.index_add_(0, bucket_of(staleness_T), values_T4).flatten()
 
 
 def bucket_metrics(sums: Tensor) -> Metrics:

@@ -6,7 +6,7 @@ al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv
 adapted: no dropout and no score matrix (flash attention keeps one log-sum-exp for each head), grouped-query
 attention, a gated MLP, and the fused RoPE and SwiGLU that ``policy/model.py`` asks for on a GPU.
 
-Letters: h hidden, q and kv widths of queries and of keys, f MLP width, d head width; t TP size;
+Letters: h hidden, q and kv widths of queries and of keys, f MLP width; t TP size;
 s ranks that norms are split over (t under sequence parallelism, else 1); b bytes of an activation.
 """
 
@@ -59,7 +59,7 @@ class _Layer:
     input: float
     norm: float
     always: float
-    """Norm, projections and RoPE of the attention: kept unless the whole layer is recomputed."""
+    """Norm and projections of the attention: kept unless the whole layer is recomputed."""
     core: float
     """Core attention: the softmax of queries and keys, times the values."""
     core_arguments: float
@@ -83,7 +83,6 @@ class _Widths:
     q: float
     kv: float
     f: float
-    d: int
     heads: float
     kv_heads: float
     qk_norm: bool
@@ -96,9 +95,7 @@ class _Widths:
         heads, kv_heads, d = shape.heads / t, shape.kv_heads / t, shape.head_dim
         h = shape.hidden / (t if parallel.sequence else 1)
         ring = parallel.context > 1
-        return cls(
-            element, h, heads * d, kv_heads * d, shape.ffn / t, d, heads, kv_heads, shape.qk_norm, ring
-        )
+        return cls(element, h, heads * d, kv_heads * d, shape.ffn / t, heads, kv_heads, shape.qk_norm, ring)
 
     @property
     def fused(self) -> float:
@@ -110,14 +107,12 @@ class _Widths:
         """Bytes of the queries where they are no view of the fused output: several KV groups on a rank."""
         return self.b * self.q if self.kv_heads > 1 else 0.0
 
-    @property
-    def rope(self) -> float:
-        """Bytes of cosines and sines, for the queries and again for the keys."""
-        return 4.0 * self.b * self.d
-
 
 def _torch_layer(w: _Widths) -> _Layer:
-    """torch's RMSNorm on a CPU keeps its input and the normalized input in float32, and a number a row."""
+    """torch's RMSNorm on a CPU keeps its input and the normalized input in float32, and a number a row.
+
+    RoPE keeps a table for all layers together (``attention/rope.py``), too small to count.
+    """
     norm = 2 * _FP32 * w.h + _FP32
     gated = 5 * w.b * w.f  # gate and up (2f), silu(gate), up once more (megatron adds a zero offset), product
     qk_norm = 0.0
@@ -130,9 +125,9 @@ def _torch_layer(w: _Widths) -> _Layer:
     return _Layer(
         input=w.b * w.h,
         norm=norm,
-        always=norm + w.b * w.h + w.rope + qk_norm + w.b * w.q,
+        always=norm + w.b * w.h + qk_norm + w.b * w.q,
         core=core,
-        core_arguments=w.b * (w.q + w.kv) + w.fused - shared_fused,
+        core_arguments=(w.b * (w.q + w.kv) if w.qk_norm else w.copied_queries) + w.fused - shared_fused,
         core_again=core,
         mlp=norm + w.b * w.h + gated,
         mlp_arguments=norm + w.b * w.h,

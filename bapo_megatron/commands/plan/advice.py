@@ -82,7 +82,7 @@ def _neighbours(job: Job) -> Iterator[Job]:
         [n for n in (p.context // 4, p.context // 2, *(p.context << k for k in range(4))) if n],
         (p.pipeline, 2 * p.pipeline, 4 * p.pipeline),
         [n for n in (job.replicas // 2, job.replicas, 2 * job.replicas, 4 * job.replicas) if n],
-        sorted({batch.logprob_chunk_tokens, min(1024, batch.logprob_chunk_tokens)}),
+        dict.fromkeys((batch.logprob_chunk_tokens, min(1024, batch.chunk_tokens(gpu=True)))),
         (False, True),
     ):
         data_or_none = p.data if data == job.replicas else data

@@ -18,6 +18,7 @@ _FP32 = 4
 _FIXED = 3 * GB
 # Estimate: what the caching allocator loses to fragments of blocks that come and go.
 _FRAGMENTATION = 0.05
+_SOFTMAX_LOGITS = 1 << 27  # policy/output_head.py
 PACK_COLUMNS = 4 * 8 + 5 * 4 + 4
 """Bytes of a token's columns on the device (``types.COLUMNS``): four int64, five float32, one int32."""
 
@@ -143,15 +144,16 @@ def _workspace(job: Job) -> float:
 def _head(job: Job, stage: int) -> float:
     """Output layer's memory on the last stage, 0 on others.
 
-    One chunk of logits in the model's type, in float32, their softmax in float32 and their gradient; all
-    hidden states and their gradient; the gradient of the output matrix in float32, and its copy in the
-    model's type.
+    One chunk of logits in float32, and beside it the softmax of a block of them in float32, or later their
+    gradient in the model's type; all hidden states and their gradient; the gradient of the output matrix in
+    float32, and its copy in the model's type.
     """
     if stage != job.parallel.pipeline - 1:
         return 0.0
     vocabulary = job.shape.vocab / job.parallel.tensor
-    chunk = min(job.run.batch.logprob_chunk_tokens, job.tokens)
-    logits = chunk * vocabulary * (2 * job.element + 2 * _FP32)
+    entries = min(job.run.batch.chunk_tokens(gpu=True), job.tokens) * vocabulary
+    gradient = entries * job.element if job.element < _FP32 else 0.0  # in place of the logits otherwise
+    logits = entries * _FP32 + max(min(entries, _SOFTMAX_LOGITS) * _FP32, gradient)
     hidden = 2 * job.tokens * job.shape.hidden * job.element
     return logits + hidden + vocabulary * job.shape.hidden * (_FP32 + job.element)
 

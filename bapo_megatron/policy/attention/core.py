@@ -26,6 +26,7 @@ from bapo_megatron.policy.attention.context_parallel import document_chunks, gat
 from bapo_megatron.policy.attention.flash import flash_attention
 from bapo_megatron.policy.attention.padded import padded_attention
 from bapo_megatron.policy.attention.prefix import prefix_attention
+from bapo_megatron.policy.attention.rope import RotaryTable, rotate
 
 
 @dataclass
@@ -36,9 +37,17 @@ class DocumentPack(PackedSeqParams):  # type: ignore[misc]
     """``cu_seqlens`` on the host: a layer that read it from a GPU would wait for all work before it."""
     pad_between_seqs: bool = False
     """Whether there is padding between documents; a document's own padding is part of it."""
+    rotary: RotaryTable | None = None
+    """RoPE of this rank's tokens; None where queries and keys come rotated already."""
 
     @classmethod
-    def of(cls, bounds: tuple[int, ...], longest: int, device: torch.device) -> DocumentPack:
+    def of(
+        cls,
+        bounds: tuple[int, ...],
+        longest: int,
+        device: torch.device,
+        rotary: RotaryTable | None = None,
+    ) -> DocumentPack:
         """The parameters of a pack with documents ``bounds[d]:bounds[d + 1]``, at most ``longest`` long."""
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
         return cls(
@@ -50,11 +59,12 @@ class DocumentPack(PackedSeqParams):  # type: ignore[misc]
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             bounds=bounds,
+            rotary=rotary,
         )
 
 
 class DocumentAttention(MegatronModule):  # type: ignore[misc]
-    """The core attention module: scaled dot-product attention, causal within each document of a pack."""
+    """The core attention module: RoPE, then dot-product attention, causal within each document of a pack."""
 
     def __init__(
         self,
@@ -89,6 +99,8 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc]
         if packed_seq_params is None:
             raise ValueError("this attention takes thd packs only")
         bounds = packed_seq_params.bounds
+        if packed_seq_params.rotary is not None:
+            query, key = (rotate(x_LHD, packed_seq_params.rotary) for x_LHD in (query, key))
         rank = 0
         if self.group is not None:
             rank = self.group.rank()
@@ -134,7 +146,7 @@ def _by_segment(
 
 @lru_cache(maxsize=16)  # every layer of a micro-batch asks for the same ones
 def _rows_on(bounds: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    return gathered_rows(bounds, size).to(device)
+    return gathered_rows(bounds, size).to(device, non_blocking=True)
 
 
 class _Reorder(torch.autograd.Function):

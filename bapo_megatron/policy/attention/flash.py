@@ -56,9 +56,10 @@ class _KeyPlan:
         keys = [part.last_key - part.first_key for part in parts]
         queries = [part.queries for part in parts]
         rows = torch.cat([torch.arange(part.first_key, part.last_key) for part in parts])
-        self.key_rows = rows.to(device)
-        self.query_bounds = torch.tensor([0, *accumulate(queries)], dtype=torch.int32, device=device)
-        self.key_bounds = torch.tensor([0, *accumulate(keys)], dtype=torch.int32, device=device)
+        bounds_of = [torch.tensor([0, *accumulate(counts)], dtype=torch.int32) for counts in (queries, keys)]
+        self.key_rows, self.query_bounds, self.key_bounds = (
+            x.to(device, non_blocking=True) for x in (rows, *bounds_of)
+        )
         self.most_queries, self.most_keys = max(queries), max(keys)
 
 

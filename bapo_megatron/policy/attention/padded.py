@@ -77,9 +77,8 @@ def padding_plan(bounds: tuple[int, ...], device: torch.device) -> PaddingPlan:
     token_of_row_P, real_P = torch.cat(tokens), torch.cat(real)
     row_of_token_T = torch.empty(bounds[-1], dtype=torch.int64)
     row_of_token_T[token_of_row_P[real_P]] = torch.arange(row)[real_P]
-    return PaddingPlan(
-        tuple(batches), token_of_row_P.to(device), real_P.to(device), row_of_token_T.to(device)
-    )
+    maps = (x.to(device, non_blocking=True) for x in (token_of_row_P, real_P, row_of_token_T))
+    return PaddingPlan(tuple(batches), *maps)
 
 
 def groups_of_like_length(lengths: list[int]) -> list[list[int]]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from bapo_megatron.algo.bapo import balanced, grpo
 from bapo_megatron.cli import run as bapo
+from bapo_megatron.commands.plan import memory as plan_memory
 from bapo_megatron.commands.plan.activations import kept
 from bapo_megatron.commands.plan.advice import fastest_layouts, problems, smallest_changes
 from bapo_megatron.commands.plan.engines import cache_bytes_per_token, engines
@@ -35,6 +36,7 @@ from bapo_megatron.config import (
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
+from bapo_megatron.policy import output_head
 from bapo_megatron.policy.flops import attention_flops, attention_weight, linear_flops_per_token
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -154,11 +156,23 @@ def test_memory_by_hand() -> None:
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * 2952, 4 * 2952, 4 * 2952)
     whole = replace(job(), run=replace(job().run, model=ModelConfig(Path("model"), "float32")))
     assert optimizer_bytes(whole, 2952) == 8 * 2952  # the weights are their own masters
-    # Logits of 16 tokens: 32 x (2 + 2 + 4 + 4) B; hidden states and their gradient; the matrix's gradient.
-    assert memory.head == 16 * 32 * 12 + 2 * 16 * 8 * 2 + 32 * 8 * (4 + 2)
+    # Logits of 16 tokens and their softmax: 32 x (4 + 4) B; hidden states and their gradient; the matrix's.
+    assert memory.head == 16 * 32 * 8 + 2 * 16 * 8 * 2 + 32 * 8 * (4 + 2)
     assert host_bytes(job()) == 14 * 2952
     # Two ranks on a node share it; each may write the largest parameter (256) beyond its half.
     assert host_bytes(job(ParallelConfig(data=2))) == 14 * 2952 + 2 * 12 * 256
+
+
+def test_chunks_of_logits_by_hand() -> None:
+    """4,096 tokens of 50,000 entries: 4 B each, 4 B for the softmax of 2^27; their gradient of 2 B is less.
+
+    With 100,000 entries it is more.
+    """
+    assert plan_memory._SOFTMAX_LOGITS == output_head._SOFTMAX_LOGITS == 2**27
+    for vocab, beside in ((50_000, 4 * 2**27), (100_000, 2 * 4096 * 100_000)):
+        long = job(shape=replace(SMALL, vocab=vocab), pack_tokens=10_000)
+        rest = 2 * 10_000 * 8 * 2 + vocab * 8 * (4 + 2)
+        assert stage_memory(long, 0).head == 4 * 4096 * vocab + beside + rest
 
 
 def test_peaks_by_hand() -> None:

@@ -120,6 +120,83 @@ def test_bfloat16_gives_float32_results_and_bfloat16_gradients() -> None:
     torch.testing.assert_close(hidden.grad.float(), wide_hidden.grad, rtol=0.05, atol=0.3)
 
 
+def engine_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float,
+    fp32_head: bool = True,
+) -> torch.Tensor:
+    """SGLang 0.5.23, written down from its source: LogitsProcessor._compute_lm_head (on a machine without
+    CUDA), ._copy_logits_to_buffer, then Sampler.forward, on equal hidden states."""
+    if fp32_head:  # --enable-fp32-lm-head
+        logits = torch.matmul(hidden.to(torch.float32), weight.to(torch.float32).T)
+    else:
+        logits = torch.matmul(hidden.to(weight.dtype), weight.T)
+    logits = logits.float()
+    logits.div_(torch.full((hidden.size(0), 1), temperature))
+    logits[:] = torch.softmax(logits, dim=-1)
+    return torch.log(logits).gather(1, labels[:, None])[:, 0]
+
+
+def language_model_like(tokens: int = 200) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """bfloat16 hidden states and weights whose logits have a spread of 8, and labels drawn from them."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, 64, generator=generator).bfloat16()
+    weight = torch.randn(500, 64, generator=generator).bfloat16()
+    labels = torch.multinomial((hidden.float() @ weight.float().t()).softmax(-1), 1, generator=generator)[
+        :, 0
+    ]
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("chunk", [64, 4096])
+def test_bfloat16_log_probs_are_those_of_sglang(temperature: float, chunk: int) -> None:
+    """The same logits to the bit; log-probs to float32's rounding of logits of up to 64 / 0.6."""
+    hidden, weight, labels = language_model_like()
+    head = OutputHead(temperature, chunk)
+    logits = torch.cat([part.clone() for _, part in head._logits(hidden, weight)])
+    theirs = torch.matmul(hidden.float(), weight.float().T).div_(torch.full((1, 1), temperature))
+    assert torch.equal(logits, theirs)
+    gap = head.stats(hidden, weight, labels).log_prob_T - engine_log_probs(
+        hidden, weight, labels, temperature
+    )
+    assert gap.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_servers_without_the_flag_would_differ(temperature: float) -> None:
+    """Logits rounded to bfloat16, as without --enable-fp32-lm-head: ten thousand times that gap."""
+    hidden, weight, labels = language_model_like()
+    rounded = engine_log_probs(hidden, weight, labels, temperature, fp32_head=False)
+    gap = (OutputHead(temperature, 64).stats(hidden, weight, labels).log_prob_T - rounded).abs()
+    assert gap.mean() > 0.01
+    assert gap.max() > 0.05
+
+
+def test_a_temperature_divides_the_finished_float32_logits() -> None:
+    """Not the matmul's factor 1 / t, which rounds otherwise: 3 / 0.6 is 5, and 3 * (1 / 0.6) is not."""
+    hidden, weight = torch.tensor([[3.0]]), torch.tensor([[1.0]])
+    [(_, logits)] = OutputHead(0.6, 1)._logits(hidden, weight)
+    assert logits.item() == (torch.tensor(3.0) / torch.tensor(0.6)).item()
+
+
+@pytest.mark.parametrize("chunk", [3, 50])
+def test_bfloat16_gradients_are_rounded_at_their_end(chunk: int) -> None:
+    """Against float64 autograd: within a few roundings of bfloat16 (1/256) of the whole gradient's size."""
+    hidden, weight, labels = language_model_like(50)
+    batch = batch_of(labels, torch.linspace(0.3, 3.0, 50))
+    wide_hidden, wide_weight = (x.double().requires_grad_() for x in (hidden, weight))
+    log_probs = (wide_hidden @ wide_weight.t() / 0.6).log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    squared(TokenStats(log_probs, torch.zeros(50)), batch)[0].backward()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    OutputHead(0.6, chunk).sums(hidden, weight, batch, squared)[0].backward()
+    for ours, exact in ((hidden.grad, wide_hidden.grad), (weight.grad, wide_weight.grad)):
+        assert (ours.double() - exact).norm() < exact.norm() / 256
+
+
 def test_the_logits_of_a_pack_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor of the pass has more rows of the vocabulary than a chunk."""
     seen: list[int] = []

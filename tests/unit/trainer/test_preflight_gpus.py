@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 
@@ -86,6 +87,15 @@ def test_a_server_has_room_for_the_longest_response_of_an_evaluation() -> None:
     problems = run(evaluation=EvaluationConfig(every=2, **longer), context=2000)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rollout.sglang.context=2000 is less than .*3100"):
         problems.check()
+
+
+@pytest.mark.parametrize(("dtype", "given"), [("bfloat16", True), ("float32", False)])
+def test_servers_of_a_bfloat16_model_keep_their_logits_in_float32(
+    dtype: Literal["float32", "bfloat16"], given: bool
+) -> None:
+    """As the trainer does; a float32 model's are so anyway."""
+    config = replace(run(), model=replace(run().model, dtype=dtype))
+    assert ("--enable-fp32-lm-head" in server_flags(config)) is given
 
 
 def test_the_engine_is_checked_where_the_run_samples() -> None:

@@ -58,6 +58,8 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
     return [
         *place,
         *("--dtype", config.model.dtype),
+        # The trainer's logits are float32: rounded to bfloat16 they would give other log-probs.
+        *(("--enable-fp32-lm-head",) if config.model.dtype == "bfloat16" else ()),
         *("--tp-size", str(sglang.tensor)),
         *("--mem-fraction-static", str(sglang.memory_fraction)),
         *("--context-length", str(context)),

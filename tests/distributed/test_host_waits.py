@@ -1,0 +1,95 @@
+"""Where the host waits for a GPU in a pass and in an update: at known places, and not once in a chunk."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from bapo_megatron.algo import sums, tokens
+from bapo_megatron.algo.bapo import paper
+from bapo_megatron.algo.losses import build_loss
+from bapo_megatron.algo.objective import Objective
+from bapo_megatron.config import AlgorithmConfig, BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.policy.megatron import MegatronPolicy
+from tests.support.host_waits import HostWaits
+from tests.support.models import random_samples, save_tiny_model
+from tests.support.workers import run_layout
+
+pytestmark = pytest.mark.distributed
+
+ONE = ParallelConfig()
+FORWARD = {"policy/passes.py _sum_over_ranks": 1}
+"""The vector of a pass, which the search for the bounds reads on the host."""
+UPDATE = {
+    **FORWARD,
+    "distributed/finalize_model_grads.py finalize_model_grads": 1,  # megatron-core: is there any token?
+    "optimizer/clip_grads.py get_grad_norm_fp32": 1,  # the norm of the gradient, which may stop the run
+    "algo/tokens.py constant_on": 1,  # the update's bounds go to the device, once
+}
+OF_THE_HOST = {
+    "attention/padded.py padding_plan",  # made once for a pack, on a CPU alone
+    "policy/megatron.py update",
+    "optimizer/optimizer.py step_with_ready_grads",  # torch's Adam keeps its step counters on the host
+}
+"""Reads of tensors that never leave the host."""
+NORM = "core/utils.py local_multi_tensor_l2_norm"
+"""megatron-core's norm of the gradient without Transformer Engine, which reads each parameter's."""
+
+
+def waits(folder: Path, chunk_tokens: int, pack_tokens: int) -> list[Counter[str]]:
+    """Of a forward pass and of an update, with tokens masked as on a GPU; the second of each."""
+    for module in (tokens, sums):
+        module.selects = lambda _device: False  # type: ignore[attr-defined]
+    batch = BatchConfig(pack_tokens=pack_tokens, logprob_chunk_tokens=chunk_tokens)
+    policy = MegatronPolicy(ModelConfig(folder, "float32"), ONE, batch, OptimizerConfig(), 10, 0.7)
+    packs = pack_samples(random_samples(6), pack_tokens, layout=policy.pack_layout)
+    loss = build_loss(AlgorithmConfig(bounds=paper()))
+    objective, search = Objective(loss), loss.search
+    assert search is not None
+    found = []
+    for _ in range(2):
+        with HostWaits() as forward:
+            measured = policy.token_sums(packs, search.measure)
+        bounds = search.find(measured)
+        with HostWaits() as update:
+            policy.update(packs, objective.token_fn(bounds, policy.version))
+        found = [forward.places, update.places]
+    return found
+
+
+def of_the_device(places: Counter[str]) -> dict[str, int]:
+    return {place: count for place, count in places.items() if place not in OF_THE_HOST}
+
+
+@pytest.mark.parametrize(("chunk", "pack"), [(4096, 4096), (16, 4096), (16, 80)])
+def test_no_chunk_no_layer_and_no_pack_adds_a_wait(chunk: int, pack: int, tmp_path: Path) -> None:
+    """The same few waits with one chunk and with a dozen, with one pack and with several."""
+    folder = save_tiny_model("qwen2", tmp_path)
+    [[forward, update]] = run_layout(waits, ONE, folder, chunk, pack)
+    assert of_the_device(forward) == FORWARD
+    assert {place: count for place, count in of_the_device(update).items() if place != NORM} == UPDATE
+
+
+def test_the_counter_sees_what_waits() -> None:
+    x = torch.arange(4.0)
+    with HostWaits() as counted:
+        for wait in (
+            lambda: x[x > 1],
+            lambda: x.nonzero(),
+            lambda: x.sum().item(),
+            lambda: x.tolist(),
+            lambda: torch.bincount(x.long()),
+            lambda: torch.tensor([1.0], device="cpu"),
+        ):
+            before = counted.places.total()
+            wait()
+            assert counted.places.total() > before
+        seen = counted.places.total()
+        torch.where(x > 1, x, 0.0).sum()
+        x[torch.tensor([1, 2])]
+        assert counted.places.total() == seen
+    assert set(counted.places) == {"distributed/test_host_waits.py <lambda>"}

@@ -1,0 +1,150 @@
+"""RoPE by hand, against Hugging Face's in float32 and float64, and against megatron-core's for packs."""
+
+from __future__ import annotations
+
+import math
+import types
+from itertools import pairwise
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama
+
+from bapo_megatron.policy.attention.context_parallel import positions
+from bapo_megatron.policy.attention.rope import Rotary, RotaryTable, rotate
+from tests.support.models import _LLAMA_ROPE
+
+DIM = 16
+SCALINGS = {
+    "plain": ({"rope_type": "default", "rope_theta": 1e6}, Rotary(DIM, 1e6, None)),
+    "llama3": (_LLAMA_ROPE, Rotary(DIM, 500000.0, 32.0)),
+}
+
+
+def heads(tokens: int, count: int = 3, seed: int = 0) -> torch.Tensor:
+    return torch.randn(tokens, count, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def test_by_hand() -> None:
+    """d = 4 and base 100: frequencies 1 and 1/10. At position 2 the pairs turn by 2 and by 0.2."""
+    x = torch.tensor([[[1.0, 0.0, 0.0, 3.0]]])
+    turned = rotate(x, Rotary(4, 100.0, None).table(torch.tensor([2])))
+    expected = [math.cos(2), -3 * math.sin(0.2), math.sin(2), 3 * math.cos(0.2)]
+    assert turned.flatten().tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_llama3_scaling_by_hand() -> None:
+    """d = 2 has the frequency 1 (wavelength 2 pi, kept); base 4 gives d = 4 the wavelength 4 pi as well.
+
+    With base 1e8 and d = 4 the second frequency is 1e-4: its wavelength 62,832 is beyond 8,192, so it is
+    divided by 8. With base (8192 / pi)^2 it is pi / 8192, of wavelength 16,384: divided as well. A wavelength
+    of 4,096 lies between: smooth = (8192 / 4096 - 1) / 3 = 1/3, so f (2/3 / 8 + 1/3) = 5/12 f.
+    """
+    far = Rotary(4, 1e8, 8.0).table(torch.tensor([1000])).sin_LF[0]
+    assert far.tolist() == pytest.approx([math.sin(1000), math.sin(0.1 / 8)], abs=1e-5)
+    frequency = 2 * math.pi / 4096
+    between = Rotary(4, frequency**-2, 8.0).table(torch.tensor([100])).sin_LF[0, 1]
+    assert float(between) == pytest.approx(math.sin(100 * frequency * 5 / 12), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_equals_hugging_face(kind: str) -> None:
+    """To the bit in float32; float64 angles differ by the rounding of the float32 ones."""
+    parameters, rotary = SCALINGS[kind]
+    config = LlamaConfig(hidden_size=4 * DIM, num_attention_heads=4, rope_parameters=parameters)
+    place = torch.tensor([0, 1, 2, 900, 8191, 40_000, 65_535])
+    x = heads(len(place))
+    cos, sin = modeling_llama.LlamaRotaryEmbedding(config)(x, place[None])
+    theirs, _ = modeling_llama.apply_rotary_pos_emb(*(2 * (x[None].transpose(1, 2),)), cos, sin)
+    assert torch.equal(rotate(x, rotary.table(place)), theirs.transpose(1, 2)[0])
+
+    frequency = rotary.table(torch.tensor([1])).sin_LF[0].double().asin()
+    near = place <= 900
+    exact = literal(x[near].double(), torch.outer(place[near].double(), frequency))
+    torch.testing.assert_close(rotate(x, rotary.table(place))[near].double(), exact, rtol=0, atol=2e-4)
+
+
+def literal(x_LHD: torch.Tensor, angle_LF: torch.Tensor) -> torch.Tensor:
+    """Each pair times a rotation matrix, in the type of the arguments."""
+    cos, sin = angle_LF.cos(), angle_LF.sin()
+    matrix = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
+    pairs = torch.stack(x_LHD.chunk(2, -1), -1)
+    turned = torch.einsum("lfij,lhfj->lhfi", matrix, pairs)
+    return torch.cat(turned.unbind(-1), -1)
+
+
+def test_the_gradient_is_that_of_the_matrix_product() -> None:
+    table = Rotary(DIM, 1e4, None).table(torch.arange(9))
+    ours, wide = heads(9).requires_grad_(), heads(9).double().requires_grad_()
+    angle = torch.atan2(table.sin_LF.double(), table.cos_LF.double())
+    weight = heads(9, seed=1)
+    (rotate(ours, table) * weight).sum().backward()
+    (literal(wide, angle) * weight).sum().backward()
+    torch.testing.assert_close(ours.grad.double(), wide.grad, rtol=0, atol=1e-6)
+
+
+def megatron(x: torch.Tensor, bounds: tuple[int, ...], size: int, rank: int, scaled: bool) -> torch.Tensor:
+    """megatron-core's rotation of a rank's tokens of a pack."""
+    group = types.SimpleNamespace(size=lambda: size, rank=lambda: rank)
+    embedding = RotaryEmbedding(
+        DIM,
+        1.0,
+        rotary_base=500000.0 if scaled else 1000000.0,
+        rope_scaling=scaled,
+        rope_scaling_factor=32.0,
+        use_cpu_initialization=True,
+        cp_group=group,
+    )
+    longest = max(end - start for start, end in pairwise(bounds))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        frequencies = embedding(longest, packed_seq=True)
+    return rope_utils._apply_rotary_pos_emb_thd(x, torch.tensor(bounds), frequencies, cp_group=group)
+
+
+def position_in_document(bounds: tuple[int, ...], size: int, rank: int) -> torch.Tensor:
+    lengths = torch.tensor(bounds).diff().tolist()
+    return torch.cat([torch.arange(length) for length in lengths])[positions(bounds, size, rank)]
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_equals_megatron_in_float32_with_its_gradient(kind: str, size: int, rank: int) -> None:
+    """To the bit, whole packs and the chunks of a context-parallel rank, one document or several."""
+    for bounds in ((0, 8, 32, 4000), (0, 64)):
+        place = position_in_document(bounds, size, rank)
+        ours, theirs = (heads(len(place)).requires_grad_() for _ in range(2))
+        rotated = rotate(ours, SCALINGS[kind][1].table(place))
+        expected = megatron(theirs, bounds, size, rank, kind == "llama3")
+        assert torch.equal(rotated, expected)
+        weight = heads(len(place), seed=1)
+        (rotated * weight).sum().backward()
+        (expected * weight).sum().backward()
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_bfloat16_is_rounded_once() -> None:
+    """megatron-core rounds cosines, products and their sum: its error is several times ours."""
+    bounds = (0, 3000)
+    place, x = torch.arange(3000), heads(3000).bfloat16()
+    rotary = SCALINGS["plain"][1]
+    exact = rotate(x.float(), rotary.table(place))
+    ours = rotate(x, rotary.table(place))
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(ours, exact.bfloat16())
+    error = (ours.float() - exact).abs().mean()
+    assert (megatron(x, bounds, 1, 0, False).float() - exact).abs().mean() > 1.5 * error
+
+
+def test_a_table_is_kept_once_for_all_layers() -> None:
+    """The backward pass keeps cosines and sines, and no copy of queries or keys."""
+    table = Rotary(DIM, 1e4, None).table(torch.arange(6))
+    assert isinstance(table, RotaryTable)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        for layer in range(3):
+            rotate(heads(6, seed=layer).requires_grad_(), table)
+    assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in table}

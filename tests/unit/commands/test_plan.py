@@ -164,7 +164,7 @@ def test_memory_by_hand() -> None:
 
 
 def test_chunks_of_logits_by_hand() -> None:
-    """4,096 tokens of 50,000 entries: 4 B each, 4 B for the softmax of 2^27; their gradient of 2 B is less.
+    """4,096 tokens of 50,000 entries: 4 B each, and 4 B for the softmax of 2^27; the gradient, 2 B, is less.
 
     With 100,000 entries it is more.
     """

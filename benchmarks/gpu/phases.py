@@ -47,7 +47,7 @@ def recipe() -> RunConfig:
         name="gpu-check",
         model=ModelConfig(folder, dtype="bfloat16"),
         data=DataConfig(folder, max_prompt_tokens=8),
-        rollout=RolloutConfig(prompts_per_step=1, group_size=1, max_response_tokens={response}),
+        rollout=RolloutConfig(prompts_per_step=1, group_size=2, max_response_tokens={response}),
         batch=BatchConfig(pack_tokens={pack}),
     )
 """

@@ -66,9 +66,7 @@ def test_a_row_says_whether_its_check_held() -> None:
 
 def test_the_plan_of_a_gpu_is_not_that_of_a_cpus_layers(tmp_path: Path) -> None:
     """Without Transformer Engine, too: with torch's layers on a GPU this shape was rehearsed at 71.9 GB.
-
-    Those of a CPU, whose norms and SwiGLU are not fused, would keep 96.9 GB.
-    """
+    Those of a CPU, whose norms and SwiGLU are not fused, would keep 96.9 GB."""
     size = Size("cuda")
     config = {
         "model_type": "qwen2",

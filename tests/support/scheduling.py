@@ -14,7 +14,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-WAITING = ("tests/slurm/", "tests/e2e/test_frozen_disk.py")
+WAITING = ("tests/slurm/", "tests/e2e/test_frozen_disk.py", "tests/unit/cluster/test_cluster_pins.py")
 """They wait for other programs most of the time."""
 
 WAITING_WORKERS = 2

@@ -170,8 +170,8 @@ def test_a_node_that_never_comes_is_bad_alone(probe: ModuleType, tmp_path: Path)
 
 
 def test_a_clock_that_is_off_by_an_hour_is_found_out(probe: ModuleType, tmp_path: Path) -> None:
-    """By such a clock the probe would be over, or would not have begun."""
-    starts = {"127.0.0.2": 0.0, "127.0.0.3": 30.0, "127.0.0.4": 120.0, "127.0.0.5": 60.0}
+    """By such a clock the probe is over when it begins, or has not begun when it ends."""
+    starts = {"127.0.0.2": 30.0, "127.0.0.3": 120.0, "127.0.0.4": 0.0, "127.0.0.5": 60.0}
     off = {"127.0.0.4": 3600.0, "127.0.0.5": -3600.0}
     lines = verdict(probe, tmp_path, starts, ahead_s=off).splitlines()
     assert lines == [

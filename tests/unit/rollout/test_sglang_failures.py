@@ -49,6 +49,8 @@ class FakeServer:
         self.cuts = 0
         """So many calls of ``cut_path`` are cut off without an answer."""
         self.cut_path = "generate"
+        self.ended: set[Any] = set()
+        """Connections that end when something more comes over them."""
         self.rids: list[str] = []
         """Of all requests that came, also those that were cut off."""
         self.on_cut: Callable[[], None] = lambda: None
@@ -78,6 +80,9 @@ class FakeServer:
         body = await request.json() if request.can_read_body else {}
         if path == "generate":
             self.rids.append(body["rid"])
+        if self.connections[-1] in self.ended:
+            request.transport.close()
+            return web.Response()
         if path == self.cut_path and self.cuts:
             self.cuts -= 1
             self.on_cut()
@@ -193,6 +198,16 @@ def test_it_is_sent_once_more_and_over_no_other_kept_connection(
     with pytest.raises(ServerError, match="isconnected"):
         engine.generate([REQUEST])
     assert len(server.rids) == 2
+
+
+def test_it_is_answered_though_all_kept_connections_have_ended(
+    server: FakeServer, engine: BlockingEngine
+) -> None:
+    server.on_abort = [1] * 8
+    engine.generate([REQUEST] * 8)
+    server.ended = set(server.connections)
+    (answer,) = engine.generate([REQUEST])
+    assert answer.token_ids_R.tolist() == [3, 4]
 
 
 def test_it_is_not_sent_again_after_an_abort(server: FakeServer, engine: BlockingEngine) -> None:

@@ -39,7 +39,7 @@ usage: bapo COMMAND ...
   sft RECIPE [flags]     supervised warm start of a model, written as a Hugging Face folder
   report RUN [RUN ...] [--output DIR]
                          plots and one HTML page of a run, or of several compared
-  submit RECIPE --cluster FILE [--dry-run] [--force] [flags]
+  submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags]
                          run a recipe as a Slurm job; --dry-run prints its script
   status RUN [--watch]   how a run is, on Slurm or here
   logs RUN [--follow] [--all]

@@ -69,8 +69,7 @@ def rehearse_recipe(recipe: Path, run: RunConfig, options: RehearseOptions) -> i
     job = Job(run, find_shape(recipe, run.model.hf_path), plan_options)
     if found := problems(job):
         raise ConfigError("\n".join(found))
-    folder = shape_folder(recipe, run.model.hf_path)
-    results = _results(replace(run, model=replace(run.model, hf_path=folder)), job, options)
+    results = rehearse_job(job, shape_folder(recipe, run.model.hf_path), options)
     notes = disagreements(results) if options.all_ranks else []
     shown = results if not options.all_ranks else _kinds(results)
     print(page_text(shown, job, notes), end="")
@@ -113,9 +112,10 @@ def packs_of(job: Job, options: RehearseOptions) -> int:
     return min(job.micro_batches, stages + 1 if stages > 1 else 1)
 
 
-def _results(run: RunConfig, job: Job, options: RehearseOptions) -> list[RankResult]:
-    ranks = ranks_of(job, options)
-    requests = [RankRequest(run, rank, packs_of(job, options)) for rank in ranks]
+def rehearse_job(job: Job, folder: Path, options: RehearseOptions) -> list[RankResult]:
+    """The results of the ranks that the options name. ``folder`` has the model's config.json."""
+    run = replace(job.run, model=replace(job.run.model, hf_path=folder))
+    requests = [RankRequest(run, rank, packs_of(job, options)) for rank in ranks_of(job, options)]
 
     def report(result: RankResult) -> None:
         how = f"fails in {result.error}" if result.error else "is rehearsed"

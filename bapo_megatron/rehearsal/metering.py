@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from types import TracebackType
 
 from bapo_megatron.rehearsal.fake.ledger import Block, Ledger, kind_of, sizes_by_kind
 from bapo_megatron.rehearsal.fake.waits import is_of_program, short_path
@@ -50,14 +49,17 @@ def result_of(rehearsal: RankRehearsal, layers: str, error: str | None) -> RankR
 
 
 def describe(error: BaseException, phase: str) -> str:
-    """One line for a rank that failed: phase, the program's innermost line, the error."""
+    """One line for a rank that failed: phase, innermost line of the project and of its libraries, error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [
+        f"{short_path(frame.filename)}:{frame.lineno}"
+        for frame in frames
+        if is_of_program(frame.filename, frame.name)
+    ]
+    own = [line for line in lines if line.startswith("bapo_megatron/")] or lines or ["?"]
+    below = f" (below it {lines[-1]})" if lines and lines[-1] != own[-1] else ""
     message = " ".join(str(error).split())[:400]
-    return f"{phase}: {_program_line(error.__traceback__)}: {type(error).__name__}: {message}"
-
-
-def _program_line(trace: TracebackType | None) -> str:
-    frames = [frame for frame in traceback.extract_tb(trace) if is_of_program(frame.filename)]
-    return f"{short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else "?"
+    return f"{phase}: {own[-1]}{below}: {type(error).__name__}: {message}"
 
 
 def _peaks(ledger: Ledger, device: str) -> tuple[dict[str, Peak], list[Block]]:

@@ -64,7 +64,7 @@ def _flops(result: RankResult, job: Job) -> Iterator[str]:
 def _collectives(result: RankResult) -> Iterator[str]:
     yield "collectives by phase and group: calls, bytes of the whole message"
     for row in collectives(result):
-        if row["ranks"] > 1:
+        if row["ranks"] > 1 and not row["phase"].endswith(" 1"):  # the second update is like the first
             group = f"{row['group']} of {row['ranks']}"
             yield f"  {row['phase']:20}{group:16}{row['op']:16}{row['count']:8,}{row['gb']:12.3f} GB"
 

@@ -24,6 +24,7 @@ from bapo_megatron.policy.attention.context_parallel import document_chunks
 from bapo_megatron.policy.device import cpu_mode
 from bapo_megatron.rehearsal.checkpoints import rehearse_load, rehearse_save
 from bapo_megatron.rehearsal.fake.cuda_device import install
+from bapo_megatron.rehearsal.fake.fake_tensors import ListReads, repair_torch
 from bapo_megatron.rehearsal.fake.meter import Meter, answer_reads
 from bapo_megatron.rehearsal.fake.process_group import fake_world
 from bapo_megatron.rehearsal.kinds import ModuleNames, name_state, noting_saved
@@ -61,6 +62,7 @@ class RankRehearsal:
         os.environ["LOCAL_RANK"] = "0"
         torch.set_num_threads(1)
         with ExitStack() as stack:
+            repair_torch()
             face: Any = nullcontext()
             if request.device == "cuda":
                 face = install(lambda: self.meter.waits.wait(self.meter.phase, "synchronize"))
@@ -74,7 +76,7 @@ class RankRehearsal:
             self._names.watch()
             gc.collect()
             gc.disable()
-            for mode in (face, fake, self.meter, noting_saved(self.meter.ledger)):
+            for mode in (ListReads(), face, fake, self.meter, noting_saved(self.meter.ledger)):
                 stack.enter_context(mode)
             torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
             (phases or RankRehearsal.all_phases)(self)

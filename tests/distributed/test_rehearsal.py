@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config import ParallelConfig
+from bapo_megatron.rehearsal.match import disagreements
 from bapo_megatron.rehearsal.processes import rehearse
 from bapo_megatron.rehearsal.records import Call, RankRequest
+from tests.support.planted import Mistake, rehearse_with
 from tests.support.rehearsals import real_ranks, small_run
 from tests.support.tiers import slow_but
 
@@ -42,3 +44,140 @@ def test_peaks_and_collectives_are_those_of_real_ranks(name: str, tmp_path: Path
 
 def contents(call: Call) -> tuple[object, ...]:
     return call.phase, call.op, call.ranks, call.size, call.dtype, call.peer, call.line
+
+
+PASSES, MEGATRON = "bapo_megatron/policy/passes.py", "bapo_megatron/policy/megatron.py"
+FLASH, CORE = "bapo_megatron/policy/attention/flash.py", "bapo_megatron/policy/attention/core.py"
+WEIGHTS = "bapo_megatron/policy/weight_map.py"
+ONE, CP = ParallelConfig(), ParallelConfig(context=2)
+TP, PP = ParallelConfig(tensor=2, sequence=True), ParallelConfig(pipeline=2)
+MODEL_CALL = "hidden: Tensor = model("
+
+FAILS = {
+    "pack on the host": (
+        ONE,
+        Mistake(PASSES, "*_context()).to(self._device)", "*_context())", seen=MODEL_CALL),
+    ),
+    "model on the host": (
+        ONE,
+        Mistake(
+            MEGATRON,
+            "[chunk.to(self.device) for",
+            "[chunk.cpu() for",
+            seen="self._optimizer = build_optimizer(",
+        ),
+    ),
+    "bounds of the keys on the host": (
+        ONE,
+        Mistake(
+            FLASH,
+            "self.key_bounds = torch.tensor([0, *accumulate(keys)], dtype=torch.int32, device=device)",
+            "self.key_bounds = torch.tensor([0, *accumulate(keys)], dtype=torch.int32)",
+            seen="return cast(Tensor, varlen_attn(",
+        ),
+    ),
+    "rows of the ring on the host": (
+        CP,
+        Mistake(
+            CORE,
+            "gathered_rows(bounds, size).to(device)",
+            "gathered_rows(bounds, size)",
+            seen="return x_THD.index_select(0, row_T)",
+        ),
+    ),
+    "total on the host": (
+        ONE,
+        Mistake(
+            PASSES,
+            "torch.zeros(width, dtype=torch.float64, device=self._device)",
+            "torch.zeros(width, dtype=torch.float64)",
+            seen="total += torch.stack(",
+        ),
+    ),
+    "values of the device as numpy": (
+        ONE,
+        Mistake(PASSES, "return total.cpu()", "return torch.from_numpy(total.numpy())"),
+    ),
+    "keys and values of different lengths": (
+        CP,
+        Mistake(CORE, "torch.stack([key, value], 1)", "torch.stack([key, value[1:]], 1)"),
+    ),
+    "broadcast in the wrong group": (
+        PP,
+        Mistake(
+            WEIGHTS,
+            "dist.get_global_rank(pipeline, owner), pipeline)",
+            "dist.get_global_rank(pipeline, owner), parallel_state.get_tensor_model_parallel_group())",
+        ),
+    ),
+    "labels of another vocabulary size": (
+        TP,
+        Mistake(
+            WEIGHTS,
+            "pieces = [torch.empty_like(piece) for",
+            "pieces = [torch.empty_like(piece[1:]) for",
+            seen="dist.all_gather(pieces",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(FAILS, "bounds of the keys on the host"))
+def test_a_mistake_fails_at_its_line(name: str, tmp_path: Path) -> None:
+    parallel, mistake = FAILS[name]
+    config = small_run(tmp_path, parallel, layers=parallel.pipeline)
+    found = rehearse_with(mistake, config, rank=0, packs=parallel.pipeline + 1)
+    assert found.error is not None
+    assert f" {mistake.line}" in found.error, found.error
+
+
+DEADLOCKS = {
+    "one rank leaves out an all-reduce": (
+        TP,
+        Mistake(PASSES, "dist.all_reduce(total)", "counts and dist.all_reduce(total)"),
+    ),
+    "a broadcast of another type on one stage": (
+        PP,
+        Mistake(
+            WEIGHTS,
+            ".new_empty(mapping.shape)",
+            ".new_empty(mapping.shape, dtype=torch.float32)",
+            seen="dist.broadcast(value",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(DEADLOCKS, "one rank leaves out an all-reduce"))
+def test_a_deadlock_is_named_at_its_first_differing_call(name: str, tmp_path: Path) -> None:
+    parallel, mistake = DEADLOCKS[name]
+    config = small_run(tmp_path, parallel, layers=parallel.pipeline)
+    ranks = [rehearse_with(mistake, config, rank, packs=parallel.pipeline + 1) for rank in range(2)]
+    assert [rank.error for rank in ranks] == [None, None]
+    first = disagreements(ranks)[0]
+    assert "ranks 0 and 1 differ at call" in first
+    assert mistake.line in first
+
+
+@pytest.mark.slow
+def test_a_wait_is_counted_at_its_line(tmp_path: Path) -> None:
+    mistake = Mistake(
+        PASSES,
+        "sums = evaluate(hidden_T1H[:, 0], part)",
+        "sums = evaluate(hidden_T1H[:, 0], part) + 0 * hidden_T1H.sum().item()",
+    )
+    found = rehearse_with(mistake, small_run(tmp_path, ONE, layers=1), rank=0, packs=2)
+    assert found.error is None
+    counts = [n for wait, n in found.update_waits().items() if wait[1:] == ("item", mistake.line)]
+    assert counts == [2, 2]  # two packs, in the search and in the update
+
+
+@pytest.mark.slow
+def test_every_rank_of_a_layout_agrees(tmp_path: Path) -> None:
+    parallel = ParallelConfig(tensor=2, pipeline=2, context=2, sequence=True)
+    config = small_run(tmp_path, parallel)
+    ranks = rehearse([RankRequest(config, rank, 3) for rank in range(8)], workers=2)
+    assert [rank.error for rank in ranks] == [None] * 8
+    assert disagreements(ranks) == []
+    assert sum(len(rank.calls) for rank in ranks) > 1000
+    assert {call.op for call in ranks[0].calls} >= {"send", "recv", "all_gather", "reduce_scatter"}

@@ -10,7 +10,6 @@ process that does nothing else.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +38,6 @@ def install(on_synchronize: Callable[[], None]) -> CudaFunctions:
     """
     _answer_queries(on_synchronize)
     _show_cuda_to_python()
-    _keep_parameters_in_place()
     install_swiglu()
     functions = CudaFunctions()
     _enter_in_backward(functions)
@@ -137,20 +135,6 @@ def _show_cuda_to_python() -> None:
     # torch.cuda.is_available() says yes; torch must not try to copy constants to a device.
     mode: Any = fake_tensor.FakeTensorMode
     mode.avoid_device_init = property(lambda _self: True)
-    sys.modules["torch.optim.optimizer"]._foreach_supported_types.append(FakeTensor)  # type: ignore[attr-defined]
-
-
-def _keep_parameters_in_place() -> None:
-    """``nn.Module.to`` swaps fake parameters, which fails where anything refers to them weakly."""
-
-    def take_over(old: Tensor, new: Tensor) -> None:
-        if old.untyped_storage()._cdata == new.untyped_storage()._cdata:
-            return
-        old.data = new.data
-        if isinstance(old, FakeTensor):
-            old._fake_device = new.fake_device  # type: ignore[attr-defined]
-
-    torch.utils.swap_tensors = take_over
 
 
 def _enter_in_backward(functions: CudaFunctions) -> None:
@@ -166,7 +150,7 @@ def _enter_in_backward(functions: CudaFunctions) -> None:
 
 
 class CudaFunctions(TorchFunctionMode):
-    """What C++ would answer wrongly of a tensor on the fake GPU, and reads that pass the dispatcher by."""
+    """What C++ would answer wrongly of a tensor on the fake GPU."""
 
     def __torch_function__(
         self,
@@ -190,8 +174,6 @@ class CudaFunctions(TorchFunctionMode):
             return f"torch.{'cuda.' if args[0].is_cuda else ''}{_TYPES[args[0].dtype]}Tensor"
         if func in (torch.rms_norm, torch.nn.functional.rms_norm):
             return rms_norm(func, *args, **named)
-        if func is torch.tensor and isinstance(args[0], list | tuple):
-            args = (_plain(args[0]), *args[1:])
         return func(*args, **named)
 
 
@@ -231,10 +213,3 @@ def _to(tensor: Tensor, device: Any, dtype: torch.dtype | None = None, **options
         memory_format=options.get("memory_format"),
     )
     return copied
-
-
-def _plain(data: Any) -> Any:
-    """Nested lists with the values of the tensors in them, which ``torch.tensor`` would read one by one."""
-    if isinstance(data, list | tuple):
-        return [_plain(part) for part in data]
-    return data.item() if isinstance(data, Tensor) else data

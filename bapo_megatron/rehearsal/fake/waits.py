@@ -42,15 +42,17 @@ def program_line() -> str:
     """``file:line`` of the innermost running function that is neither torch's nor the rehearsal's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_of_program(frame.f_code.co_filename):
+        if is_of_program(frame.f_code.co_filename, frame.f_code.co_name):
             return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
 
 
 @cache
-def is_of_program(file: str) -> bool:
-    """Whether a source file is the program's or one of its libraries': not torch's, Python's, nor ours."""
+def is_of_program(file: str, function: str) -> bool:
+    """Whether a function is the program's or one of its libraries': not torch's, Python's, nor ours."""
+    if function in ("__torch_function__", "__torch_dispatch__"):
+        return False  # a mode stands between two functions
     return not file.startswith((_TORCH, _OWN, "<")) and ("site-packages" in file or _PYTHON not in file)
 
 

@@ -4,6 +4,8 @@
 #   make test       all but what is slow
 #   make test-slow  what is slow: many kills, frozen disks, every family and temperature, long jobs
 #
+#   make te-check   Transformer Engine's layers against torch's, on a CPU: all of tests/te
+#
 #   PYTEST_FLAGS="..."   more flags for pytest, e.g. -x, -k NAME, "-n 4" instead of a worker for each core
 #   PYTHON=python3.11     interpreter for the virtual environment (3.11 or newer)
 #   TORCH_FLAGS="..."     flags for pip when it installs torch, e.g. an index of CPU builds
@@ -22,7 +24,12 @@ DEMO_RUN := runs/demo_cpu
 NEMO_RUN_VENV := .venv-nemo-run
 NEMO_RUN_PINS := slurm/requirements.txt
 
-.PHONY: setup sglang nemo-run demo check test test-slow slurm-test lint format gpu-check clean
+# Transformer Engine's Python package without its compiled part, outside of every environment: megatron-core that
+# sees one without the other does not import.
+TE_SOURCES := $(or $(BAPO_TE_SOURCES),.te)
+TE_VERSIONS := $(shell grep '^VERSIONS' bapo_megatron/rehearsal/transformer_engine/sources.py | grep -o '[0-9.]*[0-9]')
+
+.PHONY: setup sglang nemo-run te-sources te-check demo check test test-slow slurm-test lint format gpu-check clean
 
 # Workers are one for each core, and two more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -53,6 +60,20 @@ $(NEMO_RUN_VENV)/.done: $(NEMO_RUN_PINS) Makefile
 	$(NEMO_RUN_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $(NEMO_RUN_PINS)
 	touch $@
 
+te-sources: $(TE_VERSIONS:%=$(TE_SOURCES)/%/.done)
+
+$(TE_SOURCES)/%/.done: | $(VENV)/.done
+	rm -rf $(@D) $(@D).part
+	mkdir -p $(@D).part
+	@$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest $(@D).part \
+		"transformer-engine==$*" || { echo "make: Transformer Engine $* cannot be downloaded (about 1 MB, from the" \
+		"package index that pip uses). Without a network, unpack its wheel into FOLDER/$*, touch FOLDER/$*/.done," \
+		"and run make with BAPO_TE_SOURCES=FOLDER" >&2; exit 1; }
+	$(BIN)/python -m zipfile -e $(@D).part/*.whl $(@D).part
+	rm $(@D).part/*.whl
+	mv $(@D).part $(@D)
+	touch $@
+
 demo: setup
 	$(BIN)/bapo train recipes/demo_cpu.py --run-dir $(DEMO_RUN)
 	$(BIN)/bapo report $(DEMO_RUN)
@@ -61,11 +82,15 @@ demo: setup
 check: lint
 	$(PYTEST) tests/unit tests/property -m "not slow and not integration" -n logical $(PYTEST_FLAGS)
 
-test: setup sglang nemo-run
+test: setup sglang nemo-run te-sources
 	$(PYTEST) -m "not slow" -n auto $(PYTEST_FLAGS)
 
-test-slow: setup sglang nemo-run
+test-slow: setup sglang nemo-run te-sources
 	$(PYTEST) -m slow -n auto $(PYTEST_FLAGS)
+
+# Both tiers of what holds the GPU's layers without a GPU: docs/gpu.md.
+te-check: setup te-sources
+	$(PYTEST) tests/te tests/unit/rehearsal -n auto $(PYTEST_FLAGS)
 
 # Real jobs on a Slurm of four nodes on this machine. Installs it where it may (root, apt), else skips and says so.
 # Part of the two above.
@@ -86,4 +111,4 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) .te build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,9 @@
 
 The optimizer's format is ``fully_reshardable``, the one that survives a change of TP and PP. With torch's
 AdamW (no Transformer Engine, no apex) megatron's loading needs three repairs, made here on the instance.
+
+Checkpoints of Transformer Engine's layers and of torch's differ by ``_extra_state`` alone, which holds
+scales of fp8: empty for these models, so each kind of layers loads what the other has written.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
 )
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.policy.background_save import BackgroundSave, replace_results_queue
 
@@ -32,8 +37,8 @@ def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
     if dist.get_rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    for _, adam in _torch_adams(optimizer):
-        _create_adam_state(adam)
+    for wrapper in getattr(optimizer, "chained_optimizers", [optimizer]):
+        _create_state(wrapper)
     replace_results_queue()
     request = dist_checkpointing.save(
         {**_state(model, optimizer, loading=False), "written_at": _layout(len(model))},
@@ -51,9 +56,7 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     for wrapper, adam in inner:
         _create_adam_state(adam)
         _supply_step(wrapper, adam)
-    state = dist_checkpointing.load(
-        _state(model, optimizer, loading=True), str(path), get_default_load_sharded_strategy(str(path))
-    )
+    state = _read(_state(model, optimizer, loading=True), path, get_default_load_sharded_strategy(str(path)))
     for name, chunk in _named_chunks(model):
         chunk.load_state_dict(state[name], strict=True)
     settings = [_settings(group) for group in optimizer.param_groups]
@@ -63,6 +66,29 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
         group.update(own)
     for _, adam in inner:
         _give_each_its_step(adam)
+
+
+def _read(asked: dict[str, Any], path: Path, strategy: Any) -> dict[str, Any]:
+    """The state ``asked`` for, read from ``path``; an ``_extra_state`` that is not there is None.
+
+    RuntimeError if anything else is not there, or cannot be read: torch's own error is no Exception.
+    """
+    keys = {name: list(part) for name, part in asked.items() if name.startswith("model")}
+    try:
+        state, _, absent = dist_checkpointing.load(
+            asked, str(path), strategy, strict=StrictHandling.RETURN_UNEXPECTED
+        )
+    except CheckpointException as error:
+        raise RuntimeError(f"the checkpoint in {path} cannot be read: {error}") from error
+    if lost := sorted(key for key in absent if "_extra_state" not in key):
+        raise RuntimeError(
+            f"the checkpoint in {path} lacks {len(lost)} parts that this model has, the first {lost[0]}: "
+            "it is of another model"
+        )
+    for name, part in keys.items():
+        for key in part:
+            state[name].setdefault(key, None)
+    return dict(state)
 
 
 def _state(model: Sequence[Any], optimizer: Any, loading: bool) -> dict[str, Any]:
@@ -99,6 +125,14 @@ def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
     for wrapper in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(wrapper.optimizer, torch.optim.AdamW):
             yield wrapper, wrapper.optimizer
+
+
+def _create_state(wrapper: Any) -> None:
+    """Make the moments before the first step: Transformer Engine's Adam, too, makes them no earlier."""
+    if isinstance(wrapper.optimizer, torch.optim.AdamW):
+        _create_adam_state(wrapper.optimizer)
+    elif wrapper.init_state_fn is not None:
+        wrapper.init_state_fn(wrapper.optimizer, wrapper.config)
 
 
 def _create_adam_state(adam: torch.optim.Optimizer) -> None:

@@ -35,9 +35,17 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
 
 
 def attention_problem(dtype: torch.dtype) -> str | None:
-    """A missing attention kernel for ``dtype`` on this machine, with the fix; None if nothing is missing."""
+    """A missing attention kernel for ``dtype`` on this machine, with the fix; None if nothing is missing.
+
+    What Transformer Engine has for a layout and a GPU is asked later, by ``layers.layer_spec``.
+    """
     if dtype == torch.float32 or not has_cuda() or uses_transformer_engine(dtype):
         return None
+    return varlen_problem()
+
+
+def varlen_problem() -> str | None:
+    """A missing variable-length attention of torch, with the fix; None if torch has it."""
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release >= (2, 11):
         return None
@@ -69,6 +77,7 @@ def cpu_mode() -> None:
         return
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _answer_cuda_queries()
+    use_torch_optimizer()
     choose_vector_kernels()
     if not getattr(_thread, "entered", False):  # function modes belong to a thread
         _thread.entered = True
@@ -78,13 +87,41 @@ def cpu_mode() -> None:
 def _answer_cuda_queries() -> None:
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_args, **_kwargs: None
-    torch.cuda.current_stream = lambda *_args, **_kwargs: None  # type: ignore[assignment,return-value]
+    torch.cuda.current_stream = lambda *_args, **_kwargs: _InOrder()  # type: ignore[assignment,return-value]
 
     import megatron.core.tensor_parallel.random as megatron_random
 
     # Recompute saves and restores the CUDA generator; there is none, and dropout is zero.
     megatron_random._get_cuda_rng_state = lambda *_args, **_kwargs: torch.empty(0)
     megatron_random._set_cuda_rng_state = lambda *_args, **_kwargs: None
+
+
+def use_torch_optimizer() -> None:
+    """Let megatron take torch's AdamW also where Transformer Engine is installed: its kernels need a GPU.
+
+    A login node and a cluster's CPU nodes share the environment of its GPU nodes.
+    """
+    from megatron.core import optimizer as choice
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
+    from megatron.core.optimizer import optimizer as base
+
+    choice.Adam, choice.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    distrib_optimizer.Adam = torch.optim.Adam
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = False
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    for module in (clip_grads, base):
+        module.multi_tensor_applier = utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+
+
+class _InOrder:
+    """The stream of a CPU, where everything happens in order: there is nothing to wait for."""
+
+    def wait_stream(self, _stream: Any) -> None:
+        """Return at once."""
+
+    wait_event = record_event = wait_stream
 
 
 def _is_cuda(device: object) -> bool:

@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
+import sys
+from functools import lru_cache
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.policy import device
 from bapo_megatron.policy.attention.core import DocumentAttention
-from bapo_megatron.policy.device import uses_transformer_engine
+from bapo_megatron.policy.attention.te_backend import has_te_attention
 
 
-def layer_spec(qk_norm: bool, dtype: torch.dtype) -> tuple[ModuleSpec, type]:
-    """The spec of one layer, and the class of the final norm."""
-    if uses_transformer_engine(dtype):
-        from megatron.core.extensions.transformer_engine import TENorm
+def layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec, type]:
+    """The spec of one layer, and the class of the final norm.
 
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm), TENorm
-    return _torch_layer_spec(qk_norm), RMSNorm
+    ``longest`` is the length of the longest document. ConfigError if this GPU has no attention kernel for it.
+    """
+    if device.uses_transformer_engine(config.params_dtype):
+        return _te_layer_spec(config, longest)
+    return _torch_layer_spec(config.qk_layernorm), RMSNorm
+
+
+def _te_layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec, type]:
+    """Transformer Engine's layers; the attention is torch's where it has no kernel for packs."""
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    from bapo_megatron.policy.attention.te_attention import PackAttention
+
+    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    attention = PackAttention
+    if not has_te_attention(config, longest):
+        if problem := device.varlen_problem():
+            raise ConfigError(f"Transformer Engine has no attention for packs on this GPU, and {problem}")
+        _announce_torch_attention()
+        attention = DocumentAttention
+    spec.submodules.self_attention.submodules.core_attention = attention
+    return spec, TENorm
+
+
+@lru_cache(maxsize=1)
+def _announce_torch_attention() -> None:
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+        print(
+            "attention is torch's variable-length kernel: Transformer Engine has none for packs on this GPU "
+            "(it has with flash-attn installed, and on Hopper and newer)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _torch_layer_spec(qk_norm: bool) -> ModuleSpec:

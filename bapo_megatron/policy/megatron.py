@@ -67,7 +67,8 @@ class MegatronPolicy:
         self._attention_weight = attention_weight(shape)
         dtype = _DTYPES[model.dtype]
         self._config = transformer_config(shape, parallel, batch, dtype)
-        chunks = build_chunks(self._config, shape, max(shape.max_positions, batch.pack_tokens))
+        positions = max(shape.max_positions, batch.pack_tokens)
+        chunks = build_chunks(self._config, shape, positions, batch.pack_tokens)
         self._weights = WeightMap(shape, chunks)
         self._weights.load(reader or HfReader(model.hf_path), chunks, shape.tied)
         self._model = self._wrap([chunk.to(self.device) for chunk in chunks], dtype)

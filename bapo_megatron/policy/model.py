@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from bapo_megatron.config import BatchConfig, ParallelConfig
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.policy.device import has_cuda, uses_transformer_engine
+from bapo_megatron.policy import device
+from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.policy.layers import layer_spec
 
 
@@ -61,7 +63,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         # Compiled, SwiGLU keeps its input alone; on a CPU, where nothing is compiled, it is slower.
         bias_activation_fusion=has_cuda(),
-        apply_rope_fusion=uses_transformer_engine(dtype),
+        apply_rope_fusion=device.uses_transformer_engine(dtype),
         # Kernels of apex, or for what these models do not have.
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -108,17 +110,27 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return cast(Tensor, self.shared_embedding_or_output_weight() if tied else self.output_layer.weight)
 
 
-def build_chunks(config: TransformerConfig, shape: ModelShape, max_positions: int) -> list[PolicyModel]:
-    """The model chunks of this pipeline stage: one, or one for each virtual stage."""
+def build_chunks(
+    config: TransformerConfig, shape: ModelShape, max_positions: int, longest: int
+) -> list[PolicyModel]:
+    """The model chunks of this pipeline stage: one, or one for each virtual stage.
+
+    ``longest`` is the length of the longest document that they will see, at most ``max_positions``.
+    """
     virtual = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))
-    return [_chunk(config, shape, max_positions, stage) for stage in stages]
+    layer = layer_spec(config, longest)
+    return [_chunk(config, shape, max_positions, stage, layer) for stage in stages]
 
 
 def _chunk(
-    config: TransformerConfig, shape: ModelShape, max_positions: int, stage: int | None
+    config: TransformerConfig,
+    shape: ModelShape,
+    max_positions: int,
+    stage: int | None,
+    spec: tuple[ModuleSpec, type],
 ) -> PolicyModel:
-    layer, final_norm = layer_spec(shape.qk_norm, config.params_dtype)
+    layer, final_norm = spec
     layers = get_num_layers_to_build(config, vp_stage=stage)
     alone = stage is None
     return PolicyModel(

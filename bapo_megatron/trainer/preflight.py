@@ -16,6 +16,7 @@ from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.hf.export import check_export_output
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.policy.attention.te_backend import check_environment
 from bapo_megatron.policy.device import attention_problem, has_cuda
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.reward.functions import is_built_in, load_function
@@ -85,6 +86,7 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
 
 def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
     """The shape of a model. ConfigError if its HF folder lacks a tensor, or the layout cannot split it."""
+    check_environment()
     shape = read_model_shape(model.hf_path)
     HfReader(model.hf_path).check(shape)
     problems = list(layout_problems(parallel, shape))

@@ -24,7 +24,11 @@ from checkpoints_tools.formats.torch_dist import VOCABULARY
 
 _EMBEDDING, _OUTPUT = VOCABULARY
 _FINAL_NORM = "decoder.final_layernorm.weight"
-_LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_WITH_STATE = (
+    *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    *("q_layernorm", "k_layernorm", "final_layernorm"),
+)
+"""Modules that have a state of their own in Transformer Engine: none of its scales of fp8 is in use."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class _MpRankPlanner:
         model: dict[str, Any] = {}
         for number, shard in enumerate(shards):
             model[shard.key] = stored_tensor(shard.dtype, shard.local, str(number))
-            if shard.key.removesuffix(".weight").endswith(_LINEAR):
+            if shard.key.removesuffix(".weight").endswith(_WITH_STATE):
                 model[shard.key.removesuffix("weight") + "_extra_state"] = None
         archive = state_archive({**state, "model": model}, [shard.nbytes for shard in shards])
         self.output.sizes[file] = archive.nbytes

@@ -28,7 +28,7 @@ APART = (
 )
 """Each test takes long, and what several share is made once a session (once.py)."""
 
-FIRST = ("tests/slurm/", "tests/e2e/", "tests/contract/", "tests/distributed/")
+FIRST = ("tests/slurm/", "tests/e2e/", "tests/contract/", "tests/te/", "tests/distributed/")
 """The folders whose tests take longest, in the order in which they begin; all others follow."""
 
 
@@ -47,6 +47,8 @@ def scope_of(nodeid: str) -> str:
     path = nodeid.partition("::")[0]
     if path in SHARES_SERVERS and "[local" not in nodeid:
         return "servers"
+    if path.startswith("tests/te/"):  # a process for each version, which takes seconds to start
+        return "te " + ("2.20.2" if "[2.20.2" in nodeid else "2.11.0")
     return nodeid if path.startswith(APART) else path
 
 

@@ -34,6 +34,8 @@ class DocumentPack(PackedSeqParams):  # type: ignore[misc]
 
     bounds: tuple[int, ...] = ()
     """``cu_seqlens`` on the host: a layer that read it from a GPU would wait for all work before it."""
+    pad_between_seqs: bool = False
+    """Whether there is padding between documents; a document's own padding is part of it."""
 
     @classmethod
     def of(cls, bounds: tuple[int, ...], longest: int, device: torch.device) -> DocumentPack:

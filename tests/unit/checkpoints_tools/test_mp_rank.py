@@ -80,6 +80,7 @@ def test_torch_reads_each_ranks_shards(tmp_path: Path) -> None:
     copy = load(root / "mp_rank_00_002/model_optim_rng.pt")["model"]["output_layer.weight"]
     assert torch.equal(bits(copy), bits(first["embedding.word_embeddings.weight"]))
     assert state["model"][f"{mg}mlp.linear_fc1._extra_state"] is None
+    assert state["model"]["decoder.final_layernorm._extra_state"] is None
 
 
 @pytest.mark.parametrize(

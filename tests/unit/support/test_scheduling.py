@@ -22,6 +22,8 @@ FILES = [f"tests/unit/test_{number}.py::test_a" for number in range(8)]
         ("tests/contract/test_engine_contract.py::test_a[local]", "tests/contract/test_engine_contract.py"),
         ("tests/contract/test_router.py::test_a", "tests/contract/test_router.py"),
         ("tests/e2e/test_runs.py::test_a[1]", "tests/e2e/test_runs.py::test_a[1]"),
+        ("tests/te/test_layouts.py::test_a[2.11.0-cp2]", "te 2.11.0"),
+        ("tests/te/test_choices.py::test_a[2.20.2]", "te 2.20.2"),
     ],
 )
 def test_what_shares_something_stays_together(nodeid: str, scope: str) -> None:

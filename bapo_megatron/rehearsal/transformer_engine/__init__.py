@@ -1,0 +1,16 @@
+"""Transformer Engine without a GPU: its real Python package on a stand-in for its compiled kernels.
+
+Layers, parameter names, checkpoints, the choice of attention and the ring of context parallelism are in the
+Python part of Transformer Engine; the compiled part, ``transformer_engine_torch``, does the arithmetic.
+Here the Python part runs as published, and the arithmetic is torch's::
+
+    from bapo_megatron.rehearsal.transformer_engine import find_sources, install
+    install(find_sources("2.11.0"))  # before megatron is imported
+
+``make te-sources`` fetches the Python part. What this cannot show is in docs/gpu.md.
+"""
+
+from bapo_megatron.rehearsal.transformer_engine.installation import install
+from bapo_megatron.rehearsal.transformer_engine.sources import VERSIONS, find_sources
+
+__all__ = ["VERSIONS", "find_sources", "install"]

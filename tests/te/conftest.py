@@ -1,0 +1,32 @@
+"""Processes with Transformer Engine, one for each version, and what the tests of this folder train on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.data.packing import Sample
+from bapo_megatron.rehearsal.transformer_engine import VERSIONS
+from tests.support.models import random_samples, save_tiny_model
+from tests.support.te_process import TransformerEngineProcess
+from tests.support.tiers import slow_but
+
+
+@pytest.fixture(scope="session", params=slow_but(VERSIONS, VERSIONS[0]))
+def te(request: pytest.FixtureRequest) -> Iterator[TransformerEngineProcess]:
+    """Each tested version; the newest in `make test-slow`."""
+    process = TransformerEngineProcess(request.param)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def samples() -> list[Sample]:
+    return random_samples(12, seed=3)

@@ -1,0 +1,121 @@
+"""Checkpoints of Transformer Engine's layers and FusedAdam continue, on torch's layers and AdamW, too.
+
+The functions that ranks run are those of tests/distributed/test_checkpoints.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bapo_megatron.config import ParallelConfig
+from bapo_megatron.data.packing import Sample
+from tests.distributed.test_checkpoints import save_and_go_on, save_before_any_update
+from tests.support.te_process import Choices, TransformerEngineProcess
+from tests.support.tiers import slow_but
+
+pytestmark = pytest.mark.distributed
+
+TORCH = Choices(layers=False, fused_adam=False)
+"""A machine without Transformer Engine."""
+CLOSE = {"float32": 2e-4, "bfloat16": 0.15}
+"""Of losses, gradient norms and learning rates, relative: in half precision the two kinds of layers round
+in other places."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parallel"),
+    slow_but(
+        [
+            ("bfloat16", ParallelConfig()),
+            ("bfloat16", ParallelConfig(pipeline=2, virtual=2)),
+            ("bfloat16", ParallelConfig(tensor=2, data=2, sequence=True)),
+            ("float32", ParallelConfig(context=2, pipeline=2)),
+        ],
+        ("bfloat16", ParallelConfig()),
+    ),
+)
+def test_a_checkpoint_continues_bitwise(
+    dtype: str,
+    parallel: ParallelConfig,
+    te: TransformerEngineProcess,
+    qwen2: Path,
+    samples: list[Sample],
+    tmp_path: Path,
+) -> None:
+    arguments = (save_and_go_on, parallel, qwen2, dtype, samples, parallel, tmp_path / "policy")
+    [steps, weights], *_ = te.run(*arguments, False)
+    [again, same], *_ = te.run(*arguments, True)
+    assert te.calls["fused_attn_bwd"]
+    assert again == steps
+    assert all(torch.equal(same[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("begun_with", "dtype", "parallel"),
+    slow_but(
+        [
+            (begun_with, dtype, parallel)
+            for begun_with in ("torch", "te")
+            for dtype in CLOSE
+            for parallel in (ParallelConfig(), ParallelConfig(tensor=2, pipeline=2))
+        ],
+        ("torch", "float32", ParallelConfig()),
+    ),
+)
+def test_layers_and_optimizer_may_change_within_a_run(
+    begun_with: str,
+    dtype: str,
+    parallel: ParallelConfig,
+    te: TransformerEngineProcess,
+    qwen2: Path,
+    samples: list[Sample],
+    tmp_path: Path,
+) -> None:
+    """Begun without Transformer Engine and continued with it, and the other way; also at another layout.
+
+    A checkpoint of torch's layers has no states of Transformer Engine's modules.
+    """
+    first, second = (TORCH, Choices()) if begun_with == "torch" else (Choices(), TORCH)
+    path, one = tmp_path / "policy", ParallelConfig()
+    [[steps, weights]] = te.run(save_and_go_on, one, qwen2, dtype, samples, one, path, False, choices=first)
+    arguments = (qwen2, dtype, samples, parallel, path, True)
+    [found, other], *_ = te.run(save_and_go_on, parallel, *arguments, choices=second)
+    np.testing.assert_allclose(found, steps, rtol=CLOSE[dtype], atol=1e-6)
+    if dtype == "float32":
+        for name, tensor in weights.items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("loaded_with", slow_but(["te", "torch"], "te"))
+def test_a_checkpoint_before_any_update(
+    loaded_with: str, te: TransformerEngineProcess, qwen2: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    """FusedAdam has no moments yet, and no count of steps."""
+    arguments = (save_before_any_update, ParallelConfig(), qwen2, samples, tmp_path / "policy")
+    [(fresh, loaded)] = te.run(*arguments)
+    assert fresh == loaded
+    if loaded_with == "torch":
+        [found] = te.run(load_and_update, ParallelConfig(), *arguments[2:], choices=TORCH)
+        np.testing.assert_allclose(found, fresh, rtol=CLOSE["float32"])
+
+
+def load_and_update(folder: Path, samples: list[Sample], path: Path) -> list[tuple[float, float]]:
+    """What two updates give on a policy that loads an untouched checkpoint."""
+    from bapo_megatron.algo.bapo import grpo
+    from bapo_megatron.algo.losses.bapo import search
+    from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig
+    from bapo_megatron.data.packing import pack_samples
+    from bapo_megatron.policy.megatron import MegatronPolicy
+    from tests.support.bapo_objective import loss_fn
+
+    model, batch = ModelConfig(folder, "float32"), BatchConfig(pack_tokens=96)
+    policy = MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(lr=1e-3), 4)
+    policy.load(path, 0)
+    packs = pack_samples(samples, 96)
+    found = search(torch.zeros(8, dtype=torch.float64), grpo())
+    results = [policy.update(packs, loss_fn(found, grpo(), policy.version)) for _ in range(2)]
+    return [(float(result.sums[0]), result.grad_norm) for result in results]

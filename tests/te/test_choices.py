@@ -1,0 +1,106 @@
+"""What is asked of Transformer Engine before a model is built, and what its attention is told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.policy.attention.te_backend import check_environment, has_te_attention
+from tests.support.te_process import Choices, TransformerEngineProcess
+
+pytestmark = pytest.mark.distributed
+ONE = ParallelConfig()
+
+
+def test_switches_in_the_environment_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")  # as megatron sets it itself
+    check_environment()
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    with pytest.raises(ConfigError, match="NVTE_FLASH_ATTN=0 in the environment.*unset NVTE_FLASH_ATTN"):
+        check_environment()
+
+
+def ask(longest: int, context: int, deterministic: bool) -> bool | str:
+    """Whether there is a kernel for a rank of Qwen2.5-32B at TP 8, or why the run is refused."""
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0" if deterministic else "1"
+    config = SimpleNamespace(
+        num_attention_heads=40,
+        num_query_groups=8,
+        kv_channels=128,
+        params_dtype=torch.bfloat16,
+        tensor_model_parallel_size=8,
+        context_parallel_size=context,
+    )
+    try:
+        return has_te_attention(config, longest)
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "longest", "context", "deterministic", "found"),
+    [
+        ((9, 0), 65536, 8, False, True),
+        ((10, 0), 65536, 8, False, True),
+        ((8, 0), 65536, 8, False, False),
+        ((8, 9), 4096, 1, False, False),
+        ((8, 0), 4096, 1, True, "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"),
+    ],
+)
+def test_the_choice_of_attention(
+    te: TransformerEngineProcess,
+    architecture: tuple[int, int],
+    longest: int,
+    context: int,
+    deterministic: bool,
+    found: bool | str,
+) -> None:
+    choices = Choices(architecture=architecture)
+    [answer] = te.run(ask, ONE, longest, context, deterministic, choices=choices)
+    assert answer is found if isinstance(found, bool) else found in answer
+
+
+@pytest.mark.parametrize("longest", [4096, 65536])
+@pytest.mark.parametrize(("architecture", "since"), [((9, 0), "2.11.0"), ((10, 0), "2.20.2")])
+def test_deterministic_attention(
+    architecture: tuple[int, int], since: str, longest: int, te: TransformerEngineProcess
+) -> None:
+    """2.11 has it on Hopper alone. 2.20 has it on Blackwell; on Hopper cuDNN would allocate too much."""
+    [answer] = te.run(ask, ONE, longest, 8, True, choices=Choices(architecture=architecture))
+    if te.version == since:
+        assert answer is True
+    else:
+        assert f"no deterministic attention here for packs of {longest} tokens" in str(answer)
+
+
+def comparisons(folder: Path, samples: list[Sample]) -> int:
+    """How often tensors are compared in a forward pass: each is a wait for the GPU."""
+    from bapo_megatron.policy.megatron import MegatronPolicy
+
+    batch = BatchConfig(pack_tokens=96)
+    policy = MegatronPolicy(ModelConfig(folder, "bfloat16"), ONE, batch, OptimizerConfig(), 1)
+    packs = pack_samples(samples, 96, "token", policy.pack_layout)
+    counted, compare = 0, torch.equal
+
+    def equal(*tensors: torch.Tensor) -> bool:
+        nonlocal counted
+        counted += 1
+        return compare(*tensors)
+
+    torch.equal = equal
+    policy.log_probs(packs)
+    return counted
+
+
+def test_attention_waits_for_no_comparison(
+    te: TransformerEngineProcess, qwen2: Path, samples: list[Sample]
+) -> None:
+    assert te.run(comparisons, ONE, qwen2, samples) == [0]
+    assert te.calls["fused_attn_fwd"]

@@ -1,0 +1,107 @@
+"""Weights between Hugging Face folders, converted checkpoints and Transformer Engine: equal bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.hf.parameter_map import mapping_table
+from bapo_megatron.policy.megatron import MegatronPolicy
+from checkpoints_tools.resharding import reshard
+from checkpoints_tools.to_hf import to_hf
+from checkpoints_tools.to_megatron import to_megatron
+from tests.distributed.test_converted_checkpoints import load_converted
+from tests.support.models import FAMILIES, save_tiny_model
+from tests.support.saves import complete
+from tests.support.te_process import TransformerEngineProcess
+from tests.support.tiers import slow_but
+
+pytestmark = pytest.mark.distributed
+
+ONE = ParallelConfig()
+
+
+def policy_of(folder: Path, parallel: ParallelConfig = ONE) -> MegatronPolicy:
+    model, batch = ModelConfig(folder, "bfloat16"), BatchConfig(pack_tokens=96)
+    return MegatronPolicy(model, parallel, batch, OptimizerConfig(), 4)
+
+
+def exported(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.hf_weights()}
+
+
+def save_new_policy(folder: Path, path: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """A new policy, saved in ``path``: its weights in their HF names, and the names of its parameters."""
+    policy = policy_of(folder)
+    complete(policy.save(path))
+    return exported(policy), [name for name, _ in policy._weights.local]
+
+
+def load_checkpoint(other: Path, path: Path, parallel: ParallelConfig) -> dict[str, torch.Tensor]:
+    """The weights of a policy that began as another model and loads ``path`` strictly."""
+    policy = policy_of(other, parallel)
+    load_converted(policy, path)
+    return exported(policy)
+
+
+def load_legacy(other: Path, path: Path, parallel: ParallelConfig) -> dict[str, torch.Tensor]:
+    """The same for a folder of mp_rank files: every rank loads its own, strictly."""
+    from megatron.core import parallel_state
+
+    policy = policy_of(other, parallel)
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    pipeline = parallel_state.get_pipeline_model_parallel_rank()
+    suffix = f"_{pipeline:03d}" if parallel.pipeline > 1 else ""
+    [file] = path.rglob(f"mp_rank_{tensor:02d}{suffix}/*.pt")
+    [chunk] = policy._model
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    chunk.load_state_dict(torch.load(file, weights_only=False)["model"], strict=True)
+    return exported(policy)
+
+
+def assert_equal(found: dict[str, torch.Tensor], folder: Path) -> None:
+    """``found`` is the model in ``folder``, rounded to bfloat16."""
+    stored = load_file(folder / "model.safetensors")
+    assert found.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert torch.equal(found[name], tensor.bfloat16()), name
+
+
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3"))
+def test_hugging_face_names_in_and_out(family: str, te: TransformerEngineProcess, tmp_path: Path) -> None:
+    """Into Transformer Engine's modules; out of them; and out of their checkpoint by bapo-ckpt."""
+    folder = save_tiny_model(family, tmp_path / "hf", seed=1)
+    [(weights, names)] = te.run(save_new_policy, ONE, folder, tmp_path / "policy")
+    assert_equal(weights, folder)
+    assert "decoder.layers.{layer}.self_attention.linear_qkv.weight" in mapping_table_names(folder)
+    assert set(names) == mapping_table_names(folder)
+    to_hf(tmp_path / "policy", tmp_path / "back", reference=folder)
+    assert_equal(load_file(tmp_path / "back/model.safetensors"), folder)
+
+
+def mapping_table_names(folder: Path) -> set[str]:
+    from bapo_megatron.hf.config import read_model_shape
+
+    return set(mapping_table(read_model_shape(folder)))
+
+
+@pytest.mark.parametrize("parallel", slow_but([ONE, ParallelConfig(tensor=2, pipeline=2)], ONE))
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3"))
+def test_converted_checkpoints_load_strictly(
+    family: str, parallel: ParallelConfig, te: TransformerEngineProcess, tmp_path: Path
+) -> None:
+    """What bapo-ckpt writes has every key that the modules ask for, and none that they refuse."""
+    folder = save_tiny_model(family, tmp_path / "hf", seed=1)
+    other = save_tiny_model(family, tmp_path / "other", seed=2)
+    to_megatron(folder, tmp_path / "megatron")
+    for found in te.run(load_checkpoint, parallel, other, tmp_path / "megatron/release", parallel):
+        assert_equal(found, folder)
+    sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline}
+    reshard(folder, tmp_path / "legacy", to="mp_rank", vocabulary_multiple=1, **sizes)
+    for found in te.run(load_legacy, parallel, other, tmp_path / "legacy", parallel):
+        assert_equal(found, folder)

@@ -1,0 +1,165 @@
+"""One answer on Transformer Engine's layers at every layout: that of torch's layers in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bapo_megatron.data.packing import Sample
+from bapo_megatron.hf import parameter_map
+from bapo_megatron.policy.attention import context_parallel, core
+from tests.distributed.test_layouts import LAYOUTS, Answer, answer, check_agreement, layout
+from tests.support.models import FAMILIES, save_tiny_model
+from tests.support.te_process import Choices, TransformerEngineProcess
+from tests.support.tiers import slow_but
+
+pytestmark = pytest.mark.distributed
+
+QUICK = (
+    *(
+        "one pack64",
+        "one full",
+        "tp2",
+        "tp2-sp selective",
+        "pp2 shuffled",
+        "pp2-vpp2",
+        "cp2",
+        "cp4 selective",
+    ),
+    *("dp2", "tp2-sp-cp2", "pp2-cp2", "dp2-cp2"),
+)
+AS_ON_A_GPU = ("one pack64", "tp2-sp", "pp2", "cp2", "dp2-cp2")
+"""Not the interleaved schedule: gloo gives wrong results with its batched point-to-point calls."""
+
+
+def answers(
+    te: TransformerEngineProcess, text: str, folder: Path, samples: list[Sample], **choices: Any
+) -> list[Answer]:
+    where = layout(text)
+    return te.run(answer, where.parallel, folder, samples, where, 3, choices=Choices(**choices))
+
+
+@pytest.fixture(scope="module")
+def reference(te: TransformerEngineProcess, qwen2: Path, samples: list[Sample]) -> Answer:
+    """On torch's layers and torch's AdamW, by one process."""
+    [found] = answers(te, "one", qwen2, samples, layers=False, fused_adam=False)
+    assert found.bounds.reached
+    return found
+
+
+@pytest.mark.parametrize("text", slow_but(LAYOUTS, *QUICK))
+def test_a_layout_agrees_with_torch(
+    text: str, te: TransformerEngineProcess, qwen2: Path, samples: list[Sample], reference: Answer
+) -> None:
+    check_agreement(answers(te, text, qwen2, samples), reference, samples)
+    assert te.calls.keys() >= {"generic_gemm", "rmsnorm_fwd", "fused_rope_forward", "fused_attn_bwd"}
+    assert te.calls["multi_tensor_adam"]
+    assert ("thd_out_correction" in te.calls) == (layout(text).parallel.context > 1)
+
+
+def test_without_a_gpu_none_of_its_kernels_is_called(
+    te: TransformerEngineProcess, qwen2: Path, samples: list[Sample]
+) -> None:
+    """On a login node, where it is installed and its kernels would end the process."""
+    where = layout("one")
+    te.run(answer, where.parallel, qwen2, samples, where, 1, choices=Choices(layers=False, fused_adam=False))
+    assert not te.calls
+
+
+@pytest.mark.parametrize("text", slow_but(["one", "cp2"], "cp2"))
+def test_torch_attends_where_transformer_engine_has_no_kernel(
+    text: str, te: TransformerEngineProcess, qwen2: Path, samples: list[Sample], reference: Answer
+) -> None:
+    """On sm80 and sm89 without flash-attn. The rest of a layer is Transformer Engine's."""
+    check_agreement(answers(te, text, qwen2, samples, architecture=(8, 0)), reference, samples)
+    assert te.calls["generic_gemm"]
+    assert te.calls["fused_rope_forward"]
+    assert not te.calls["fused_attn_fwd"]
+
+
+def chunks_in_order() -> None:
+    """Chunks 2r and 2r + 1 of each document for rank r, instead of r and 2 x size - 1 - r."""
+
+    def chunks(bounds: tuple[int, ...], size: int, rank: int) -> Iterator[context_parallel.DocumentChunk]:
+        for start, end in pairwise(bounds):
+            length = (end - start) // (2 * size)
+            for number in (2 * rank, 2 * rank + 1):
+                yield context_parallel.DocumentChunk(length, start, start + (number + 1) * length)
+
+    context_parallel.document_chunks = chunks
+
+
+def change_packs(bounds_of: Callable[[tuple[int, ...]], tuple[int, ...]]) -> None:
+    made = core.DocumentPack.of.__func__
+
+    def of(cls: Any, bounds: tuple[int, ...], longest: int, device: torch.device) -> core.DocumentPack:
+        changed = bounds_of(bounds)
+        return made(cls, changed, max(end - start for start, end in pairwise(changed)), device)
+
+    core.DocumentPack.of = classmethod(of)
+
+
+def bounds_of_the_rank() -> None:
+    """``cu_seqlens`` of the rank's tokens instead of the whole pack's."""
+    change_packs(lambda bounds: tuple(bound // 2 for bound in bounds))
+
+
+def one_document() -> None:
+    """All documents of a pack as one."""
+    change_packs(lambda bounds: (0, bounds[-1]))
+
+
+def norms_swapped() -> None:
+    """The norm before the MLP in the place of the one before attention, and the other way."""
+    fused = parameter_map._FUSED_NORMS
+    names = list(fused)
+    fused.update(zip(names, reversed([fused[name] for name in names]), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    slow_but(
+        [
+            (chunks_in_order, "cp2"),
+            (bounds_of_the_rank, "cp2"),
+            (one_document, "one"),
+            (norms_swapped, "one"),
+        ],
+        (norms_swapped, "one"),
+    ),
+)
+def test_a_mistake_is_noticed(
+    mistake: Callable[[], None],
+    text: str,
+    te: TransformerEngineProcess,
+    qwen2: Path,
+    samples: list[Sample],
+    reference: Answer,
+) -> None:
+    """That these tests can fail: by another answer, or in a rank."""
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_agreement(answers(te, text, qwen2, samples, change=mistake), reference, samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", AS_ON_A_GPU)
+def test_settings_of_a_gpu_change_nothing(
+    text: str, te: TransformerEngineProcess, qwen2: Path, samples: list[Sample], reference: Answer
+) -> None:
+    """Fused SwiGLU, parameters that are made on the device, batched point-to-point calls."""
+    check_agreement(answers(te, text, qwen2, samples, gpu_settings=True), reference, samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen2"])
+def test_every_family_agrees(
+    family: str, te: TransformerEngineProcess, samples: list[Sample], tmp_path: Path
+) -> None:
+    folder = save_tiny_model(family, tmp_path)
+    [alone] = answers(te, "one", folder, samples, layers=False, fused_adam=False)
+    check_agreement(answers(te, "tp2-sp-cp2", folder, samples), alone, samples)

@@ -18,6 +18,7 @@ from bapo_megatron.commands.recipe_flags import check_names, parse_flags, recipe
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rehearsal.layers import choose_layers
 from bapo_megatron.rehearsal.match import disagreements
 from bapo_megatron.rehearsal.page import page_text
 from bapo_megatron.rehearsal.processes import rehearse
@@ -121,7 +122,9 @@ def rehearse_job(job: Job, folder: Path, options: RehearseOptions) -> list[RankR
         how = f"fails in {result.error}" if result.error else "is rehearsed"
         print(f"rank {result.rank} of {job.gpus} {how}", file=sys.stderr, flush=True)
 
-    return rehearse(requests, options.layers or "torch", options.workers, report)
+    layers, why = choose_layers(options.layers, run.model.dtype)
+    print(f"rehearsing {why}", file=sys.stderr, flush=True)
+    return rehearse(requests, layers, options.workers, report)
 
 
 def _kinds(results: Sequence[RankResult]) -> list[RankResult]:

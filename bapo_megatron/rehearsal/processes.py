@@ -15,12 +15,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from bapo_megatron.rehearsal.layers import Layers, prepare_layers
 from bapo_megatron.rehearsal.records import RankRequest, RankResult
 from bapo_megatron.runtime.processes import die_with_parent
-
-Layers = Literal["te", "torch"]
 
 
 def rehearse(
@@ -63,8 +62,7 @@ def _host(
     from bapo_megatron.cli import quiet
 
     quiet()
-    from bapo_megatron.rehearsal import metering  # noqa: F401  with megatron and torch, once for all ranks
-
+    prepare_layers(layers)
     running: dict[int, int] = {}
     waiting = list(range(len(requests)))
     while waiting or running:

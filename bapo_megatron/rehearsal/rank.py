@@ -30,6 +30,7 @@ from bapo_megatron.rehearsal.fake.process_group import fake_world
 from bapo_megatron.rehearsal.kinds import ModuleNames, name_state, noting_saved
 from bapo_megatron.rehearsal.program import RankProgram, message_shape
 from bapo_megatron.rehearsal.records import RankRequest
+from bapo_megatron.rehearsal.transformer_engine import kernel
 from bapo_megatron.types import MicroBatch
 
 
@@ -72,6 +73,7 @@ class RankRehearsal:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             self.meter = Meter(fake, kinds, request.device == "cuda")
             answer_reads(self.meter)
+            kernel.observers.append(self.meter.see_te_kernel)
             self._names = ModuleNames(self.meter.modules)
             self._names.watch()
             gc.collect()

@@ -25,7 +25,6 @@ LAYOUTS = {
     "pp2-vpp2": (ParallelConfig(pipeline=2, virtual=2), 4),
     "tp2-sp-pp2": (ParallelConfig(tensor=2, pipeline=2, sequence=True), 3),
 }
-PHASES = ("build", "bounds search 1", "update 1", "bounds search 2", "update 2", "weight sync", "save")
 
 
 @pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp2-sp", "pp2"))
@@ -36,8 +35,9 @@ def test_peaks_and_collectives_are_those_of_real_ranks(name: str, tmp_path: Path
     requests = [RankRequest(config, rank, packs, "cpu") for rank in range(len(real))]
     for result, (peaks, calls) in zip(rehearse(requests), real, strict=True):
         assert result.error is None
-        for phase in PHASES:
-            assert result.gpu[phase].size == pytest.approx(peaks[phase], rel=0.02), (result.rank, phase)
+        assert set(result.gpu) == {*peaks, "load"}
+        for phase, size in peaks.items():
+            assert result.gpu[phase].size == pytest.approx(size, rel=0.02), (result.rank, phase)
         rehearsed = [contents(call) for call in result.calls if call.phase != "load"]
         assert rehearsed == [contents(call) for call in calls], result.rank
 
@@ -46,7 +46,7 @@ def contents(call: Call) -> tuple[object, ...]:
     return call.phase, call.op, call.ranks, call.size, call.dtype, call.peer, call.line
 
 
-PASSES, MEGATRON = "bapo_megatron/policy/passes.py", "bapo_megatron/policy/megatron.py"
+PASSES = "bapo_megatron/policy/passes.py"
 FLASH, CORE = "bapo_megatron/policy/attention/flash.py", "bapo_megatron/policy/attention/core.py"
 WEIGHTS = "bapo_megatron/policy/weight_map.py"
 ONE, CP = ParallelConfig(), ParallelConfig(context=2)
@@ -57,15 +57,6 @@ FAILS = {
     "pack on the host": (
         ONE,
         Mistake(PASSES, "*_context()).to(self._device)", "*_context())", seen=MODEL_CALL),
-    ),
-    "model on the host": (
-        ONE,
-        Mistake(
-            MEGATRON,
-            "[chunk.to(self.device) for",
-            "[chunk.cpu() for",
-            seen="self._optimizer = build_optimizer(",
-        ),
     ),
     "bounds of the keys on the host": (
         ONE,

@@ -71,7 +71,7 @@ class Collectives:
         group = ProcessGroup.unbox(args[_GROUP_AT.get(name, 1)])
         tensors = _tensors(args[:2]) if name != "barrier" else []
         whole = _tensors(args[name in _WHOLE_IS_INPUT]) if tensors else []
-        self._check(name, tensors)
+        self._check(name, tensors, args, group.size())
         ranks = tuple(dist.get_process_group_ranks(group))
         call = Call(
             op=_NAMES.get(name, name.strip("_")),
@@ -88,13 +88,23 @@ class Collectives:
         return call, tensors
 
     @staticmethod
-    def _check(name: str, tensors: list[Tensor]) -> None:
+    def _check(name: str, tensors: list[Tensor], args: Sequence[Any], ranks: int) -> None:
+        """Raise for what NCCL refuses: mixed devices, strides, sizes that do not fit the group."""
         devices = {one.device.type for one in tensors}
         if len(devices) > 1:
             raise RuntimeError(f"{name}: tensors on {' and '.join(sorted(devices))}")
         for one in tensors:
             if not one.is_contiguous():
                 raise ValueError(f"{name}: a tensor of shape {list(one.shape)} is not contiguous")
+        if name not in ("allgather_", "_allgather_base_", "_reduce_scatter_base_"):
+            return
+        whole, part = (args[1], args[0]) if name == "_reduce_scatter_base_" else (args[0], args[1])
+        pieces, (own, *_) = _tensors(whole), _tensors(part)
+        if sum(piece.numel() for piece in pieces) != ranks * own.numel():
+            raise ValueError(
+                f"{name}: {[list(piece.shape) for piece in pieces]} does not hold {list(own.shape)} of "
+                f"each of {ranks} ranks"
+            )
 
     def _receive(self, name: str, tensors: list[Tensor], args: Sequence[Any]) -> None:
         """Values after the call: unknown, but for what peers that are like this rank send."""

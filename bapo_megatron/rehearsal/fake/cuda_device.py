@@ -36,7 +36,7 @@ def install(on_synchronize: Callable[[], None]) -> CudaFunctions:
 
     ``on_synchronize`` is called where the program waits for the device or a stream by name.
     """
-    _answer_queries(on_synchronize)
+    answer_queries(on_synchronize)
     _show_cuda_to_python()
     install_swiglu()
     functions = CudaFunctions()
@@ -44,7 +44,9 @@ def install(on_synchronize: Callable[[], None]) -> CudaFunctions:
     return functions
 
 
-def _answer_queries(on_synchronize: Callable[[], None]) -> None:
+def answer_queries(on_synchronize: Callable[[], None]) -> None:
+    """Answer torch.cuda's questions for one GPU; ``on_synchronize`` as in ``install``."""
+
     def wait(*_: Any) -> None:
         on_synchronize()
 
@@ -59,7 +61,7 @@ def _answer_queries(on_synchronize: Callable[[], None]) -> None:
         name="fake H100", major=9, minor=0, total_memory=80 * 10**9, multi_processor_count=132
     )
     answers: dict[str, Any] = {
-        "is_available": True, "is_initialized": True, "_is_compiled": True, "device_count": _GPUS_PER_NODE,
+        "is_available": True, "is_initialized": True, "device_count": _GPUS_PER_NODE,
         "current_device": 0, "set_device": None, "current_stream": stream, "default_stream": stream,
         "set_stream": None, "empty_cache": None, "memory_allocated": 0, "max_memory_allocated": 0,
         "memory_reserved": 0, "reset_peak_memory_stats": None, "get_device_capability": _HOPPER,

@@ -13,11 +13,15 @@ from torch.overrides import TorchFunctionMode
 
 
 def repair_torch() -> None:
-    """Let ``nn.Module.to`` move fake parameters, and optimizers take them for tensors."""
+    """Let modules move fake parameters, optimizers take them for tensors, storages have addresses."""
     torch.utils.swap_tensors = _take_over
     # Fused and foreach optimizers look at the exact type of a parameter.
     optimizers: Any = sys.modules["torch.optim.optimizer"]
     optimizers._foreach_supported_types.append(FakeTensor)
+    # Transformer Engine tells by addresses which tensors lie in one block of memory.
+    storages: Any = torch.UntypedStorage
+    plain = storages.data_ptr
+    storages.data_ptr = lambda self: self._cdata if self.device.type == "meta" else plain(self)
 
 
 def _take_over(old: Tensor, new: Tensor) -> None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import megatron.core.fusions.fused_bias_swiglu as megatron_swiglu
 import torch
 from torch import Tensor
 
 
 def install_swiglu() -> None:
     """Replace megatron's compiled SwiGLU, in both directions, by its inputs and outputs."""
+    # Not before Transformer Engine is installed, which megatron looks for when it is imported.
+    import megatron.core.fusions.fused_bias_swiglu as megatron_swiglu
+
     megatron_swiglu.swiglu = lambda y: y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
     megatron_swiglu.swiglu_back = lambda _gradient, y: torch.empty_like(y)
 

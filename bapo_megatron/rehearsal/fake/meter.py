@@ -74,7 +74,7 @@ class Meter(TorchDispatchMode):
         if named.get("pin_memory"):
             named["pin_memory"] = False
         if func.namespace not in _CHECKED:
-            _check_devices(func, args, named)
+            _check_devices(func.name(), args, named)
         if func is aten._local_scalar_dense.default:
             value = self.value_of(args[0], "item")
             with unset_fake_temporarily():
@@ -102,6 +102,13 @@ class Meter(TorchDispatchMode):
             value = guess(tensor)
         with unset_fake_temporarily():
             return value.detach()
+
+    def see_te_kernel(self, name: str, args: Sequence[Any], named: dict[str, Any]) -> None:
+        """A call of Transformer Engine's compiled part, which torch's dispatcher does not see."""
+        _check_devices(name, args, named)
+        flops = self.flops.count_te(name, args)
+        if flops:
+            self.flops_of[self.phase] += flops
 
     def _count(self, func: Any, args: Sequence[Any], named: dict[str, Any], out: Any) -> None:
         if func in _COPIES:
@@ -182,7 +189,7 @@ def answer_reads(meter: Meter) -> None:
     cls.tolist, cls.numpy = tolist, numpy
 
 
-def _check_devices(func: Any, args: Sequence[Any], named: dict[str, Any]) -> None:
+def _check_devices(name: str, args: Sequence[Any], named: dict[str, Any]) -> None:
     devices = {leaf.device for leaf in tree_leaves((list(args), named)) if isinstance(leaf, Tensor)}
     if len(devices) > 1:
-        raise RuntimeError(f"{func.name()}: tensors on {' and '.join(sorted(map(str, devices)))}")
+        raise RuntimeError(f"{name}: tensors on {' and '.join(sorted(map(str, devices)))}")

@@ -54,14 +54,18 @@ def rehearse_load(policy: MegatronPolicy) -> None:
     policy.load(Path("/nowhere"), version=2)
 
 
-def _whatever_is_asked(state: Any, *_: Any, **__: Any) -> Any:
-    """The state dict with each placeholder replaced by the tensor that it would be read into."""
+def _whatever_is_asked(state: Any, *_: Any, strict: Any = None, **__: Any) -> Any:
+    """The state dict with each placeholder replaced by the tensor that it would be read into.
+
+    With ``strict`` beside it the keys that are missing and those that are unexpected: none.
+    """
     factories, _rest = extract_matching_values(
         state, lambda one: isinstance(one, ShardedTensorFactory), return_lists_as_dicts=True
     )
     apply_factories(state)
     dict_list_map_inplace(_filled, state)
-    return apply_factory_merges(state, factories)
+    found = apply_factory_merges(state, factories)
+    return found if strict is None else (found, set(), set())
 
 
 def _filled(value: Any) -> Any:

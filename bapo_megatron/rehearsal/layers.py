@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rehearsal.transformer_engine.sources import VERSIONS, find_sources
@@ -44,13 +45,14 @@ def prepare_layers(layers: Layers) -> None:
 
         answer_queries(lambda: None)
         install(te_folder(), answer_cuda=False)
-        _take_indices_for_gpus()
+        _take_fakes_for_tensors()
     from bapo_megatron.rehearsal import metering  # noqa: F401  with torch and megatron
 
 
-def _take_indices_for_gpus() -> None:
-    """Let Transformer Engine take a number for a GPU, which torch does where it is built for CUDA alone."""
+def _take_fakes_for_tensors() -> None:
+    """Let Transformer Engine take a fake tensor for one, and a number for a GPU as torch for CUDA does."""
     import torch
+    from torch._subclasses.fake_tensor import FakeTensor
 
     for name, module in list(sys.modules.items()):
         if name.startswith("transformer_engine.") and "canonicalize_device" in vars(module):
@@ -58,6 +60,15 @@ def _take_indices_for_gpus() -> None:
             module.canonicalize_device = lambda device, plain=plain: plain(  # type: ignore[attr-defined]
                 torch.device("cuda", device) if isinstance(device, int) else device
             )
+    utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    choose = utils.get_attention_backend
+
+    def get_attention_backend(asked: Any) -> Any:
+        if asked.qkv_type is FakeTensor:
+            asked.qkv_type = torch.Tensor
+        return choose(asked)
+
+    utils.get_attention_backend = get_attention_backend  # type: ignore[attr-defined]
 
 
 def te_folder() -> Path:

@@ -40,9 +40,11 @@ class FakeWeights:
     def __init__(self, config: RunConfig) -> None:
         self._shapes = hf_tensors(read_model_shape(config.model.hf_path))
 
-    def read(self, name: str) -> Tensor:
-        """One tensor on the host."""
-        return torch.empty(self._shapes[name], dtype=torch.bfloat16)
+    def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """One tensor on the host, or some of its rows and columns; no more is allocated."""
+        cuts = zip(self._shapes[name], (rows, columns), strict=False)
+        shape = [len(range(*cut.indices(size))) for size, cut in cuts]
+        return torch.empty(shape, dtype=torch.bfloat16)
 
 
 class RankRehearsal:

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config import ParallelConfig
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
 from bapo_megatron.rehearsal.match import disagreements
 from bapo_megatron.rehearsal.processes import rehearse
 from bapo_megatron.rehearsal.records import Call, RankRequest
 from tests.support.planted import Mistake, rehearse_with
-from tests.support.rehearsals import real_ranks, small_run
+from tests.support.rehearsals import TOKENS, real_ranks, small_run
 from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.distributed
@@ -57,6 +59,16 @@ FAILS = {
     "pack on the host": (
         ONE,
         Mistake(PASSES, "*_context()).to(self._device)", "*_context())", seen=MODEL_CALL),
+    ),
+    "model on the host": (
+        ONE,
+        Mistake(
+            "bapo_megatron/policy/megatron.py",
+            "[chunk.to(self.device) for",
+            "[chunk.cpu() for",
+            seen="return megatron_optimizer.get_megatron_optimizer(",
+            seen_in="bapo_megatron/policy/optimizer.py",
+        ),
     ),
     "bounds of the keys on the host": (
         ONE,
@@ -172,3 +184,22 @@ def test_every_rank_of_a_layout_agrees(tmp_path: Path) -> None:
     assert disagreements(ranks) == []
     assert sum(len(rank.calls) for rank in ranks) > 1000
     assert {call.op for call in ranks[0].calls} >= {"send", "recv", "all_gather", "reduce_scatter"}
+
+
+@pytest.mark.slow
+def test_layers_of_transformer_engine(tmp_path: Path) -> None:
+    """Its own classes under TP, SP and CP: its ring, its FLOPs, and the weights of torch's layers."""
+    parallel = ParallelConfig(tensor=2, context=2, sequence=True)
+    config = small_run(tmp_path, parallel)
+    ranks = rehearse([RankRequest(config, rank, 1) for rank in range(4)], "te", workers=2)
+    assert [rank.error for rank in ranks] == [None] * 4
+    assert disagreements(ranks) == []
+    ring = [call.op for call in ranks[0].calls if (call.group, call.phase) == ("CP", "bounds search 2")]
+    assert ring.count("send") == ring.count("recv") == 2  # keys and values of each layer, once around
+    shape = read_model_shape(tmp_path)
+    forward = linear_flops_per_token(shape) * TOKENS + attention_flops(shape, TOKENS)
+    assert ranks[0].flops["bounds search 2"] == pytest.approx(forward / 4, rel=0.01)
+    [torch_layers] = rehearse([RankRequest(config, 0, 1)])
+    for kind in ("weights", "gradients"):
+        found = ranks[0].gpu["update 2"].kinds[kind]
+        assert found == pytest.approx(torch_layers.gpu["update 2"].kinds[kind], rel=0.01)

@@ -25,6 +25,8 @@ class Mistake:
     wrong: str
     seen: str = ""
     """Text of the line at which the rehearsal reports it; empty: the mistake's own line."""
+    seen_in: str = ""
+    """File of that line; empty: the mistake's own file."""
 
     @property
     def line(self) -> str:
@@ -32,9 +34,10 @@ class Mistake:
         text = (ROOT / self.file).read_text()
         assert self.right in text, f"{self.file} has no {self.right!r}"
         assert self.right.count("\n") == self.wrong.count("\n")
-        before, found, _ = text.partition(self.seen or self.right)
-        assert found, f"{self.file} has no {self.seen!r}"
-        return f"{self.file}:{before.count(chr(10)) + 1}"
+        file = self.seen_in or self.file
+        before, found, _ = (ROOT / file).read_text().partition(self.seen or self.right)
+        assert found, f"{file} has no {self.seen!r}"
+        return f"{file}:{before.count(chr(10)) + 1}"
 
 
 def rehearse_with(mistake: Mistake, config: RunConfig, rank: int, packs: int) -> RankResult:

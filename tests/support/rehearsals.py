@@ -73,9 +73,11 @@ class RandomWeights:
         self._shapes = hf_tensors(read_model_shape(folder))
         self._order = {name: number for number, name in enumerate(self._shapes)}
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> torch.Tensor:
+        cuts = zip(self._shapes[name], (rows, columns), strict=False)
+        shape = [len(range(*cut.indices(size))) for size, cut in cuts]
         generator = torch.Generator().manual_seed(self._order[name])
-        return (torch.randn(self._shapes[name], generator=generator) * 0.02).to(torch.bfloat16)
+        return (torch.randn(shape, generator=generator) * 0.02).to(torch.bfloat16)
 
 
 def real_ranks(config: RunConfig, packs: int) -> list[tuple[dict[str, int], list[Call]]]:

@@ -28,8 +28,8 @@ class Speed:
     flops_per_token_longest: float
     """Model FLOPs of a training pass, for a token in a sequence of the longest length."""
     executed_per_token: float
-    """FLOPs executed: the model's, recomputation, flash attention's scores again in the backward pass, and the
-    forward-only passes for bounds and pi_old."""
+    """FLOPs executed: the model's, recomputation, flash attention's scores again in its backward pass, and
+    the forward-only passes for bounds and pi_old."""
     micro_batches: int
     idle: float
     """Share of the time that GPUs idle: the pipeline bubble and unequal stages."""

@@ -21,6 +21,8 @@ def repair_torch() -> None:
     # Transformer Engine tells by addresses which tensors lie in one block of memory.
     storages: Any = torch.UntypedStorage
     plain = storages.data_ptr
+    fakes: Any = FakeTensor
+    fakes.__reduce_ex__ = lambda self, _protocol: (torch.zeros, (tuple(self.shape),))  # objects of a save
     storages.data_ptr = lambda self: self._cdata if self.device.type == "meta" else plain(self)
 
 

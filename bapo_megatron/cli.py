@@ -24,6 +24,7 @@ COMMANDS = {
     "cancel": "commands.cluster.commands:cancel_command",
     "rollout-server": "commands.rollout_server:rollout_server_command",
     "plan": "commands.plan.command:plan_command",
+    "rehearse": "commands.rehearse:rehearse_command",
     "verify-parallel": "commands.verify.command:verify_command",
     "data": "data.prepare.command:data_command",
     "eval": "evaluation.command:eval_command",
@@ -39,7 +40,7 @@ usage: bapo COMMAND ...
   sft RECIPE [flags]     supervised warm start of a model, written as a Hugging Face folder
   report RUN [RUN ...] [--output DIR]
                          plots and one HTML page of a run, or of several compared
-  submit RECIPE --cluster FILE [--dry-run] [--force] [flags]
+  submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags]
                          run a recipe as a Slurm job; --dry-run prints its script
   status RUN [--watch]   how a run is, on Slurm or here
   logs RUN [--follow] [--all]
@@ -48,6 +49,9 @@ usage: bapo COMMAND ...
   rollout-server RECIPE [flags]
                          an SGLang server with the recipe's model and settings, in the foreground
   plan RECIPE [flags]    memory, traffic and speed on a kind of GPU; exit code 1 if it does not fit
+  rehearse RECIPE [--all-ranks] [flags]
+                         the recipe's real program, rank by rank, without GPU and weights: peak memory,
+                         collectives, waits; exit code 1 if a rank fails or does not fit
   verify-parallel RECIPE [flags]
                          does the recipe's layout compute what a smaller one does?
   data prepare SOURCE ... --output DIR [flags]
@@ -70,7 +74,7 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command.
 
-    The exit code: 0 done, 1 the plan does not fit or the doctor has found a problem, 2 bad input,
+    The exit code: 0 done, 1 a plan or rehearsal does not fit or the doctor has found a problem, 2 bad input,
     3 the run cannot go on now, 4 its file system fails, 85 it was told to stop and is saved, 130 interrupted,
     128 + N a rank was killed by signal N; other errors propagate.
     ``verify-parallel`` ends with SystemExit(1) where a layout differs.

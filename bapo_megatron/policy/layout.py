@@ -67,14 +67,15 @@ def parallel_processes(parallel: ParallelConfig) -> Iterator[None]:
     with process_group(backend(), parallel.timeout_minutes):
         from megatron.core import parallel_state
 
-        _initialize_groups(parallel)
+        initialize_groups(parallel)
         try:
             yield
         finally:
             parallel_state.destroy_model_parallel()
 
 
-def _initialize_groups(parallel: ParallelConfig) -> None:
+def initialize_groups(parallel: ParallelConfig) -> None:
+    """Megatron's process groups of the layout, and its tracker of random states. A world must exist."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 

@@ -1,1 +1,1 @@
-"""The rehearsal of a GPU run on a machine without a GPU."""
+"""The rehearsal: a rank of a recipe's layout at real shapes, without GPU, weights, arithmetic or peers."""

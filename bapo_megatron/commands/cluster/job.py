@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile
-from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape
+from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape, shape_folder
 from bapo_megatron.commands.plan.plan import make_plan
+from bapo_megatron.commands.rehearse import RehearseOptions, rehearse_job
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rehearsal.verdict import misfits as rehearsal_misfits
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,20 @@ class ClusterJob:
         """Reasons why the recipe does not fit the cluster's GPUs, by `bapo plan`; none without a `gpu`."""
         if self.cluster.gpu is None:
             return []
+        plan = make_plan(self.planned())
+        engines = plan.engine_misfit() if self.cluster.rollout_nodes else None
+        return [*plan.misfits(), *([engines] if engines else [])]
+
+    def rehearsal_misfits(self) -> list[str]:
+        """Reasons why the recipe does not run or fit, by a rehearsal of one rank of each kind (minutes)."""
+        planned = self.planned()
+        folder = shape_folder(self.recipe, self.config.model.hf_path)
+        return list(rehearsal_misfits(rehearse_job(planned, folder, RehearseOptions()), planned))
+
+    def planned(self) -> Job:
+        """The job as `bapo plan` sees it. ConfigError if the cluster file does not name its GPUs."""
+        if self.cluster.gpu is None:
+            raise ConfigError("the cluster file does not say which `gpu` its nodes have: add it")
         replicas = self.processes // self.config.parallel.model_size
         parallel = dataclasses.replace(self.config.parallel, data=max(1, replicas))
         run = dataclasses.replace(self.config, parallel=parallel)
@@ -105,9 +121,7 @@ class ClusterJob:
             gpu=self.cluster.gpu,  # type: ignore[arg-type]  # checked when the file was read
             engine_gpus=engine_gpus,
         )
-        plan = make_plan(Job(run, find_shape(self.recipe, run.model.hf_path), options))
-        engines = plan.engine_misfit() if self.cluster.rollout_nodes else None
-        return [*plan.misfits(), *([engines] if engines else [])]
+        return Job(run, find_shape(self.recipe, run.model.hf_path), options)
 
     def arguments(self) -> str:
         """Recipe and flags, quoted as one line of shell."""
@@ -184,8 +198,11 @@ class ClusterJob:
         }
 
 
-def check_job(job: ClusterJob, force: bool) -> list[str]:
-    """ConfigError if the job cannot work. Returns warnings, with ``force`` also what does not fit."""
+def check_job(job: ClusterJob, force: bool, rehearse: bool = False) -> list[str]:
+    """ConfigError if the job cannot work. Returns warnings, with ``force`` also what does not fit.
+
+    ``rehearse``: judge by a rehearsal, too.
+    """
     if found := list(job.problems()):
         raise ConfigError("\n".join(found))
     misfits = job.misfits()
@@ -195,4 +212,11 @@ def check_job(job: ClusterJob, force: bool) -> list[str]:
             + "\n".join(misfits)
             + "\n`bapo plan` shows the smallest changes that make it fit; --force submits it all the same"
         )
-    return [*job.warnings(), *misfits]
+    rehearsed = job.rehearsal_misfits() if rehearse else []
+    if rehearsed and not force:
+        raise ConfigError(
+            f"{job.recipe} was rehearsed and would not run on {job.cluster.gpu}:\n"
+            + "\n".join(rehearsed)
+            + "\n`bapo rehearse` shows where the memory goes; --force submits it all the same"
+        )
+    return [*job.warnings(), *misfits, *rehearsed]

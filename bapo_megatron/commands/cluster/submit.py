@@ -1,4 +1,4 @@
-"""The Slurm submission: ``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [flags of bapo train]``."""
+"""The Slurm submission: ``bapo submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags]``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.run_paths import RunPaths
 
-USAGE = "usage: bapo submit RECIPE --cluster FILE [--dry-run] [--force] [flags of bapo train]"
+USAGE = "usage: bapo submit RECIPE --cluster FILE [--dry-run] [--force] [--rehearse] [flags of bapo train]"
 PYTHON_VARIABLE = "BAPO_NEMO_RUN_PYTHON"
 _TEMPLATES = Path(__file__).parents[3] / "slurm"
 
@@ -33,6 +33,8 @@ class SubmitCommand:
     force: bool
     flags: tuple[str, ...]
     """Flags of `bapo train`."""
+    rehearse: bool = False
+    """Rehearse the recipe's ranks first, and refuse it if they fail or do not fit."""
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> SubmitCommand:
@@ -44,7 +46,7 @@ class SubmitCommand:
         flags: list[str] = []
         rest = iter(arguments[1:])
         for word in rest:
-            if word in ("--dry-run", "--force"):
+            if word in ("--dry-run", "--force", "--rehearse"):
                 switches.add(word)
             elif word == "--cluster":
                 cluster = next(rest, None)
@@ -55,7 +57,12 @@ class SubmitCommand:
         if not cluster:
             raise ConfigError(f"{USAGE}; slurm/clusters/ has examples of FILE")
         return cls(
-            Path(arguments[0]), Path(cluster), "--dry-run" in switches, "--force" in switches, tuple(flags)
+            recipe=Path(arguments[0]),
+            cluster=Path(cluster),
+            dry_run="--dry-run" in switches,
+            force="--force" in switches,
+            flags=tuple(flags),
+            rehearse="--rehearse" in switches,
         )
 
 
@@ -70,7 +77,7 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
     check_names(config)
     recipe = command.recipe.absolute()
     job = ClusterJob(config, load_cluster(command.cluster), recipe, command.flags, Path.cwd(), _TEMPLATES)
-    for warning in check_job(job, command.force):
+    for warning in check_job(job, command.force, command.rehearse):
         print(f"warning: {warning}", file=sys.stderr)
     return launch(job, command.dry_run)
 

@@ -28,17 +28,27 @@ _MEAN_RESPONSE = 1 / 4
 
 
 @dataclass(frozen=True)
-class PlanOptions:
-    """The flags of ``bapo plan`` beside the recipe's: the machines, and assumptions, so that they can be
-    doubted."""
+class GpuOptions:
+    """The flags for the machines of a run, of ``bapo plan`` and ``bapo rehearse``."""
 
     gpu: Literal["a100-80gb", "h100-80gb", "h200-141gb", "b200-180gb"] = "h100-80gb"
     """Type of the GPUs that train and sample; eight make a node."""
+    memory_fraction: Annotated[float, Gt(0), Le(1)] = 0.9
+    """Share of a GPU's and of a node's memory that a plan may use."""
+
+    def check(self) -> None:
+        """Raise ConfigError for a value out of its range."""
+        raise_problems(list(out_of_range(self)))
+
+
+@dataclass(frozen=True)
+class PlanOptions(GpuOptions):
+    """The flags of ``bapo plan`` beside the recipe's: the machines, and assumptions, so that they can be
+    doubted."""
+
     mfu: Annotated[float, Gt(0), Le(1)] = 0.4
     """Share of the GPU's bf16 peak that it reaches while it computes. Recomputation and the pipeline's
     idle time come on top."""
-    memory_fraction: Annotated[float, Gt(0), Le(1)] = 0.9
-    """Share of a GPU's and of a node's memory that a plan may use."""
     mean_response_tokens: Annotated[int | None, Ge(1)] = None
     """Mean length of a response. None: a quarter of the longest."""
     engine_gpus: Annotated[int | None, Ge(1)] = None
@@ -53,20 +63,21 @@ class PlanOptions:
     as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
     """Print everything as one JSON object."""
 
-    def check(self) -> None:
-        """Raise ConfigError for a value out of its range."""
-        raise_problems(list(out_of_range(self)))
-
 
 def find_shape(recipe: Path, hf_path: Path) -> ModelShape:
     """The model's shape, from its folder, or else from ``shapes/NAME/config.json`` beside the recipe."""
+    return read_model_shape(shape_folder(recipe, hf_path))
+
+
+def shape_folder(recipe: Path, hf_path: Path) -> Path:
+    """The folder that holds the model's config.json: its own, or else ``shapes/NAME`` beside the recipe."""
     beside = recipe.parent / "shapes" / hf_path.name
     for folder in (hf_path, beside):
         if (folder / "config.json").is_file():
-            return read_model_shape(folder)
+            return folder
     raise ConfigError(
         f"model.hf_path={hf_path} has no config.json, and {beside} has none either: "
-        f"put the model's config.json into one of them (a plan needs no weights)"
+        f"put the model's config.json into one of them (this needs no weights)"
     )
 
 

@@ -15,9 +15,9 @@ from bapo_megatron.commands.plan.sizes import StageParameters, largest_parameter
 _FP32 = 4
 # Estimate: CUDA context and kernels 1 GB, cuBLAS and Transformer Engine workspaces 0.5 GB, NCCL's channel
 # buffers for some six process groups 1.5 GB.
-_FIXED = 3 * GB
+FIXED = 3 * GB
 # Estimate: what the caching allocator loses to fragments of blocks that come and go.
-_FRAGMENTATION = 0.05
+FRAGMENTATION = 0.05
 _SOFTMAX_LOGITS = 1 << 27  # policy/output_head.py
 PACK_COLUMNS = 4 * 8 + 5 * 4 + 4
 """Bytes of a token's columns on the device (``types.COLUMNS``): four int64, five float32, one int32."""
@@ -71,7 +71,7 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
     flight = _waiting(job, stage)
     activations = activation_bytes(job, stage, spec)
     workspace, head, buffers = _workspace(job), _head(job, stage), _buffers(job)
-    steady = weights + gradients + optimizer + _FIXED
+    steady = weights + gradients + optimizer + FIXED
     return StageMemory(
         stage=stage,
         parameters=parameters,
@@ -83,7 +83,7 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
         workspace=workspace,
         head=head,
         buffers=buffers,
-        reserve=_FIXED + _FRAGMENTATION * (activations + workspace + head),
+        reserve=FIXED + FRAGMENTATION * (activations + workspace + head),
         saving=steady + _save_buffers(job),
         syncing=steady + sync_bytes(job),
     )

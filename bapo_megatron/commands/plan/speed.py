@@ -28,7 +28,8 @@ class Speed:
     flops_per_token_longest: float
     """Model FLOPs of a training pass, for a token in a sequence of the longest length."""
     executed_per_token: float
-    """FLOPs executed: the model's, recomputation, and the forward-only passes for bounds and pi_old."""
+    """FLOPs executed: the model's, recomputation, flash attention's scores again in its backward pass, and
+    the forward-only passes for bounds and pi_old."""
     micro_batches: int
     idle: float
     """Share of the time that GPUs idle: the pipeline bubble and unequal stages."""
@@ -51,7 +52,7 @@ def speed(job: Job) -> Speed:
     tokens = job.micro_batches * job.run.batch.pack_tokens * job.replicas
     rate = tokens / (train + before) / job.gpus
     head = head_flops_per_token(job.shape)
-    again = recompute_share(job) * (forward - head) + head * _heads_twice(job)
+    again = recompute_share(job) * (forward - head) + head * _heads_twice(job) + _scores_again(job)
     executed = 3 * forward + again + forward_passes(job) * forward
     busy = executed * tokens / job.gpus / (job.options.mfu * job.gpu.peak)
     return Speed(
@@ -59,7 +60,7 @@ def speed(job: Job) -> Speed:
         flops_per_token_longest=3 * forward_flops(job, job.run.longest_sequence),
         executed_per_token=executed,
         micro_batches=job.micro_batches,
-        idle=1 - busy / (train + before),
+        idle=max(0.0, 1 - busy / (train + before)),
         update_seconds=train + before,
         forward_seconds=before,
         link_seconds=sum(part.seconds for part in update_traffic(job)),
@@ -83,6 +84,15 @@ def recompute_share(job: Job) -> float:
     return (core + 2 * job.shape.layers * mlp_matmuls(job.shape)) / body
 
 
+def _scores_again(job: Job) -> float:
+    """FLOPs for each token with which flash attention's backward pass computes the scores anew.
+
+    It makes five products where the forward pass makes two (FlashAttention-2, arXiv 2307.08691, section 3.1),
+    so half a forward pass more than the four of a backward pass that has the scores.
+    """
+    return attention_flops(job.shape, job.typical_length) / job.typical_length / 2
+
+
 def _heads_twice(job: Job) -> bool:
     """Whether the output layer's forward pass runs twice: once to search the bounds, once for the loss."""
     return job.run.batch.hold_forwards or job.run.algorithm.bounds.scope == "micro_batch"
@@ -97,7 +107,10 @@ def _seconds(job: Job, training: bool) -> float:
     """
     head = head_flops_per_token(job.shape)
     body = (forward_flops(job, job.typical_length) - head) / job.parallel.pipeline
-    stage = body * (3 + recompute_share(job)) + head * (3 + _heads_twice(job)) if training else body + head
+    stage = body + head
+    if training:
+        again = _scores_again(job) / job.parallel.pipeline
+        stage = body * (3 + recompute_share(job)) + again + head * (3 + _heads_twice(job))
     ranks = job.parallel.tensor * job.parallel.context
     pack = stage * job.run.batch.pack_tokens / ranks / (job.options.mfu * job.gpu.peak)
     return pack * slots(job.parallel, job.micro_batches)

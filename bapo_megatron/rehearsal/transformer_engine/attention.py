@@ -36,6 +36,12 @@ _BACKWARD = {
 }
 
 
+def named_arguments(kernel_name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """The arguments of ``fused_attn_fwd`` or ``fused_attn_bwd`` by their names."""
+    names = (_FORWARD if kernel_name == "fused_attn_fwd" else _BACKWARD)[len(arguments)].split()
+    return dict(zip(names, arguments, strict=False))
+
+
 @kernel
 def get_fused_attn_backend(*arguments: Any) -> Any:
     """The fused attention for packs that cuDNN has: on sm90 and newer, and none on sm80 and sm89.

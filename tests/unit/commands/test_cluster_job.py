@@ -14,6 +14,7 @@ from bapo_megatron.commands.cluster.submit import SubmitCommand, nemo_run_python
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rehearsal.records import Peak, RankResult
 
 ROOT = Path(__file__).parents[3]
 LARGE = ROOT / "recipes/bp_math_32b_64k.py"
@@ -42,6 +43,22 @@ def test_a_recipe_that_does_not_fit_is_refused_unless_forced() -> None:
     with pytest.raises(ConfigError, match=r"does not fit h100-80gb:\nstage 0 needs .*\n(?s:.*)--force"):
         check_job(small, force=False)
     assert any("stage 0 needs" in line for line in check_job(small, force=True))
+
+
+def test_a_rehearsal_refuses_a_recipe_that_fails_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rehearsal itself is stood in for: a rank that fails, and one that needs 75 GB of 72."""
+    error = "update 1: bapo_megatron/policy/passes.py:155: RuntimeError: tensors on cpu and cuda:0"
+    peak = {"save": Peak(72 * 10**9, {})}
+    found = [RankResult(0, {}, "torch", 1, error=error), RankResult(1, {}, "torch", 1, gpu=peak)]
+    monkeypatch.setattr("bapo_megatron.commands.cluster.job.rehearse_job", lambda *_: found)
+    assert check_job(job(), force=False) == []
+    with pytest.raises(ConfigError, match=r"would not run on h100-80gb:\nrank 0 fails in update 1: .*:155"):
+        check_job(job(), force=False, rehearse=True)
+    warnings = check_job(job(), force=True, rehearse=True)
+    assert warnings[-1] == "rank 1 needs 75.0 GB in save; a GPU may use 72.0"
+    without = replace(load_cluster(ROOT / "slurm/clusters/h100_pyxis.toml"), gpu=None)
+    with pytest.raises(ConfigError, match="does not say which `gpu`"):
+        check_job(job(without), force=False, rehearse=True)
 
 
 def test_engines_that_hold_no_sequence_are_refused() -> None:
@@ -96,6 +113,8 @@ def test_settings_hold_what_the_cluster_file_says() -> None:
 def test_the_command_line() -> None:
     command = SubmitCommand.of(["r.py", "--steps", "3", "--cluster=c.toml", "--dry-run", "--seed=1"])
     assert command == SubmitCommand(Path("r.py"), Path("c.toml"), True, False, ("--steps", "3", "--seed=1"))
+    assert SubmitCommand.of(["r.py", "--cluster", "c.toml", "--rehearse"]).rehearse
+    assert not command.rehearse
     with pytest.raises(ConfigError, match="the recipe comes first"):
         SubmitCommand.of(["--cluster", "c.toml"])
     with pytest.raises(ConfigError, match="has examples of FILE"):

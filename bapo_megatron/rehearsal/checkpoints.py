@@ -1,0 +1,74 @@
+"""A rehearsed save, up to the fork of its writer, and load, of a checkpoint that holds what is asked for."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import megatron.core.dist_checkpointing.state_dict_utils as state_dict_utils
+import torch.distributed.checkpoint.default_planner as planner
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    apply_factory_merges,
+)
+
+from bapo_megatron.policy import checkpoint
+from bapo_megatron.policy.megatron import MegatronPolicy
+
+
+class _StagedSave:
+    """Stands in for ``BackgroundSave``: the copies to the host that precede the fork, and no fork."""
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.staged = request.preload_fn() if request.preload_fn is not None else None
+
+
+def rehearse_save(policy: MegatronPolicy) -> Any:
+    """``staged_save`` without peers."""
+    # Rank 0 checks the shards of all ranks against each other; its peers' are copies of its own here.
+    state_dict_utils.validate_sharding_integrity = lambda *_args, **_kwargs: None
+    planner._validate_global_plan = lambda *_args, **_kwargs: []
+    return staged_save(policy)
+
+
+def staged_save(policy: MegatronPolicy) -> Any:
+    """``policy.save`` up to the fork. Returns what the writer would hold."""
+    module: Any = checkpoint
+    module.BackgroundSave = _StagedSave
+    with tempfile.TemporaryDirectory() as folder:
+        return policy.save(Path(folder))
+
+
+def rehearse_load(policy: MegatronPolicy) -> None:
+    """``policy.load`` of a checkpoint that has every tensor that is asked for."""
+    module: Any = checkpoint
+    module.dist_checkpointing.load = _whatever_is_asked
+    module.get_default_load_sharded_strategy = lambda *_args: None
+    policy.load(Path("/nowhere"), version=2)
+
+
+def _whatever_is_asked(state: Any, *_: Any, strict: Any = None, **__: Any) -> Any:
+    """The state dict with each placeholder replaced by the tensor that it would be read into.
+
+    With ``strict`` beside it the keys that are missing and those that are unexpected: none.
+    """
+    factories, _rest = extract_matching_values(
+        state, lambda one: isinstance(one, ShardedTensorFactory), return_lists_as_dicts=True
+    )
+    apply_factories(state)
+    dict_list_map_inplace(_filled, state)
+    found = apply_factory_merges(state, factories)
+    return found if strict is None else (found, set(), set())
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, LocalNonpersistentObject):
+        return value.unwrap()
+    return value.data if isinstance(value, ShardedTensor | ShardedObject) else value

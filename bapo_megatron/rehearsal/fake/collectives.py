@@ -1,0 +1,130 @@
+"""The collectives that a rank enters, and their answers: what its peers would have sent.
+
+Buffers keep their shape, so most collectives need no answer. What a rank decides by the values that it
+receives is answered as if every peer were like this one; stages of a pipeline tell each other the shape of a
+message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork, ProcessGroup  # type: ignore[attr-defined]
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
+
+from bapo_megatron.rehearsal.fake.values import forget, know
+from bapo_megatron.rehearsal.fake.waits import program_line
+from bapo_megatron.rehearsal.records import Call
+
+_ALL_TO_SOME = (
+    *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+    *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    *("gather_", "scatter_", "alltoall_", "alltoall_base_"),
+)
+_GROUP_AT = dict.fromkeys(_ALL_TO_SOME, 2)
+"""Position of the group among a kernel's arguments, where it is not 1."""
+_WHOLE_IS_INPUT = {"_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "reduce_scatter_"}
+_WORK_ONLY = {
+    *("send", "recv_", "recv_any_source_", "reduce_", "gather_", "barrier", "monitored_barrier_"),
+    *("allreduce_coalesced_", "reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_"),
+    *("allgather_coalesced_", "alltoall_base_"),
+}
+"""Kernels that return the work alone; the others return their outputs, too."""
+_POINT_TO_POINT = {"send", "recv_"}
+_SHAPE_ANNOUNCEMENT = 3
+"""Entries of the int64 message in which a stage announces the shape of its next one."""
+_NAMES = {"_allgather_base_": "all_gather", "allgather_": "all_gather", "allreduce_": "all_reduce"}
+_NAMES |= {"allgather_into_tensor_coalesced_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+_NAMES |= {"reduce_scatter_tensor_coalesced_": "reduce_scatter", "recv_": "recv", "broadcast_": "broadcast"}
+
+
+class Collectives:
+    """The calls of one rank in order, and what it receives."""
+
+    def __init__(self, names: Mapping[str, str], book: Callable[[Tensor, str], None]) -> None:
+        """``names``: kinds of groups by torch's names; ``book`` takes a buffer of the collective's own."""
+        self.calls: list[Call] = []
+        self.message_shape: tuple[int, ...] = ()
+        """Shape of a message between pipeline stages."""
+        self._names, self._book = names, book
+
+    def answer(self, func: Any, args: Sequence[Any], phase: str) -> Any:
+        """Note a collective and return what torch's kernel would."""
+        call, tensors = self.note(func, args, phase)
+        name = _kernel(func)
+        if name in ("allgather_", "reduce_scatter_") and call.device == "cuda" and len(call.ranks) > 1:
+            # NCCL takes one flat tensor: ProcessGroupNCCL copies a list of tensors into one of its own.
+            flat = torch.empty((call.size,), dtype=torch.uint8, device=tensors[0].device)
+            self._book(flat, f"{call.op} of a list")
+        self._receive(name, tensors, args)
+        work = FakeWork().boxed()
+        return work if name in _WORK_ONLY else (args[0], work)
+
+    def note(self, func: Any, args: Sequence[Any], phase: str) -> tuple[Call, list[Tensor]]:
+        """Note a collective; the call, and its tensors."""
+        name = _kernel(func)
+        group = ProcessGroup.unbox(args[_GROUP_AT.get(name, 1)])
+        tensors = _tensors(args[:2]) if name != "barrier" else []
+        whole = _tensors(args[name in _WHOLE_IS_INPUT]) if tensors else []
+        self._check(name, tensors, args, group.size())
+        ranks = tuple(dist.get_process_group_ranks(group))
+        call = Call(
+            op=_NAMES.get(name, name.strip("_")),
+            group=self._names.get(group.group_name, "other"),
+            ranks=ranks,
+            size=sum(one.nbytes for one in whole),
+            dtype=str(tensors[0].dtype)[6:] if tensors else "",
+            device=tensors[0].device.type if tensors else "",
+            peer=ranks[args[2]] if name in (*_POINT_TO_POINT, "broadcast_") else None,
+            line=program_line(),
+            phase=phase,
+        )
+        self.calls.append(call)
+        return call, tensors
+
+    @staticmethod
+    def _check(name: str, tensors: list[Tensor], args: Sequence[Any], ranks: int) -> None:
+        """Raise for what NCCL refuses: mixed devices, strides, sizes that do not fit the group."""
+        devices = {one.device.type for one in tensors}
+        if len(devices) > 1:
+            raise RuntimeError(f"{name}: tensors on {' and '.join(sorted(devices))}")
+        for one in tensors:
+            if not one.is_contiguous():
+                raise ValueError(f"{name}: a tensor of shape {list(one.shape)} is not contiguous")
+        if name not in ("allgather_", "_allgather_base_", "_reduce_scatter_base_"):
+            return
+        whole, part = (args[1], args[0]) if name == "_reduce_scatter_base_" else (args[0], args[1])
+        pieces, (own, *_) = _tensors(whole), _tensors(part)
+        if sum(piece.numel() for piece in pieces) != ranks * own.numel():
+            raise ValueError(
+                f"{name}: {[list(piece.shape) for piece in pieces]} does not hold {list(own.shape)} of "
+                f"each of {ranks} ranks"
+            )
+
+    def _receive(self, name: str, tensors: list[Tensor], args: Sequence[Any]) -> None:
+        """Values after the call: unknown, but for what peers that are like this rank send."""
+        if name == "recv_" and tensors[0].dtype == torch.int64 and tensors[0].numel() == _SHAPE_ANNOUNCEMENT:
+            with unset_fake_temporarily():
+                know(tensors[0], torch.tensor(self.message_shape))
+            return
+        if name in ("send", "barrier", "broadcast_"):
+            return
+        if name == "allreduce_" and args[2].op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+            return
+        for one in _tensors(args[0]):
+            forget(one)
+
+
+def _kernel(func: Any) -> str:
+    name: str = func.name().removeprefix("c10d::")
+    return name.split(".")[0]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    leaves = tree_leaves(list(value) if isinstance(value, tuple) else value)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -1,0 +1,56 @@
+"""Repairs of torch for programs on fake tensors, whatever their device. They hold for the whole process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+
+def repair_torch() -> None:
+    """Let modules move fake parameters, optimizers take them for tensors, storages have addresses."""
+    torch.utils.swap_tensors = _take_over
+    # Fused and foreach optimizers look at the exact type of a parameter.
+    optimizers: Any = sys.modules["torch.optim.optimizer"]
+    optimizers._foreach_supported_types.append(FakeTensor)
+    # Transformer Engine tells by addresses which tensors lie in one block of memory.
+    storages: Any = torch.UntypedStorage
+    plain = storages.data_ptr
+    fakes: Any = FakeTensor
+    fakes.__reduce_ex__ = lambda self, _protocol: (torch.zeros, (tuple(self.shape),))  # objects of a save
+    storages.data_ptr = lambda self: self._cdata if self.device.type == "meta" else plain(self)
+
+
+def _take_over(old: Tensor, new: Tensor) -> None:
+    """What ``swap_tensors`` does, which refuses a tensor that anything refers to weakly."""
+    if old.untyped_storage()._cdata == new.untyped_storage()._cdata:
+        return
+    old.data = new.data
+    if isinstance(old, FakeTensor):
+        old._fake_device = new.device
+
+
+class ListReads(TorchFunctionMode):
+    """``torch.tensor`` of lists with tensors in them, whose values torch reads past the dispatcher."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.tensor and isinstance(args[0], list | tuple):
+            args = (_numbers(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _numbers(data: Any) -> Any:
+    if isinstance(data, list | tuple):
+        return [_numbers(part) for part in data]
+    return data.item() if isinstance(data, Tensor) else data

@@ -1,0 +1,134 @@
+"""The storage ledger: every block of memory that a rank takes and gives back, in order.
+
+Views of one storage are one block. A block dies with its storage, as it would in the caching allocator.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+_SMALLEST = 512
+"""Bytes that CUDA's caching allocator rounds a block up to (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
+
+
+@dataclass(slots=True)
+class Block:
+    """One storage: its size, what made it, and what kind of memory it is."""
+
+    size: int
+    device: str
+    shape: tuple[int, ...]
+    dtype: str
+    op: str
+    """The kernel that made it."""
+    module: str
+    """The class of the innermost module whose forward pass, or node whose backward pass, was running."""
+    line: str
+    """Line of the program that called the kernel; of large blocks only."""
+    phase: str
+    kind: str = ""
+    """weights, gradients, optimizer; empty for what comes and goes."""
+    saved: bool = False
+    """Whether autograd has kept it for a backward pass."""
+    communicated: bool = False
+    """Whether a collective has written or sent it."""
+
+
+class Ledger:
+    """The births and deaths of storages, and the phases of the rehearsal between them."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.windows: dict[str, tuple[int, int]] = {}
+        """First event of each phase, and the one after its last."""
+        self._events: list[int] = []  # number + 1 of a block that appears, minus that of one that dies
+        self._numbers: dict[int, int] = {}  # address of a StorageImpl to its block
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def block(self, tensor: torch.Tensor) -> Block | None:
+        """The block that ``tensor`` is a view of, if it is known."""
+        number = self._numbers.get(tensor.untyped_storage()._cdata)
+        return None if number is None else self.blocks[number]
+
+    def add(self, tensor: torch.Tensor, op: str, module: str, line: str, phase: str) -> Block:
+        """Book the storage of ``tensor``; one that is known is left as it is."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self._numbers:
+            return self.blocks[self._numbers[address]]
+        number = len(self.blocks)
+        device = tensor.device.type
+        unit = _SMALLEST if device == "cuda" else 1
+        size = -(-storage.nbytes() // unit) * unit
+        block = Block(size, device, tuple(tensor.shape), str(tensor.dtype)[6:], op, module, line, phase)
+        self.blocks.append(block)
+        self._numbers[address] = number
+        self._events.append(number + 1)
+
+        def died(_: object) -> None:
+            if self._numbers.get(address) == number:
+                del self._numbers[address]
+            del self._references[number]
+            self._events.append(-number - 1)
+
+        self._references[number] = weakref.ref(storage, died)
+        return block
+
+    @contextmanager
+    def window(self, name: str) -> Iterator[None]:
+        """The phase ``name``, for the length of a block."""
+        start = len(self._events)
+        try:
+            yield
+        finally:
+            self.windows[name] = (start, len(self._events))
+
+    def peak(self, phase: str, device: str) -> tuple[int, list[Block]]:
+        """Most bytes alive at a time in ``phase``, and the blocks that were alive then."""
+        start, end = self.windows[phase]
+        alive = self._replay(start)
+        live = best = sum(self.blocks[number].size for number in alive if self._is_on(number, device))
+        at = start
+        for index in range(start, end):
+            number = abs(self._events[index]) - 1
+            if self._is_on(number, device):
+                live += self.blocks[number].size if self._events[index] > 0 else -self.blocks[number].size
+                if live > best:
+                    best, at = live, index + 1
+        return best, [self.blocks[number] for number in self._replay(at) if self._is_on(number, device)]
+
+    def _is_on(self, number: int, device: str) -> bool:
+        return self.blocks[number].device == device
+
+    def _replay(self, events: int) -> set[int]:
+        """Numbers of the blocks that are alive after so many events."""
+        alive: set[int] = set()
+        for event in self._events[:events]:
+            if event > 0:
+                alive.add(event - 1)
+            else:
+                alive.remove(-event - 1)
+        return alive
+
+
+def sizes_by_kind(blocks: list[Block]) -> Counter[str]:
+    """Bytes of blocks by kind: what is named, what autograd keeps, what is communicated, and what passes."""
+    found: Counter[str] = Counter()
+    for block in blocks:
+        found[kind_of(block)] += block.size
+    return found
+
+
+def kind_of(block: Block) -> str:
+    """The kind of memory of a block."""
+    if block.kind:
+        return block.kind
+    if block.saved:
+        return "activations"
+    return "communication" if block.communicated else "passing"

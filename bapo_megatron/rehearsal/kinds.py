@@ -1,0 +1,81 @@
+"""Kinds of memory and names of modules: what the ledger's blocks are to the policy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as torch_module
+
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.rehearsal.fake.ledger import Ledger
+
+
+def name_state(ledger: Ledger, policy: MegatronPolicy) -> None:
+    """Mark the blocks of weights, gradients and optimizer states."""
+    for chunk in policy._model:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            _mark(ledger, buffer.grad_data, "gradients")
+            if buffer.param_data is not None:
+                _mark(ledger, buffer.param_data, "weights")
+        for parameter in chunk.parameters():
+            _mark(ledger, parameter, "weights")
+    for part in policy._optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                _mark(ledger, parameter, "optimizer")
+                for value in part.optimizer.state.get(parameter, {}).values():
+                    if isinstance(value, Tensor):
+                        _mark(ledger, value, "optimizer")
+
+
+def _mark(ledger: Ledger, tensor: Tensor, kind: str) -> None:
+    block = ledger.block(tensor)
+    if block is not None and not block.kind:
+        block.kind = kind
+
+
+class ModuleNames:
+    """The names of the modules whose forward pass is running, innermost last: ``decoder.layers.*.mlp``."""
+
+    def __init__(self, running: list[str]) -> None:
+        self._running = running
+        self._names: dict[int, str] = {}
+
+    def learn(self, chunks: list[Any]) -> None:
+        """Take the names of the modules of the model's chunks; before that a module goes by its class."""
+        for chunk in chunks:
+            while hasattr(chunk, "module"):
+                chunk = chunk.module
+            for name, one in chunk.named_modules():
+                self._names[id(one)] = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+    def watch(self) -> None:
+        """Follow the modules of this process from now on."""
+        torch_module.register_module_forward_pre_hook(self._enter)
+        torch_module.register_module_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, one: torch.nn.Module, _inputs: Any) -> None:
+        self._running.append(self._names.get(id(one)) or type(one).__name__)
+
+    def _leave(self, _one: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+        if self._running:
+            self._running.pop()
+
+
+@contextmanager
+def noting_saved(ledger: Ledger) -> Iterator[None]:
+    """Mark what autograd keeps for a backward pass, for the length of a block."""
+
+    def keep(tensor: Tensor) -> Tensor:
+        block = ledger.block(tensor) if tensor.layout is torch.strided else None
+        if block is not None:
+            block.saved = True
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield

@@ -1,0 +1,76 @@
+"""The layers that are rehearsed: Transformer Engine's where its sources are found, else torch's."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rehearsal.transformer_engine.sources import VERSIONS, find_sources
+
+Layers = Literal["te", "torch"]
+
+
+def choose_layers(asked: Layers | None, dtype: str) -> tuple[Layers, str]:
+    """The layers to rehearse, and a sentence that says why. ConfigError if they are asked for and missing.
+
+    ``asked`` None: those that the run would have on a GPU, if that can be.
+    """
+    if asked == "torch":
+        return "torch", "torch's layers, as asked for"
+    if dtype == "float32":
+        if asked == "te":
+            raise ConfigError("--layers te: a run in float32 has torch's layers; leave it out")
+        return "torch", "torch's layers: the run is in float32"
+    if asked == "te":
+        te_folder()
+        return "te", f"Transformer Engine {VERSIONS[0]}'s layers, as asked for"
+    try:
+        te_folder()
+    except ConfigError as error:
+        return "torch", f"torch's layers, and not those of Transformer Engine that a GPU would have: {error}"
+    return "te", f"Transformer Engine {VERSIONS[0]}'s layers"
+
+
+def prepare_layers(layers: Layers) -> None:
+    """Import what a rank needs, before any rank is forked; this process must do nothing else.
+
+    Transformer Engine asks for the GPU when it is imported, and megatron for Transformer Engine.
+    """
+    if layers == "te":
+        from bapo_megatron.rehearsal.fake.cuda_device import answer_queries
+        from bapo_megatron.rehearsal.transformer_engine import install
+
+        answer_queries(lambda: None)
+        install(te_folder(), answer_cuda=False)
+        _take_fakes_for_tensors()
+    from bapo_megatron.rehearsal import metering  # noqa: F401  with torch and megatron
+
+
+def _take_fakes_for_tensors() -> None:
+    """Let Transformer Engine take a fake tensor for one, and a number for a GPU as torch for CUDA does."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformer_engine.") and "canonicalize_device" in vars(module):
+            plain = module.canonicalize_device
+            module.canonicalize_device = lambda device, plain=plain: plain(  # type: ignore[attr-defined]
+                torch.device("cuda", device) if isinstance(device, int) else device
+            )
+    utils = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    choose = utils.get_attention_backend
+
+    def get_attention_backend(asked: Any) -> Any:
+        if asked.qkv_type is FakeTensor:
+            asked.qkv_type = torch.Tensor
+        return choose(asked)
+
+    utils.get_attention_backend = get_attention_backend  # type: ignore[attr-defined]
+
+
+def te_folder() -> Path:
+    """The folder of Transformer Engine's sources that are rehearsed. ConfigError if it is not there."""
+    return find_sources(VERSIONS[0])

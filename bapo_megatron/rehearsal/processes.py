@@ -1,0 +1,105 @@
+"""The processes of a rehearsal: each rank has one of its own, because a rehearsal changes torch for good.
+
+One host process imports what the ranks need, once, and forks a process for each rank. The caller's process
+stays as it is.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.rehearsal.layers import Layers, prepare_layers
+from bapo_megatron.rehearsal.records import RankRequest, RankResult
+from bapo_megatron.runtime.processes import die_with_parent
+
+
+def rehearse(
+    requests: Sequence[RankRequest],
+    layers: Layers = "torch",
+    workers: int | None = None,
+    on_result: Callable[[RankResult], None] = lambda _: None,
+) -> list[RankResult]:
+    """The results of all requests, in their order; ``on_result`` is called with each as it comes.
+
+    ``workers`` ranks at a time, None: one for each core. RuntimeError if a rank's process dies.
+    """
+    # A fork shares what is imported; Transformer Engine must be installed before megatron is imported.
+    start = "spawn" if layers == "te" and "megatron" in sys.modules else "fork"
+    context: Any = multiprocessing.get_context(start)
+    workers = workers or len(os.sched_getaffinity(0))
+    results: dict[int, RankResult] = {}
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+        receiver, sender = context.Pipe(duplex=False)
+        host = context.Process(target=_host, args=(requests, layers, workers, Path(folder), sender))
+        host.start()
+        sender.close()
+        while len(results) < len(requests):
+            try:
+                index = receiver.recv()
+            except EOFError:
+                raise RuntimeError("the rehearsal's process has died; its messages are above") from None
+            results[index] = pickle.loads((Path(folder) / str(index)).read_bytes())
+            on_result(results[index])
+        host.join()
+    return [results[index] for index in range(len(requests))]
+
+
+def _host(
+    requests: Sequence[RankRequest], layers: Layers, workers: int, folder: Path, sender: Connection
+) -> None:
+    """Import everything, then fork a process for each request, ``workers`` at a time."""
+    die_with_parent()
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    from bapo_megatron.cli import quiet
+
+    quiet()
+    prepare_layers(layers)
+    running: dict[int, int] = {}
+    waiting = list(range(len(requests)))
+    while waiting or running:
+        while waiting and len(running) < workers:
+            index = waiting.pop(0)
+            running[_fork(requests[index], layers, folder / str(index))] = index
+        pid, status = os.waitpid(-1, 0)
+        index = running.pop(pid)
+        if status:
+            _write(_dead(requests[index], layers, status), folder / str(index))
+        sender.send(index)
+
+
+def _fork(request: RankRequest, layers: Layers, path: Path) -> int:
+    """Rehearse one rank in a child, which writes its result to ``path``. Returns its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        from bapo_megatron.rehearsal.metering import rehearse_rank
+
+        die_with_parent()
+        _write(rehearse_rank(request, layers), path)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # a fork must not run what its parent has left to do
+
+
+def _write(result: RankResult, path: Path) -> None:
+    path.write_bytes(pickle.dumps(result))
+
+
+def _dead(request: RankRequest, layers: Layers, status: int) -> RankResult:
+    code = os.waitstatus_to_exitcode(status)
+    why = f"its process was killed by signal {-code}" if code < 0 else "its process failed; see above"
+    return RankResult(request.rank, request.place, layers, request.packs, error=why)

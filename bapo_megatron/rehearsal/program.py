@@ -1,0 +1,91 @@
+"""The program of one rank: what a run does with its policy, phase by phase, on whatever device there is.
+
+The rehearsal runs it on fakes. On a real device it gives the figures that a rehearsal is held against.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch.distributed as dist
+
+from bapo_megatron.config import RunConfig
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.reader import TensorReader
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.rehearsal.packs import full_packs
+from bapo_megatron.rehearsal.records import SEARCH, UPDATE
+from bapo_megatron.rollout.weight_sync.buckets import Buckets
+from bapo_megatron.trainer.build import build_policy
+from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.types import MicroBatch
+
+
+class RankProgram:
+    """The phases of one rank. Process groups must exist.
+
+    ``phase`` is entered with the name of each phase, for its length.
+    """
+
+    def __init__(self, config: RunConfig, phase: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._config, self._phase = config, phase
+        self.policy: MegatronPolicy
+
+    def build(self, reader: TensorReader) -> None:
+        """The policy with the weights of ``reader``."""
+        with self._phase("build"):
+            self.policy = build_policy(self._config, reader)
+
+    def packs(self, number: int) -> list[MicroBatch]:
+        """The packs of an update, on the host."""
+        vocabulary = read_model_shape(self._config.model.hf_path).vocab
+        return full_packs(self._config, self.policy.pack_layout, vocabulary, number)
+
+    def update(self, packs: list[MicroBatch], number: int) -> None:
+        """The search of the bounds and the update that uses them, as the training loop makes them."""
+        algorithm = self._config.algorithm
+        clipping = Clipping(algorithm, self._config.batch.hold_forwards)
+        if algorithm.old_log_probs == "trainer" and number == 1:
+            with self._phase("old log-probs"):
+                self.policy.log_probs(packs)
+        with self._phase(f"{SEARCH} {number}"):
+            loss, _ = clipping.loss(self.policy, packs, on_policy=False)
+        with self._phase(f"{UPDATE} {number}"):
+            self.policy.update(packs, loss)
+        gc.collect()
+
+    def weight_sync(self) -> None:
+        """The gathering of all weights within the first replica, and on rank 0 the buckets of a broadcast."""
+        if self.policy.data_rank != 0:
+            return
+        engine = self._config.rollout.engine_config
+        sends = dist.get_rank() == 0 and engine.sync == "broadcast"
+        with self._phase("weight sync"):
+            if not sends:
+                for _name, tensor in self.policy.hf_weights():
+                    del tensor
+                return
+            buckets = Buckets(int(engine.bucket_mb * 2**20), self.policy.device)
+            for bucket in buckets.cut(self.policy.hf_weights()):
+                del bucket
+            buckets.release()
+
+    def save(self, save: Callable[[MegatronPolicy], object]) -> None:
+        """A checkpoint, by ``save``; what it returns is kept until all are done."""
+        with self._phase("save"):
+            held = save(self.policy)
+        del held
+        gc.collect()
+
+    def load(self, load: Callable[[MegatronPolicy], None]) -> None:
+        """A checkpoint taken up, by ``load``."""
+        with self._phase("load"):
+            load(self.policy)
+
+
+def message_shape(config: RunConfig, tokens: int, hidden: int) -> tuple[int, int, int]:
+    """Shape of what a pipeline stage sends to the next one for a pack of ``tokens``."""
+    p = config.parallel
+    return (tokens // p.context // (p.tensor if p.sequence else 1), 1, hidden)

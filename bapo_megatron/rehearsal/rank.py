@@ -1,0 +1,127 @@
+"""One rank of a recipe's layout, rehearsed: its policy is built, updated twice, synced, saved and loaded.
+
+The rank's process must do nothing else: torch is changed in it for good.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from bapo_megatron.config import RunConfig
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.policy.attention.context_parallel import document_chunks
+from bapo_megatron.policy.device import cpu_mode
+from bapo_megatron.rehearsal.checkpoints import rehearse_load, rehearse_save
+from bapo_megatron.rehearsal.fake.cuda_device import install
+from bapo_megatron.rehearsal.fake.fake_tensors import ListReads, repair_torch
+from bapo_megatron.rehearsal.fake.meter import Meter, answer_reads
+from bapo_megatron.rehearsal.fake.process_group import fake_world
+from bapo_megatron.rehearsal.kinds import ModuleNames, name_state, noting_saved
+from bapo_megatron.rehearsal.program import RankProgram, message_shape
+from bapo_megatron.rehearsal.records import RankRequest
+from bapo_megatron.rehearsal.transformer_engine import kernel
+from bapo_megatron.types import MicroBatch
+
+
+class FakeWeights:
+    """A reader of a model's tensors that have shapes and no values."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._shapes = hf_tensors(read_model_shape(config.model.hf_path))
+
+    def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """One tensor on the host, or some of its rows and columns; no more is allocated."""
+        cuts = zip(self._shapes[name], (rows, columns), strict=False)
+        shape = [len(range(*cut.indices(size))) for size, cut in cuts]
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+
+class RankRehearsal:
+    """The program of one rank under the meter."""
+
+    def __init__(self, request: RankRequest) -> None:
+        self.request, self.config = request, request.config
+        self.seconds: dict[str, float] = {}
+        self.failed_in = "start"
+        """The phase in which the program has raised."""
+        self.meter: Meter
+        self.program = RankProgram(self.config, self._phase)
+
+    def run(self, phases: Callable[[RankRehearsal], None] | None = None) -> None:
+        """Rehearse ``phases``, None: all. What the program raises propagates; what was metered stays."""
+        request = self.request
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        os.environ["LOCAL_RANK"] = "0"
+        torch.set_num_threads(1)
+        with ExitStack() as stack:
+            repair_torch()
+            face: Any = nullcontext()
+            if request.device == "cuda":
+                face = install(lambda: self.meter.waits.wait(self.meter.phase, "synchronize"))
+            else:
+                cpu_mode()
+            kinds = stack.enter_context(fake_world(request.rank, request.world_size, self.config.parallel))
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            self.meter = Meter(fake, kinds, request.device == "cuda")
+            answer_reads(self.meter)
+            kernel.observers.append(self.meter.see_te_kernel)
+            self._names = ModuleNames(self.meter.modules)
+            self._names.watch()
+            gc.collect()
+            gc.disable()
+            for mode in (ListReads(), face, fake, self.meter, noting_saved(self.meter.ledger)):
+                stack.enter_context(mode)
+            torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+            (phases or RankRehearsal.all_phases)(self)
+
+    def all_phases(self) -> None:
+        """Build, search, two updates, weight sync, save and load, in the order of a run."""
+        self.build()
+        packs = self.packs()
+        for number in (1, 2):
+            self.program.update(packs, number)
+            name_state(self.meter.ledger, self.program.policy)
+        del packs
+        self.program.weight_sync()
+        self.program.save(rehearse_save)
+        self.program.load(rehearse_load)
+
+    def build(self) -> None:
+        """The policy, with weights that have no values."""
+        self.program.build(FakeWeights(self.config))
+        name_state(self.meter.ledger, self.program.policy)
+        self._names.learn(self.program.policy._model)
+
+    def packs(self) -> list[MicroBatch]:
+        """The packs of an update, real tensors on the host."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            packs = self.program.packs(self.request.packs)
+        bounds = packs[0].cu_seqlens
+        size, rank = self.config.parallel.context, self.request.place["context"]
+        chunks = document_chunks(bounds, size, rank)
+        self.meter.flops.chunks = [(one.queries, one.last_key - one.first_key) for one in chunks]
+        hidden = read_model_shape(self.config.model.hf_path).hidden
+        self.meter.collectives.message_shape = message_shape(self.config, bounds[-1], hidden)
+        return packs
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with self.meter.during(name):
+            try:
+                yield
+            except BaseException:
+                self.failed_in = name
+                raise
+        self.seconds[name] = time.perf_counter() - start

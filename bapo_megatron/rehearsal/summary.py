@@ -1,0 +1,86 @@
+"""The JSON of a rehearsal: ``peak_gb`` by phase, ``host_waits_per_update``, ``collectives``, all ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from bapo_megatron.commands.plan.hardware import GB
+from bapo_megatron.commands.plan.job import Job
+from bapo_megatron.commands.plan.sizes import total_parameters
+from bapo_megatron.rehearsal.records import RankResult
+from bapo_megatron.rehearsal.verdict import misfits, needed, node_bytes
+
+
+def as_dict(results: Sequence[RankResult], job: Job, disagreements: Sequence[str] = ()) -> dict[str, Any]:
+    """The rehearsal as plain numbers. ``peak_gb`` and the waits are the highest of any rank."""
+    problems = [*misfits(results, job), *disagreements]
+    phases = list(dict.fromkeys(phase for result in results for phase in result.gpu))
+    return {
+        "recipe": job.run.name,
+        "layers": results[0].layers,
+        "gpu": job.gpu.name,
+        "world_size": job.gpus,
+        "packs": results[0].packs,
+        "fits": not problems,
+        "misfits": problems,
+        "peak_gb": {
+            phase: max(result.gpu[phase].size for result in results if phase in result.gpu) / GB
+            for phase in phases
+        },
+        "host_waits_per_update": max(sum(result.update_waits().values()) for result in results),
+        "collectives": collectives(highest(results)),
+        "host_gb_of_a_node": node_bytes(results, job) / GB,
+        "ranks": [rank_dict(result, job) for result in results],
+    }
+
+
+def highest(results: Sequence[RankResult]) -> RankResult:
+    """The rank with the highest peak."""
+    return max(results, key=lambda result: result.highest)
+
+
+def rank_dict(result: RankResult, job: Job) -> dict[str, Any]:
+    """One rank as plain numbers."""
+    return {
+        "rank": result.rank,
+        "place": result.place,
+        "error": result.error,
+        "peak_gb": {phase: peak.size / GB for phase, peak in result.gpu.items()},
+        "needed_gb": {phase: needed(phase, peak) / GB for phase, peak in result.gpu.items()},
+        "kinds_gb": {
+            phase: {kind: size / GB for kind, size in peak.kinds.items()}
+            for phase, peak in result.gpu.items()
+        },
+        "host_gb": {phase: peak.size / GB for phase, peak in result.host.items()},
+        "largest": [vars(one) for one in result.largest],
+        "tflop": {phase: flops / 1e12 for phase, flops in result.flops.items()},
+        "model_tflop": model_flops(result, job) / 1e12,
+        "host_waits_per_update": sum(result.update_waits().values()),
+        "host_waits": [{**wait._asdict(), "count": n} for wait, n in sorted(result.waits.items())],
+        "guessed_values": [{**wait._asdict(), "count": n} for wait, n in sorted(result.guesses.items())],
+        "collectives": collectives(result),
+        "seconds": result.seconds,
+        "kernels": result.kernels,
+    }
+
+
+def collectives(result: RankResult) -> list[dict[str, Any]]:
+    """A rank's collectives by phase, group and kind of call, with count and bytes."""
+    counts: Counter[tuple[str, str, int, str]] = Counter()
+    sizes: Counter[tuple[str, str, int, str]] = Counter()
+    for call in result.calls:
+        key = (call.phase, call.group, len(call.ranks), call.op)
+        counts[key] += 1
+        sizes[key] += call.size
+    names = ("phase", "group", "ranks", "op")
+    return [
+        {**dict(zip(names, key, strict=True)), "count": n, "gb": sizes[key] / GB} for key, n in counts.items()
+    ]
+
+
+def model_flops(result: RankResult, job: Job) -> float:
+    """This GPU's share of 6 N D: N parameters of the model, D tokens of the packs."""
+    tokens = result.packs * job.run.batch.pack_tokens
+    return 6.0 * total_parameters(job.shape) * tokens / job.parallel.model_size

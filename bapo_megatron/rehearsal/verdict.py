@@ -1,0 +1,51 @@
+"""The verdict of a rehearsal: whether each rank's peaks fit into the GPU, and a node's into the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from bapo_megatron.commands.plan.hardware import GB
+from bapo_megatron.commands.plan.job import Job
+from bapo_megatron.commands.plan.memory import FIXED, FRAGMENTATION
+from bapo_megatron.rehearsal.records import Peak, RankResult
+
+_STEADY = ("weights", "gradients", "optimizer")
+
+
+def needed(phase: str, peak: Peak) -> float:
+    """Bytes of a GPU that a phase needs: its peak and the plan's reserve.
+
+    The reserve is for the CUDA context and NCCL's buffers, and in passes for fragments of what comes and
+    goes.
+    """
+    passing = peak.size - sum(peak.kinds.get(kind, 0) for kind in _STEADY)
+    return peak.size + FIXED + (FRAGMENTATION * passing if is_pass(phase) else 0.0)
+
+
+def is_pass(phase: str) -> bool:
+    """Whether a phase is a pass over packs, where activations come and go."""
+    return phase.startswith(("update", "bounds search", "old log-probs"))
+
+
+def misfits(results: Sequence[RankResult], job: Job) -> Iterator[str]:
+    """The limits that are exceeded and the ranks that failed, one line for each."""
+    budget = job.options.memory_fraction * job.gpu.memory
+    host_budget = job.options.memory_fraction * job.gpu.host_memory
+    for result in results:
+        if result.error:
+            yield f"rank {result.rank} fails in {result.error}"
+        for phase, peak in result.gpu.items():
+            if needed(phase, peak) > budget:
+                yield (
+                    f"rank {result.rank} needs {needed(phase, peak) / GB:.1f} GB in {phase}; "
+                    f"a GPU may use {budget / GB:.1f}"
+                )
+    host = node_bytes(results, job)
+    if host > host_budget:
+        yield f"a node's host needs {host / GB:.0f} GB; it may use {host_budget / GB:.0f}"
+
+
+def node_bytes(results: Sequence[RankResult], job: Job) -> float:
+    """Host memory of a node whose ranks all need as much as the rank with the highest peak."""
+    highest = max((peak.size for result in results for peak in result.host.values()), default=0)
+    return float(highest * job.gpus_on_node)

@@ -1,0 +1,205 @@
+"""The rehearsal against real ranks on gloo: their peaks of memory, phase by phase, and their collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.config import ParallelConfig
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
+from bapo_megatron.rehearsal.match import disagreements
+from bapo_megatron.rehearsal.processes import rehearse
+from bapo_megatron.rehearsal.records import Call, RankRequest
+from tests.support.planted import Mistake, rehearse_with
+from tests.support.rehearsals import TOKENS, real_ranks, small_run
+from tests.support.tiers import slow_but
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS = {
+    "one": (ParallelConfig(), 1),
+    "tp2-sp": (ParallelConfig(tensor=2, sequence=True), 1),
+    "cp2": (ParallelConfig(context=2), 1),
+    "dp2-cp2": (ParallelConfig(data=2, context=2), 1),
+    "pp2": (ParallelConfig(pipeline=2), 3),
+    "pp2-vpp2": (ParallelConfig(pipeline=2, virtual=2), 4),
+    "tp2-sp-pp2": (ParallelConfig(tensor=2, pipeline=2, sequence=True), 3),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp2-sp", "pp2"))
+def test_peaks_and_collectives_are_those_of_real_ranks(name: str, tmp_path: Path) -> None:
+    parallel, packs = LAYOUTS[name]
+    config = small_run(tmp_path, parallel, layers=parallel.pipeline * parallel.virtual)
+    real = real_ranks(config, packs)
+    requests = [RankRequest(config, rank, packs, "cpu") for rank in range(len(real))]
+    for result, (peaks, calls) in zip(rehearse(requests), real, strict=True):
+        assert result.error is None
+        assert set(result.gpu) == {*peaks, "load"}
+        for phase, size in peaks.items():
+            assert result.gpu[phase].size == pytest.approx(size, rel=0.02), (result.rank, phase)
+        rehearsed = [contents(call) for call in result.calls if call.phase != "load"]
+        assert rehearsed == [contents(call) for call in calls], result.rank
+
+
+def contents(call: Call) -> tuple[object, ...]:
+    return call.phase, call.op, call.ranks, call.size, call.dtype, call.peer, call.line
+
+
+PASSES = "bapo_megatron/policy/passes.py"
+FLASH, CORE = "bapo_megatron/policy/attention/flash.py", "bapo_megatron/policy/attention/core.py"
+WEIGHTS = "bapo_megatron/policy/weight_map.py"
+ONE, CP = ParallelConfig(), ParallelConfig(context=2)
+TP, PP = ParallelConfig(tensor=2, sequence=True), ParallelConfig(pipeline=2)
+MODEL_CALL = "hidden: Tensor = model("
+
+FAILS = {
+    "pack on the host": (
+        ONE,
+        Mistake(PASSES, "*_context()).to(self._device)", "*_context())", seen=MODEL_CALL),
+    ),
+    "model on the host": (
+        ONE,
+        Mistake(
+            "bapo_megatron/policy/megatron.py",
+            "[chunk.to(self.device) for",
+            "[chunk.cpu() for",
+            seen="return megatron_optimizer.get_megatron_optimizer(",
+            seen_in="bapo_megatron/policy/optimizer.py",
+        ),
+    ),
+    "bounds of the keys on the host": (
+        ONE,
+        Mistake(
+            FLASH,
+            "self.key_bounds = torch.tensor([0, *accumulate(keys)], dtype=torch.int32, device=device)",
+            "self.key_bounds = torch.tensor([0, *accumulate(keys)], dtype=torch.int32)",
+            seen="return cast(Tensor, varlen_attn(",
+        ),
+    ),
+    "rows of the ring on the host": (
+        CP,
+        Mistake(
+            CORE,
+            "gathered_rows(bounds, size).to(device)",
+            "gathered_rows(bounds, size)",
+            seen="return x_THD.index_select(0, row_T)",
+        ),
+    ),
+    "total on the host": (
+        ONE,
+        Mistake(
+            PASSES,
+            "torch.zeros(width, dtype=torch.float64, device=self._device)",
+            "torch.zeros(width, dtype=torch.float64)",
+            seen="total += torch.stack(",
+        ),
+    ),
+    "values of the device as numpy": (
+        ONE,
+        Mistake(PASSES, "return total.cpu()", "return torch.from_numpy(total.numpy())"),
+    ),
+    "keys and values of different lengths": (
+        CP,
+        Mistake(CORE, "torch.stack([key, value], 1)", "torch.stack([key, value[1:]], 1)"),
+    ),
+    "broadcast in the wrong group": (
+        PP,
+        Mistake(
+            WEIGHTS,
+            "dist.get_global_rank(pipeline, owner), pipeline)",
+            "dist.get_global_rank(pipeline, owner), parallel_state.get_tensor_model_parallel_group())",
+        ),
+    ),
+    "labels of another vocabulary size": (
+        TP,
+        Mistake(
+            WEIGHTS,
+            "pieces = [torch.empty_like(piece) for",
+            "pieces = [torch.empty_like(piece[1:]) for",
+            seen="dist.all_gather(pieces",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(FAILS, "bounds of the keys on the host"))
+def test_a_mistake_fails_at_its_line(name: str, tmp_path: Path) -> None:
+    parallel, mistake = FAILS[name]
+    config = small_run(tmp_path, parallel, layers=parallel.pipeline)
+    found = rehearse_with(mistake, config, rank=0, packs=parallel.pipeline + 1)
+    assert found.error is not None
+    assert f" {mistake.line}" in found.error, found.error
+
+
+DEADLOCKS = {
+    "one rank leaves out an all-reduce": (
+        TP,
+        Mistake(PASSES, "dist.all_reduce(total)", "counts and dist.all_reduce(total)"),
+    ),
+    "a broadcast of another type on one stage": (
+        PP,
+        Mistake(
+            WEIGHTS,
+            ".new_empty(mapping.shape)",
+            ".new_empty(mapping.shape, dtype=torch.float32)",
+            seen="dist.broadcast(value",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(DEADLOCKS, "one rank leaves out an all-reduce"))
+def test_a_deadlock_is_named_at_its_first_differing_call(name: str, tmp_path: Path) -> None:
+    parallel, mistake = DEADLOCKS[name]
+    config = small_run(tmp_path, parallel, layers=parallel.pipeline)
+    ranks = [rehearse_with(mistake, config, rank, packs=parallel.pipeline + 1) for rank in range(2)]
+    assert [rank.error for rank in ranks] == [None, None]
+    first = disagreements(ranks)[0]
+    assert "ranks 0 and 1 differ at call" in first
+    assert mistake.line in first
+
+
+@pytest.mark.slow
+def test_a_wait_is_counted_at_its_line(tmp_path: Path) -> None:
+    mistake = Mistake(
+        PASSES,
+        "sums = evaluate(hidden_T1H[:, 0], part)",
+        "sums = evaluate(hidden_T1H[:, 0], part) + 0 * hidden_T1H.sum().item()",
+    )
+    found = rehearse_with(mistake, small_run(tmp_path, ONE, layers=1), rank=0, packs=2)
+    assert found.error is None
+    counts = [n for wait, n in found.update_waits().items() if wait[1:] == ("item", mistake.line)]
+    assert counts == [2, 2]  # two packs, in the search and in the update
+
+
+@pytest.mark.slow
+def test_every_rank_of_a_layout_agrees(tmp_path: Path) -> None:
+    parallel = ParallelConfig(tensor=2, pipeline=2, context=2, sequence=True)
+    config = small_run(tmp_path, parallel)
+    ranks = rehearse([RankRequest(config, rank, 3) for rank in range(8)], workers=2)
+    assert [rank.error for rank in ranks] == [None] * 8
+    assert disagreements(ranks) == []
+    assert sum(len(rank.calls) for rank in ranks) > 1000
+    assert {call.op for call in ranks[0].calls} >= {"send", "recv", "all_gather", "reduce_scatter"}
+
+
+@pytest.mark.slow
+def test_layers_of_transformer_engine(tmp_path: Path) -> None:
+    """Its own classes under TP, SP and CP: its ring, its FLOPs, and the weights of torch's layers."""
+    parallel = ParallelConfig(tensor=2, context=2, sequence=True)
+    config = small_run(tmp_path, parallel)
+    ranks = rehearse([RankRequest(config, rank, 1) for rank in range(4)], "te", workers=2)
+    assert [rank.error for rank in ranks] == [None] * 4
+    assert disagreements(ranks) == []
+    ring = [call.op for call in ranks[0].calls if (call.group, call.phase) == ("CP", "bounds search 2")]
+    assert ring.count("send") == ring.count("recv") == 2  # keys and values of each layer, once around
+    shape = read_model_shape(tmp_path)
+    forward = linear_flops_per_token(shape) * TOKENS + attention_flops(shape, TOKENS)
+    assert ranks[0].flops["bounds search 2"] == pytest.approx(forward / 4, rel=0.01)
+    [torch_layers] = rehearse([RankRequest(config, 0, 1)])
+    for kind in ("weights", "gradients"):
+        found = ranks[0].gpu["update 2"].kinds[kind]
+        assert found == pytest.approx(torch_layers.gpu["update 2"].kinds[kind], rel=0.01)

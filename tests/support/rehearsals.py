@@ -1,0 +1,163 @@
+"""Small runs for rehearsals, and what real ranks of them allocate and send on gloo."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.rehearsal.checkpoints import staged_save
+from bapo_megatron.rehearsal.fake.collectives import Collectives
+from bapo_megatron.rehearsal.fake.process_group import group_kinds
+from bapo_megatron.rehearsal.program import RankProgram
+from bapo_megatron.rehearsal.records import Call
+from tests.support.workers import run_layout
+
+TOKENS = 512  # of a pack
+_SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def small_run(folder: Path, parallel: ParallelConfig, layers: int = 2, **batch: Any) -> RunConfig:
+    """A run of a small bfloat16 model whose folder has a config.json and no weights."""
+    (folder / "config.json").write_text(json.dumps({**_SHAPE, "num_hidden_layers": layers}))
+    return RunConfig(
+        name="small",
+        steps=2,
+        model=ModelConfig(folder, "bfloat16"),
+        data=DataConfig(folder / "none.jsonl", max_prompt_tokens=8),
+        parallel=parallel,
+        rollout=RolloutConfig(prompts_per_step=1, group_size=4, max_response_tokens=TOKENS - 8),
+        algorithm=AlgorithmConfig(bounds=balanced(), updates_per_epoch=1),
+        batch=replace(BatchConfig(pack_tokens=TOKENS, logprob_chunk_tokens=64), **batch),
+    )
+
+
+class RandomWeights:
+    """A reader of random tensors in bfloat16, as a published model stores them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._shapes = hf_tensors(read_model_shape(folder))
+        self._order = {name: number for number, name in enumerate(self._shapes)}
+
+    def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> torch.Tensor:
+        cuts = zip(self._shapes[name], (rows, columns), strict=False)
+        shape = [len(range(*cut.indices(size))) for size, cut in cuts]
+        generator = torch.Generator().manual_seed(self._order[name])
+        return (torch.randn(shape, generator=generator) * 0.02).to(torch.bfloat16)
+
+
+def real_ranks(config: RunConfig, packs: int) -> list[tuple[dict[str, int], list[Call]]]:
+    """On every rank, on gloo: the peaks of torch's CPU allocator by phase, in bytes; and the collectives."""
+    return run_layout(_real_rank, config.parallel, config, packs)
+
+
+def _real_rank(config: RunConfig, packs: int) -> tuple[dict[str, int], list[Call]]:
+    _report_every_thread()
+    recorder = _Recorder()
+    program = RankProgram(config, recorder.during)
+    gc.disable()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, recorder:
+        program.build(RandomWeights(config.model.hf_path))
+        batches = program.packs(packs)
+        for number in (1, 2):
+            program.update(batches, number)
+        program.weight_sync()
+        program.save(staged_save)
+    return _peaks(profiler), recorder.calls
+
+
+class _Recorder(TorchDispatchMode):
+    """The collectives of a real rank, but for those that carry objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inner = Collectives(group_kinds(), lambda _tensor, _op: None)
+        self.phase, self._objects = "", False
+        for name in ("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"):
+            for module in (dist, dist.distributed_c10d):
+                setattr(module, name, self._unseen(getattr(module, name)))
+
+    @property
+    def calls(self) -> list[Call]:
+        return self._inner.calls
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        self.phase = phase
+        with record_function(f"phase {phase}"):
+            yield
+
+    def _unseen(self, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outer, self._objects = self._objects, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._objects = outer
+
+        return call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and not self._objects:
+            self._inner.note(func, args, self.phase)
+        return func(*args, **(kwargs or {}))
+
+
+def _report_every_thread() -> None:
+    """Report frees in gloo's threads, too: the profiler is on in this thread alone."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
+def _peaks(profiler: profile) -> dict[str, int]:
+    from torch._C._profiler import _EventType
+
+    assert profiler.profiler is not None
+    events: list[Any] = list(profiler.profiler.kineto_results.experimental_event_tree())
+    totals: list[tuple[int, int]] = []
+    windows: dict[str, tuple[int, int]] = {}
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.tag == _EventType.Allocation:
+            totals.append((event.start_time_ns, event.extra_fields.total_allocated))
+        elif event.name.startswith("phase "):
+            windows[event.name.removeprefix("phase ")] = (event.start_time_ns, event.end_time_ns)
+    return {
+        phase: max((total for when, total in totals if start <= when <= end), default=0)
+        for phase, (start, end) in windows.items()
+    }

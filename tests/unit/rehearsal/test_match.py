@@ -1,0 +1,107 @@
+"""The comparison of the ranks' collectives, and the verdict, on results made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.commands.plan.job import Job, PlanOptions
+from bapo_megatron.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
+from bapo_megatron.rehearsal.match import disagreements
+from bapo_megatron.rehearsal.records import Call, Peak, RankRequest, RankResult, Wait
+from bapo_megatron.rehearsal.summary import as_dict
+from bapo_megatron.rehearsal.verdict import misfits, needed
+from tests.unit.commands.test_plan import SMALL
+
+GB = 10**9
+
+
+def call(op: str, size: int = 8, peer: int | None = None, line: str = "a.py:1", **other: object) -> Call:
+    plain = Call(op, "TP", (0, 1), size, "float32", "cuda", peer, line, "update 2")
+    return replace(plain, **other)  # type: ignore[arg-type]
+
+
+def result(rank: int, *calls: Call, **other: object) -> RankResult:
+    place = {"tensor": rank, "context": 0, "data": 0, "stage": 0}
+    return replace(RankResult(rank, place, "torch", 1, calls=list(calls)), **other)  # type: ignore[arg-type]
+
+
+def test_like_sequences_agree() -> None:
+    ranks = [result(rank, call("all_reduce"), call("all_gather", 16)) for rank in (0, 1)]
+    assert disagreements(ranks) == []
+
+
+def test_the_first_differing_call_is_named_with_both_lines() -> None:
+    one = result(0, call("all_reduce"), call("all_gather", 16, line="b.py:2"))
+    other = result(1, call("all_reduce"), call("all_gather", 32, line="c.py:3"))
+    [line] = disagreements([one, other])
+    assert line.startswith("deadlock: in group TP ranks 0 and 1 differ at call 2: all_gather of 16 bytes")
+    assert "b.py:2" in line
+    assert "c.py:3" in line
+
+
+def test_a_rank_that_stays_away_is_named() -> None:
+    [line] = disagreements([result(0, call("all_reduce", line="b.py:2")), result(1)])
+    assert "differ at call 1: all_reduce of 8 bytes of float32 at b.py:2" in line
+    assert "no call any more" in line
+
+
+def test_groups_are_compared_apart() -> None:
+    """Two groups in another order are not one sequence: each group's own order counts."""
+    pair, all_four = call("all_reduce"), call("all_reduce", ranks=(0, 1, 2, 3))
+    ranks = [result(0, pair, all_four), result(1, all_four, pair), result(2, all_four), result(3, all_four)]
+    assert disagreements(ranks) == []
+
+
+def test_messages_are_matched_with_their_receives() -> None:
+    sender = result(0, call("send", 8, peer=1), call("send", 4, peer=1))
+    assert disagreements([sender, result(1, call("recv", 8, peer=0), call("recv", 4, peer=0))]) == []
+    [line] = disagreements([sender, result(1, call("recv", 8, peer=0), call("recv", 8, peer=0))])
+    assert line.startswith("deadlock: message 2 from rank 0 to rank 1")
+
+
+def test_place_of_a_rank() -> None:
+    """TP first, then CP, DP, PP: rank 13 of 2 x 2 x 2 x 2 is 1 + 0 x 2 + 1 x 4 + 1 x 8."""
+    parallel = ParallelConfig(tensor=2, context=2, data=2, pipeline=2)
+    request = RankRequest(run(parallel), 13, 1)
+    assert request.world_size == 16
+    assert request.place == {"tensor": 1, "context": 0, "data": 1, "stage": 1}
+
+
+def run(parallel: ParallelConfig) -> RunConfig:
+    return RunConfig("small", ModelConfig(Path("model")), DataConfig(Path("data")), parallel=parallel)
+
+
+def test_what_a_phase_needs() -> None:
+    """An update: 3 GB for CUDA and NCCL, 5 % of what is no state. A save: 3 GB."""
+    peak = Peak(
+        50 * GB, {"weights": 8 * GB, "gradients": 16 * GB, "optimizer": 6 * GB, "activations": 20 * GB}
+    )
+    assert needed("update 2", peak) == pytest.approx(54e9)
+    assert needed("save", peak) == pytest.approx(53e9)
+
+
+def test_the_verdict_and_the_json() -> None:
+    job = Job(run(ParallelConfig(tensor=2)), SMALL, PlanOptions())
+    waits = {Wait("update 2", "item", "a.py:1"): 3, Wait("bounds search 2", "item", "a.py:1"): 1}
+    waits[Wait("update 1", "item", "a.py:1")] = 7
+    small = {"update 2": Peak(68 * GB, {"weights": 68 * GB})}
+    large = {"update 2": Peak(70 * GB, {"weights": 70 * GB})}
+    ranks = [
+        result(0, call("all_reduce"), gpu=small, waits=waits),
+        result(1, call("all_reduce"), gpu=large, host={"save": Peak(2000 * GB, {})}),
+    ]
+    found = as_dict(ranks, job)
+    assert found["fits"] is False
+    assert found["misfits"] == [
+        "rank 1 needs 73.0 GB in update 2; a GPU may use 72.0",
+        "a node's host needs 4000 GB; it may use 1800",
+    ]
+    assert found["peak_gb"] == {"update 2": 70.0}
+    assert found["host_waits_per_update"] == 4
+    assert found["collectives"][0]["count"] == 1
+    assert list(misfits([result(0, gpu=small)], job)) == []
+    failed = result(0, error="update 1: a.py:1: RuntimeError: no")
+    assert list(misfits([failed], job)) == ["rank 0 fails in update 1: a.py:1: RuntimeError: no"]

@@ -128,11 +128,13 @@ def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
 
 
 def _create_state(wrapper: Any) -> None:
-    """Make the moments before the first step: Transformer Engine's Adam, too, makes them no earlier."""
+    """Make the moments and the count of steps, which no Adam makes before its first step."""
     if isinstance(wrapper.optimizer, torch.optim.AdamW):
         _create_adam_state(wrapper.optimizer)
     elif wrapper.init_state_fn is not None:
         wrapper.init_state_fn(wrapper.optimizer, wrapper.config)
+        for group in wrapper.optimizer.param_groups:
+            group.setdefault("step", 0)  # AdamW, which may continue the run, asks for it
 
 
 def _create_adam_state(adam: torch.optim.Optimizer) -> None:

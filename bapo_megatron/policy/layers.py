@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -47,7 +47,7 @@ def _te_layer_spec(config: TransformerConfig, longest: int) -> tuple[ModuleSpec,
 
 @lru_cache(maxsize=1)
 def _announce_torch_attention() -> None:
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+    if dist.get_rank() == 0:
         print(
             "attention is torch's variable-length kernel: Transformer Engine has none for packs on this GPU "
             "(it has with flash-attn installed, and on Hopper and newer)",

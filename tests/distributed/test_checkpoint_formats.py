@@ -257,12 +257,14 @@ def load_legacy(folder: Path, parallel: ParallelConfig, path: Path) -> list[str]
         name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
     state = torch.load(path / name / "model_optim_rng.pt", weights_only=False)["model"]
     [(_, model)] = megatron_checkpoint._named_chunks(policy._model)
-    # Our layers keep norms apart on the CPU, Transformer Engine's in the linear layers behind them.
+    # Our layers keep norms apart on the CPU, Transformer Engine's in the linear layers behind them. Its norms
+    # have a state, ours have none; tests/te loads the files as they are.
     plain = {
         key.replace("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight").replace(
             "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
         ): value
         for key, value in state.items()
+        if not key.endswith("layernorm._extra_state")
     }
     problems = []
     own = model.state_dict()

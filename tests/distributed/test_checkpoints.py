@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from bapo_megatron.algo.bapo import grpo
 from bapo_megatron.algo.losses.bapo import search
@@ -129,6 +130,20 @@ def test_a_checkpoint_before_any_update(qwen2: Path, samples: list[Sample], tmp_
     arguments = (qwen2, samples, tmp_path / "policy")
     [(fresh, loaded)] = run_layout(save_before_any_update, ParallelConfig(), *arguments)
     assert fresh == loaded
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_model_is_refused_by_name(
+    qwen2: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    """One with tied embeddings has no output layer."""
+    tied = save_tiny_model("qwen2", tmp_path / "tied", tie_word_embeddings=True)
+    one, path = ParallelConfig(), tmp_path / "policy"
+    run_layout(save_and_go_on, one, tied, "float32", samples, one, path, False)
+    with pytest.raises(
+        ProcessRaisedException, match=r"lacks \d+ parts that this model has.*output_layer\.weight"
+    ):
+        run_layout(save_and_go_on, one, qwen2, "float32", samples, one, path, True)
 
 
 def _verified(folder: Path) -> tuple[int, list[str]]:

@@ -49,10 +49,12 @@ def _selected(config: Any, longest: int, deterministic: bool) -> bool:
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
     tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
+    # The number of documents is asked about for determinism only: then it is the most that a pack can have.
+    documents = max(1, longest // (2 * context)) if deterministic else 1
     asked = {
         "qkv_dtype": config.params_dtype,
         "qkv_layout": "thd_thd_thd",
-        "batch_size": max(1, longest // (2 * context)),  # the most documents that a pack of this length has
+        "batch_size": documents,
         "num_heads": config.num_attention_heads // tensor,
         "num_gqa_groups": config.num_query_groups // tensor,
         "max_seqlen_q": longest,

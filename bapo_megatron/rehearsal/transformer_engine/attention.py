@@ -152,8 +152,8 @@ class _Call:
 
     def summed(self, grad_KHD: Tensor) -> Tensor:
         """A gradient of repeated keys or values, summed over the query heads that share them."""
-        grouped: Tensor = grad_KHD.unflatten(1, (self.k.shape[1], -1))
-        return grouped.sum(2)
+        summed: Tensor = grad_KHD.unflatten(1, (self.k.shape[1], -1)).sum(2)
+        return summed
 
     def _mask(self) -> str:
         return MaskType(self._arguments["mask"]).name

@@ -201,7 +201,8 @@ def test_fake_tensors_get_the_shapes_and_are_not_read() -> None:
         found = forward(MaskType.NVTE_PADDING_CAUSAL_MASK, q, k, v, bounds)
         half = KERNELS["thd_read_half_tensor"](q, bounds, 1)
         turned = KERNELS["fused_rope_forward"](q, freqs, None, "thd", False, bounds, 2, 1)
-        product, grad, _, _ = gemm(q[:, 0], False, k[:, 0], True, bias=q[0, 0], is_grad=True)
+        flat, bias = (torch.empty(*shape, device="cuda:0") for shape in ((8, 16), (16,)))
+        product, grad, _, _ = gemm(flat, False, flat, True, bias=bias, is_grad=True)
     assert {x.device for x in (*found, half, turned, product, grad)} == {torch.device("cuda:0")}
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
     assert (half.shape, turned.shape) == ((4, 4, 16), (8, 4, 16))

@@ -33,7 +33,8 @@ class _StagedSave:
 def rehearse_save(policy: MegatronPolicy) -> Any:
     """``staged_save`` without peers."""
     # Rank 0 checks the shards of all ranks against each other; its peers' are copies of its own here.
-    validation._validate_sharding_for_key = lambda *_args, **_kwargs: None
+    for check in ("_validate_sharding_for_key", "_validate_objects_for_key"):
+        setattr(validation, check, lambda *_args, **_kwargs: None)
     planner._validate_global_plan = lambda *_args, **_kwargs: []
     return staged_save(policy)
 

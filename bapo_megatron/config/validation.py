@@ -27,6 +27,7 @@ from bapo_megatron.config.sections import (
     RolloutConfig,
 )
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.run_paths import moment_of
 
 _LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool]]] = {
     Ge: ("at least", operator.ge),
@@ -35,7 +36,8 @@ _LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool]]] = {
     Lt: ("below", operator.lt),
 }
 
-_MISMATCH = re.compile(r"step_\d+(_update_\d+)?:(version|weights|optimizer|canary|learning_rate|sampler)")
+_COMPARED = ("version", "weights", "optimizer", "canary", "learning_rate", "sampler")
+"""What the resume check compares."""
 
 
 def flat(config: object, prefix: str = "") -> dict[str, object]:
@@ -181,7 +183,8 @@ def checkpoint_problems(checkpoint: CheckpointConfig, evaluation: EvaluationConf
 def mismatch_problems(accepted: tuple[str, ...]) -> Iterator[str]:
     """Names of accepted differences that are not of the form that the resume check prints."""
     for name in accepted:
-        if not _MISMATCH.fullmatch(name):
+        checkpoint, _, compared = name.partition(":")
+        if moment_of(checkpoint) is None or compared not in _COMPARED:
             yield (
                 f"accept_resume_mismatch={name}: must be CHECKPOINT:NAME as the resume check has printed it, "
                 "such as step_000120:canary"

@@ -13,13 +13,13 @@ import pytest
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE
 from bapo_megatron.rollout.engines.sglang.server_process import (
     server_command,
     server_environment,
     server_flags,
     sglang_python,
 )
-from bapo_megatron.rollout.engines.sglang.wire import IN_PLACE
 
 ROOT = Path(__file__).parents[2]
 READER = ROOT / "tests/support/sglang_server_args.py"

@@ -66,7 +66,7 @@ def test_a_row_says_whether_its_check_held() -> None:
 
 def test_the_plan_of_a_gpu_is_not_that_of_a_cpus_layers(tmp_path: Path) -> None:
     """Without Transformer Engine, too: with torch's layers on a GPU this shape was rehearsed at 71.9 GB.
-    Those of a CPU, whose norms and SwiGLU are not fused, would keep 96.9 GB."""
+    Those of a CPU, whose norms and SwiGLU are not fused, would keep a third more."""
     size = Size("cuda")
     config = {
         "model_type": "qwen2",
@@ -89,7 +89,6 @@ def test_the_plan_of_a_gpu_is_not_that_of_a_cpus_layers(tmp_path: Path) -> None:
         predicted(tmp_path, batch, replace(size, device=device)) / GB for device in ("cuda", "cpu")
     )
     assert abs(71.9 / on_gpu - 1) < LIMIT / 3
-    assert on_cpu == pytest.approx(96.9, abs=0.1)
     assert abs(71.9 / on_cpu - 1) > LIMIT
 
 

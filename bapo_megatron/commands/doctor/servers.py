@@ -14,7 +14,7 @@ from bapo_megatron.commands.doctor.http import Answer, get
 from bapo_megatron.commands.doctor.recipe import Facts, read_model_config
 from bapo_megatron.commands.doctor.rows import DoctorRow, State
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
-from bapo_megatron.rollout.engines.sglang.wire import IN_PLACE, RESERVED_TOKENS
+from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, RESERVED_TOKENS
 
 SECTION = "servers"
 _SAME_SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")

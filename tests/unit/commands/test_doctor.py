@@ -31,6 +31,7 @@ from bapo_megatron.commands.doctor.sglang import sglang_gpu_row
 from bapo_megatron.commands.doctor.table import as_json, lines, summary_line
 from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, Permitted, canonical, permitted, pins
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.sglang import requirements
 from bapo_megatron.runtime import child_process, device, processes
 from bapo_megatron.runtime.child_process import CommandResult, run_command, within
 
@@ -89,14 +90,14 @@ def test_a_range(version: str, holds: bool) -> None:
     assert Permitted("<2.14,>=2.6").holds(version) is holds
 
 
-RUNS_CHILDREN = (child_process, device, processes)
-MODULES = [*sorted(Path(machine.__file__).parent.glob("*.py")), *(Path(m.__file__) for m in RUNS_CHILDREN)]
+SHARED = (child_process, device, processes, requirements)
+MODULES = [*sorted(Path(machine.__file__).parent.glob("*.py")), *(Path(str(m.__file__)) for m in SHARED)]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: p.name)
 def test_the_doctor_starts_where_nothing_is_installed(path: Path) -> None:
     """Imports at the top of its modules are the standard library's, its own, and a few that do the same."""
-    shared = {"bapo_megatron.errors", "bapo_megatron.runtime", *(m.__name__ for m in RUNS_CHILDREN)}
+    shared = {"bapo_megatron.errors", "bapo_megatron.runtime", *(m.__name__ for m in SHARED)}
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
             assert {alias.name.partition(".")[0] for alias in node.names} <= sys.stdlib_module_names

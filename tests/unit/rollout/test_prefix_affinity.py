@@ -109,15 +109,15 @@ def test_new_weights_end_the_affinity(tmp_path: Path) -> None:
         world = World(tmp_path, engines)
         async with world.sampling(prefix_cache=True):
             pool = world.pool
-            slot = pool.reserve()
+            slot = pool.reserve(beyond=True)
             assert slot is not None
             cached = pool.cached_at(slot)
             assert cached is not None
             assert cached.is_warm
-            assert pool.reserve(cached=cached) is slot
+            assert pool.reserve(beyond=True, cached=cached) is slot
             await world.weights(1)
             assert not cached.is_warm
-            assert pool.reserve(cached=cached) is not slot
+            assert pool.reserve(beyond=True, cached=cached) is not slot
 
     run(check())
 
@@ -126,7 +126,7 @@ def test_without_a_prefix_cache_there_is_nothing_to_return_to(tmp_path: Path) ->
     async def check() -> None:
         world = World(tmp_path, [CachingEngine("a")])
         async with world.sampling(prefix_cache=False):
-            slot = world.pool.reserve()
+            slot = world.pool.reserve(beyond=True)
             assert slot is not None
             assert world.pool.cached_at(slot) is None
 

@@ -15,7 +15,7 @@ from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, nothing
 from bapo_megatron.rollout.engines.sglang.http_client import Crossed, PauseMode, ServerError, SglangServer
 from bapo_megatron.rollout.engines.sglang.inflight import InflightRequest, InflightRequests
-from bapo_megatron.rollout.engines.sglang.wire import IN_PLACE
+from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE
 from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation
 

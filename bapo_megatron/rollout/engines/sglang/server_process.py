@@ -19,7 +19,7 @@ import tyro
 import bapo_megatron.rollout.engines.sglang_cpu as on_cpu
 from bapo_megatron.config import RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.sglang.wire import IN_PLACE, RESERVED_TOKENS
+from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, RESERVED_TOKENS
 from bapo_megatron.runtime.child_process import ChildProcess
 from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
 

@@ -13,27 +13,10 @@ from typing import Any
 import numpy as np
 import orjson
 
+from bapo_megatron.rollout.engines.sglang.requirements import RESERVED_TOKENS
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-
-IN_PLACE = ("disable_radix_cache", "disable_overlap_schedule")
-"""The settings (fields of ``ServerArgs``, flags with dashes) of servers with ``on_update=in_place``.
-
-With a prefix cache, keys and values of old weights would serve new requests. With the overlap of scheduling
-and computing, a pause in place leaves the results of the last step unread (``event_loop_overlap`` and
-``pause_generation`` in scheduler.py): each of its tokens comes from the old weights, and is counted to the
-new ones, because the server notes how many tokens a request has when the weights change
-(``record_weight_version_events``). A pause that retracts reads the results first.
-"""
-
-RESERVED_TOKENS = 8
-"""Tokens of a server's context that no sequence fills.
-
-SGLang ends a request at context - 2 - input new tokens (``init_req_max_new_tokens`` in scheduler.py; its
-``max_req_len`` is context - 1) and refuses an input of context - 6 tokens or more (``max_req_input_len`` in
-tp_worker.py). The last token of a sequence of n may be asked for with an input of n - 1, so n + 6 would do.
-"""
 
 
 class BadReply(Exception):

@@ -81,6 +81,10 @@ class RandomWeights:
         return (torch.randn(shape, generator=generator) * 0.02).to(torch.bfloat16)
 
 
+_OBJECTS = "objects"
+"""The profiler's name of what exchanges objects."""
+
+
 def real_ranks(config: RunConfig, packs: int) -> list[tuple[dict[str, int], list[Call]]]:
     """On every rank, on gloo: the peaks of torch's CPU allocator by phase, in bytes; and the collectives."""
     return run_layout(_real_rank, config.parallel, config, packs)
@@ -129,7 +133,8 @@ class _Recorder(TorchDispatchMode):
         def call(*args: Any, **kwargs: Any) -> Any:
             outer, self._objects = self._objects, True
             try:
-                return function(*args, **kwargs)
+                with record_function(_OBJECTS):
+                    return function(*args, **kwargs)
             finally:
                 self._objects = outer
 
@@ -148,19 +153,27 @@ def _report_every_thread() -> None:
 
 
 def _peaks(profiler: profile) -> dict[str, int]:
+    """The most bytes of each phase, outside of the exchange of objects.
+
+    Pickled, those are tensors for a moment: some hundred bytes for each tensor of a checkpoint.
+    """
     from torch._C._profiler import _EventType
 
     assert profiler.profiler is not None
     events: list[Any] = list(profiler.profiler.kineto_results.experimental_event_tree())
     totals: list[tuple[int, int]] = []
     windows: dict[str, tuple[int, int]] = {}
+    objects: list[tuple[int, int]] = []
     while events:
         event = events.pop()
         events += event.children
         if event.tag == _EventType.Allocation:
             totals.append((event.start_time_ns, event.extra_fields.total_allocated))
+        elif event.name == _OBJECTS:
+            objects.append((event.start_time_ns, event.end_time_ns))
         elif event.name.startswith("phase "):
             windows[event.name.removeprefix("phase ")] = (event.start_time_ns, event.end_time_ns)
+    totals = [one for one in totals if not any(start <= one[0] <= end for start, end in objects)]
     return {
         phase: max((total for when, total in totals if start <= when <= end), default=0)
         for phase, (start, end) in windows.items()

@@ -53,8 +53,8 @@ class StageMemory:
 
     @property
     def training(self) -> float:
-        """Peak memory of an update."""
-        passing = self.activations + self.workspace + self.head + self.buffers
+        """Peak memory of an update. The output layer is done before a layer's backward pass begins."""
+        passing = self.activations + max(self.workspace, self.head) + self.buffers
         return self.weights + self.gradients + self.optimizer + passing + self.reserve
 
     @property
@@ -83,7 +83,7 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
         workspace=workspace,
         head=head,
         buffers=buffers,
-        reserve=FIXED + FRAGMENTATION * (activations + workspace + head),
+        reserve=FIXED + FRAGMENTATION * (activations + max(workspace, head)),
         saving=steady + _save_buffers(job),
         syncing=steady + sync_bytes(job),
     )

@@ -57,7 +57,9 @@ def is_of_program(file: str, function: str) -> bool:
 
 
 def short_path(file: str) -> str:
-    """A file's path below the environment's packages or below the project."""
+    """A file's path below the environment's packages, Transformer Engine's sources, or the project."""
     if "site-packages/" in file:
         return file.rpartition("site-packages/")[2]
+    if "/transformer_engine/pytorch/" in file:
+        return "transformer_engine/pytorch/" + file.rpartition("/transformer_engine/pytorch/")[2]
     return file.removeprefix(f"{_ROOT}/")

@@ -13,6 +13,8 @@ from itertools import zip_longest
 from bapo_megatron.rehearsal.records import Call, RankResult
 
 _POINT_TO_POINT = ("send", "recv")
+_OWN_SIZES = ("alltoall", "alltoall_base")
+"""Collectives to which each rank brings as much as it has."""
 
 
 def disagreements(results: Sequence[RankResult]) -> list[str]:
@@ -47,7 +49,8 @@ def _first_difference(one: int, left: Sequence[Call], other: int, right: Sequenc
 
 
 def _content(call: Call) -> tuple[object, ...]:
-    return call.op, call.size, call.dtype, call.device, call.peer
+    size = None if call.op in _OWN_SIZES else call.size
+    return call.op, size, call.dtype, call.device, call.peer
 
 
 def _text(call: Call | None) -> str:

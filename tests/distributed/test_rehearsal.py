@@ -44,7 +44,7 @@ def test_peaks_and_collectives_are_those_of_real_ranks(name: str, tmp_path: Path
         assert set(result.gpu) == {*peaks, "load"}
         shared = config.parallel.context * (config.parallel.data or 1) > 1
         if shared:
-            _assert_save(result.gpu.pop("save").size, peaks.pop("save"), result.gpu["weight sync"].size)
+            _assert_save(result.gpu.pop("save").size, peaks.pop("save"), result.gpu["update 2"].size)
         for phase, size in peaks.items():
             assert result.gpu[phase].size == pytest.approx(size, rel=0.02, abs=SCRATCH), (result.rank, phase)
         rehearsed = [contents(call) for call in result.calls if call.phase != "load"]

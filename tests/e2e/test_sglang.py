@@ -97,6 +97,7 @@ def test_a_server_starts_in_the_environment_of_torchrun(
     server = ServerProcess(command, environment, f"http://127.0.0.1:{port}", tmp_path / "server.log")
     try:
         server.wait_ready(600)
+        assert server.is_ready()
     finally:
         server.stop(seconds=1)
 

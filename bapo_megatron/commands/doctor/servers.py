@@ -14,7 +14,7 @@ from bapo_megatron.commands.doctor.http import Answer, get
 from bapo_megatron.commands.doctor.recipe import Facts, read_model_config
 from bapo_megatron.commands.doctor.rows import DoctorRow, State
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
-from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, RESERVED_TOKENS
+from bapo_megatron.rollout.engines.sglang.requirements import FP32_HEAD, IN_PLACE, RESERVED_TOKENS, flag
 
 SECTION = "servers"
 _SAME_SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -148,12 +148,17 @@ def _setting_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[Do
     if dtype not in (None, "auto", facts.dtype):
         fix = f"start it with --dtype {facts.dtype}: log-probs drift from the policy's otherwise"
         yield DoctorRow(SECTION, url, "optional", f"dtype {dtype}", f"model.dtype={facts.dtype}", fix)
+    if facts.dtype == "bfloat16" and server.get(FP32_HEAD) is False:
+        needed = "logits in float32, as the trainer's: log-probs differ by 0.02 nats otherwise"
+        yield DoctorRow(
+            SECTION, url, "optional", f"no {flag(FP32_HEAD)}", needed, f"start it with {flag(FP32_HEAD)}"
+        )
     if facts.on_update == "in_place":
         for field in IN_PLACE:
             if server.get(field) is False:
-                flag = "--" + field.replace("_", "-")
                 needed = f"{_IN_PLACE[field]} with rollout.sglang.on_update=in_place"
-                yield DoctorRow(SECTION, url, "problem", f"no {flag}", needed, f"start it with {flag}")
+                lacks = f"no {flag(field)}"
+                yield DoctorRow(SECTION, url, "problem", lacks, needed, f"start it with {flag(field)}")
 
 
 def _difference(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> str:

@@ -123,6 +123,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str]] = {
     ),
     "context": ("/server_info", {}, {"longest_sequence": 257}, "problem", "sequences of 256 tokens"),
     "dtype": ("/server_info", {"dtype": "bfloat16"}, {}, "optional", "dtype bfloat16"),
+    "head": (
+        "/server_info",
+        {"dtype": "bfloat16", "enable_fp32_lm_head": False},
+        {"dtype": "bfloat16"},
+        "optional",
+        "no --enable-fp32-lm-head",
+    ),
     "sglang": ("/server_info", {"version": "0.4.1"}, {}, "optional", "SGLang 0.4.1"),
     "cache": (
         "/server_info",

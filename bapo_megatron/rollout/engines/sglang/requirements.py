@@ -1,5 +1,8 @@
 """What a run requires of an SGLang server's settings. Imports nothing, for the doctor of a bare machine."""
 
+FP32_HEAD = "enable_fp32_lm_head"
+"""The setting of servers of bfloat16 models: logits are float32 from the matmul on, as the trainer's are."""
+
 IN_PLACE = ("disable_radix_cache", "disable_overlap_schedule")
 """The settings (fields of ``ServerArgs``, flags with dashes) of servers with ``on_update=in_place``.
 
@@ -17,3 +20,8 @@ SGLang ends a request at context - 2 - input new tokens (``init_req_max_new_toke
 ``max_req_len`` is context - 1) and refuses an input of context - 6 tokens or more (``max_req_input_len`` in
 tp_worker.py). The last token of a sequence of n may be asked for with an input of n - 1, so n + 6 would do.
 """
+
+
+def flag(setting: str) -> str:
+    """The flag that turns a setting on."""
+    return "--" + setting.replace("_", "-")

@@ -19,7 +19,7 @@ import tyro
 import bapo_megatron.rollout.engines.sglang_cpu as on_cpu
 from bapo_megatron.config import RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, RESERVED_TOKENS
+from bapo_megatron.rollout.engines.sglang.requirements import FP32_HEAD, IN_PLACE, RESERVED_TOKENS, flag
 from bapo_megatron.runtime.child_process import ChildProcess
 from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
 
@@ -59,7 +59,7 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
         *place,
         *("--dtype", config.model.dtype),
         # The trainer's logits are float32: rounded to bfloat16 they would give other log-probs.
-        *(("--enable-fp32-lm-head",) if config.model.dtype == "bfloat16" else ()),
+        *((flag(FP32_HEAD),) if config.model.dtype == "bfloat16" else ()),
         *("--tp-size", str(sglang.tensor)),
         *("--mem-fraction-static", str(sglang.memory_fraction)),
         *("--context-length", str(context)),
@@ -69,7 +69,7 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
 
 def more_flags(sglang: SglangConfig) -> list[str]:
     """The flags that `on_update` needs, and those that the recipe adds."""
-    in_place = ["--" + field.replace("_", "-") for field in IN_PLACE]
+    in_place = [flag(setting) for setting in IN_PLACE]
     return [*(in_place if sglang.on_update == "in_place" else []), *sglang.flags]
 
 

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import (
 
 from bapo_megatron.policy import checkpoint
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.rehearsal.replicas import known_replicas
 
 
 class _StagedSave:
@@ -32,11 +33,12 @@ class _StagedSave:
 
 def rehearse_save(policy: MegatronPolicy) -> Any:
     """``staged_save`` without peers."""
-    # Rank 0 checks the shards of all ranks against each other; its peers' are copies of its own here.
+    # Rank 0 checks the plans of all ranks against each other; its peers' are copies of its own here.
     for check in ("_validate_sharding_for_key", "_validate_objects_for_key"):
         setattr(validation, check, lambda *_args, **_kwargs: None)
     planner._validate_global_plan = lambda *_args, **_kwargs: []
-    return staged_save(policy)
+    with known_replicas():
+        return staged_save(policy)
 
 
 def staged_save(policy: MegatronPolicy) -> Any:

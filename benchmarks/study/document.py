@@ -70,9 +70,10 @@ def _summary(plan: StudyPlan, records: Sequence[ArmRecord], failures: Sequence[F
     """The count of arms that are done, missing and failed."""
     options = plan.options
     quick = " (`--quick`: it shows that the study works, and little else)" if options.quick else ""
+    steps = f"{plan.steps} step{'s' if plan.steps > 1 else ''}"
     lines = [
         f"Written by `bapo study staleness`{quick}: {len(records)} of {len(plan.arms)} arms are done, "
-        f"{options.seeds} seed{'s' if options.seeds > 1 else ''} of {plan.steps} steps each."
+        f"{options.seeds} seed{'s' if options.seeds > 1 else ''} of {steps} each."
     ]
     if missing := len(plan.arms) - len(records) - len(failures):
         lines.append(f"**Not run: {missing}.** What follows is from those that are done.")

@@ -29,11 +29,11 @@ LAYOUTS = {
 }
 
 
-SCRATCH = 220_000
-"""Bytes that kernels of a CPU take for themselves: as many with one layer as with four."""
+SCRATCH = 208_004
+"""Bytes that torch's flash attention on a CPU takes for itself backwards: 128 queries, 384 keys."""
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp2-sp", "pp2"))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp2-sp"))
 def test_peaks_and_collectives_are_those_of_real_ranks(name: str, tmp_path: Path) -> None:
     parallel, packs = LAYOUTS[name]
     config = small_run(tmp_path, parallel, layers=parallel.pipeline * parallel.virtual)
@@ -42,23 +42,11 @@ def test_peaks_and_collectives_are_those_of_real_ranks(name: str, tmp_path: Path
     for result, (peaks, calls) in zip(rehearse(requests), real, strict=True):
         assert result.error is None
         assert set(result.gpu) == {*peaks, "load"}
-        shared = config.parallel.context * (config.parallel.data or 1) > 1
-        if shared:
-            _assert_save(result.gpu.pop("save").size, peaks.pop("save"), result.gpu["update 2"].size)
         for phase, size in peaks.items():
-            assert result.gpu[phase].size == pytest.approx(size, rel=0.02, abs=SCRATCH), (result.rank, phase)
+            found, scratch = result.gpu[phase].size, SCRATCH * phase.startswith("update")
+            assert 0.995 * size - scratch <= found <= 1.005 * size, (result.rank, phase)
         rehearsed = [contents(call) for call in result.calls if call.phase != "load"]
         assert rehearsed == [contents(call) for call in calls], result.rank
-
-
-def _assert_save(rehearsed: int, real: int, steady: int) -> None:
-    """A save that ranks share: the rehearsal knows what a rank gathers, and not which parts it writes.
-
-    On a CPU the copies that are written lie in the same memory, less than weights, gradients and optimizer
-    take all the time. On a GPU they are on the host.
-    """
-    assert rehearsed <= 1.02 * real
-    assert real < rehearsed + steady
 
 
 def contents(call: Call) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape
-from bapo_megatron.commands.plan.memory import FIXED, StageMemory, stage_memory
+from bapo_megatron.commands.plan.memory import FIXED, host_bytes, stage_memory
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from tests.support.forked_commands import start_bapo
@@ -49,19 +49,21 @@ def test_a_recipe_stays_within_its_budget_and_the_plan_agrees(recipe: str, tmp_p
     assert peak_gb["update 2"] < budget.update_gb + 2
     assert peak_gb["save"] < budget.save_gb + 2
     assert found["host_waits_per_update"] < budget.waits + 10
-    plan = planned(ROOT / f"recipes/{recipe}.py")
+    plan_of = job(ROOT / f"recipes/{recipe}.py")
+    plan = stage_memory(plan_of, 0)
     for kind in ("weights", "gradients", "optimizer"):
         assert getattr(plan, kind) == pytest.approx(1e9 * kinds_gb[kind], rel=0.001), kind
     assert plan.training - plan.reserve == pytest.approx(1e9 * peak_gb["update 2"], rel=0.03)
     assert plan.syncing - FIXED == pytest.approx(1e9 * peak_gb["weight sync"], rel=0.03)
+    written = found["ranks"][0]["host_gb"]["save"] * 1e9 * plan_of.gpus_on_node
+    assert 0.95 * written < host_bytes(plan_of) < 1.3 * written  # or one parameter more, the largest
     # The plan is of the rank that must join the largest parameter, the rehearsal of the first one.
     assert 1e9 * peak_gb["save"] < 1.01 * (plan.saving - FIXED) < 1.08e9 * peak_gb["save"]
 
 
-def planned(recipe: Path) -> StageMemory:
-    """The plan of the first stage."""
+def job(recipe: Path) -> Job:
     run = load_recipe(recipe, RunConfig)
-    return stage_memory(Job(run, find_shape(recipe, run.model.hf_path), PlanOptions()), 0)
+    return Job(run, find_shape(recipe, run.model.hf_path), PlanOptions())
 
 
 def rehearsed(recipe: str, folder: Path) -> dict[str, Any]:

@@ -39,11 +39,10 @@ def start(run_dir: Path, *flags: str) -> ForkedCommand:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", ["disk", "broadcast"])
-def test_two_servers_sample_what_the_policy_trains_on(tmp_path: Path, sync: str) -> None:
+def test_two_servers_sample_what_the_policy_trains_on(tmp_path: Path) -> None:
     """Killed after its second step, continued; the servers end with the run however it ends."""
     run_dir = tmp_path / "run"
-    flags = ("--rollout.sglang.servers=2", f"--rollout.sglang.sync={sync}")
+    flags = ("--rollout.sglang.servers=2", "--rollout.sglang.sync=broadcast")
     process = start(run_dir, *flags)
     wait_for_steps(process, run_dir, 2)
     assert len(servers_of(run_dir)) >= 2
@@ -64,7 +63,7 @@ def test_two_servers_sample_what_the_policy_trains_on(tmp_path: Path, sync: str)
         assert row["policy/ratio_gap"] < 1e-4  # mean |log ratio|: engine and trainer agree
     assert updates[-1]["policy/ratio_gap"] > 1e-4  # and differ after updates
     assert servers_of(run_dir) == []
-    assert (run_dir / "weights").exists() == (sync == "disk")
+    assert not (run_dir / "weights").exists()
     assert "broadcast_failed" not in {row["kind"] for row in read_jsonl(run_dir / "events.jsonl")}
 
 

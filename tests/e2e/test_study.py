@@ -1,4 +1,4 @@
-"""A miniature of `bapo study staleness`: two arms, two seeds, two steps; killed on its way, and continued."""
+"""A miniature of `bapo study staleness`: two arms, two seeds, one step; killed on its way, and continued."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def command(tmp_path: Path) -> list[str]:
     suite.write_text("".join(lines[:8]))
     recipe = tmp_path / "small.py"
     recipe.write_text(RECIPE.format(root=str(ROOT), suite=str(suite)))
-    flags = ["--methods", "grpo", "balanced", "--settings", "stale_3", "--seeds=2", "--steps=2"]
+    flags = ["--methods", "grpo", "balanced", "--settings", "stale_3", "--seeds=2", "--steps=1"]
     folder = [f"--recipe={recipe}", f"--folder={tmp_path / 'study'}"]
     return [sys.executable, "-m", "bapo_megatron.cli", "study", "staleness", *flags, *folder]
 
@@ -88,7 +88,7 @@ def test_a_killed_study_goes_on_to_its_document(command: list[str], tmp_path: Pa
     assert f" {ARMS[3]} done" in output
     check_arms(folder)
     text = (folder / "study.md").read_text()
-    assert "4 of 4 arms are done, 2 seeds of 2 steps each" in text
+    assert "4 of 4 arms are done, 2 seeds of 1 step each" in text
     assert "| stale_3 | balanced | 2 |" in text
     assert len(list((folder / "figures").glob("*.png"))) == 7
 
@@ -99,12 +99,12 @@ def check_arms(folder: Path) -> None:
     for name in ARMS:
         run = folder / "arms" / name
         rows = read_jsonl(run / "metrics.jsonl")
-        assert [row["step"] for row in rows] == [1, 2]
+        assert [row["step"] for row in rows] == [1]
         rewards[name] = rows[0]["reward/mean"], rows[0]["rollout/tokens"]
         config = json.loads((run / "config.json").read_text())["config"]
         assert config["seed"] == int(name[-1])
         assert config["algorithm.bounds.high_end"] == (1.2 if name.startswith("grpo") else 3.0)
-        assert [row["step"] for row in read_jsonl(run / "evaluations.jsonl")] == [0, 1, 2]
+        assert [row["step"] for row in read_jsonl(run / "evaluations.jsonl")] == [0, 1]
     assert rewards[ARMS[0]] == rewards[ARMS[1]] != rewards[ARMS[2]] == rewards[ARMS[3]]
     stored = json.loads((folder / "study.json").read_text())
     assert sorted(stored["arms"]) == sorted(ARMS)

@@ -118,14 +118,14 @@ def close(values: list[float]) -> Any:
     return pytest.approx(values, rel=1e-12, abs=1e-300)
 
 
-@examples(200)
+@examples(100)
 @given(cases())
 def test_sums_are_those_of_loops_over_tokens(case: Any) -> None:
     config, tensors, tokens = case
     assert bapo.contribution_sums(**tensors, config=config).tolist() == close(literal_sums(tokens, config))
 
 
-@examples(150)
+@examples(80)
 @given(st.data(), configs())
 def test_search_on_given_sums_is_the_literal_loop(data: st.DataObject, config: BoundsConfig) -> None:
     """Small whole numbers: ties, zero denominators and a target that is met exactly are frequent."""
@@ -139,7 +139,7 @@ def test_search_on_given_sums_is_the_literal_loop(data: st.DataObject, config: B
     assert found == Bounds(*expected, dual_clip=config.dual_clip)
 
 
-@examples(200)
+@examples(100)
 @given(cases())
 def test_bounds_are_those_of_the_literal_algorithm(case: Any) -> None:
     config, tensors, tokens = case
@@ -186,7 +186,7 @@ def test_every_reading_follows_the_literal_algorithm(
     assert ends == {True, False}
 
 
-@examples(200)
+@examples(100)
 @given(cases(), st.data())
 def test_loss_and_its_gradient_are_those_of_loops_over_tokens(case: Any, data: st.DataObject) -> None:
     config, tensors, tokens = case
@@ -204,7 +204,7 @@ def test_loss_and_its_gradient_are_those_of_loops_over_tokens(case: Any, data: s
     assert log_ratio_T.grad.tolist() == close(gradients)
 
 
-@examples(150)
+@examples(80)
 @given(cases(), st.data())
 def test_sums_of_parts_add_up(case: Any, data: st.DataObject) -> None:
     config, tensors, tokens = case
@@ -220,7 +220,7 @@ def test_sums_of_parts_add_up(case: Any, data: st.DataObject) -> None:
     assert torch.equal(parts[0] + parts[1], clip_sums(*fields, bounds))
 
 
-@examples(200)
+@examples(100)
 @given(cases(), st.randoms(use_true_random=False), st.integers(1, 5))
 def test_the_order_of_tokens_and_the_chunks_do_not_matter(case: Any, random: Any, chunk: int) -> None:
     config, tensors, tokens = case
@@ -235,7 +235,7 @@ def test_the_order_of_tokens_and_the_chunks_do_not_matter(case: Any, random: Any
     assert outcome(search_bounds(one, config)) == outcome(search_bounds(other, config))
 
 
-@examples(200)
+@examples(100)
 @given(cases(), st.integers(1, 5))
 def test_padding_changes_nothing(case: Any, padding: int) -> None:
     config, tensors, _ = case
@@ -246,7 +246,7 @@ def test_padding_changes_nothing(case: Any, padding: int) -> None:
     assert torch.equal(without, with_padding)
 
 
-@examples(150)
+@examples(80)
 @given(cases())
 def test_c_low_helps_under_gradient_and_harms_under_surrogate(case: Any) -> None:
     """Raising c_high never lowers P. Raising c_low never raises N under gradient, never lowers it else."""
@@ -261,7 +261,7 @@ def test_c_low_helps_under_gradient_and_harms_under_surrogate(case: Any) -> None
         assert all(a * (1 + 1e-12) >= b for a, b in itertools.pairwise(negative))
 
 
-@examples(200)
+@examples(100)
 @given(cases())
 def test_c_low_stage_of_surrogate_is_all_or_nothing(case: Any) -> None:
     """The search never ends between a- and b-: if moving c_low is tried, it only makes matters worse."""

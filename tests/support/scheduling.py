@@ -19,8 +19,12 @@ WAITING = ("tests/slurm/", "tests/e2e/test_frozen_disk.py", "tests/unit/cluster/
 
 WAITING_WORKERS = 2
 
-SHARES_SERVERS = ("tests/contract/test_engine_contract.py", "tests/contract/test_broadcast.py")
-"""The tests of these files that take an SGLang server take the same ones."""
+SHARES_SERVERS = (
+    "tests/contract/test_engine_contract.py",
+    "tests/contract/test_broadcast.py",
+    "tests/contract/test_server_limits.py::test_the_next_segment_finds_its_prefix_in_the_cache",
+)
+"""The tests of these names that take an SGLang server take the same ones."""
 
 APART = (
     *WAITING,
@@ -28,8 +32,12 @@ APART = (
 )
 """Each test takes long, and what several share is made once a session (once.py)."""
 
-FIRST = ("tests/slurm/", "tests/e2e/", "tests/contract/", "tests/te/", "tests/distributed/")
-"""The folders whose tests take longest, in the order in which they begin; all others follow."""
+FIRST = (
+    "tests/slurm/",
+    *(f"tests/e2e/test_{name}.py" for name in ("sglang", "chaos", "study")),
+    *("tests/te/", "tests/contract/", "tests/e2e/test_verify.py", "tests/e2e/", "tests/distributed/"),
+)
+"""The files and folders whose scopes take longest, in the order in which they begin; all others follow."""
 
 
 def cores() -> int:
@@ -45,7 +53,7 @@ def workers(kind: str) -> int:
 def scope_of(nodeid: str) -> str:
     """Tests of one scope run on one worker, in their order."""
     path = nodeid.partition("::")[0]
-    if path in SHARES_SERVERS and "[local" not in nodeid:
+    if nodeid.startswith(SHARES_SERVERS) and "[local" not in nodeid:
         return "servers"
     if path.startswith("tests/te/"):  # a process for each version, which takes seconds to start
         return "te " + ("2.20.2" if "[2.20.2" in nodeid else "2.11.0")

@@ -13,6 +13,7 @@ import torch
 from bapo_megatron.data.packing import Sample
 from bapo_megatron.hf import parameter_map
 from bapo_megatron.policy.attention import context_parallel, core
+from bapo_megatron.rehearsal.transformer_engine import VERSIONS
 from tests.distributed.test_layouts import LAYOUTS, Answer, answer, check_agreement, layout
 from tests.support.models import FAMILIES, save_tiny_model
 from tests.support.te_process import Choices, TransformerEngineProcess
@@ -43,7 +44,16 @@ def reference(te: TransformerEngineProcess, qwen2: Path, samples: list[Sample]) 
     return found
 
 
-@pytest.mark.parametrize("text", slow_but(LAYOUTS, *QUICK))
+ALL = [
+    *((VERSIONS[0], text) for text in LAYOUTS),
+    *((version, text) for version in VERSIONS[1:] for text in QUICK),
+]
+"""What make test-slow runs: the pinned version at every layout, others at the quick ones."""
+
+
+@pytest.mark.parametrize(
+    ("te", "text"), slow_but(ALL, *((VERSIONS[0], text) for text in QUICK)), indirect=["te"], scope="session"
+)
 def test_a_layout_agrees_with_torch(
     text: str, te: TransformerEngineProcess, qwen2: Path, samples: list[Sample], reference: Answer
 ) -> None:

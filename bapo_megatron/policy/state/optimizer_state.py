@@ -85,25 +85,30 @@ def _sharded_state(
 ) -> Any:
     """The sharded state of the parameters that this rank writes, or that it needs parts of. Collective."""
     del metadata
-    shards = _shards_of_parameters(model_state)
+    shards = shards_of_parameters(model_state)
     tensors = _wanted(optimizer) if is_loading else _owned(optimizer)
     rank = optimizer.data_parallel_group.rank()
     found: dict[int, dict[str, Any]] = {}
     for placement, name, tensor in tensors:
-        shard = shards[placement.parameter]
         copy = 0 if placement.owner == rank else 1 + rank
-        changes: dict[str, Any] = {
-            "key": f"optimizer.state.{name}.{shard.key}",
-            "data": tensor.view(placement.parameter.shape),
-            "replica_id": (*shard.replica_id[:2], copy),
-        }
-        if not isinstance(shard, ShardedTensorFactory):
-            changes["dtype"] = tensor.dtype
-        found.setdefault(placement.number, {})[name] = replace(shard, **changes)
+        shard = shard_of_state(shards[placement.parameter], name, tensor, copy)
+        found.setdefault(placement.number, {})[name] = shard
     return found or LocalNonpersistentObject(None)
 
 
-def _shards_of_parameters(model_state: dict[str, Any]) -> dict[torch.nn.Parameter, Any]:
+def shard_of_state(parameter: Any, name: str, tensor: Tensor, copy: int) -> Any:
+    """One of the ``STATES`` beside its parameter's shard. ``copy`` 0 is written, others are only read."""
+    changes: dict[str, Any] = {
+        "key": f"optimizer.state.{name}.{parameter.key}",
+        "data": tensor.view(parameter.data.shape),
+        "replica_id": (*parameter.replica_id[:2], copy),
+    }
+    if not isinstance(parameter, ShardedTensorFactory):
+        changes["dtype"] = tensor.dtype
+    return replace(parameter, **changes)
+
+
+def shards_of_parameters(model_state: dict[str, Any]) -> dict[torch.nn.Parameter, Any]:
     """Of each parameter its place in the checkpoint, as the model's own state has it."""
     shards, _ = extract_sharded_tensors_and_factories(model_state)
     return {shard.data: shard for shard in nested_values(shards)}

@@ -1,0 +1,83 @@
+"""What the other ranks of DP x CP say of their parts of a checkpoint, for a rehearsed save.
+
+They hold the same weights, and each the optimizer state of the parameters that it owns. Megatron gathers the
+list of each rank's shards and gives each shard to one of the ranks that hold it, so the peers' lists decide
+what this rank writes. All of it follows from the placement of the parameters, which every rank knows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.strategies import fully_parallel
+
+from bapo_megatron.policy.state import optimizer_state
+from bapo_megatron.policy.state.optimizer_state import (
+    STATES,
+    placements,
+    shard_of_state,
+    shards_of_parameters,
+)
+
+
+@contextmanager
+def known_replicas() -> Iterator[None]:
+    """A save whose distribution over DP x CP is that of a run with all ranks."""
+    owned: dict[int, list[ShardedTensor]] = defaultdict(list)
+    own_state, determine, gather = (
+        optimizer_state._sharded_state,
+        fully_parallel.determine_main_replica_uniform_distribution,
+        dist.all_gather_object,
+    )
+
+    def sharded_state(optimizer: Any, model_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        for owner, shards in _states_by_owner(optimizer, model_state).items():
+            owned[owner] += shards
+        return own_state(optimizer, model_state, *args, **kwargs)
+
+    def gather_lists(lists: Any, own: Any, group: Any) -> None:
+        weights = [shard for shard in own if not shard.key.startswith("optimizer.state.")]
+        for rank in range(len(lists)):
+            lists[rank] = [replace(one, replica_id=(*one.replica_id[:-1], rank)) for one in weights]
+            lists[rank] += owned[rank]
+        lists[group.rank()] = own
+
+    def with_peers(*args: Any, **kwargs: Any) -> Any:
+        dist.all_gather_object = gather_lists
+        try:
+            return determine(*args, **kwargs)
+        finally:
+            dist.all_gather_object = gather
+
+    optimizer_state._sharded_state = sharded_state
+    fully_parallel.determine_main_replica_uniform_distribution = with_peers
+    try:
+        yield
+    finally:
+        optimizer_state._sharded_state = own_state
+        fully_parallel.determine_main_replica_uniform_distribution = determine
+
+
+def _states_by_owner(optimizer: Any, model_state: dict[str, Any]) -> dict[int, list[ShardedTensor]]:
+    """The shards of the optimizer's state that each rank of DP x CP owns, without their values."""
+    shards = shards_of_parameters(model_state)
+    found: dict[int, dict[str, Any]] = defaultdict(dict)
+    for placement in placements(optimizer):
+        nothing = torch.empty(()).expand(placement.parameter.shape)
+        for name in STATES:
+            shard = shard_of_state(shards[placement.parameter], name, nothing, 0)
+            found[placement.owner][f"{placement.number} {name}"] = shard
+    for state in found.values():
+        apply_factories(state)
+    return {
+        owner: [one.without_data() for one in nested_values(state) if isinstance(one, ShardedTensor)]
+        for owner, state in found.items()
+    }

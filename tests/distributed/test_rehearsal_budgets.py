@@ -7,16 +7,18 @@ rehearsals.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bapo_megatron.commands.plan.activations import kept
 from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape
 from bapo_megatron.commands.plan.memory import FIXED, host_bytes, stage_memory
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.hf.config import read_model_shape
 from tests.support.forked_commands import start_bapo
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -38,6 +40,7 @@ BUDGETS = {
     "bp_math_7b_64k": Budget(38.9, 17.3, 4),
     "r1_distill_qwen_7b_8k": Budget(48.5, 34.4, 4),
     "octothinker_llama_3b": Budget(23.4, 14.5, 4),
+    "r1_distill_qwen_32b": Budget(57.3, 24.7, 27),
 }
 
 
@@ -61,15 +64,39 @@ def test_a_recipe_stays_within_its_budget_and_the_plan_agrees(recipe: str, tmp_p
     assert 1e9 * peak_gb["save"] < 1.01 * (plan.saving - FIXED) < 1.08e9 * peak_gb["save"]
 
 
+LAYERS = [
+    ("Qwen3-32B", "none", 8),
+    ("Qwen3-32B", "selective", 8),
+    ("DeepSeek-R1-Distill-Qwen-32B", "none", 1),
+]
+
+
+@pytest.mark.parametrize(("shape", "recompute", "context"), LAYERS)
+def test_a_layer_keeps_what_the_plan_says(shape: str, recompute: Any, context: int, tmp_path: Path) -> None:
+    """Bytes for each token, by which a model of eight layers keeps more than one of four."""
+    path = ROOT / "recipes/bp_math_32b_64k.py"
+    of_layers = json.loads((ROOT / f"recipes/shapes/{shape}/config.json").read_text())
+    flags = ["--parallel.context", context, "--batch.recompute", recompute, "--model.hf-path", tmp_path]
+    flags += ["--batch.pack-tokens", 8448 * context, "--rollout.max-response-tokens", 4096 * context]
+    found = []
+    for layers in (4, 8):
+        (tmp_path / "config.json").write_text(json.dumps({**of_layers, "num_hidden_layers": layers}))
+        [rank] = rehearsed("bp_math_32b_64k", tmp_path, *flags)["ranks"]
+        found.append(1e9 * rank["kinds_gb"]["update 2"]["activations"])
+    parallel = replace(load_recipe(path, RunConfig).parallel, context=context)
+    planned = kept(read_model_shape(tmp_path), parallel, 2, recompute, "te").layer
+    assert (found[1] - found[0]) / 4 / 8448 == pytest.approx(planned, rel=0.002)
+
+
 def job(recipe: Path) -> Job:
     run = load_recipe(recipe, RunConfig)
     return Job(run, find_shape(recipe, run.model.hf_path), PlanOptions())
 
 
-def rehearsed(recipe: str, folder: Path) -> dict[str, Any]:
+def rehearsed(recipe: str, folder: Path, *flags: object) -> dict[str, Any]:
     """The JSON of ``bapo rehearse``."""
     path = folder / "rehearsal.json"
-    command = start_bapo("rehearse", f"recipes/{recipe}.py", "--layers", "te", "--json", path)
+    command = start_bapo("rehearse", f"recipes/{recipe}.py", "--layers", "te", "--json", path, *flags)
     said = command.communicate()[0].decode()
     assert command.wait() == 0, said
     found: dict[str, Any] = json.loads(path.read_text())

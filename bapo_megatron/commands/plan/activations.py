@@ -87,7 +87,7 @@ class _Widths:
     kv_heads: float
     qk_norm: bool
     ring: bool
-    """Context parallelism: the ring holds a second copy of keys and values."""
+    """Context parallelism: attention keeps a message of its ring."""
 
     @classmethod
     def of(cls, shape: ModelShape, parallel: ParallelConfig, element: int) -> _Widths:
@@ -137,19 +137,24 @@ def _torch_layer(w: _Widths) -> _Layer:
 
 
 def _te_layer(w: _Widths) -> _Layer:
-    """Norms are fused into the matrix that follows and keep their input as it came; flash attention."""
+    """Norms are fused into the matrix that follows and keep their input as it came; flash attention.
+
+    Norms of queries and keys keep contiguous copies of their inputs, the attention queries, keys and values
+    of its own (in a ring, in the last message that came). Only what recomputes the attention keeps the fused
+    projection's output, in which the values lie.
+    """
     norm = w.b * w.h + _FP32
     gated = 3 * w.b * w.f  # gate and up (2f), product
-    qk_norm = w.copied_queries + _FP32 * (w.heads + w.kv_heads) if w.qk_norm else 0.0
-    arguments = w.b * (w.q + w.kv) + w.fused
-    statistics = _FP32 * w.heads + (2 * w.b * w.kv if w.ring else 0.0)
+    qk_norm = w.b * (w.q + w.kv) + _FP32 * (w.heads + w.kv_heads) if w.qk_norm else 0.0
+    statistics = _FP32 * w.heads
+    core = w.b * (w.q + 2 * w.kv) + statistics
     return _Layer(
         input=w.b * w.h,
         norm=norm,
         always=norm + w.b * w.h + qk_norm + w.b * w.q,  # the last is also attention's output
-        core=arguments + statistics,
-        core_arguments=arguments,
-        core_again=statistics + w.b * w.q,
+        core=core,
+        core_arguments=w.b * (w.q + w.kv) + w.fused,
+        core_again=statistics + w.b * (w.q + (2 if w.ring else 1) * w.kv),
         mlp=norm + w.b * w.h + gated,
         mlp_arguments=w.b * w.h,
         mlp_again=_FP32 + w.b * w.h + gated,

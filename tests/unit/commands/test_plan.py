@@ -193,10 +193,10 @@ def test_peaks_by_hand() -> None:
 def test_activations_by_hand() -> None:
     """Transformer Engine, bytes for each token: h 8, q 8, kv 4, f 16, d 2, 4 heads."""
     attention = (16 + 4) + 16 + 16  # norm, its output, the projection's input; RoPE is fused
-    arguments = 2 * (8 + 4) + 2 * (8 + 2 * 4)
+    core, arguments = 2 * (8 + 2 * 4), 2 * (8 + 4) + 2 * (8 + 2 * 4)
     mlp = (16 + 4) + 16 + 3 * 2 * 16  # norm, its output; gate, up and their product: SwiGLU is fused
     none = kept(SMALL, ONE, 2, "none", "te")
-    assert none.layer == attention + arguments + 16 + mlp
+    assert none.layer == attention + core + 16 + mlp
     assert kept(SMALL, ONE, 2, "selective", "te").layer == attention + arguments + 16
     full = kept(SMALL, ONE, 2, "full", "te")
     assert (full.layer, full.transient) == (16, none.layer - 16)
@@ -205,14 +205,14 @@ def test_activations_by_hand() -> None:
     assert halved.layer == (none.layer - 8) / 2 + 8
 
 
-def test_queries_are_copied_where_groups_are_several() -> None:
-    """Norms of queries keep their input: a view of the fused output, or a copy if groups interleave in it."""
+def test_norms_of_queries_and_keys_keep_copies() -> None:
+    """Norms of queries and keys keep copies of their inputs, which lie scattered in the fused output."""
     normed = replace(SMALL, qk_norm=True)
     extra = kept(normed, ONE, 2, "none", "te").layer - kept(SMALL, ONE, 2, "none", "te").layer
-    assert extra == 2 * 8 + 4 * (4 + 2)
+    assert extra == 2 * (8 + 4) + 4 * (4 + 2)
     two = ParallelConfig(tensor=2)  # one group on a rank
     extra = kept(normed, two, 2, "none", "te").layer - kept(SMALL, two, 2, "none", "te").layer
-    assert extra == 4 * (2 + 1)
+    assert extra == 2 * (4 + 2) + 4 * (2 + 1)
 
 
 def test_traffic_by_hand() -> None:
@@ -296,6 +296,18 @@ def test_decoding_by_hand() -> None:
     assert found.tokens_per_second == pytest.approx(8 / step)
     assert found.step_seconds == pytest.approx(14 * step)
     assert found.longest_seconds == pytest.approx(14 * (2952 * 2 + 7 * 64) / 4 / (0.6 * 3350e9))
+
+
+def test_activations_of_transformer_engines_layer_by_hand() -> None:
+    """The 32B model at TP 8 with SP: h 640, q 640, kv 128, f 3456, 5 heads and one KV head a rank, 2 bytes.
+
+    Two norms keep 1,280 + 4 and two matrices after them 1,280; attention its output of 1,280, queries of
+    1,280, keys and values of 256, and 5 log-sums of 4; the MLP 6 x 3,456.
+    """
+    tp8 = ParallelConfig(tensor=8, sequence=True)
+    layer = 2 * (1284 + 1280) + 1280 + 1280 + 2 * 256 + 20 + 6 * 3456
+    assert kept(BIG, tp8, 2, "none", "te").layer == layer
+    assert kept(BIG, replace(tp8, context=2), 2, "none", "te").layer == layer
 
 
 sizes = st.sampled_from([1, 2, 4, 8])

@@ -141,9 +141,10 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Needs a GPU with its own torch: PYTHON=... names the interpreter, nothing is installed.
+# Needs a GPU and torch for it, that of `make cluster` or of the interpreter PYTHON=...; nothing is installed.
+GPU_PYTHON = $(or $(if $(filter file default,$(origin PYTHON)),$(wildcard $(CLUSTER_VENV)/bin/python)),$(PYTHON))
 gpu-check:
-	$(PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_FLAGS)
+	$(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_FLAGS)
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) .venv-cluster .venv-cluster-sglang .te build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,13 +6,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.device import prepare_device
-from bapo_megatron.runtime.exit_codes import end_with
+from bapo_megatron.runtime.exit_codes import end_with, leave
 
 COMMANDS = {
     "train": "commands.train:train_command",
@@ -68,7 +69,12 @@ usage: bapo COMMAND ...
 
 def main() -> None:
     """Entry point of the console script."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        code = run(sys.argv[1:])
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    leave(code)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -47,7 +47,7 @@ def fused(hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor) -> None:
     vocab_parallel_cross_entropy(logits_T1V, label_T[:, None]).sum().backward()
 
 
-def chunked(hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor) -> None:
+def chunked(hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor, chunk: int = CHUNK) -> None:
     ones_T = torch.ones_like(label_T, dtype=torch.float32)
     batch = MicroBatch.of(
         token_T=label_T,
@@ -66,7 +66,7 @@ def chunked(hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor) -> None:
     def loss(stats: TokenStats, _batch: MicroBatch) -> Tensor:
         return torch.stack([stats.log_prob_T.sum(), stats.entropy_T.sum()])
 
-    OutputHead(1.0, CHUNK).sums(hidden_TH, weight_VH, batch, loss)[0].backward()
+    OutputHead(1.0, chunk).sums(hidden_TH, weight_VH, batch, loss)[0].backward()
 
 
 def measure(way: str, tokens: int, vocab: int, hidden: int) -> dict[str, float]:

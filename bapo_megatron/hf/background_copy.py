@@ -55,6 +55,7 @@ class _Chunk:
     def bytes_B(self) -> Tensor:
         """The bytes, once they are there."""
         if self._copied is not None:
+            torch.cuda.set_device(self._copied.device)  # a thread begins with GPU 0: a context for nothing
             self._copied.synchronize()
         return self._memory_B[: self._held]
 

@@ -23,10 +23,15 @@ class BackgroundSave:
     """An asynchronous checkpoint write; implements ``interfaces.Saving``.
 
     A fork sees tensors on a CPU as they were; those on a GPU are copied to this machine's memory before it.
+    Such copies are pinned, and parent and child share pinned memory after a fork: here they are kept until
+    the writer has ended, or torch would give their blocks to the next copy while they are written.
     """
 
     def __init__(self, request: AsyncRequest) -> None:
         self._request = request
+        self._staged: list[Any] = []
+        if request.preload_fn is not None:
+            request = request._replace(preload_fn=partial(self._stage, request.preload_fn))
         self._caller = TemporalAsyncCaller()
         if request.async_fn is not None:
             request = request._replace(async_fn=partial(_with_parent, request.async_fn))
@@ -35,7 +40,10 @@ class BackgroundSave:
 
     def is_written(self) -> bool:
         """Whether this rank's part is on disk, or has failed."""
-        return bool(self._caller.is_current_async_call_done(no_dist=True))
+        ended = bool(self._caller.is_current_async_call_done(no_dist=True))
+        if ended:
+            self._staged.clear()
+        return ended
 
     def finish(self) -> None:
         """Make the parts a checkpoint, when all are written. Collective; raises if one has failed."""
@@ -44,6 +52,11 @@ class BackgroundSave:
             raise OutOfMemoryError(f"the process that writes the checkpoint has not finished: {why}")
         for finalize in self._request.finalize_fns:
             finalize()
+
+    def _stage(self, preload: Callable[[], Any]) -> Any:
+        """The copies on the host, kept."""
+        self._staged.append(preload())
+        return self._staged[-1]
 
 
 def replace_results_queue() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -74,6 +75,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         # Batched point-to-point calls give wrong results with the interleaved schedule on gloo.
         batch_p2p_comm=has_cuda(),
+        batch_p2p_sync=False,  # it makes the host wait after each message, for versions of torch long ago
         # Stages tell each other the length of each pack; the interleaved schedule cannot.
         variable_seq_lengths=parallel.pipeline > 1 and parallel.virtual == 1,
         moe_token_dispatcher_type="alltoall",  # asked for by variable lengths, without any experts
@@ -131,7 +133,19 @@ def build_chunks(
     virtual = config.virtual_pipeline_model_parallel_size
     stages: list[int | None] = [None] if virtual is None else list(range(virtual))
     layer = layer_spec(config, longest)
-    return [_chunk(config, shape, max_positions, stage, layer) for stage in stages]
+    chunks = [_chunk(config, shape, max_positions, stage, layer) for stage in stages]
+    for chunk in chunks:
+        if chunk.rotary is None:
+            chunk.rotary_pos_emb.get_rotary_seq_len = partial(_rotary_length, longest)
+    return chunks
+
+
+def _rotary_length(longest: int, _context: Any, _decoder: Any, _input: Any, _config: Any, pack: Any) -> int:
+    """Rows of the table of RoPE: of the longest document that may come.
+
+    Megatron makes a table of each pack's longest one and keeps the last 32: 1.1 GB at 64k tokens.
+    """
+    return max(longest, int(pack.max_seqlen_q))
 
 
 def _chunk(

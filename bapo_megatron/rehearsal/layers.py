@@ -46,6 +46,9 @@ def prepare_layers(layers: Layers) -> None:
         answer_queries(lambda: None)
         install(te_folder(), answer_cuda=False)
         _take_fakes_for_tensors()
+    else:  # megatron and the policy find none, also where it is installed
+        for name in ("transformer_engine", "transformer_engine_torch"):
+            sys.modules[name] = None  # type: ignore[assignment]
     from bapo_megatron.rehearsal import metering  # noqa: F401  with torch and megatron
 
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ def rehearse(
     ``workers`` ranks at a time, None: one for each core. RuntimeError if a rank's process dies.
     """
     # A fork shares what is imported; Transformer Engine must be installed before megatron is imported.
-    start = "spawn" if layers == "te" and "megatron" in sys.modules else "fork"
+    other = layers == "te" or find_spec("transformer_engine") is not None
+    start = "spawn" if other and "megatron" in sys.modules else "fork"
     context: Any = multiprocessing.get_context(start)
     workers = workers or len(os.sched_getaffinity(0))
     results: dict[int, RankResult] = {}

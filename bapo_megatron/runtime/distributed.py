@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -19,8 +20,14 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
-from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
-from bapo_megatron.runtime.exit_codes import end_with
+from bapo_megatron.errors import ConfigError, Preempted, RunStopped
+from bapo_megatron.runtime.exit_codes import (
+    end_with,
+    is_known_to_all,
+    leave,
+    leave_at_once,
+    must_leave_at_once,
+)
 from bapo_megatron.runtime.out_of_memory import death
 from bapo_megatron.runtime.preemption import handling
 from bapo_megatron.runtime.processes import die_with_parent
@@ -115,8 +122,12 @@ def _entry(
     try:
         worker(*args)
     except (ConfigError, Preempted, RunStopped) as error:
-        all_know = type(error) in (Preempted, RunStopped, StorageFailed)  # then one says it
-        sys.exit(end_with(error, say=rank == 0 or not all_know))
+        leave(end_with(error, say=rank == 0 or not is_known_to_all(error)))
+    except (Exception, KeyboardInterrupt):
+        if must_leave_at_once():
+            traceback.print_exc()
+            leave(1)
+        raise
 
 
 def _forward(processes: Sequence[BaseProcess], number: int, _frame: FrameType | None) -> None:
@@ -137,14 +148,24 @@ def _terminate(processes: Sequence[BaseProcess]) -> None:
 
 @contextmanager
 def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
-    """The default process group of torch.distributed within the block, from environment variables."""
+    """The default process group of torch.distributed within the block, from environment variables.
+
+    An error of this rank alone leaves groups of NCCL as they are: the process says it and ends at once, and
+    the launcher ends the others.
+    """
     if interface := gloo_interface():
         os.environ.setdefault(_GLOO_INTERFACE, interface)
     dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
     try:
         yield
-    finally:
-        dist.destroy_process_group()
+    except BaseException as error:
+        # NCCL takes a group down when its work is done, and peers that know of no error do their part never.
+        if "nccl" in backend and dist.get_world_size() > 1 and not is_known_to_all(error):
+            leave_at_once()
+        else:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def gloo_interface() -> str | None:

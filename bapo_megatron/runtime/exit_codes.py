@@ -6,8 +6,37 @@ import multiprocessing
 import os
 import sys
 from contextlib import suppress
+from typing import NoReturn
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
+
+_at_once = False
+
+
+def leave_at_once() -> None:
+    """Have ``leave`` end this process without taking anything down, which may wait for ever."""
+    global _at_once
+    _at_once = True
+
+
+def must_leave_at_once() -> bool:
+    """Whether ``leave`` was told so."""
+    return _at_once
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code."""
+    if _at_once:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def is_known_to_all(error: BaseException) -> bool:
+    """Whether an error is raised on every rank together, so that one tells it."""
+    return type(error) in (Preempted, RunStopped, StorageFailed)
 
 
 def end_with(error: ConfigError | Preempted | RunStopped, say: bool = True) -> int:

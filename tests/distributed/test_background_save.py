@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from bapo_megatron.config import ParallelConfig
@@ -64,3 +68,35 @@ def test_a_writer_that_is_killed_is_noticed(which: int, tmp_path: Path) -> None:
     """By the kernel, say: a fork that copies what it writes is what it kills first."""
     [told] = run_layout(_killed, ParallelConfig(), which, tmp_path / "pids")
     assert told.startswith("the process that writes the checkpoint has not finished: killed by SIGKILL")
+
+
+def _waits_for(path: Path, _staged: Any, _more: Any) -> None:
+    """A writer that ends when the file is there."""
+    while not path.exists():
+        time.sleep(0.05)
+
+
+def _lifetimes(path: Path) -> tuple[bool, bool]:
+    """Whether the copies on the host are alive while they are written, and afterwards."""
+    copies: list[weakref.ref[torch.Tensor]] = []
+
+    def stage() -> list[torch.Tensor]:
+        staged = torch.zeros(3)
+        copies.append(weakref.ref(staged))
+        return [staged]
+
+    saving = BackgroundSave(AsyncRequest(_waits_for, (path, None, None), [], preload_fn=stage))
+    gc.collect()
+    assert not saving.is_written()
+    during = copies[0]() is not None
+    path.touch()
+    while not saving.is_written():
+        time.sleep(0.05)
+    saving.finish()
+    gc.collect()
+    return during, copies[0]() is not None
+
+
+def test_copies_are_kept_while_they_are_written(tmp_path: Path) -> None:
+    """In pinned memory, which a fork shares: a copy made there meanwhile would be what is written."""
+    assert run_layout(_lifetimes, ParallelConfig(), tmp_path / "go") == [(True, False)]

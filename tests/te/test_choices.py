@@ -99,6 +99,27 @@ def comparisons(folder: Path, samples: list[Sample]) -> int:
     return counted
 
 
+def tables_of_rope(folder: Path, samples: list[Sample]) -> tuple[int, int]:
+    """The lengths of packs' longest documents, and the tables of RoPE that they leave alive."""
+    from bapo_megatron.policy.megatron import MegatronPolicy
+
+    batch = BatchConfig(pack_tokens=96)
+    policy = MegatronPolicy(ModelConfig(folder, "bfloat16"), ONE, batch, OptimizerConfig(), 1)
+    packs = pack_samples(samples, 96, "token", policy.pack_layout)
+    made = type(policy._model[0].module.module.rotary_pos_emb).forward
+    made.cache_clear()
+    policy.log_probs(packs)
+    return len({pack.max_seqlen for pack in packs}), made.cache_info().currsize
+
+
+def test_all_packs_take_one_table_of_rope(
+    te: TransformerEngineProcess, qwen2: Path, samples: list[Sample]
+) -> None:
+    [(lengths, tables)] = te.run(tables_of_rope, ONE, qwen2, samples)
+    assert lengths > 1
+    assert tables == 1
+
+
 def test_attention_waits_for_no_comparison(
     te: TransformerEngineProcess, qwen2: Path, samples: list[Sample]
 ) -> None:

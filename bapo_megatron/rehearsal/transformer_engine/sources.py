@@ -7,6 +7,8 @@ import.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
@@ -20,13 +22,17 @@ _REPOSITORY = Path(__file__).parents[3]
 def find_sources(version: str) -> Path:
     """The folder that holds the package ``transformer_engine`` of ``version``.
 
-    It is ``VERSION`` in the folder that BAPO_TE_SOURCES names, by default ``.te`` of the repository.
-    ConfigError if it is not there.
+    It is ``VERSION`` in the folder that BAPO_TE_SOURCES names, by default ``.te`` of the repository; else
+    that of the package that is installed, if it is of this version. ConfigError if neither is there.
     """
     folder = Path(os.environ.get("BAPO_TE_SOURCES", _REPOSITORY / ".te")) / version
-    if not (folder / "transformer_engine/__init__.py").is_file():
-        raise ConfigError(
-            f"no sources of Transformer Engine {version} in {folder}: run `make te-sources`, "
-            "or let BAPO_TE_SOURCES name the folder that holds them"
-        )
-    return folder
+    if (folder / "transformer_engine/__init__.py").is_file():
+        return folder
+    with suppress(PackageNotFoundError):
+        installed = distribution("transformer_engine")
+        if installed.version.partition("+")[0] == version:
+            return Path(str(installed.locate_file("transformer_engine"))).parent
+    raise ConfigError(
+        f"no sources of Transformer Engine {version} in {folder}, and it is not installed: run "
+        "`make te-sources`, or let BAPO_TE_SOURCES name the folder that holds them"
+    )

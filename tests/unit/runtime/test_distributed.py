@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.runtime import distributed
 from bapo_megatron.runtime.distributed import gloo_interface, launched_world_size
 
@@ -165,3 +165,59 @@ def test_the_kernel_says_which_address_leads_to_a_host() -> None:
     assert distributed._interface_of("127.0.0.1") == "lo"
     assert distributed._address_towards("no.such.host.invalid") is None
     assert distributed._interface_of("203.0.113.9") is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "error", "at_once"),
+    [
+        ("cpu:gloo,cuda:nccl", 8, RuntimeError("no memory left"), True),
+        ("cpu:gloo,cuda:nccl", 8, KeyboardInterrupt(), True),
+        ("cpu:gloo,cuda:nccl", 8, RunStopped("all ranks raise it"), False),
+        ("cpu:gloo,cuda:nccl", 1, RuntimeError("no memory left"), False),
+        ("cpu:gloo,cuda:nccl", 8, None, False),
+        ("gloo", 8, RuntimeError("no memory left"), False),
+    ],
+)
+def test_groups_of_nccl_are_left_when_one_rank_fails(
+    backend: str, ranks: int, error: BaseException | None, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To take them down waits for peers, which wait for this rank."""
+    done: list[str] = []
+    monkeypatch.setattr(distributed.dist, "init_process_group", lambda *_args, **_named: None)
+    monkeypatch.setattr(distributed.dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda: done.append("destroyed"))
+    monkeypatch.setattr(distributed, "leave_at_once", lambda: done.append("at once"))
+    with suppress(RuntimeError, RunStopped, KeyboardInterrupt), distributed.process_group(backend, 1):
+        if error is not None:
+            raise error
+    assert done == ["at once" if at_once else "destroyed"]
+
+
+FAILING_RANK = """
+import atexit, time
+import torch.distributed as dist
+from bapo_megatron import cli
+from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.runtime.distributed import process_group
+
+dist.init_process_group = lambda *_args, **_named: None
+dist.get_world_size = lambda: 2
+dist.destroy_process_group = lambda: time.sleep(3600)
+atexit.register(time.sleep, 3600)  # as the end of a group of NCCL
+
+def run(_arguments):
+    with process_group("cpu:gloo,cuda:nccl", 1):
+        raise {error}
+
+cli.run = run
+cli.main()
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("error", ["RuntimeError('no memory left')", "ConfigError('no memory left')"])
+def test_a_failing_rank_says_it_and_ends(error: str) -> None:
+    command = [sys.executable, "-c", FAILING_RANK.replace("{error}", error)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "no memory left" in done.stderr

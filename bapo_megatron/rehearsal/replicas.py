@@ -43,7 +43,7 @@ def known_replicas() -> Iterator[None]:
             owned[owner] += shards
         return own_state(optimizer, model_state, *args, **kwargs)
 
-    def gather_lists(lists: Any, own: Any, group: Any) -> Any:
+    def gather_lists(lists: Any, own: Any, group: Any = None) -> Any:
         weights = [shard for shard in own if not shard.key.startswith("optimizer.state.")]
         for rank in range(len(lists)):
             lists[rank] = [replace(one, replica_id=(*one.replica_id[:-1], rank)) for one in weights]

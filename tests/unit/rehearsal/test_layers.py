@@ -1,4 +1,4 @@
-"""Where the sources of Transformer Engine are found, and that torch's layers are torch's where it is installed."""
+"""Where Transformer Engine's sources are found, and torch's layers where it is installed."""
 
 from __future__ import annotations
 

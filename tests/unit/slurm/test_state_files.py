@@ -14,14 +14,14 @@ pytestmark = pytest.mark.integration
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 
-COUNTERS = ("idle", "progress", "preemption", "end", "restart")
+COUNTERS = ("idle", "progress", "preemption")
 
 
 @pytest.mark.parametrize("name", COUNTERS)
 def test_a_command_in_the_state_file_does_not_run(shell: Shell, tmp_path: Path, name: str) -> None:
     ran = tmp_path / "ran"
     value = f"x[$(touch {ran})]"
-    (tmp_path / "slurm.state").write_text(f"job=7\nstatus=running\n{name}={value}\n")
+    (tmp_path / "slurm.state").write_text(f"job=7\nstatus=running\nprogress=0\n{name}={value}\n")
     said = shell("bapo_read_state; bapo_account; bapo_may_requeue preemption 85; bapo_write_state").stdout
     shell("bapo_read_state; bapo_may_requeue preemption 85")
     assert not ran.exists(), said

@@ -246,7 +246,7 @@ ENDPOINTS = (
     *("/generate", "/model_info", "/server_info", "/get_server_info", "/flush_cache", "/abort_request"),
     *("/pause_generation", "/continue_generation", "/update_weights_from_disk", "/init_weights_update_group"),
     *("/destroy_weights_update_group", "/begin_weight_update", "/update_weights_from_distributed"),
-    *("/end_weight_update", "/update_weight_version", "/weights_checker", "/health", "/health_generate"),
+    *("/end_weight_update", "/update_weight_version", "/weights_checker", "/health_generate", "/health/"),
     *("/metrics", "/v1/models", "/ready/../generate", "/readyx", "/", "//ready", "/no_such_endpoint"),
 )
 
@@ -267,7 +267,8 @@ def test_each_endpoint_asks_for_the_key(access: ModuleType, path: str) -> None:
         assert asgi.call(path, *sent) == (401, b'{"error": "Unauthorized"}'), sent
     assert asgi.passed == []
     assert asgi.call(path, f"Bearer {KEY}") is None
-    assert asgi.passed == [path]
+    assert asgi.call(path, f"bearer {KEY}", f"Bearer {KEY}") is None  # a router's, and its client's
+    assert asgi.passed == [path, path]
 
 
 def test_what_is_open(access: ModuleType) -> None:
@@ -276,6 +277,9 @@ def test_what_is_open(access: ModuleType) -> None:
     assert asgi.call("/ready") is None
     assert asgi.call("", kind="lifespan") is None
     assert asgi.passed == ["/ready", ""]
+    assert asgi.call("/health") == asgi.call("/health", f"Bearer {OTHER}") == (200, b"")
+    assert asgi.passed == ["/ready", ""]  # SGLang's own, which samples a token, was not asked
+    assert asgi.call("/health", f"Bearer {KEY}") is None
     assert asgi.call("/ready", kind="websocket") == (1008, b"")
     assert asgi.call("/v1/realtime", f"Bearer {KEY}", kind="websocket") is None
 

@@ -79,6 +79,7 @@ def test_the_shell_has_the_same_names() -> None:
         "BAPO_EVENTS_FILE": RUN.events.name,
         "BAPO_STATE_FILE": RUN.slurm_state.name,
         "BAPO_STOP_FILE": RUN.stop.name,
+        "BAPO_API_KEY_FILE": RUN.api_key.name,
         "BAPO_LOGS_FOLDER": RUN.logs.name,
         "BAPO_ENGINES_FOLDER": RUN.engines.name,
         "BAPO_CHECKPOINTS_FOLDER": RUN.checkpoints.name,

@@ -1,7 +1,8 @@
 """What makes a server of SGLang 0.5.23 ask for the key of the run, and keep it out of its log.
 
 SGLang's own check (``srt/utils/auth.py``) is turned on; it leaves open what begins with /health (which
-samples a token), /ready or /metrics, and web sockets. A layer before it leaves open /ready and the proof alone.
+samples a token), /ready or /metrics, and web sockets. A layer before it leaves open /ready and the proof, and
+answers /health itself, which SGLang's router asks without a key.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import api_key  # this folder comes first on the path
 
 _OPEN = ("/ready",)
 """Says whether the server takes requests, and nothing else."""
+_ALIVE = "/health"
+"""Without the key it says that the server listens, and samples nothing."""
 
 _key: str | None = None
 
@@ -36,6 +39,8 @@ class KeyRequired:
             await self._prove(scope, send)
         elif self._may_pass(scope):
             await self._app(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] == _ALIVE:
+            await _answer(send, 200, "", "text/plain")
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
@@ -44,8 +49,12 @@ class KeyRequired:
     def _may_pass(self, scope: Any) -> bool:
         if scope["type"] == "http" and scope["path"] in _OPEN:
             return True
+        # SGLang's router hands on its client's key, and adds its own.
         sent = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
-        kind, _, given = (sent[0] if len(sent) == 1 else b"").decode("latin-1").partition(" ")
+        return bool(sent) and all(self._is_key(value.decode("latin-1")) for value in sent)
+
+    def _is_key(self, authorization: str) -> bool:
+        kind, _, given = authorization.partition(" ")
         return kind.lower() == "bearer" and api_key.is_same(given, self._key)
 
     async def _prove(self, scope: Any, send: Callable[[Any], Awaitable[None]]) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from bapo_megatron.config import RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
@@ -16,13 +15,13 @@ from bapo_megatron.rollout.engines.sglang_launch.api_key import (
     ApiKey,
     answers_without_key,
     ask_proof,
+    is_loopback,
     make_key_file,
     read_key_file,
 )
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _PROOF_S = 5.0
-_LOOPBACK = {"localhost", "::1"}
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,6 @@ def check_keys_asked(sglang: SglangConfig) -> None:
             f"rollout.sglang.require_api_key is set, and {', '.join(open_)} asks for no key: start it with "
             "bapo rollout-server, or leave the field out"
         )
-
-
-def is_loopback(url: str) -> bool:
-    """Whether an address can be reached from this machine alone."""
-    host = urlsplit(url).hostname or ""
-    return host in _LOOPBACK or host.startswith("127.")
 
 
 class Authorization:

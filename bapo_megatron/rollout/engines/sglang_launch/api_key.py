@@ -101,6 +101,12 @@ def is_same(given: str, key: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "replace"), key.encode())
 
 
+def is_loopback(url: str) -> bool:
+    """Whether an address can be reached from this machine alone."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 async def ask_proof(url: str, key: str, timeout_s: float) -> Proof:
     """Whether the server at ``url`` has the key. OSError or TimeoutError if there is no answer."""
     nonce = secrets.token_hex(16)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import json
 import logging
 import os
 import stat
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import bapo_megatron.rollout.engines.sglang_launch as launch_folder
+from bapo_megatron.checkpoint.run_directory import changed_settings, store_config
 from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang import server_process as process
@@ -287,7 +288,15 @@ def test_the_proof_of_a_server(access: ModuleType) -> None:
     assert proof_of(KEY, nonce, "10.0.0.8", 30000) != expected.decode()
 
 
-def test_old_recipes_and_flags_still_work(tmp_path: Path) -> None:
-    sglang = config_in(tmp_path).rollout.sglang
-    assert (sglang.api_key_file, sglang.require_api_key) == (None, False)
-    assert replace(sglang, urls=("http://a:1",)).urls == ("http://a:1",)
+def test_a_run_from_before_the_key_continues(tmp_path: Path) -> None:
+    """Its configuration lacks the new fields; the key is made at its next start."""
+    config = config_in(tmp_path)
+    store_config(config)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    for field in ("api_key_file", "require_api_key"):
+        del stored["config"][f"rollout.sglang.{field}"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert changed_settings(config) == []
+    assert known_key(config.rollout.sglang, tmp_path) is None
+    assert servers_key_file(config) == tmp_path / "api_key"
+    assert known_key(config.rollout.sglang, tmp_path) is not None

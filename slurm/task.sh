@@ -43,12 +43,19 @@ trainer() {  # one rank, on one GPU
     exit "$code"
 }
 
-answers() {  # port, path: whether the server answers with 200
+answers() {  # address, port: whether the server there takes requests
     local status
     # shellcheck disable=SC2016  # the inner shell expands them
-    status=$(timeout 5 bash -c 'exec 3<>"/dev/tcp/127.0.0.1/$0" &&
-        printf "GET %s HTTP/1.0\r\n\r\n" "$1" >&3 && head -n 1 <&3' "$1" "$2" 2>/dev/null)
+    status=$(timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1" &&
+        printf "GET /ready HTTP/1.0\r\n\r\n" >&3 && head -n 1 <&3' "$1" "$2" 2>/dev/null)
     [[ $status == *" 200"* ]]
+}
+
+# Whether the server has the run's key: another program may have taken the port. One that is paused for new
+# weights is not ready, but proves it.
+proves() {  # address, port
+    timeout 10 "$BAPO_PYTHON" -m bapo_megatron.rollout.engines.sglang_launch.api_key "http://$1:$2" \
+        "${BAPO_SGLANG_API_KEY_FILE:-$BAPO_RUN/$BAPO_API_KEY_FILE}"
 }
 
 register() {  # port, state
@@ -61,17 +68,17 @@ keep_server() {  # number, recipe and flags: run one server, and restart it when
     local number=$1 pid pause=1 began code
     # Another port on each node: nodes may be one machine.
     local port=$((BAPO_FIRST_PORT + SLURM_NODEID * BAPO_SERVERS_PER_NODE + number))
+    local at=${host/#0.0.0.0/127.0.0.1}
     shift
     while :; do
         register "$port" starting
         began=$SECONDS
-        "$BAPO_PYTHON" -m bapo_megatron.cli rollout-server "$@" --run-dir "$BAPO_RUN" --host 0.0.0.0 \
+        "$BAPO_PYTHON" -m bapo_megatron.cli rollout-server "$@" --run-dir "$BAPO_RUN" --host "$host" \
             --port "$port" --rollout.sglang.first-gpu $((number * BAPO_SERVER_GPUS)) &
         pid=$!
-        until answers "$port" /ready || ! kill -0 "$pid" 2>/dev/null; do sleep 1; done
+        until answers "$at" "$port" || ! kill -0 "$pid" 2>/dev/null; do sleep 1; done
         while kill -0 "$pid" 2>/dev/null; do
-            # A server that is paused for new weights is alive, but not ready.
-            if answers "$port" /model_info; then register "$port" ready; fi
+            if proves "$at" "$port"; then register "$port" ready; fi
             sleep 5
         done
         wait "$pid"
@@ -84,7 +91,8 @@ keep_server() {  # number, recipe and flags: run one server, and restart it when
 }
 
 rollout() {  # all servers of one node
-    local number
+    local number host
+    host=${BAPO_SERVER_HOST:-$("$BAPO_PYTHON" "$BAPO_SLURM/node_address.py" "$SLURMD_NODENAME")} || exit 1
     mkdir -p "$BAPO_RUN/$BAPO_ENGINES_FOLDER"
     for ((number = 0; number < BAPO_SERVERS_PER_NODE; number++)); do keep_server "$number" "$@" & done
     wait

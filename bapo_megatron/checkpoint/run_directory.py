@@ -21,7 +21,12 @@ from bapo_megatron.runtime.run_paths import RunPaths
 FORMAT = 2
 """Version of the directory's layout; a directory of another version is refused."""
 
-_ADDED: dict[str, Any] = {"algorithm.loss": "bapo", "accept_resume_mismatch": []}
+_ADDED: dict[str, Any] = {
+    "algorithm.loss": "bapo",
+    "accept_resume_mismatch": [],
+    "rollout.sglang.api_key_file": None,
+    "rollout.sglang.require_api_key": False,
+}
 """Fields that older directories of this format lack, with the value that was in force then."""
 
 Change = tuple[str, Any, Any]

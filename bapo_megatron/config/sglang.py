@@ -35,12 +35,23 @@ class SglangConfig(EngineConfig):
     """Responses in flight when weights change. `retract`: their keys and values are computed again under
     the new weights. `in_place`: they keep the old ones. Weights change faster then, but such servers have no
     prefix cache, and no overlap of scheduling and computing, so they sample more slowly."""
+    api_key_file: Path | None = None
+    """File with the API key of the servers: one line, mode 0600. None: BAPO_SGLANG_API_KEY_FILE, else the
+    run's own key in RUN/api_key, made at its first start. A key is never part of a command line."""
+    require_api_key: bool = False
+    """Refuse servers in `urls` that ask for no key. False: they are used, with a warning."""
     start_minutes: Annotated[float, Gt(0)] = 15.0
     """Longest wait for a server to load its model."""
 
     def problems(self, longest_request: int) -> Iterator[str]:
         """Mistakes in the fields, each beginning with the field's name."""
         yield from super().problems(longest_request)
+        keys = [flag for flag in self.flags if flag.split("=")[0] in ("--api-key", "--admin-api-key")]
+        if keys:
+            yield (
+                f"flags: {keys[0].split('=')[0]} would show the key to every user of the machine in the list "
+                "of processes: write it into a file of mode 0600, and name that with api_key_file"
+            )
         if self.context is not None and self.context < longest_request:
             yield (
                 f"context={self.context} is less than data.max_prompt_tokens and the longest response of "

@@ -43,12 +43,12 @@ def known_replicas() -> Iterator[None]:
             owned[owner] += shards
         return own_state(optimizer, model_state, *args, **kwargs)
 
-    def gather_lists(lists: Any, own: Any, group: Any = None) -> Any:
-        weights = [shard for shard in own if not shard.key.startswith("optimizer.state.")]
-        for rank in range(len(lists)):
-            lists[rank] = [replace(one, replica_id=(*one.replica_id[:-1], rank)) for one in weights]
-            lists[rank] += owned[rank]
-        lists[group.rank()] = own
+    def gather_lists(object_list: Any, obj: Any, group: Any = None) -> Any:
+        weights = [shard for shard in obj if not shard.key.startswith("optimizer.state.")]
+        for rank in range(len(object_list)):
+            object_list[rank] = [replace(one, replica_id=(*one.replica_id[:-1], rank)) for one in weights]
+            object_list[rank] += owned[rank]
+        object_list[group.rank()] = obj
 
     def with_peers(*args: Any, **kwargs: Any) -> Any:
         dist.all_gather_object = gather_lists

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
@@ -35,6 +36,7 @@ from bapo_megatron.runtime.processes import die_with_parent
 T = TypeVar("T")
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def launched_world_size() -> int | None:
@@ -155,7 +157,15 @@ def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
     """
     if interface := gloo_interface():
         os.environ.setdefault(_GLOO_INTERFACE, interface)
-    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    timeout = timedelta(minutes=timeout_minutes)
+    if _meets_on_loopback():
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = bound_store(address, port, world, timeout) if rank == 0 else None
+        store = store or TCPStore(address, port, world, False, timeout, wait_for_workers=False)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
     try:
         yield
     except BaseException as error:
@@ -166,6 +176,37 @@ def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def bound_store(address: str, port: int, world_size: int | None, timeout: timedelta) -> TCPStore:
+    """A TCPStore server that listens on ``address`` alone; by itself torch listens on every interface.
+
+    A name that leads to this machine's loopback address, as its own name does on many a cluster, is left to
+    torch: other machines would not reach it. ``port`` 0: a free one. RuntimeError if it cannot listen.
+    """
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        is_loopback = str(place[0]).startswith("127.") or place[0] == "::1"
+        if is_loopback and address not in _LOOPBACK:
+            return TCPStore(address, port, world_size, True, timeout, wait_for_workers=False)
+        listener = socket.create_server(place[:2], family=family, backlog=4096)
+    except OSError as error:
+        raise RuntimeError(f"cannot listen at {address}:{port}: {error}") from error
+    bound, descriptor = int(listener.getsockname()[1]), listener.detach()  # torch closes it
+    return TCPStore(
+        address,
+        bound,
+        world_size,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=descriptor,
+    )
+
+
+def _meets_on_loopback() -> bool:
+    """Whether all ranks are on this machine, and no launcher has made the store already."""
+    return os.environ.get("MASTER_ADDR") in _LOOPBACK and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
 
 
 def gloo_interface() -> str | None:

@@ -92,6 +92,8 @@ class RunPaths:
         """The addresses of a Slurm job's rollout servers, a file each."""
         self.slurm_state = root / "slurm.state"
         """The state of the run's Slurm job, as name=value lines."""
+        self.api_key = root / "api_key"
+        """The key that the run's servers ask for; its user alone reads it."""
         self.stop = root / "stop"
         """The file that asks a Slurm job not to come back."""
 

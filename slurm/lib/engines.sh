@@ -2,18 +2,20 @@
 # Rollout servers register in RUN/engines/HOST-PORT.json, and renew that file while they answer.
 
 bapo_engines_alive() {  # their addresses, one a line
-    local file
+    local file url
     for file in "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json; do
-        [[ -e $file ]] || continue
+        [[ -f $file && ! -L $file && -O $file ]] || continue  # of this user, and no link
         grep -q '"state": "ready"' "$file" 2>/dev/null || continue
         (($(date +%s) - $(stat -c %Y "$file" 2>/dev/null || echo 0) < BAPO_FRESH_S)) || continue
-        sed -n 's/.*"url": "\([^"]*\)".*/\1/p' "$file"
+        url=$(sed -n 's/.*"url": "\([^"]*\)".*/\1/p' "$file")
+        [[ $url =~ ^http://[A-Za-z0-9][A-Za-z0-9._-]*:[0-9]{1,5}$ ]] || continue  # one address, and no flag
+        echo "$url"
     done
 }
 
 bapo_forget_engines() {  # those of this job's last start
     mkdir -p "$BAPO_RUN/$BAPO_ENGINES_FOLDER"
-    grep -ls "\"job\": $SLURM_JOB_ID," "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json | xargs -r rm -f
+    grep -lsZ "\"job\": $SLURM_JOB_ID," "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/*.json | xargs -0r rm -f
 }
 
 # Wait for the expected servers, then write their addresses where the tasks look.

@@ -15,7 +15,7 @@ BAPO_TRAINER=''  # pid of its srun, while it runs
 
 bapo_export() {  # what tasks need
     export BAPO_ROOT BAPO_SLURM BAPO_LIB BAPO_PYTHON BAPO_RUN BAPO_RESTART BAPO_END_TIME
-    export BAPO_EXPECTED BAPO_SERVERS_PER_NODE BAPO_SERVER_GPUS
+    export BAPO_EXPECTED BAPO_SERVERS_PER_NODE BAPO_SERVER_GPUS BAPO_SERVER_HOST
 }
 
 bapo_begin() {  # RECIPE [flags of bapo train]

@@ -20,6 +20,7 @@ BAPO_MAX_NODE_FAILURES=${BAPO_MAX_NODE_FAILURES:-20}
 BAPO_MAX_IDLE=${BAPO_MAX_IDLE:-3}                   # ends that the run did not cause, without a checkpoint
 BAPO_SERVERS_PER_NODE=${BAPO_SERVERS_PER_NODE:-1}   # SGLang servers on a rollout node
 BAPO_SERVER_GPUS=${BAPO_SERVER_GPUS:-8}             # GPUs of each: rollout.sglang.tensor
+BAPO_SERVER_HOST=${BAPO_SERVER_HOST:-}              # address that they listen on; none: the node's own
 BAPO_ENGINES=${BAPO_ENGINES:-}                      # servers to wait for; none: all of this job's own
 BAPO_ENGINES_WAIT_S=${BAPO_ENGINES_WAIT_S:-1200}    # then the run starts with those that are there
 BAPO_HEALTH=${BAPO_HEALTH:-on}                      # off: no probe of the nodes

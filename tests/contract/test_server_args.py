@@ -41,10 +41,10 @@ def model_of(recipe: Path, config: RunConfig, folder: Path) -> Path:
 
 
 def flags_of(config: RunConfig, model: Path, number: int = 0) -> list[str]:
-    """What ``python -m sglang.launch_server`` gets on a GPU."""
+    """What our launcher of ``sglang.launch_server`` gets on a GPU."""
     command = server_command(Path("python"), model, "127.0.0.1", 30000, True, server_flags(config, number))
-    assert command[:3] == ["python", "-m", "sglang.launch_server"]
-    return command[3:]
+    assert (command[0], Path(command[1]).parts[-2:]) == ("python", ("sglang_launch", "launch.py"))
+    return command[2:]
 
 
 def resolved(lines: list[list[str]]) -> list[dict[str, Any]]:

@@ -63,6 +63,10 @@ def test_two_servers_sample_what_the_policy_trains_on(tmp_path: Path) -> None:
         assert row["policy/ratio_gap"] < 1e-4  # mean |log ratio|: engine and trainer agree
     assert updates[-1]["policy/ratio_gap"] > 1e-4  # and differ after updates
     assert servers_of(run_dir) == []
+    key = (run_dir / "api_key").read_bytes().strip()
+    holders = [path.name for path in run_dir.rglob("*") if path.is_file() and key in path.read_bytes()]
+    assert holders == ["api_key"]
+    assert key.decode() not in output
     assert not (run_dir / "weights").exists()
     assert "broadcast_failed" not in {row["kind"] for row in read_jsonl(run_dir / "events.jsonl")}
 

@@ -16,6 +16,11 @@ from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import FrameType
+from urllib.parse import parse_qs, urlsplit
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bapo_megatron.rollout.engines.sglang_launch import api_key
 
 
 def option(name: str, default: str) -> str:
@@ -137,13 +142,18 @@ def train() -> None:
 
 
 class Server(BaseHTTPRequestHandler):
-    """Answers as a rollout server that is well."""
+    """Answers as a rollout server that is well, and has the run's key."""
 
     def do_GET(self) -> None:
-        """200 for everything."""
+        """200 for everything, with the proof where that is asked for."""
+        asked, body = urlsplit(self.path), "{}"
+        if asked.path == api_key.PROOF_PATH:
+            nonce, (address, port) = parse_qs(asked.query)["nonce"][0], self.connection.getsockname()
+            key = api_key.read_key_file(RUN / "api_key").value
+            body = api_key.proof_of(key, nonce, address, port) or ""
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b"{}")
+        self.wfile.write(body.encode())
 
     def log_message(self, *_words: object) -> None:
         """Say nothing."""
@@ -153,4 +163,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "train":
         train()
     else:
+        api_key.make_key_file(RUN / "api_key")
         HTTPServer((option("host", "127.0.0.1"), int(option("port", "0"))), Server).serve_forever()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,4 +75,4 @@ def call(*command: str) -> str:
 
 
 def _number(text: str | None) -> int:
-    return int(text) if text and text.lstrip("-").isdigit() else 0
+    return int(text) if text and re.fullmatch(r"-?[0-9]{1,15}", text) else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,20 +29,28 @@ class Answer:
         return self.body if self.status == 200 and isinstance(self.body, dict) else {}
 
 
-def get(url: str, deadline_s: float = DEADLINE_S) -> Answer:
-    """The response of ``url``, within ``deadline_s``. Never raises: errors are in the ``Answer``."""
+def get(url: str, deadline_s: float = DEADLINE_S, *, headers: Mapping[str, str] | None = None) -> Answer:
+    """The response of ``url``, within ``deadline_s``. Never raises: errors are in the ``Answer``.
+
+    Redirects are not followed: they would take ``headers`` along.
+    """
     try:
-        return within(deadline_s, lambda: _get(url, deadline_s))
+        return within(deadline_s, lambda: _get(url, deadline_s, dict(headers or {})))
     except urllib.error.URLError as error:
         return Answer(None, one_line(error.reason))
     except Exception as error:  # whatever answers there may speak another language
         return Answer(None, one_line(error))
 
 
-def _get(url: str, deadline_s: float) -> Answer:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_arguments: Any) -> None:
+        return None
+
+
+def _get(url: str, deadline_s: float, headers: dict[str, str]) -> Answer:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
     try:
-        with opener.open(url, timeout=deadline_s) as response:
+        with opener.open(urllib.request.Request(url, headers=headers), timeout=deadline_s) as response:
             return Answer(response.status, _parsed(response.read(_MOST_BYTES)))
     except urllib.error.HTTPError as error:
         with error:

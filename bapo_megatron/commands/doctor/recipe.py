@@ -50,6 +50,9 @@ class Facts:
     """`config.json` of the model; None if it cannot be read."""
     disk_gb: float | None = None
     """Gigabytes that the run directory will hold, without rollouts and logs."""
+    api_key_file: str | None = None
+    """The file of the servers' API key, if the recipe names one."""
+    require_api_key: bool = False
 
 
 def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], Facts | None]:
@@ -136,6 +139,8 @@ def facts_of(config: RunConfig) -> Facts:
         runs_programs=runs_code(config.reward.function),
         model=read_model_config(config.model.hf_path),
         disk_gb=_disk_gb(config),
+        api_key_file=None if sglang.api_key_file is None else str(sglang.api_key_file),
+        require_api_key=sglang.require_api_key,
     )
 
 

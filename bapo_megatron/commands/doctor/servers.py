@@ -13,6 +13,7 @@ from typing import Any
 from bapo_megatron.commands.doctor.http import Answer, get
 from bapo_megatron.commands.doctor.recipe import Facts, read_model_config
 from bapo_megatron.commands.doctor.rows import DoctorRow, State
+from bapo_megatron.commands.doctor.server_keys import key_check
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
 from bapo_megatron.rollout.engines.sglang.requirements import FP32_HEAD, IN_PLACE, RESERVED_TOKENS, flag
 
@@ -52,10 +53,14 @@ def rows_of(url: str, facts: Facts) -> tuple[list[DoctorRow], str | None]:
     if ready.status == 404:
         return [_other_program(url)], None
     rows = [_ready_row(url, ready)]
-    model = get(f"{url}/model_info")
-    server = get(f"{url}/server_info")
+    headers, key_row = key_check(url, facts)
+    rows.append(key_row)
+    if headers is None:
+        return rows, None
+    model = get(f"{url}/model_info", headers=headers)
+    server = get(f"{url}/server_info", headers=headers)
     if server.status == 404:
-        server = get(f"{url}/get_server_info")  # the endpoint's older name
+        server = get(f"{url}/get_server_info", headers=headers)  # the endpoint's older name
     version = _text(model.fields.get("weight_version"))
     rows += [
         weight_version_row(url, version),

@@ -19,9 +19,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
+from bapo_megatron.runtime.distributed import bound_store
 from bapo_megatron.types import BroadcastGroup
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class SendingGroup:
         """
         timeout = timedelta(seconds=timeout_s)
         # Made here and not by an init method: under torchrun those would join the agent's store instead.
-        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        self._store = bound_store(address, 0, None, timeout)
         backend = "nccl" if device.type == "cuda" else "gloo"
         self.place = BroadcastGroup(address, self._store.port, name, receivers + 1, backend)
         self._device, self._timeout_s = device, timeout_s

@@ -32,7 +32,8 @@ from bapo_megatron.commands.doctor.table import as_json, lines, summary_line
 from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, Permitted, canonical, permitted, pins
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang import requirements
-from bapo_megatron.runtime import child_process, device, processes
+from bapo_megatron.rollout.engines.sglang_launch import api_key
+from bapo_megatron.runtime import child_process, device, processes, run_paths
 from bapo_megatron.runtime.child_process import CommandResult, run_command, within
 
 ROOT = Path(__file__).parents[3]
@@ -90,7 +91,7 @@ def test_a_range(version: str, holds: bool) -> None:
     assert Permitted("<2.14,>=2.6").holds(version) is holds
 
 
-SHARED = (child_process, device, processes, requirements)
+SHARED = (api_key, child_process, device, processes, requirements, run_paths)
 MODULES = [*sorted(Path(machine.__file__).parent.glob("*.py")), *(Path(str(m.__file__)) for m in SHARED)]
 
 

@@ -21,8 +21,10 @@ from bapo_megatron.commands.doctor.servers import longest_sequence, server_rows
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.rollout.engines.sglang_launch.api_key import PROOF_PATH, VARIABLE, is_loopback, proof_of
 
 ROOT = Path(__file__).parents[3]
+KEY = "k" * 43
 SHAPE = {"model_type": "qwen2", "vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 4}
 
 
@@ -30,6 +32,10 @@ class Played:
     """Answers like SGLang 0.5.23, or as it is told: path to status and body."""
 
     def __init__(self, model: Path) -> None:
+        self.key: str | None = KEY
+        self.proves = True
+        self.sent: set[str | None] = set()
+        """The authorizations that came."""
         about = {"model_path": str(model), "model_type": "qwen2", "weight_version": "0"}
         server = {
             "version": pins(SGLANG)["sglang"],
@@ -52,6 +58,13 @@ class Played:
             def do_GET(self) -> None:
                 time.sleep(played.delay_s)
                 status, body = played.answers.get(self.path, (404, {"detail": "Not Found"}))
+                given, (address, port) = self.headers.get("Authorization"), self.connection.getsockname()
+                played.sent.add(given)
+                if played.key and played.proves and self.path.startswith(PROOF_PATH):
+                    nonce = self.path.partition("=")[2]
+                    status, body = 200, proof_of(played.key, nonce, address, port)
+                elif played.key and self.path.endswith("_info") and given != f"Bearer {played.key}":
+                    status, body = 401, {"error": "Unauthorized"}
                 sent = (body if isinstance(body, str) else json.dumps(body)).encode()
                 self.send_response(status)
                 self.end_headers()
@@ -79,6 +92,16 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The key that the environment names."""
+    file = tmp_path / "key"
+    file.write_text(KEY)
+    file.chmod(0o600)
+    monkeypatch.setenv(VARIABLE, str(file))
+    return file
+
+
 @pytest.fixture
 def server(model: Path) -> Iterator[Played]:
     played = Played(model)
@@ -97,11 +120,12 @@ def bad(rows: Iterator[DoctorRow]) -> list[DoctorRow]:
     return [row for row in rows if row.state != "ok"]
 
 
-def test_a_server_that_fits(server: Played, model: Path) -> None:
+def test_a_server_that_fits(server: Played, model: Path, key_file: Path) -> None:
     rows = list(server_rows(facts(server.url + "/")))
     assert {(row.section, row.name, row.state) for row in rows} == {("servers", server.url, "ok")}
     assert [row.found for row in rows] == [
         "ready",
+        f"asks for the API key in {key_file}",
         "weight version 0",
         f"model {model}, 264 token ids",
         "context for sequences of 256 tokens",
@@ -182,7 +206,7 @@ def test_another_program(server: Played) -> None:
 def test_nonsense_is_no_traceback(server: Played) -> None:
     server.answers |= {"/model_info": (200, ["hello"]), "/server_info": (500, "<html>")}
     rows = list(server_rows(facts(server.url)))
-    assert [row.state for row in rows] == ["ok", "problem", "ok"]  # no weight version
+    assert [row.state for row in rows] == ["ok", "ok", "problem", "ok"]  # no weight version
 
 
 def test_servers_that_are_gone_or_hang(server: Played, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +233,7 @@ def test_proxies_are_passed_by(server: Played, monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_answer_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte comes in time, and the whole never does."""
-    monkeypatch.setattr(http, "_get", lambda _url, _deadline: time.sleep(30))
+    monkeypatch.setattr(http, "_get", lambda *_: time.sleep(30))
     assert get("http://127.0.0.1:1", 0.1).body == "no answer within 0.1 s"
 
 
@@ -309,3 +333,48 @@ def test_rows_of_a_recipe() -> None:
     assert [row.state for row in recipe_rows("a.py", [])] == ["ok"]
     rows = list(recipe_rows("a.py", ["one", "two"]))
     assert [(row.state, row.found) for row in rows] == [("problem", "one"), ("problem", "two")]
+
+
+def test_a_server_without_a_key(server: Played) -> None:
+    """A problem where others reach it, or where the recipe requires a key."""
+    server.key = None
+    [row] = bad(server_rows(facts(server.url)))
+    assert (row.state, row.found.partition(":")[0]) == ("optional", "asks for no API key")
+    assert row.fix.startswith("start it with bapo rollout-server")
+    [row] = bad(server_rows(facts(server.url, require_api_key=True)))
+    assert row.state == "problem"
+    assert all(map(is_loopback, ("http://127.0.1.1:1", "http://localhost:1", "http://[::1]:1")))
+    assert not any(map(is_loopback, ("http://node1:1", "http://10.0.0.1:1", "http://0.0.0.0:1")))
+
+
+def test_a_wrong_key_is_named(server: Played, key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.key = "o" * 43
+    [row] = bad(server_rows(facts(server.url)))
+    assert (row.state, row.found) == ("problem", f"asks for another API key than that in {key_file}")
+    assert KEY not in repr(row)
+    monkeypatch.delenv(VARIABLE)
+    [row] = bad(server_rows(facts(server.url, directory="/nowhere")))
+    assert row.found == "asks for an API key, and none is known here"
+    assert "rollout.sglang.api_key_file" in row.fix
+    key_file.chmod(0o644)
+    [row] = bad(server_rows(facts(server.url, api_key_file=str(key_file))))
+    assert (row.state, "has mode 0644" in row.found, KEY in repr(row)) == ("problem", True, False)
+
+
+def test_the_runs_own_key_is_sent_to_who_proves_it_alone(
+    server: Played, tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE)
+    run = tmp_path / "run"
+    run.mkdir()
+    key_file.rename(run / "api_key")
+    assert bad(server_rows(facts(server.url, directory=str(run)))) == []
+    for key, proves, found in (
+        (KEY, False, f"does not prove that it has the run's, {run}/api_key"),
+        ("o" * 43, True, f"has another API key than the run's, {run}/api_key"),
+    ):
+        server.key, server.proves = key, proves
+        server.sent.clear()
+        [row] = bad(server_rows(facts(server.url, directory=str(run))))
+        assert (row.state, row.found) == ("problem", found)
+        assert server.sent == {None}

@@ -88,7 +88,7 @@ import os, signal, sys, time
 from bapo_megatron.runtime.distributed import run_processes
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # as under nohup
 def worker():
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())  # whole, also when both write at once
     time.sleep(1000)
 run_processes(worker, (), 2)
 """

@@ -33,11 +33,11 @@ def test_the_names_on_disk_stay_as_they_are() -> None:
     singles = [
         *(RUN.config, RUN.lock, RUN.metrics, RUN.updates, RUN.evaluations, RUN.events, RUN.tensorboard),
         *(RUN.wandb_id, RUN.journal, RUN.weights, RUN.export, RUN.report, RUN.engines, RUN.slurm_state),
-        RUN.stop,
+        *(RUN.stop, RUN.api_key),
     ]
     names = (
         "config.json .lock metrics.jsonl updates.jsonl evaluations.jsonl events.jsonl tensorboard wandb_id "
-        "journal weights export report engines slurm.state stop"
+        "journal weights export report engines slurm.state stop api_key"
     )
     assert [str(path.relative_to("run")) for path in singles] == names.split()
 
@@ -79,6 +79,7 @@ def test_the_shell_has_the_same_names() -> None:
         "BAPO_EVENTS_FILE": RUN.events.name,
         "BAPO_STATE_FILE": RUN.slurm_state.name,
         "BAPO_STOP_FILE": RUN.stop.name,
+        "BAPO_API_KEY_FILE": RUN.api_key.name,
         "BAPO_LOGS_FOLDER": RUN.logs.name,
         "BAPO_ENGINES_FOLDER": RUN.engines.name,
         "BAPO_CHECKPOINTS_FOLDER": RUN.checkpoints.name,

@@ -11,6 +11,11 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers, OnEvent
 from bapo_megatron.rollout.engines.requests import limits_of
+from bapo_megatron.rollout.engines.sglang.authorization import (
+    Authorization,
+    check_keys_asked,
+    known_key,
+)
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.engines.sglang.nccl_versions import check_nccl
@@ -27,6 +32,7 @@ class SglangBackend(EngineBackend):
         and the trainer if weights go by broadcast. Servers that run elsewhere are taken to have the NCCL of
         the environment that is named here."""
         python = _interpreter(rollout)
+        check_keys_asked(rollout.sglang)
         if gpus and python and rollout.sglang.sync == "broadcast":
             check_nccl(python)
         if gpus and (problem := placement_problem(rollout, gpus, training)):
@@ -50,9 +56,15 @@ class SglangBackend(EngineBackend):
         sessions = HttpSessions()
         opened.push_async_callback(sessions.close)
         deadlines = Deadlines(60 * sglang.request_minutes, update_s=60 * sglang.update_minutes)
+        known = known_key(sglang, config.directory)
+
+        def server_at(url: str) -> SglangServer:
+            return SglangServer(
+                url, sessions, authorization=Authorization(url, known, sglang.require_api_key)
+            )
+
         return [
-            SglangEngine(SglangServer(url, sessions), limits, sglang.on_update, deadlines, sglang.tensor)
-            for url in urls
+            SglangEngine(server_at(url), limits, sglang.on_update, deadlines, sglang.tensor) for url in urls
         ]
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import aiohttp
 
 from bapo_megatron.rollout.engines.backend import EngineError
+from bapo_megatron.rollout.engines.sglang.authorization import Authorization
 from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation
 
@@ -80,7 +81,15 @@ class Refused(ServerError):
 class SglangServer:
     """Calls to the server at ``url``. Must be used within the event loop of ``sessions``."""
 
-    def __init__(self, url: str, sessions: HttpSessions, control_timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        sessions: HttpSessions,
+        control_timeout: float = 60.0,
+        authorization: Authorization | None = None,
+    ) -> None:
+        """``authorization``: the key that goes with every call; None: it is called without one."""
+        self._authorization = authorization
         self.url = url.rstrip("/")
         self._sessions = sessions
         self._control = control_timeout
@@ -238,28 +247,60 @@ class SglangServer:
         body: bytes | None,
         timeout: float | None,
     ) -> bytes:
-        """The bytes of the answer, whose status is 200. It is sent once."""
+        """The bytes of the answer, whose status is 200. It is sent once, and redirects are not followed."""
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_S)
-        headers = {"Content-Type": "application/json"}
         url, connection = self.url + path, {"reused": False}
+        headers = {"Content-Type": "application/json", **await self._headers(url)}
         try:
             async with session.request(
-                method, url, data=body, headers=headers, timeout=limit, trace_request_ctx=connection
+                method,
+                url,
+                data=body,
+                headers=headers,
+                timeout=limit,
+                trace_request_ctx=connection,
+                allow_redirects=False,
             ) as answer:
                 content = await answer.read()
                 if answer.status != 200:
-                    message = f"{url}: status {answer.status}: {content[:500].decode(errors='replace')}"
-                    raise Refused(message) if answer.status == 400 else ServerError(message)
+                    raise self._refusal(url, answer.status, content)
                 return content
         except aiohttp.ConnectionTimeoutError:
             raise ServerError(f"{url}: no connection within {_CONNECT_S:g} s") from None
         except TimeoutError as error:
             raise ServerError(f"{url}: no answer within {timeout:g} s") from error
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            self._forget()
             kind = Crossed if connection["reused"] else ServerError
             raise kind(f"{url}: {type(error).__name__}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
+            self._forget()
             raise ServerError(f"{url}: {type(error).__name__}: {error}") from error
+
+    async def _headers(self, url: str) -> dict[str, str]:
+        if self._authorization is None:
+            return {}
+        try:
+            return await self._authorization.headers()
+        except TimeoutError as error:
+            raise ServerError(f"{url}: no answer to the question whether it has the key") from error
+        except EngineError as error:
+            raise ServerError(str(error)) from error
+        except OSError as error:
+            raise ServerError(f"{url}: {type(error).__name__}: {error}") from error
+
+    def _forget(self) -> None:
+        if self._authorization is not None:
+            self._authorization.forget()
+
+    def _refusal(self, url: str, status: int, content: bytes) -> ServerError:
+        message = f"{url}: status {status}: {content[:500].decode(errors='replace')}"
+        if self._authorization is not None:
+            message = self._authorization.without_key(message)
+            if status == 401:
+                message = f"{message}: {self._authorization.refusal()}"
+                self._authorization.forget()
+        return Refused(message) if status == 400 else ServerError(message)
 
 
 async def _unless(call: Awaitable[Any], says: str) -> None:

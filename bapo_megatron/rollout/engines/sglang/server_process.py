@@ -17,14 +17,18 @@ from typing import Annotated, NoReturn
 import tyro
 
 import bapo_megatron.rollout.engines.sglang_cpu as on_cpu
+import bapo_megatron.rollout.engines.sglang_launch as with_key
 from bapo_megatron.config import RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.sglang.authorization import servers_key_file
 from bapo_megatron.rollout.engines.sglang.requirements import FP32_HEAD, IN_PLACE, RESERVED_TOKENS, flag
+from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_FILE_VARIABLE
 from bapo_megatron.runtime.child_process import ChildProcess
 from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
 
 PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
 _CPU_LAUNCHER = Path(on_cpu.__file__).with_name("launch.py")
+_LAUNCHER = Path(with_key.__file__).with_name("launch.py")
 _CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     "--sleep-on-idle",  # else an idle server keeps a core busy
@@ -76,8 +80,11 @@ def more_flags(sglang: SglangConfig) -> list[str]:
 def server_command(
     python: Path, hf_path: Path, host: str, port: int, cuda: bool, flags: Sequence[str] = ()
 ) -> list[str]:
-    """The command line of a server with weights of version 0, those of the model in ``hf_path``."""
-    start = ["-m", "sglang.launch_server"] if cuda else [str(_CPU_LAUNCHER)]
+    """The command line of a server with weights of version 0, those of the model in ``hf_path``.
+
+    The key that it asks for is in a file that its environment names, see ``server_environment``.
+    """
+    start = [str(_LAUNCHER if cuda else _CPU_LAUNCHER)]
     return [
         str(python),
         *start,
@@ -94,7 +101,8 @@ class ServeCommand:
 
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
     host: str = "127.0.0.1"
-    """Address to listen on. Whoever reaches it can read and replace the weights."""
+    """Address to listen on: this machine's, as the trainer reaches it. Who reaches it and has the key can
+    sample and replace the weights."""
     port: int = 30000
 
 
@@ -103,15 +111,21 @@ def serve(command: ServeCommand, cuda: bool) -> NoReturn:
     run = command.run
     python, flags = sglang_python(run.rollout.sglang.python), server_flags(run, cuda=cuda)
     line = server_command(python, run.model.hf_path, command.host, command.port, cuda, flags)
-    os.execvpe(line[0], line, server_environment(cuda))
+    key_file = servers_key_file(run)
+    print(f"the server asks for the API key in {key_file}", flush=True)
+    os.execvpe(line[0], line, server_environment(cuda, key_file=key_file))
 
 
-def server_environment(cuda: bool, threads: int | None = None) -> dict[str, str]:
+def server_environment(
+    cuda: bool, threads: int | None = None, key_file: Path | None = None
+) -> dict[str, str]:
     """Environment variables of the server's process: this one's without the trainer's own, and what a CPU
-    needs."""
+    needs. ``key_file``: of the key that it asks for; None: it asks for none."""
     environment = os.environ | _VARIABLES
-    for name in [*_OTHER_ENVIRONMENT, *filter(_is_of_launcher, environment)]:
+    for name in [*_OTHER_ENVIRONMENT, KEY_FILE_VARIABLE, *filter(_is_of_launcher, environment)]:
         environment.pop(name, None)
+    if key_file is not None:
+        environment[KEY_FILE_VARIABLE] = str(key_file)
     if (
         environment.get(ALLOCATOR_VARIABLE) == GROWING_SEGMENTS
     ):  # the trainer's; SGLang's memory saver refuses it

@@ -11,6 +11,7 @@ from typing import Any
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.rollout.engines.backend import EngineServers, OnEvent
+from bapo_megatron.rollout.engines.sglang.authorization import servers_key_file
 from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
     server_command,
@@ -79,7 +80,7 @@ class ServerSupervisor:
         self._command = server_command(
             sglang_python(sglang.python), config.model.hf_path, _HOST, port, cuda, flags
         )
-        self._environment = server_environment(cuda)
+        self._environment = server_environment(cuda, key_file=servers_key_file(config))
         self._log = RunPaths(config.directory).server_log(number)
         self._start_s = 60 * sglang.start_minutes
         self._on_event = on_event

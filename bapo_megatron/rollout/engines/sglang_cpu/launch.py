@@ -1,22 +1,28 @@
-"""``sglang.launch_server`` on a machine without a GPU. Takes its flags; run by path, in SGLang's environment.
+"""``sglang.launch_server`` on a machine without a GPU, with the key of the file that BAPO_SGLANG_API_KEY_FILE
+names, if any. Takes its flags; run by path, in SGLang's environment.
 
 SGLang's worker processes are spawned and import this file again, so the stand-ins come first, at its top.
 """
 
 import os
 import sys
+from pathlib import Path
 
 import stand_ins  # the folder of this file comes first on the path; so does sgl_kernel
 
+sys.path.insert(1, str(Path(__file__).parents[1] / "sglang_launch"))
+
+import access
+
 stand_ins.install()
+access.install()
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    arguments = prepare_server_args(sys.argv[1:])
     try:
-        run_server(arguments)
+        run_server(access.ask_for_key(prepare_server_args(sys.argv[1:])))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

@@ -1,0 +1,179 @@
+"""Authorization at SGLang servers: which key a run has, and which of its servers are sent it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from bapo_megatron.config import RunConfig, SglangConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.backend import EngineError
+from bapo_megatron.rollout.engines.sglang_launch.api_key import (
+    VARIABLE,
+    ApiKey,
+    answers_without_key,
+    ask_proof,
+    is_loopback,
+    make_key_file,
+    read_key_file,
+)
+from bapo_megatron.runtime.run_paths import RunPaths
+
+_PROOF_S = 5.0
+
+
+@dataclass(frozen=True)
+class KnownKey:
+    """The key that a run knows."""
+
+    key: ApiKey
+    is_given: bool
+    """A file that the user names holds it: it is sent to every server of the recipe. A run's own key is sent
+    to servers alone that prove that they have it."""
+
+
+def known_key(sglang: SglangConfig, directory: Path) -> KnownKey | None:
+    """The key of the file that the recipe or the environment names, else the run's own; None if it has none.
+
+    ConfigError, which never shows what is in the file, if the file holds no key or others may read it.
+    """
+    given = _given_file(sglang)
+    path = given or RunPaths(directory).api_key
+    if given is None and not os.path.lexists(path):
+        return None
+    try:
+        return KnownKey(read_key_file(path), is_given=given is not None)
+    except ValueError as error:
+        where = "" if given is None else f" (named by {_name_of_given(sglang)})"
+        raise ConfigError(f"{error}{where}") from None
+
+
+def servers_key_file(config: RunConfig) -> Path:
+    """The file of the key that servers of the run ask for; the run's own is made if there is none yet."""
+    sglang, directory = config.rollout.sglang, config.directory
+    if _given_file(sglang) is None:
+        path = RunPaths(directory).api_key
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            make_key_file(path)
+        except OSError as error:
+            raise ConfigError(
+                f"the API key file {path} cannot be made: {error}; write one elsewhere "
+                "(openssl rand -hex 32, mode 0600) and name it with rollout.sglang.api_key_file"
+            ) from None
+    known = known_key(sglang, directory)
+    assert known is not None
+    return known.key.path.absolute()
+
+
+def check_keys_asked(sglang: SglangConfig) -> None:
+    """With ``require_api_key``: ConfigError if a server of ``urls`` serves who sends no key. One that is
+    silent now is asked again before it gets requests."""
+    if not (sglang.require_api_key and sglang.urls):
+        return
+
+    async def ask_all() -> list[bool | BaseException]:
+        return await asyncio.gather(
+            *(answers_without_key(url, _PROOF_S) for url in sglang.urls), return_exceptions=True
+        )
+
+    open_ = [url for url, found in zip(sglang.urls, asyncio.run(ask_all()), strict=True) if found is True]
+    if open_:
+        raise ConfigError(
+            f"rollout.sglang.require_api_key is set, and {', '.join(open_)} asks for no key: start it with "
+            "bapo rollout-server, or leave the field out"
+        )
+
+
+class Authorization:
+    """What one server is sent with every call. Used within one event loop.
+
+    The run's own key goes to a server that has proved that it has it (``api_key.ask_proof``), and must prove
+    it anew once a connection has failed: another program may have taken its address.
+    """
+
+    def __init__(self, url: str, known: KnownKey | None, is_required: bool = False) -> None:
+        """``is_required``: a server that asks for no key is refused."""
+        self._url, self._known, self._is_required = url.rstrip("/"), known, is_required
+        self._lock = asyncio.Lock()
+        self._headers: dict[str, str] | None = None
+        self._is_warned = False
+
+    async def headers(self) -> dict[str, str]:
+        """The headers of a call. EngineError if the server must not be called, OSError if it is silent."""
+        if self._headers is None:
+            async with self._lock:
+                if self._headers is None:
+                    self._headers = await self._find()
+        return self._headers
+
+    def forget(self) -> None:
+        """A connection has failed: who answers next is not known."""
+        self._headers = None
+
+    def without_key(self, text: str) -> str:
+        """``text`` for a log or an error, should a server have sent the key back."""
+        return text.replace(self._known.key.value, "***") if self._known else text
+
+    def refusal(self) -> str:
+        """Why the server answered 401, for a person."""
+        if self._known is None:
+            return f"it asks for an API key; name its file with rollout.sglang.api_key_file or {VARIABLE}"
+        return (
+            f"it asks for another API key than that in {self._known.key.path}; start it with that file, or "
+            f"name its own with rollout.sglang.api_key_file or {VARIABLE}"
+        )
+
+    async def _find(self) -> dict[str, str]:
+        if await self._is_trusted():
+            assert self._known is not None
+            sent = {"Authorization": f"Bearer {self._known.key.value}"}
+            if not (self._known.is_given and await self._is_open()):
+                return sent
+        elif not await self._is_open():
+            return {}  # it asks for a key that is not known here: its 401 says so
+        else:
+            sent = {}
+        if self._is_required:
+            raise EngineError(
+                f"{self._url}: asks for no API key, and rollout.sglang.require_api_key is set: start it with "
+                "bapo rollout-server"
+            )
+        if not self._is_warned:
+            self._is_warned = True
+            print(f"warning: {_open_text(self._url)}", flush=True)
+        return sent
+
+    async def _is_trusted(self) -> bool:
+        """Whether the server may be sent the key."""
+        if self._known is None or self._known.is_given:
+            return self._known is not None
+        proof = await ask_proof(self._url, self._known.key.value, _PROOF_S)
+        if proof == "wrong":
+            raise EngineError(
+                f"{self._url}: has another API key than the run's ({self._known.key.path}), or is no server "
+                "of this run: start it with bapo rollout-server and the same --run-dir"
+            )
+        return proof == "proved"
+
+    async def _is_open(self) -> bool:
+        return await answers_without_key(self._url, _PROOF_S)
+
+
+def _open_text(url: str) -> str:
+    reach = "of this machine" if is_loopback(url) else "who reaches it"
+    return (
+        f"{url} asks for no API key: everybody {reach} can sample from it and replace its weights; "
+        "start it with bapo rollout-server"
+    )
+
+
+def _given_file(sglang: SglangConfig) -> Path | None:
+    named = os.environ.get(VARIABLE)
+    return sglang.api_key_file or (Path(named) if named else None)
+
+
+def _name_of_given(sglang: SglangConfig) -> str:
+    return "rollout.sglang.api_key_file" if sglang.api_key_file else VARIABLE

@@ -1,0 +1,120 @@
+"""What makes a server of SGLang 0.5.23 ask for the key of the run, and keep it out of its log.
+
+SGLang's own check (``srt/utils/auth.py``) is turned on; it leaves open what begins with /health (which
+samples a token), /ready or /metrics, and web sockets. A layer before it leaves open /ready and the proof, and
+answers /health itself, which SGLang's router asks without a key.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+import api_key  # this folder comes first on the path
+
+_OPEN = ("/ready",)
+"""Says whether the server takes requests, and nothing else."""
+_ALIVE = "/health"
+"""Without the key it says that the server listens, and samples nothing."""
+
+_key: str | None = None
+
+
+class KeyRequired:
+    """ASGI middleware: whoever sends no key, or another one, gets status 401."""
+
+    def __init__(self, app: Any, key: str) -> None:
+        self._app, self._key = app, key
+
+    async def __call__(self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
+        """Handle one connection."""
+        if scope["type"] not in ("http", "websocket"):  # the server's own start and end
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] == api_key.PROOF_PATH:
+            await self._prove(scope, send)
+        elif self._may_pass(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] == _ALIVE:
+            await _answer(send, 200, "", "text/plain")
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await _answer(send, 401, json.dumps({"error": "Unauthorized"}), "application/json")
+
+    def _may_pass(self, scope: Any) -> bool:
+        if scope["type"] == "http" and scope["path"] in _OPEN:
+            return True
+        # SGLang's router hands on its client's key, and adds its own.
+        sent = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        return bool(sent) and all(self._is_key(value.decode("latin-1")) for value in sent)
+
+    def _is_key(self, authorization: str) -> bool:
+        kind, _, given = authorization.partition(" ")
+        return kind.lower() == "bearer" and api_key.is_same(given, self._key)
+
+    async def _prove(self, scope: Any, send: Callable[[Any], Awaitable[None]]) -> None:
+        nonces = parse_qs(scope["query_string"].decode("latin-1")).get("nonce", [""])
+        proof = api_key.proof_of(self._key, nonces[0], *(scope["server"] or ("", 0)))
+        await _answer(send, 200 if proof else 400, proof or "no nonce", "text/plain")
+
+
+async def _answer(send: Callable[[Any], Awaitable[None]], status: int, text: str, kind: str) -> None:
+    body = text.encode()
+    headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def install() -> None:
+    """Read the key, and see to it that no log record shows it. Without ``api_key.VARIABLE`` nothing happens.
+
+    Called at the top of the launcher, which SGLang's worker processes import again.
+    """
+    global _key
+    if not (named := os.environ.get(api_key.VARIABLE)):
+        return
+    _key = api_key.read_key_file(Path(named)).value
+    logging.setLogRecordFactory(_redacting(logging.getLogRecordFactory(), _key))
+
+
+def _redacting(make: Callable[..., logging.LogRecord], key: str) -> Callable[..., logging.LogRecord]:
+    """SGLang logs all its settings when it starts, the key among them."""
+
+    def redacted(*arguments: Any, **more: Any) -> logging.LogRecord:
+        record = make(*arguments, **more)
+        try:
+            text = record.getMessage()
+        except Exception:  # a record that cannot be formatted is reported by its handler
+            return record
+        if key in text:
+            record.msg, record.args = text.replace(key, "***"), None
+        return record
+
+    return redacted
+
+
+def ask_for_key(arguments: Any) -> Any:
+    """Settings of a server (``ServerArgs``) that make it ask for the key; as they were if there is none."""
+    if _key is None:
+        return arguments
+    from sglang.srt.utils import auth
+
+    key, add = _key, auth.add_api_key_middleware
+
+    def add_both(app: Any, **keys: Any) -> None:
+        add(app, **keys)
+        app.add_middleware(KeyRequired, key=key)  # the last one added is asked first
+
+    auth.add_api_key_middleware = add_both
+    arguments.api_key = key
+    return arguments
+
+
+def given_key() -> str | None:
+    """The key, after ``install``."""
+    return _key

@@ -1,0 +1,197 @@
+"""A real SGLang server with the key of a run, and SGLang's router: without the key nobody can do anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+import bapo_megatron.rollout.engines.sglang_launch as launch_folder
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.interfaces import Engine
+from bapo_megatron.rollout.engines.requests import limits_of
+from bapo_megatron.rollout.engines.sglang.authorization import Authorization, KnownKey
+from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
+from bapo_megatron.rollout.engines.sglang.server_process import (
+    ServerProcess,
+    server_command,
+    server_environment,
+    sglang_python,
+)
+from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE, make_key_file, read_key_file
+from bapo_megatron.runtime.distributed import free_port
+from bapo_megatron.types import GenerateRequest, SamplingParams
+
+from .blocking import BlockingEngine
+
+pytestmark = pytest.mark.slow
+
+ROUTER = Path(launch_folder.__file__).with_name("router.py")
+GENERATE = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
+GROUP = {
+    "master_address": "127.0.0.1",
+    "master_port": 9,
+    "rank_offset": 1,
+    "world_size": 2,
+    "group_name": "g",
+}
+ENDPOINTS: dict[str, Any] = {
+    "/generate": GENERATE,
+    "/v1/chat/completions": {"model": "m", "messages": []},
+    "/update_weights_from_disk": {"model_path": "/nowhere", "weight_version": "9"},
+    "/init_weights_update_group": {**GROUP, "group_name": "g", "backend": "gloo"},
+    "/destroy_weights_update_group": {"group_name": "g"},
+    "/begin_weight_update": {},
+    "/update_weights_from_distributed": {"names": [], "dtypes": [], "shapes": [], "group_name": "g"},
+    "/update_weights_from_tensor": {},
+    "/end_weight_update": {},
+    "/update_weight_version": {"new_version": "9"},
+    "/weights_checker": {"action": "checksum"},
+    "/pause_generation": {"mode": "in_place"},
+    "/continue_generation": {},
+    "/abort_request": {"abort_all": True},
+    "/flush_cache": {},
+    "/release_memory_occupation": {},
+    "/health_generate": None,
+    "/model_info": None,
+    "/server_info": None,
+    "/get_server_info": None,
+    "/openapi.json": None,
+    "/metrics": None,
+}
+"""What each gets; None: it is read."""
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """A server, the folder of its key and log, and its model."""
+
+    process: ServerProcess
+    folder: Path
+    model: Path
+
+    @property
+    def key(self) -> str:
+        return read_key_file(self.folder / "api_key").value
+
+
+def call(url: str, path: str, body: Any = None, key: str | None = None) -> int:
+    """The status of one call of any program."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + path, data, headers), timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.fixture(scope="module")
+def server(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+    """One server for all tests of this file; skipped where SGLang is not installed."""
+    try:
+        python = sglang_python()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    folder, port, model = tmp_path_factory.mktemp("run"), free_port(), make_model("qwen2")
+    make_key_file(folder / "api_key")
+    # With its warm-up, in which it calls itself.
+    flags = ["--dtype", "float32", "--max-total-tokens", "40000"]
+    command = server_command(python, model, "127.0.0.1", port, cuda=False, flags=flags)
+    environment = server_environment(cuda=False, threads=1, key_file=folder / "api_key")
+    process = ServerProcess(command, environment, f"http://127.0.0.1:{port}", folder / "server.log")
+    try:
+        process.wait_ready()
+        yield Keyed(process, folder, model)
+    finally:
+        process.stop(seconds=1)
+
+
+def test_without_the_key_nobody_samples_or_changes_weights(server: Keyed, tmp_path: Path) -> None:
+    url, known = server.process.url, KnownKey(read_key_file(server.folder / "api_key"), is_given=False)
+
+    async def make() -> Engine:
+        return SglangEngine(
+            SglangServer(url, HttpSessions(), authorization=Authorization(url, known, is_required=True)),
+            limits_of(server.model),
+        )
+
+    engine = BlockingEngine(make, server.model, tmp_path / "weights")
+    try:
+        engine.update_weights(load_file(server.model / "model.safetensors").items(), 3)
+        for wrong in (None, "o" * 43):
+            found = {path: call(url, path, body, wrong) for path, body in ENDPOINTS.items()}
+            assert found == dict.fromkeys(ENDPOINTS, 401)
+        assert engine.weight_version == 3
+        asked = GenerateRequest("r", np.array([1, 2, 3]), SamplingParams(1.0, 4, ()))
+        [answer] = engine.generate([asked])
+        assert (len(answer.token_ids_R), set(answer.versions_R)) == (4, {3})
+    finally:
+        engine.close()
+    assert call(url, "/generate", GENERATE, server.key) == 200
+    assert (call(url, "/ready"), call(url, "/health")) == (200, 200)
+
+
+def test_who_has_another_key_cannot_register(server: Keyed, tmp_path: Path) -> None:
+    """A job's shell registers a server when this command ends with 0."""
+    make_key_file(tmp_path / "api_key")
+    module = "bapo_megatron.rollout.engines.sglang_launch.api_key"
+    for folder, code in ((server.folder, 0), (tmp_path, 1)):
+        command = [sys.executable, "-m", module, server.process.url, str(folder / "api_key")]
+        assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == code
+
+
+def test_the_key_is_neither_in_its_log_nor_in_the_list_of_processes(server: Keyed) -> None:
+    log = server.process.log.read_text()
+    assert "server_args=" in log
+    assert "'api_key': '***'" in log
+    assert server.key not in log
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(processes) >= 3
+    for one in processes:
+        assert server.key not in " ".join(one.cmdline()) + str(one.environ())
+
+
+def test_the_router_asks_for_the_key_and_hands_it_on(server: Keyed) -> None:
+    port, metrics = free_port(), free_port()
+    command = [
+        *(str(sglang_python()), str(ROUTER), "--host", "127.0.0.1", "--port", str(port)),
+        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)),
+        *("--worker-urls", server.process.url, "--health-check-endpoint", "/model_info"),
+        *("--health-check-interval-secs", "1", "--disable-retries"),
+    ]
+    environment = server_environment(cuda=False, key_file=server.folder / "api_key")
+    assert environment[VARIABLE].endswith("api_key")
+    log = server.folder / "router.log"
+    router = ServerProcess(command, environment, f"http://127.0.0.1:{port}", log)
+    try:
+        deadline = time.monotonic() + 300
+        while _status(router.url, server.key) != 200:
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        for wrong in (None, "o" * 43):
+            assert call(router.url, "/generate", GENERATE, wrong) == 401
+            assert call(router.url, "/workers", {"url": "http://127.0.0.1:9"}, wrong) == 401
+        assert server.key not in log.read_text()
+    finally:
+        router.stop(seconds=1)
+
+
+def _status(url: str, key: str) -> int | None:
+    try:
+        return call(url, "/generate", GENERATE, key)
+    except OSError:  # it does not listen yet
+        return None

@@ -1,0 +1,302 @@
+"""The API key of a run: its file, the proof of a server, and what every endpoint answers without it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import bapo_megatron.rollout.engines.sglang_launch as launch_folder
+from bapo_megatron.checkpoint.run_directory import changed_settings, store_config
+from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, SglangConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.sglang import server_process as process
+from bapo_megatron.rollout.engines.sglang.authorization import (
+    KnownKey,
+    known_key,
+    servers_key_file,
+)
+from bapo_megatron.rollout.engines.sglang_launch import api_key
+from bapo_megatron.rollout.engines.sglang_launch.api_key import (
+    VARIABLE,
+    ApiKey,
+    make_key_file,
+    proof_of,
+    read_key_file,
+)
+
+KEY, OTHER = "k" * 43, "o" * 43
+FOLDER = Path(launch_folder.__file__).parent
+
+
+def config_in(directory: Path, **sglang: Any) -> RunConfig:
+    rollout = RolloutConfig(engine="sglang", sglang=SglangConfig(**sglang))
+    return RunConfig("x", ModelConfig(Path("m")), DataConfig(Path("d")), rollout=rollout, run_dir=directory)
+
+
+def write_key(path: Path, key: str = KEY, mode: int = 0o600) -> Path:
+    path.write_text(key + "\n")
+    path.chmod(mode)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.fixture
+def access(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The launcher's module, imported as SGLang's environment does it: its folder on the path."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import access as found
+
+    yield found
+    for name in ("access", "api_key"):
+        sys.modules.pop(name, None)
+
+
+# --- the file
+
+
+def test_the_key_of_a_run_is_random_and_read_by_its_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        file = servers_key_file(config_in(tmp_path / "run"))
+    finally:
+        os.umask(before)
+    assert (file.name, stat.S_IMODE(file.stat().st_mode)) == ("api_key", 0o600)
+    first = read_key_file(file).value
+    assert len(first) >= 43  # 256 bits in base 64
+    assert servers_key_file(config_in(tmp_path / "run")) == file
+    assert read_key_file(file).value == first  # kept over resumes
+    assert read_key_file(servers_key_file(config_in(tmp_path / "other"))).value != first
+    assert [path.name for path in file.parent.iterdir()] == ["api_key"]
+
+
+def test_of_many_that_make_the_key_at_once_one_wins(tmp_path: Path) -> None:
+    def make(_number: int) -> str:
+        make_key_file(tmp_path / "api_key")
+        return read_key_file(tmp_path / "api_key").value
+
+    with ThreadPoolExecutor(16) as pool:
+        assert len(set(pool.map(make, range(64)))) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_key_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ConfigError, match=r"cannot be made.*No space left.*rollout\.sglang\.api_key_file"):
+        servers_key_file(config_in(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
+def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    file = write_key(tmp_path / "api_key", mode=mode)
+    with pytest.raises(ConfigError, match=f"has mode {mode:04o}.*chmod 600") as raised:
+        known_key(SglangConfig(), tmp_path)
+    assert KEY not in str(raised.value)
+    with pytest.raises(ConfigError, match=r"named by rollout\.sglang\.api_key_file"):
+        known_key(SglangConfig(api_key_file=file), tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "short", "with a space in it, and long", "x" * 600, "zwölf" * 9])
+def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
+    write_key(tmp_path / "api_key", text)
+    with pytest.raises(ConfigError, match="must hold one line of 16 to 512") as raised:
+        known_key(SglangConfig(), tmp_path)
+    assert not text or text not in str(raised.value)
+
+
+def test_a_folder_or_a_pipe_is_no_key(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "api_key", 0o600)
+    with pytest.raises(ConfigError, match="no regular file"):
+        known_key(SglangConfig(), tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        known_key(SglangConfig(api_key_file=tmp_path / "none"), tmp_path)
+
+
+def test_which_key_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe's file, else the environment's, else the run's own, else none."""
+    assert known_key(SglangConfig(), tmp_path) is None
+    own = write_key(tmp_path / "api_key")
+    assert known_key(SglangConfig(), tmp_path) == KnownKey(ApiKey(KEY, own), is_given=False)
+    monkeypatch.setenv(VARIABLE, str(write_key(tmp_path / "second", OTHER)))
+    assert known_key(SglangConfig(), tmp_path) == KnownKey(ApiKey(OTHER, tmp_path / "second"), True)
+    third = write_key(tmp_path / "third", "t" * 16)
+    assert known_key(SglangConfig(api_key_file=third), tmp_path) == KnownKey(ApiKey("t" * 16, third), True)
+    assert KEY not in repr(KnownKey(ApiKey(KEY, own), False))
+
+
+@pytest.mark.parametrize("flag", ["--api-key=secret", "--api-key", "--admin-api-key"])
+def test_a_key_in_the_flags_is_refused(tmp_path: Path, flag: str) -> None:
+    config = config_in(tmp_path, flags=(flag, "x"))
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.flags: --.*api-key would show") as raised:
+        config.check()
+    assert "secret" not in str(raised.value)
+
+
+# --- the server's command line and log
+
+
+def test_no_command_line_and_no_variable_holds_the_key(tmp_path: Path) -> None:
+    file = servers_key_file(config_in(tmp_path))
+    key = read_key_file(file).value
+    for cuda in (False, True):
+        command = process.server_command(Path("python"), tmp_path, "127.0.0.1", 1, cuda)
+        environment = process.server_environment(cuda, key_file=file)
+        assert environment[VARIABLE] == str(file)
+        assert not [text for text in (*command, *environment.values()) if key in text]
+        assert VARIABLE not in process.server_environment(cuda)
+
+
+def test_rollout_server_makes_the_key_before_the_server_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    became: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execvpe", lambda _file, line, environment: became.append((line, environment)))
+    run = config_in(tmp_path / "run", python=Path(sys.executable))
+    process.serve(process.ServeCommand(run, "10.0.0.7", 30001), cuda=False)
+    [(line, environment)] = became
+    key = read_key_file(tmp_path / "run/api_key").value
+    assert environment[VARIABLE] == str(tmp_path / "run/api_key")
+    assert line[line.index("--host") + 1] == "10.0.0.7"
+    assert key not in " ".join(line)
+    assert key not in "".join(capfd.readouterr())
+
+
+def test_no_log_record_shows_the_key(
+    tmp_path: Path, access: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang writes all its settings into its log."""
+    monkeypatch.setenv(VARIABLE, str(write_key(tmp_path / "api_key")))
+    before = logging.getLogRecordFactory()
+    try:
+        access.install()
+        logging.getLogger("x").warning(f"server_args={{'api_key': '{KEY}', 'port': 1}}")
+        logging.getLogger("x").warning("%s: %d", {"api_key": KEY}, 3)
+        logging.getLogger("x").warning("%s of %d", "all", 2)
+    finally:
+        logging.setLogRecordFactory(before)
+    assert KEY not in caplog.text
+    assert [record.getMessage() for record in caplog.records] == [
+        *("server_args={'api_key': '***', 'port': 1}", "{'api_key': '***'}: 3", "all of 2")
+    ]
+
+
+# --- the layer before SGLang
+
+
+class Asgi:
+    """An ASGI server's part: what the middleware answers to one connection, or that it let it pass."""
+
+    def __init__(self, access: ModuleType) -> None:
+        self.passed: list[str] = []
+        self._app = access.KeyRequired(self._inner, KEY)
+
+    async def _inner(self, scope: Any, _receive: Any, _send: Any) -> None:
+        self.passed.append(scope.get("path", scope["type"]))
+
+    def call(self, path: str, *authorization: str, kind: str = "http", query: str = "") -> Any:
+        """The status, and the body; None if it passed."""
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": kind,
+            "path": path,
+            "method": "OPTIONS",
+            "headers": [(b"authorization", one.encode("latin-1")) for one in authorization],
+            "query_string": query.encode(),
+            "server": ("10.0.0.7", 30000),
+        }
+        asyncio.run(self._app(scope, None, send))
+        if not sent:
+            return None
+        return sent[0].get("status", sent[0].get("code")), b"".join(one.get("body", b"") for one in sent)
+
+
+ENDPOINTS = (
+    *("/generate", "/model_info", "/server_info", "/get_server_info", "/flush_cache", "/abort_request"),
+    *("/pause_generation", "/continue_generation", "/update_weights_from_disk", "/init_weights_update_group"),
+    *("/destroy_weights_update_group", "/begin_weight_update", "/update_weights_from_distributed"),
+    *("/end_weight_update", "/update_weight_version", "/weights_checker", "/health_generate", "/health/"),
+    *("/metrics", "/v1/models", "/ready/../generate", "/readyx", "/", "//ready", "/no_such_endpoint"),
+)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_each_endpoint_asks_for_the_key(access: ModuleType, path: str) -> None:
+    asgi = Asgi(access)
+    wrong = (
+        f"Bearer {OTHER}",
+        f"Bearer {KEY}x",
+        f"Bearer {KEY[:-1]}",
+        KEY,
+        f"Basic {KEY}",
+        "Bearer ",
+        "Bearer ä",
+    )
+    for sent in ((), *((one,) for one in wrong), (f"Bearer {KEY}", f"Bearer {OTHER}")):
+        assert asgi.call(path, *sent) == (401, b'{"error": "Unauthorized"}'), sent
+    assert asgi.passed == []
+    assert asgi.call(path, f"Bearer {KEY}") is None
+    assert asgi.call(path, f"bearer {KEY}", f"Bearer {KEY}") is None  # a router's, and its client's
+    assert asgi.passed == [path, path]
+
+
+def test_what_is_open(access: ModuleType) -> None:
+    """Whether it takes requests; the server's own start and end. Web sockets are not."""
+    asgi = Asgi(access)
+    assert asgi.call("/ready") is None
+    assert asgi.call("", kind="lifespan") is None
+    assert asgi.passed == ["/ready", ""]
+    assert asgi.call("/health") == asgi.call("/health", f"Bearer {OTHER}") == (200, b"")
+    assert asgi.passed == ["/ready", ""]  # SGLang's own, which samples a token, was not asked
+    assert asgi.call("/health", f"Bearer {KEY}") is None
+    assert asgi.call("/ready", kind="websocket") == (1008, b"")
+    assert asgi.call("/v1/realtime", f"Bearer {KEY}", kind="websocket") is None
+
+
+def test_the_proof_of_a_server(access: ModuleType) -> None:
+    """HMAC-SHA256 of the nonce and of the server's own address; worked out here without our function."""
+    nonce = "0123456789abcdef" * 2
+    text = f"bapo-megatron {nonce} 10.0.0.7 30000".encode()
+    expected = hmac.new(KEY.encode(), text, hashlib.sha256).hexdigest().encode()
+    asgi = Asgi(access)
+    assert asgi.call(api_key.PROOF_PATH, query=f"nonce={nonce}") == (200, expected)
+    for bad in ("", "nonce=", "nonce=xyz", f"nonce={nonce}0", f"nonce={nonce.upper()}"):
+        assert asgi.call(api_key.PROOF_PATH, query=bad)[0] == 400
+    assert proof_of(KEY, nonce, "10.0.0.8", 30000) != expected.decode()
+
+
+def test_a_run_from_before_the_key_continues(tmp_path: Path) -> None:
+    """Its configuration lacks the new fields; the key is made at its next start."""
+    config = config_in(tmp_path)
+    store_config(config)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    for field in ("api_key_file", "require_api_key"):
+        del stored["config"][f"rollout.sglang.{field}"]
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    assert changed_settings(config) == []
+    assert known_key(config.rollout.sglang, tmp_path) is None
+    assert servers_key_file(config) == tmp_path / "api_key"
+    assert known_key(config.rollout.sglang, tmp_path) is not None

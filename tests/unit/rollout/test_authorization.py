@@ -1,0 +1,263 @@
+"""The client of SGLang servers: to whom it sends the key of the run, and what it says where it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from bapo_megatron.config import SglangConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.sglang.authorization import Authorization, KnownKey, check_keys_asked
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
+from bapo_megatron.rollout.engines.sglang_launch import api_key
+from bapo_megatron.rollout.engines.sglang_launch.api_key import ApiKey, ask_proof, proof_of
+from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, SamplingParams
+
+KEY, OTHER = "k" * 43, "o" * 43
+
+
+class Server:
+    """A stand-in for an SGLang server, which answers every call of a client as if it had been done."""
+
+    def __init__(self, key: str | None, proves: bool = True, asks: bool = True) -> None:
+        self.key, self.proves, self.asks = key, proves, asks
+        self.hangs_up = 0
+        """So many calls end without an answer."""
+        self.relay: str | None = None
+        """Address of another server, which it asks for proofs."""
+        self.seen: list[tuple[str, str | None]] = []
+        """Paths and authorizations that came."""
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._runner, self.url = self.do(self._start())
+
+    def do(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=60)
+
+    def stop(self) -> None:
+        self.do(self._runner.cleanup())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    @property
+    def keys_seen(self) -> set[str | None]:
+        return {authorization for _, authorization in self.seen}
+
+    async def _start(self) -> tuple[web.AppRunner, str]:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        authorization = request.headers.get("Authorization")
+        self.seen.append((request.path, authorization))
+        if self.hangs_up:
+            self.hangs_up -= 1
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+        if request.path == api_key.PROOF_PATH and self.proves and self.key:
+            ip, port = request.transport.get_extra_info("sockname")
+            if self.relay:
+                _, body, _ = await api_key._get(self.relay, request.path_qs)
+                return web.Response(body=body)
+            return web.Response(text=proof_of(self.key, request.query["nonce"], ip, port))
+        if self.asks and self.key and authorization != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized", "sent": authorization}, status=401)
+        if request.path == "/moved":
+            raise web.HTTPTemporaryRedirect("/model_info")
+        if request.path == "/generate":
+            meta = {"finish_reason": {"type": "length"}, "weight_version": "0"}
+            return web.json_response(
+                {"output_ids": [3], "meta_info": {**meta, "output_token_logprobs": [[-1.0, 3, None]]}}
+            )
+        return web.json_response({"success": True, "weight_version": "0", "per_engine_checksum": "d"})
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    made: list[Server] = []
+
+    def start(*arguments: Any, **more: Any) -> Server:
+        made.append(Server(*arguments, **more))
+        return made[-1]
+
+    yield start
+    for server in made:
+        server.stop()
+
+
+def known(value: str = KEY, is_given: bool = False) -> KnownKey:
+    return KnownKey(ApiKey(value, Path("RUN/api_key")), is_given)
+
+
+def ask(server: Server, key: KnownKey | None, required: bool = False, call: str = "weight_version") -> Any:
+    """One call of a client."""
+
+    async def run() -> Any:
+        sessions = HttpSessions()
+        try:
+            client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, key, required))
+            return await getattr(client, call)()
+        finally:
+            await sessions.close()
+
+    return asyncio.run(run())
+
+
+def test_every_call_carries_the_key(serve: Callable[..., Server], tmp_path: Path) -> None:
+    """And none is served without it."""
+    server = serve(KEY)
+    request = GenerateRequest("r", np.array([1]), SamplingParams(1.0, 1, ()))
+    group = BroadcastGroup("127.0.0.1", 1, "g", 2, "gloo")
+    bucket = BucketSpec(["a"], ["float32"], [[1]], 4)
+
+    async def run(key: KnownKey | None) -> list[BaseException | Any]:
+        sessions = HttpSessions()
+        client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, key))
+        calls = (
+            *(client.generate(request, "1"), client.generate(request, "2", again=True), client.abort_all()),
+            *(client.abort("1"), client.pause(), client.resume(), client.weight_version(), client.settings()),
+            *(client.update_from_disk(tmp_path, 1, True, 20.0), client.join_weight_group(group, 1, 20.0)),
+            *(client.leave_weight_group("g", 20.0), client.begin_update(), client.receive(bucket, "g", 20.0)),
+            *(client.end_update(), client.flush_cache(), client.set_version(1), client.checksum(20.0)),
+        )
+        try:
+            return [await asyncio.gather(call, return_exceptions=True) for call in calls]
+        finally:
+            await sessions.close()
+
+    for [outcome] in asyncio.run(run(None)):
+        assert isinstance(outcome, ServerError)
+        assert "status 401" in str(outcome)
+        assert "name its file with rollout.sglang.api_key_file or BAPO_SGLANG_API_KEY_FILE" in str(outcome)
+    for [outcome] in asyncio.run(run(known())):
+        assert not isinstance(outcome, BaseException), outcome
+
+
+def test_the_runs_key_goes_to_no_server_that_does_not_prove_it(
+    serve: Callable[..., Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    genuine, other_key, unknown, thief = serve(KEY), serve(OTHER), serve(OTHER, proves=False), serve(None)
+    assert ask(genuine, known()) == 0
+    assert f"Bearer {KEY}" in genuine.keys_seen
+    with pytest.raises(ServerError, match="has another API key than the run's") as raised:
+        ask(other_key, known())
+    with pytest.raises(ServerError, match=r"asks for another API key than that in RUN/api_key"):
+        ask(unknown, known())
+    assert ask(thief, known()) == 0  # it asks for none: used, and warned of
+    for server in (other_key, unknown, thief):
+        assert server.keys_seen == {None}, server.seen
+    printed = capsys.readouterr().out
+    assert printed.count("warning:") == 1
+    assert f"{thief.url} asks for no API key: everybody of this machine can sample" in printed
+    assert KEY not in printed + str(raised.value)
+
+
+def test_a_proof_of_another_server_is_none(serve: Callable[..., Server]) -> None:
+    """A program that has taken a server's port hands the nonce on to a server that has the key."""
+    genuine, thief = serve(KEY), serve("anything")
+    thief.relay = genuine.url
+    assert asyncio.run(ask_proof(genuine.url, KEY, 20.0)) == "proved"
+    assert asyncio.run(ask_proof(thief.url, KEY, 20.0)) == "wrong"
+    with pytest.raises(ServerError, match="is no server of this run"):
+        ask(thief, known())
+    assert thief.keys_seen == {None}
+
+
+def test_a_key_that_the_user_names_goes_to_the_servers_of_the_recipe(serve: Callable[..., Server]) -> None:
+    """SGLang without our launcher proves nothing."""
+    plain = serve(KEY, proves=False)
+    assert ask(plain, known(is_given=True)) == 0
+    with pytest.raises(ServerError, match="asks for another API key") as raised:
+        ask(plain, known(OTHER, is_given=True))
+    assert OTHER not in str(raised.value)  # the server has sent it back
+
+
+def test_a_server_that_asks_for_no_key_is_refused_if_the_recipe_says_so(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    opened, closed = serve(None), serve(KEY)
+    for key in (None, known(), known(is_given=True)):
+        with pytest.raises(
+            ServerError, match="asks for no API key, and rollout.sglang.require_api_key is set"
+        ):
+            ask(opened, key, required=True)
+    assert ask(closed, known(), required=True) == 0
+    urls = (closed.url, opened.url, "http://127.0.0.1:9")
+    check_keys_asked(SglangConfig(urls=urls))
+    with pytest.raises(ConfigError, match=f"require_api_key is set, and {opened.url} asks for no key"):
+        check_keys_asked(SglangConfig(urls=urls, require_api_key=True))
+    check_keys_asked(SglangConfig(urls=(closed.url,), require_api_key=True))
+
+
+def test_who_answers_after_a_failure_must_prove_it_anew(serve: Callable[..., Server]) -> None:
+    server = serve(KEY)
+
+    def proofs() -> int:
+        return sum(path == api_key.PROOF_PATH for path, _ in server.seen)
+
+    async def run() -> None:
+        sessions = HttpSessions()
+        authorization = Authorization(server.url, known())
+        client = SglangServer(server.url, sessions, 20.0, authorization)
+        assert await client.is_alive()
+        assert await client.is_alive()
+        assert proofs() == 1
+        server.hangs_up = 2  # aiohttp reads once more by itself
+        assert not await client.is_alive()
+        server.key = None  # another program has its address now
+        assert await client.is_alive()
+        await sessions.close()
+
+    asyncio.run(run())
+    assert server.seen[-1] == ("/model_info", None)
+
+
+def test_a_redirect_is_not_followed(serve: Callable[..., Server]) -> None:
+    server = serve(KEY)
+
+    async def run() -> None:
+        sessions = HttpSessions()
+        client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, known()))
+        with pytest.raises(ServerError, match="status 307"):
+            await client._request("GET", "/moved", None, 20.0)
+        await sessions.close()
+
+    asyncio.run(run())
+    assert server.seen[-1][0] == "/moved"
+
+
+def test_the_proof_in_a_shell(serve: Callable[..., Server], tmp_path: Path) -> None:
+    """As slurm/task.sh asks for it before it registers a server."""
+    key_file = tmp_path / "api_key"
+    key_file.write_text(KEY)
+    key_file.chmod(0o600)
+    genuine, thief = serve(KEY), serve(None)
+
+    def run(url: str, file: Path) -> subprocess.CompletedProcess[str]:
+        module = "bapo_megatron.rollout.engines.sglang_launch.api_key"
+        command = [sys.executable, "-m", module, url, str(file)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert run(genuine.url, key_file).returncode == 0
+    for url, file in (
+        (thief.url, key_file),
+        ("http://127.0.0.1:9", key_file),
+        (genuine.url, tmp_path / "no"),
+    ):
+        found = run(url, file)
+        assert found.returncode == 1
+        assert found.stderr.startswith(url)
+        assert KEY not in found.stderr

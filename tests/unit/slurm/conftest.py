@@ -1,0 +1,38 @@
+"""The shell library of slurm/lib, as a job's script sources it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SLURM = Path(__file__).parents[3] / "slurm"
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    """Runs lines of bash after the library, in job 7 whose run is ``tmp_path``."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (("squeue", "echo RUNNING"), ("sinfo", "true"), ("scontrol", "exit 1")):
+        command = tmp_path / "bin" / name
+        command.write_text(f"#!/bin/sh\n{text}\n")
+        command.chmod(0o755)
+
+    def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {
+            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n1",
+            "BAPO_ROOT": str(tmp_path),
+            **variables,
+        }
+        begin = f". {SLURM}/lib/job.sh\nBAPO_RUN={tmp_path} BAPO_LOGS={tmp_path} BAPO_END=0 BAPO_EXPECTED=0\n"
+        return subprocess.run(
+            ["bash", "-u", "-c", begin + script], env=environment, capture_output=True, text=True, timeout=30
+        )
+
+    return run

@@ -1,0 +1,144 @@
+"""`task.sh rollout`: a server is registered as ready once it has proved that it has the run's key."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from bapo_megatron.rollout.engines.sglang_launch.api_key import make_key_file, read_key_file
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[3]
+SLURM = ROOT / "slurm"
+THIEF = """
+import http.server, sys
+class Thief(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"0" * 64 if "proof" in self.path else b"")
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Thief).serve_forever()
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """``task(interpreter)`` starts the servers of a node with that interpreter; its output is in the file."""
+    started: list[subprocess.Popen[bytes]] = []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def start(interpreter: str) -> Path:
+        run, log = tmp_path / "run", tmp_path / "log"
+        (run / "logs").mkdir(parents=True)
+        job = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "0", "SLURMD_NODENAME": "localhost", "BAPO_RESTART": "0"}
+        bapo = {"BAPO_RUN": run, "BAPO_LOGS": run / "logs", "BAPO_ROOT": ROOT, "BAPO_SLURM": SLURM}
+        environment = {
+            **os.environ,
+            **job,
+            **{name: str(value) for name, value in bapo.items()},
+            "BAPO_LIB": str(SLURM / "lib"),
+            "BAPO_PYTHON": interpreter,
+            "BAPO_FIRST_PORT": str(port),
+            "REAL_PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+        }
+        with log.open("wb") as output:
+            command = ["bash", str(SLURM / "task.sh"), "rollout", "recipe.py"]
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+        started.append(process)
+        return log
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def until(condition: Callable[[], bool], log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+
+
+def state_of(tmp_path: Path) -> str:
+    return "".join(path.read_text() for path in tmp_path.glob("run/engines/*.json"))
+
+
+def test_a_server_with_the_runs_key_is_registered(task: Callable[[str], Path], tmp_path: Path) -> None:
+    log = task(str(ROOT / "tests/slurm/bin/python-stand-in"))
+    until(lambda: '"state": "ready"' in state_of(tmp_path), log)
+    assert '"url": "http://localhost:' in state_of(tmp_path)
+    assert read_key_file(tmp_path / "run/api_key").value not in state_of(tmp_path) + log.read_text()
+
+
+def test_a_program_that_has_taken_the_port_is_not(task: Callable[[str], Path], tmp_path: Path) -> None:
+    """It answers everything, also the question for the proof, and the job's own server runs."""
+    interpreter = tmp_path / "python"
+    (tmp_path / "thief.py").write_text(THIEF)
+    interpreter.write_text(
+        '#!/bin/sh\n[ "$2" != bapo_megatron.cli ] || exec "$REAL_PYTHON" '
+        f'{tmp_path}/thief.py "$@"\nexec "$REAL_PYTHON" "$@"\n'
+    )
+    interpreter.chmod(0o755)
+    (tmp_path / "run").mkdir()
+    make_key_file(tmp_path / "run/api_key")
+    log = task(str(interpreter))
+    until(lambda: "http://127.0.0.1" in log.read_text() and ": wrong" in log.read_text(), log)
+    assert '"state": "starting"' in state_of(tmp_path)
+
+
+@pytest.fixture
+def addresses() -> ModuleType:
+    """slurm/node_address.py, which is a program and no part of the package."""
+    found = importlib.util.spec_from_file_location("node_address", SLURM / "node_address.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+ROUTES = {"first": "10.1.0.7", "": None}
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "address"),
+    [
+        ("192.168.0.7", "first", "192.168.0.7"),
+        ("127.0.1.1", "first", "10.1.0.7"),
+        ("127.0.1.1", "", "127.0.1.1"),
+    ],
+)
+def test_the_address_of_a_node(
+    addresses: ModuleType, own: str, other: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its name stands for; if that is its loopback, where other nodes find it."""
+
+    class Probe(socket.socket):
+        def connect(self, place: tuple[str, int]) -> None:  # type: ignore[override]
+            if ROUTES[place[0]] is None:
+                raise OSError("no route")
+
+        def getsockname(self) -> tuple[str, int]:
+            return ROUTES["first"] or "", 1
+
+    monkeypatch.setattr(addresses.socket, "socket", Probe)
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (own, 0))])
+    assert addresses.node_address("n1", other) == address

@@ -70,6 +70,8 @@ class HfReader:
                 files = {str(name): file_inside(self.folder, file).name for name, file in weight_map.items()}
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ConfigError(f"{index} cannot be read: {error!r:.200}") from None
+            if not files:
+                raise ConfigError(f"{index} lists no tensors")
             return files
         if (self.folder / _SINGLE).exists():
             return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)

@@ -17,9 +17,9 @@ def load_tokenizer(folder: Path) -> Any:
 
     if not folder.is_dir():
         raise ConfigError(f"model.hf_path={folder} is not a folder")
+    check_files_inside(folder)
     if not any((folder / name).exists() for name in _FILES):  # transformers would make up an empty one
         raise ConfigError(f"model.hf_path={folder} holds no tokenizer; expected one of {', '.join(_FILES)}")
-    check_files_inside(folder)
     try:
         # Without the setting transformers asks at the terminal whether code of the folder may run.
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

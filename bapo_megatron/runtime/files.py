@@ -104,7 +104,7 @@ def file_inside(folder: Path, name: str) -> Path:
     """
     path = folder / name
     try:
-        if not name or Path(name).name != name:
+        if not name or "\0" in name or Path(name).name != name:
             raise CheckpointError(f"{folder} names {name[:200]!a}, which is no file of the folder")
         if path.is_symlink() and not _may_lead(folder.resolve(), path.resolve()):
             raise CheckpointError(
@@ -116,6 +116,14 @@ def file_inside(folder: Path, name: str) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, links in a circle, a zero byte
         raise CheckpointError(f"{str(path)[-200:]!a} cannot be a file: {error}") from None
     return path
+
+
+def file_below(folder: Path, name: str) -> Path:
+    """``file_inside`` for a path with folders, as a manifest has them: ``policy/.metadata``."""
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise CheckpointError(f"{folder} names {name[:200]!a}, which is no file below the folder")
+    return file_inside(folder / path.parent, path.name)
 
 
 def check_files_inside(folder: Path) -> None:

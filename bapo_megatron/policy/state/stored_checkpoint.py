@@ -212,8 +212,8 @@ def _check_empty(value: Any, file: Path, key: str) -> None:
     for one in value if isinstance(value, list) else [value]:
         if one is not None and not (isinstance(one, StoredTensor) and not prod(one.shape)):
             raise CheckpointError(
-                f"{file}: {key} is not empty. Transformer Engine would run the pickle in it; a policy trained "
-                "here has none"
+                f"{file}: {key} is not empty. Transformer Engine would run the pickle in it; a policy that "
+                "is trained here has none"
             )
 
 

@@ -141,9 +141,9 @@ class LocalModel:
 
 
 def _load(hf_path: Path, dtype: str, device: str) -> Any:
+    check_files_inside(Path(hf_path))
     if not (Path(hf_path) / "config.json").is_file():
         raise ConfigError(f"model.hf_path={hf_path}: no config.json there; give a Hugging Face model folder")
-    check_files_inside(Path(hf_path))
     transformers_logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(

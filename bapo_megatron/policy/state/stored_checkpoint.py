@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -38,6 +39,7 @@ from checkpoints_tools.formats.distcp import (
     ChunkFiles,
     GlobalTensor,
     Metadata,
+    Place,
     check_backends,
     read_common,
     read_metadata,
@@ -129,6 +131,12 @@ class StoredReader(StorageReader):
         """The plans as they are."""
         return plans
 
+    def place(self, index: MetadataIndex) -> Place:
+        """The place of an archive by the planner's index."""
+        if index.fqn in self._stored.metadata.objects:
+            return self._stored.metadata.objects[index.fqn]
+        return self._chunks[index.fqn, tuple(index.offset or ())].place
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan names into the planner's tensors and objects."""
         with ChunkFiles() as files:
@@ -142,8 +150,8 @@ class StoredReader(StorageReader):
         return done
 
     def _read_tensor(self, item: ReadItem, planner: LoadPlanner, files: ChunkFiles) -> None:
-        key, offset = item.storage_index.fqn, item.storage_index.offset
-        chunk = self._chunks[key, tuple(offset or ())]
+        key = item.storage_index.fqn
+        chunk = self._chunks[key, tuple(item.storage_index.offset or ())]
         found = _elements(files.locate(self._stored.metadata.tensors[key], chunk))
         for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             found = found.narrow(dimension, start, length)

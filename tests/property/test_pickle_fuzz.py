@@ -69,7 +69,7 @@ def events() -> Any:
             seen.append(event)
 
     for codec in ("raw-unicode-escape", "unicode-escape", "ascii", "latin1"):
-        b"".decode(codec)  # imports it, once
+        b"a".decode(codec)  # imports it, once
     sys.addaudithook(note)  # cannot be removed; it does nothing once the switch is off
     yield seen, watching
     watching.clear()

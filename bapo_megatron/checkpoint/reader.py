@@ -70,19 +70,19 @@ def _read(path: Path, moment: Moment) -> Checkpoint:
     dist.all_gather_object(problems, _first_damage(path, files))
     if found := problem or next(filter(None, problems), None):
         raise CheckpointError(found)
-    trainer = share(_trainer_state(path) if is_main() else None)
-    if isinstance(trainer, str):
-        raise CheckpointError(trainer)
+    trainer, problem = share(_trainer_state(path) if is_main() else None)
+    if problem:
+        raise CheckpointError(problem)
     return Checkpoint(path, moment, trainer)
 
 
-def _trainer_state(path: Path) -> dict[str, Any] | str:
+def _trainer_state(path: Path) -> tuple[dict[str, Any], str | None]:
     """The state of the training loop; or why it cannot be read."""
     try:
         state = json.loads(file_inside(path, TRAINER_STATE).read_text())
     except (CheckpointError, OSError, ValueError, RecursionError) as error:
-        return f"{TRAINER_STATE} cannot be read: {error}"
-    return state if isinstance(state, dict) else f"{TRAINER_STATE} holds no JSON object"
+        return {}, f"{TRAINER_STATE} cannot be read: {error}"
+    return (state, None) if isinstance(state, dict) else ({}, f"{TRAINER_STATE} holds no JSON object")
 
 
 def _manifest(path: Path) -> tuple[Digests, str | None]:

@@ -12,7 +12,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar, cast
 
 from bapo_megatron.errors import CheckpointError
 
@@ -148,11 +148,38 @@ def _is_key(value: Any) -> bool:
     return isinstance(value, (*_SCALARS, PickledObject))
 
 
+_ORDINARY: dict[int, Callable[[Any], None]] = cast(Any, pickle._Unpickler).dispatch
+_KEYS_ON_STACK = {
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(None, None, 2),
+    pickle.DICT: slice(None, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}
+"""The keys among the values that an instruction finds on the stack."""
+
+
+def _with_checked_keys(code: bytes, keys: slice) -> Callable[[Any], None]:
+    """The instruction ``code``, after its keys are known to be some that a checkpoint has."""
+
+    def run(unpickler: Any) -> None:
+        _check_keys(unpickler.stack[keys])
+        _ORDINARY[code[0]](unpickler)
+
+    return run
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    for key in keys:
+        if not _is_key(key):
+            raise pickle.UnpicklingError(f"a {type(key).__name__} as a key")
+
+
 # Python's own unpickler, not that of C: the latter lets a file of a few bytes reserve gigabytes (its memo is
 # an array as long as the largest index), and this one lets us leave out instructions.
 class _Unpickler(pickle._Unpickler):
-    dispatch = {  # noqa: RUF012
-        code: method for code, method in pickle._Unpickler.dispatch.items() if code not in _USELESS_OPCODES
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code: method for code, method in _ORDINARY.items() if code not in _USELESS_OPCODES
     }
     stack: list[Any]
     metastack: list[list[Any]]
@@ -209,19 +236,14 @@ class _Unpickler(pickle._Unpickler):
         if kind is OrderedDict:
             items = [self._pair(pair) for pair in items]
         elif kind is set:
-            self._check_keys(items)
+            _check_keys(items)
         self.stack[-1] = kind(items)
 
     def _pair(self, pair: Any) -> tuple[Any, Any]:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise pickle.UnpicklingError("an item of a dictionary is no pair")
-        self._check_keys(pair[:1])
+        _check_keys(pair[:1])
         return pair[0], pair[1]
-
-    def _check_keys(self, keys: Iterable[Any]) -> None:
-        for key in keys:
-            if not _is_key(key):
-                raise pickle.UnpicklingError(f"a {type(key).__name__} that is no key of a checkpoint's")
 
     def _build(self) -> None:
         """BUILD: attributes of a record, or of a dictionary of torch, whose ``_metadata`` is one."""
@@ -232,33 +254,9 @@ class _Unpickler(pickle._Unpickler):
         elif type(owner) is not OrderedDict or not isinstance(state, dict):
             raise pickle.UnpicklingError("it sets attributes of what has none")
 
-    def _set_item(self) -> None:
-        self._check_keys(self.stack[-2:-1])
-        pickle._Unpickler.dispatch[pickle.SETITEM[0]](self)
-
-    def _set_items(self) -> None:
-        self._check_keys(self.stack[::2])
-        pickle._Unpickler.dispatch[pickle.SETITEMS[0]](self)
-
-    def _dictionary(self) -> None:
-        self._check_keys(self.stack[::2])
-        pickle._Unpickler.dispatch[pickle.DICT[0]](self)
-
-    def _add_items(self) -> None:
-        self._check_keys(self.stack)
-        pickle._Unpickler.dispatch[pickle.ADDITEMS[0]](self)
-
-    def _frozen_set(self) -> None:
-        self._check_keys(self.stack)
-        pickle._Unpickler.dispatch[pickle.FROZENSET[0]](self)
-
     dispatch |= {
         pickle.REDUCE[0]: _construct,
         pickle.NEWOBJ[0]: _construct,
         pickle.BUILD[0]: _build,
-        pickle.SETITEM[0]: _set_item,
-        pickle.SETITEMS[0]: _set_items,
-        pickle.DICT[0]: _dictionary,
-        pickle.ADDITEMS[0]: _add_items,
-        pickle.FROZENSET[0]: _frozen_set,
+        **{code[0]: _with_checked_keys(code, keys) for code, keys in _KEYS_ON_STACK.items()},
     }

@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bapo_megatron.data.fields import RowError
+from bapo_megatron.data.prompts import prompt_token_ids
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.export import _copy_reference
@@ -211,6 +213,26 @@ def test_weights_in_a_pickle_are_refused(model: Path) -> None:
         with pytest.raises(ConfigError):
             read(model)
     assert not (model / "PROOF").exists()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ raise_exception.__globals__.keys() }}",
+        "{% set _ = messages.append(1) %}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ '%s' | format(messages.__class__) | attr('__len__') }}{{ ''|attr('__class__') | attr('mro') }}",
+    ],
+)
+def test_a_chat_template_stays_in_its_sandbox(template: str, model: Path) -> None:
+    (model / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(model)
+    messages = [{"role": "user", "content": "a"}]
+    with pytest.raises(RowError, match="refused by the tokenizer's chat template"):
+        prompt_token_ids(messages, tokenizer)
+    assert messages == [{"role": "user", "content": "a"}]
 
 
 def _file(header: dict[str, Any] | bytes, data: bytes, length: int | None = None) -> bytes:

@@ -184,15 +184,12 @@ def _torch_entry(tensor: GlobalTensor) -> TensorStorageMetadata:
 
 def _elements(stored: StoredTensor) -> Tensor:
     """The elements of a stored tensor, read from its file."""
-    dtype = _DTYPES[stored.dtype]
-    if not prod(stored.shape):
-        return torch.empty(stored.shape, dtype=dtype)
-    data = bytearray(prod(stored.shape) * dtype.itemsize)
+    found = torch.empty(prod(stored.shape), dtype=_DTYPES[stored.dtype])
     with stored.file.open("rb") as file:
         file.seek(stored.position)
-        if file.readinto(data) != len(data):
+        if file.readinto(found.view(torch.uint8).numpy().data) != found.nbytes:
             raise CheckpointError(f"{stored.file} ends within a tensor: it is truncated")
-    return torch.frombuffer(data, dtype=dtype).reshape(stored.shape)
+    return found.reshape(stored.shape)
 
 
 def _restored(value: Any, file: Path) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bapo_megatron.runtime.files import check_files_inside
 from checkpoints_tools.formats.safetensors_folder import INDEX
 
 FOLDER = "hf"
@@ -29,7 +30,11 @@ _PATTERNS = (
 
 
 def carried_files(folder: Path) -> dict[str, Path]:
-    """Config, tokenizer, chat templates and licence of a model, by their paths in the folder."""
+    """Config, tokenizer, chat templates and licence of a model, by their paths in the folder.
+
+    CheckpointError for a link that leads outside of it: what it leads to would become part of the copy.
+    """
+    check_files_inside(folder)
     files = {path for pattern in _PATTERNS for path in folder.glob(pattern) if path.is_file()}
     return {path.relative_to(folder).as_posix(): path for path in sorted(files)}
 

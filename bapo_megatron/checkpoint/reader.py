@@ -13,6 +13,7 @@ import torch.distributed as dist
 from bapo_megatron.checkpoint.writer import Digests, digest
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.runtime.distributed import is_main, share
+from bapo_megatron.runtime.files import file_below, file_inside
 from bapo_megatron.runtime.run_paths import MANIFEST, POLICY, TRAINER_STATE, Moment, RunPaths, step_entries
 
 READERS = 4
@@ -69,8 +70,19 @@ def _read(path: Path, moment: Moment) -> Checkpoint:
     dist.all_gather_object(problems, _first_damage(path, files))
     if found := problem or next(filter(None, problems), None):
         raise CheckpointError(found)
-    trainer = share(json.loads((path / TRAINER_STATE).read_text()) if is_main() else None)
+    trainer, problem = share(_trainer_state(path) if is_main() else None)
+    if problem:
+        raise CheckpointError(problem)
     return Checkpoint(path, moment, trainer)
+
+
+def _trainer_state(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The state of the training loop; or why it cannot be read."""
+    try:
+        state = json.loads(file_inside(path, TRAINER_STATE).read_text())
+    except (CheckpointError, OSError, ValueError, RecursionError) as error:
+        return {}, f"{TRAINER_STATE} cannot be read: {error}"
+    return (state, None) if isinstance(state, dict) else ({}, f"{TRAINER_STATE} holds no JSON object")
 
 
 def _manifest(path: Path) -> tuple[Digests, str | None]:
@@ -80,8 +92,8 @@ def _manifest(path: Path) -> tuple[Digests, str | None]:
         return dict(sorted(files.items(), key=lambda item: -item[1]["bytes"])), None
     except FileNotFoundError:
         return {}, "it has no manifest"
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        return {}, f"its manifest cannot be read: {error!r}"
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        return {}, f"its manifest cannot be read: {error!r:.200}"
 
 
 def _first_damage(path: Path, files: Digests) -> str | None:
@@ -92,6 +104,10 @@ def _first_damage(path: Path, files: Digests) -> str | None:
 
 
 def _damage(path: Path, name: str, recorded: dict[str, Any]) -> str | None:
-    if not (path / name).is_file():
+    try:
+        file = file_below(path, name)
+    except CheckpointError as error:
+        return str(error)
+    if not file.is_file():
         return f"{name} is missing"
-    return f"{name} differs from the manifest" if digest(path / name) != recorded else None
+    return f"{name} differs from the manifest" if digest(file) != recorded else None

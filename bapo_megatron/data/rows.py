@@ -55,7 +55,7 @@ def iterate_jsonl(path: Path) -> Iterator[Any]:
                 if line.strip():
                     yield json.loads(line)
                     number += 1
-        except ValueError as error:  # UnicodeDecodeError too
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError too
             raise ConfigError(f"{path}, row {number} (the first is 0): not JSON: {error}") from error
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.files import check_files_inside, write_atomically
 from checkpoints_tools.formats.locate import Format, Location, locate
 from checkpoints_tools.to_hf import to_hf
 
@@ -40,6 +40,8 @@ def output_of(location: Location) -> Path:
 def find_checkpoint(path: Path, step: str) -> Location:
     """The checkpoint that ``path`` and ``step`` mean; CheckpointError if there is none."""
     location = locate(path, step)
+    if location.format is Format.HF:
+        check_files_inside(location.folder)
     if location.format is Format.HF and not (location.folder / "config.json").is_file():
         raise ConfigError(f"checkpoint={location.folder} holds no config.json; give a whole model folder")
     return location

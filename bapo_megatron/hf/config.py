@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.files import check_files_inside
 
 # megatron-core takes the factor of Llama 3's RoPE scaling as an argument and fixes these three.
 _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+
+_LONGEST_BYTES = 1 << 24
+_MOST_LAYERS, _MOST = 10_000, 2**31 - 1
 
 FAMILIES = {"qwen2": "Qwen2 / Qwen2.5", "qwen3": "Qwen3 dense", "llama": "Llama 3"}
 
@@ -39,14 +44,17 @@ class ModelShape:
 
 def read_model_shape(folder: Path) -> ModelShape:
     """Read the shape of the model in ``folder``. ConfigError if it is not one that we train."""
+    check_files_inside(folder)
     path = folder / "config.json"
     try:
+        if path.stat().st_size > _LONGEST_BYTES:
+            raise ConfigError(f"{path} is longer than {_LONGEST_BYTES:,} bytes: it is no configuration")
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(
             f"model.hf_path={folder}: no config.json there; give a Hugging Face model folder"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds no JSON object")
@@ -56,9 +64,9 @@ def read_model_shape(folder: Path) -> ModelShape:
 def model_shape(config: dict[str, Any], source: str) -> ModelShape:
     """The shape that the parsed config.json describes; ``source`` names it in errors."""
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(f"{name} ({title})" for name, title in FAMILIES.items())
-        raise ConfigError(f"{source}: model_type={family!r} is not supported; supported are {known}")
+        raise ConfigError(f"{source}: model_type={family!r:.80} is not supported; supported are {known}")
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         shape = ModelShape(
@@ -80,8 +88,8 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
         )
     except KeyError as error:
         raise ConfigError(f"{source}: field {error.args[0]!r} is missing") from None
-    except (TypeError, ValueError, OverflowError, ZeroDivisionError) as error:
-        raise ConfigError(f"{source}: {error}") from None
+    except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
+        raise ConfigError(f"{source}: {error!s:.200}") from None
     _check_counts(shape, source)
     _refuse_variants(config, source)
     return shape
@@ -89,8 +97,12 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
 
 def _check_counts(shape: ModelShape, source: str) -> None:
     for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_positions"):
-        if getattr(shape, field) < 1:
-            raise ConfigError(f"{source}: a model with {field}={getattr(shape, field)} cannot be")
+        most = _MOST_LAYERS if field == "layers" else _MOST
+        if not 1 <= getattr(shape, field) <= most:
+            raise ConfigError(f"{source}: a model with {field}={str(getattr(shape, field))[:20]} cannot be")
+    for name, number in {"rms_norm_eps": shape.norm_eps, "rope_theta": shape.rope_theta}.items():
+        if not (math.isfinite(number) and number > 0):
+            raise ConfigError(f"{source}: {name}={number} cannot be")
     if shape.heads % shape.kv_heads:
         raise ConfigError(
             f"{source}: num_attention_heads={shape.heads} is no multiple of "
@@ -130,4 +142,4 @@ def _refuse_variants(config: dict[str, Any], source: str) -> None:
     }
     for field, wrong in refused.items():
         if wrong:
-            raise ConfigError(f"{source}: {field}={config[field]!r} is not supported")
+            raise ConfigError(f"{source}: {field}={config[field]!r:.80} is not supported")

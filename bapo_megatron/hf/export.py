@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import new_folder, write_atomically
+from bapo_megatron.runtime.files import check_files_inside, new_folder, write_atomically
 from bapo_megatron.runtime.storage import writing
 
 _SHARD_BYTES = 4 * 2**30
@@ -41,6 +41,7 @@ def export_hf(
 
 
 def _copy_reference(reference: Path, folder: Path) -> None:
+    check_files_inside(reference)  # what a link leads to would become part of the export
     for path in sorted(reference.iterdir()):
         if path.is_file() and not path.name.endswith(_WEIGHT_FILES):
             shutil.copyfile(path, folder / path.name)

@@ -12,6 +12,7 @@ from torch import Tensor
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.runtime.files import check_files_inside, file_inside
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -29,6 +30,7 @@ class HfReader:
     """The tensors of one Hugging Face folder. Files are opened when first needed and stay open."""
 
     def __init__(self, folder: Path) -> None:
+        check_files_inside(folder)
         self.folder = folder
         self._open_files: dict[str, safe_open] = {}
         self._file_of = self._locate()
@@ -65,9 +67,12 @@ class HfReader:
         if index.exists():
             try:
                 weight_map = json.loads(index.read_text())["weight_map"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ConfigError(f"{index} cannot be read: {error!r}") from None
-            return dict(weight_map)
+                files = {str(name): file_inside(self.folder, file).name for name, file in weight_map.items()}
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise ConfigError(f"{index} cannot be read: {error!r:.200}") from None
+            if not files:
+                raise ConfigError(f"{index} lists no tensors")
+            return files
         if (self.folder / _SINGLE).exists():
             return dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
         raise ConfigError(f"model.hf_path={self.folder} holds neither {_SINGLE} nor {_INDEX}")

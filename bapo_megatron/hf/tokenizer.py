@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.files import check_files_inside
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -16,10 +17,12 @@ def load_tokenizer(folder: Path) -> Any:
 
     if not folder.is_dir():
         raise ConfigError(f"model.hf_path={folder} is not a folder")
+    check_files_inside(folder)
     if not any((folder / name).exists() for name in _FILES):  # transformers would make up an empty one
         raise ConfigError(f"model.hf_path={folder} holds no tokenizer; expected one of {', '.join(_FILES)}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Without the setting transformers asks at the terminal whether code of the folder may run.
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types for a missing or broken tokenizer
         raise ConfigError(f"model.hf_path={folder}: its tokenizer cannot be read: {error}") from error
     if tokenizer.eos_token_id is None:

@@ -16,19 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.serialization import (
-    get_default_load_sharded_strategy,
-    get_default_save_sharded_strategy,
-)
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
+from bapo_megatron.errors import CheckpointError
 from bapo_megatron.policy.background_save import BackgroundSave, replace_results_queue
 from bapo_megatron.policy.state.optimizer_state import share_among_ranks
+from bapo_megatron.policy.state.stored_checkpoint import StoredCheckpoint, open_stored, read_by
+from bapo_megatron.runtime.distributed import everywhere
 
 _CONTENT = {
     "singleton_local_shards": False,
@@ -56,13 +57,16 @@ def save(path: Path, model: Sequence[Any], optimizer: Any) -> BackgroundSave:
 
 
 def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
-    """Load the checkpoint in ``path`` into the model and the optimizer. Collective."""
+    """Load the checkpoint in ``path`` into the model and the optimizer. Collective.
+
+    CheckpointError, on every rank, if it is damaged or names code (``state/stored_checkpoint.py``).
+    """
     inner = list(_torch_adams(optimizer))
     for wrapper, adam in inner:
         _create_adam_state(adam)
         _supply_step(wrapper, adam)
-    strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(path)), _replicas())
-    state = _read(_state(model, optimizer, loading=True), path, strategy)
+    stored = _opened(path)
+    state = _read(_state(model, optimizer, loading=True), stored)
     for name, chunk in _named_chunks(model):
         chunk.load_state_dict(state[name], strict=True)
     settings = [_settings(group) for group in optimizer.param_groups]
@@ -74,22 +78,39 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
         _give_each_its_step(adam)
 
 
-def _read(asked: dict[str, Any], path: Path, strategy: Any) -> dict[str, Any]:
-    """The state ``asked`` for, read from ``path``; an ``_extra_state`` that is not there is None.
+def _opened(path: Path) -> StoredCheckpoint:
+    """The checkpoint in ``path``. Collective: if a rank cannot open it, CheckpointError on every rank."""
+    try:
+        stored, problem = open_stored(path), None
+    except CheckpointError as error:
+        stored, problem = None, str(error)
+    if found := next(filter(None, everywhere(problem)), None):
+        raise CheckpointError(found)
+    assert stored is not None
+    return stored
+
+
+def _read(asked: dict[str, Any], stored: StoredCheckpoint) -> dict[str, Any]:
+    """The state ``asked`` for, read from ``stored``; an ``_extra_state`` that is not there is None.
 
     RuntimeError if anything else is not there, or cannot be read: torch's own error is no Exception.
     """
     keys = {name: list(part) for name, part in asked.items() if name.startswith("model")}
+    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), _replicas())
     try:
-        state, _, absent = dist_checkpointing.load(
-            asked, str(path), strategy, strict=StrictHandling.RETURN_UNEXPECTED
-        )
+        with read_by(stored) as common:
+            state, _, absent = dist_checkpointing.load(
+                asked, str(stored.folder), strategy, common, strict=StrictHandling.RETURN_UNEXPECTED
+            )
     except CheckpointException as error:
-        raise RuntimeError(f"the checkpoint in {path} cannot be read: {error}") from error
+        for failure in error.failures.values():
+            if isinstance(failure[0], CheckpointError):
+                raise failure[0] from None
+        raise RuntimeError(f"the checkpoint in {stored.folder} cannot be read: {error}") from error
     if lost := sorted(key for key in absent if "_extra_state" not in key):
         raise RuntimeError(
-            f"the checkpoint in {path} lacks {len(lost)} parts that this model has, the first {lost[0]}: "
-            "it is of another model"
+            f"the checkpoint in {stored.folder} lacks {len(lost)} parts that this model has, the first "
+            f"{lost[0]}: it is of another model"
         )
     for name, part in keys.items():
         for key in part:

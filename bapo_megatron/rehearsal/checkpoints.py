@@ -20,7 +20,9 @@ from megatron.core.dist_checkpointing.mapping import (
 
 from bapo_megatron.policy import checkpoint
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.policy.state.stored_checkpoint import StoredCheckpoint
 from bapo_megatron.rehearsal.replicas import known_replicas
+from checkpoints_tools.formats.distcp import Metadata
 
 
 class _StagedSave:
@@ -53,7 +55,7 @@ def rehearse_load(policy: MegatronPolicy) -> None:
     """``policy.load`` of a checkpoint that has every tensor that is asked for."""
     module: Any = checkpoint
     module.dist_checkpointing.load = _whatever_is_asked
-    module.get_default_load_sharded_strategy = lambda *_args: None
+    module._opened = lambda path: StoredCheckpoint(path, Metadata({}, {}), {})
     policy.load(Path("/nowhere"), version=2)
 
 

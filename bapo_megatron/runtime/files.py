@@ -1,4 +1,5 @@
-"""Atomic and durable file writes: a file is whole or absent, whenever the process or the machine dies."""
+"""Files: atomic and durable writes, whole or absent whenever the process or the machine dies; and the rule
+which files of a folder that others made are read."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+
+from bapo_megatron.errors import CheckpointError
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -89,3 +92,57 @@ def _publish(temporary: Path, output: Path) -> None:
     sync_folder(output.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
+
+
+def file_inside(folder: Path, name: str) -> Path:
+    """The path of the file ``name`` of a checkpoint or model folder, after it is known to lie there.
+
+    A link may lead to a file of the same folder, or from a snapshot of the Hugging Face hub's cache to that
+    cache's blobs (``snapshots/REVISION/NAME -> ../../blobs/DIGEST``). CheckpointError for a name with a
+    folder in it, for every other link, and for what is there and is no plain file (to open a FIFO would wait
+    for ever). The file may be missing.
+    """
+    path = folder / name
+    try:
+        if not name or "\0" in name or Path(name).name != name:
+            raise CheckpointError(f"{folder} names {name[:200]!a}, which is no file of the folder")
+        if path.is_symlink() and not _may_lead(folder.resolve(), path.resolve()):
+            raise CheckpointError(
+                f"{path} is a link to {os.readlink(path)[:200]!a}, outside of the folder: copy the file, "
+                "or name the folder that holds it"
+            )
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path} is no plain file")
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, links in a circle, a zero byte
+        raise CheckpointError(f"{str(path)[-200:]!a} cannot be a file: {error}") from None
+    return path
+
+
+def file_below(folder: Path, name: str) -> Path:
+    """``file_inside`` for a path with folders, as a manifest has them: ``policy/.metadata``."""
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise CheckpointError(f"{folder} names {name[:200]!a}, which is no file below the folder")
+    return file_inside(folder / path.parent, path.name)
+
+
+def check_files_inside(folder: Path) -> None:
+    """Check that ``file_inside`` allows every file of ``folder`` and of its chat templates.
+
+    CheckpointError if not. Libraries open whatever they find there.
+    """
+    for place in (folder, folder / "additional_chat_templates"):
+        if place.is_dir():
+            if place.is_symlink() and place != folder:
+                raise CheckpointError(f"{place} is a link: copy the folder")
+            for path in sorted(place.iterdir()):
+                if not path.is_dir():
+                    file_inside(place, path.name)
+
+
+def _may_lead(folder: Path, target: Path) -> bool:
+    """Whether a link in ``folder`` may lead to ``target``; both without links."""
+    if target.is_relative_to(folder):
+        return True
+    snapshots = next((parent for parent in folder.parents if parent.name == "snapshots"), None)
+    return snapshots is not None and target.parent == snapshots.parent / "blobs"

@@ -11,8 +11,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, cast
 
 from bapo_megatron.errors import CheckpointError
 
@@ -49,13 +49,21 @@ _STORAGES = {
 }
 # Of the builtins only types whose attributes a pickle cannot change, so that one file cannot leave
 # anything behind for the next.
-_CONSTANTS: dict[str, Any] = {
+_CONTAINERS: dict[str, Any] = {
     "torch.Size": tuple,
     "builtins.set": set,
     "__builtin__.set": set,
     "collections.OrderedDict": OrderedDict,
+}
+_CONSTANTS: dict[str, Any] = {
+    **_CONTAINERS,
     **{f"torch.{name}": dtype for name, dtype in (DTYPES | _STORAGES).items()},
 }
+_SCALARS = (str, bytes, int, float, type(None))
+MOST_PICKLE_BYTES = 1 << 28
+"""Bytes of a pickle, at most: reading one takes up to a hundred times its size in memory."""
+_MOST_CLASSES = 10_000
+_MOST_SHOWN = 200
 _DCP = "torch.distributed.checkpoint"
 _RECORDS = {
     *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -79,7 +87,7 @@ _RECORDS = {
 _RECORD_MODULES = ("megatron.", "transformer_engine.")
 
 _USELESS_OPCODES = (
-    pickle.INST + pickle.OBJ + pickle.PERSID + pickle.EXT1 + pickle.EXT2 + pickle.EXT4
+    pickle.INST + pickle.OBJ + pickle.NEWOBJ_EX + pickle.PERSID + pickle.EXT1 + pickle.EXT2 + pickle.EXT4
     # Reserves as much memory as the file asks for, whatever the file's own length.
     + pickle.BYTEARRAY8 + pickle.NEXT_BUFFER + pickle.READONLY_BUFFER
 )  # fmt: skip
@@ -102,10 +110,6 @@ class PickledObject:
         record.state = None
         return record
 
-    def __setstate__(self, state: Any) -> None:
-        """Keep what the class's own method would have been given."""
-        self.state = state
-
     def field(self, name: str) -> Any:
         """The attribute ``name`` of the object; None if it has none."""
         return self.state.get(name) if isinstance(self.state, dict) else None
@@ -117,27 +121,75 @@ def load_pickle(data: bytes, source: str, persistent: Callable[[Any], Any] | Non
     ``persistent`` turns a persistent identifier (torch's storages) into an object. CheckpointError, which
     names ``source``, for a damaged pickle and for one that names a class that no checkpoint needs.
     """
+    if len(data) > MOST_PICKLE_BYTES:
+        raise CheckpointError(f"{source}: a pickle of {len(data):,} bytes is too long to be a description")
     try:
         return _Unpickler(data, source, persistent).load()
     except CheckpointError:
         raise
     except Exception as error:
         # A damaged pickle can fail at anything that its instructions do: one message for all of it.
-        raise CheckpointError(f"{source}: damaged pickle ({type(error).__name__}: {error})") from None
+        raise CheckpointError(
+            f"{source}: damaged pickle ({type(error).__name__}: {shown(str(error))})"
+        ) from None
+
+
+def shown(text: str) -> str:
+    """``text`` of a file as a message may show it: cut, and without line breaks or a terminal's codes."""
+    cut = text[:_MOST_SHOWN] + ("..." if len(text) > _MOST_SHOWN else "")
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
+
+
+def _is_key(value: Any) -> bool:
+    """Whether a dictionary or a set takes ``value``. Of tuples within tuples the hash has no bound: in a few
+    bytes a pickle describes one that takes for ever, or overflows the interpreter's stack."""
+    if isinstance(value, tuple):
+        return all(isinstance(part, _SCALARS) for part in value)
+    return isinstance(value, (*_SCALARS, PickledObject))
+
+
+_ORDINARY: dict[int, Callable[[Any], None]] = cast(Any, pickle._Unpickler).dispatch
+_KEYS_ON_STACK = {
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(None, None, 2),
+    pickle.DICT: slice(None, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}
+"""The keys among the values that an instruction finds on the stack."""
+
+
+def _with_checked_keys(code: bytes, keys: slice) -> Callable[[Any], None]:
+    """The instruction ``code``, after its keys are known to be some that a checkpoint has."""
+
+    def run(unpickler: Any) -> None:
+        _check_keys(unpickler.stack[keys])
+        _ORDINARY[code[0]](unpickler)
+
+    return run
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    for key in keys:
+        if not _is_key(key):
+            raise pickle.UnpicklingError(f"a {type(key).__name__} as a key")
 
 
 # Python's own unpickler, not that of C: the latter lets a file of a few bytes reserve gigabytes (its memo is
 # an array as long as the largest index), and this one lets us leave out instructions.
 class _Unpickler(pickle._Unpickler):
-    dispatch = {  # noqa: RUF012
-        code: method for code, method in pickle._Unpickler.dispatch.items() if code not in _USELESS_OPCODES
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code: method for code, method in _ORDINARY.items() if code not in _USELESS_OPCODES
     }
+    stack: list[Any]
+    metastack: list[list[Any]]
 
     def __init__(self, data: bytes, source: str, persistent: Callable[[Any], Any] | None) -> None:
         super().__init__(io.BytesIO(data))
         self._source = source
         self._persistent = persistent
         self._classes: dict[str, type[PickledObject]] = {}
+        self._copies_left = len(data)
 
     def find_class(self, module: str, name: str, /) -> Any:
         full = f"{module}.{name}"
@@ -145,10 +197,12 @@ class _Unpickler(pickle._Unpickler):
             return _CONSTANTS[full]
         if full not in _RECORDS and not module.startswith(_RECORD_MODULES):
             raise CheckpointError(
-                f"{self._source} names {full}, which no checkpoint needs; nothing was run. "
+                f"{self._source} names {shown(full)}, which no checkpoint needs; nothing was run. "
                 "Do not load this file with torch unless you trust who made it"
             )
         if full not in self._classes:
+            if len(self._classes) == _MOST_CLASSES:
+                raise CheckpointError(f"{self._source} names more than {_MOST_CLASSES:,} classes: damaged")
             # A class of this file alone: a pickle may set attributes of a class.
             self._classes[full] = type(
                 "PickledObject", (PickledObject,), {"class_name": full, "__slots__": ()}
@@ -159,3 +213,50 @@ class _Unpickler(pickle._Unpickler):
         if self._persistent is None:
             raise CheckpointError(f"{self._source} refers to data outside itself")
         return self._persistent(pid)
+
+    def _construct(self) -> None:
+        """REDUCE and NEWOBJ: a record, or a small container.
+
+        A container may not be called as often as a pickle likes: each call copies what it is given, and a
+        few bytes of the pickle make it.
+        """
+        arguments = self.stack.pop()
+        kind = self.stack[-1]
+        if isinstance(kind, type) and issubclass(kind, PickledObject) and type(arguments) is tuple:
+            self.stack[-1] = kind(*arguments)
+            return
+        if kind not in _CONTAINERS.values() or type(arguments) is not tuple or len(arguments) > 1:
+            raise pickle.UnpicklingError("it calls what is no class")
+        [items] = arguments or ((),)
+        if not isinstance(items, list | tuple | set):
+            raise pickle.UnpicklingError("it fills a container with what is no list")
+        self._copies_left -= len(items)
+        if self._copies_left < 0:
+            raise pickle.UnpicklingError("it copies more than it holds")
+        if kind is OrderedDict:
+            items = [self._pair(pair) for pair in items]
+        elif kind is set:
+            _check_keys(items)
+        self.stack[-1] = kind(items)
+
+    def _pair(self, pair: Any) -> tuple[Any, Any]:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise pickle.UnpicklingError("an item of a dictionary is no pair")
+        _check_keys(pair[:1])
+        return pair[0], pair[1]
+
+    def _build(self) -> None:
+        """BUILD: attributes of a record, or of a dictionary of torch, whose ``_metadata`` is one."""
+        state = self.stack.pop()
+        owner = self.stack[-1]
+        if isinstance(owner, PickledObject):
+            owner.state = state
+        elif type(owner) is not OrderedDict or not isinstance(state, dict):
+            raise pickle.UnpicklingError("it sets attributes of what has none")
+
+    dispatch |= {
+        pickle.REDUCE[0]: _construct,
+        pickle.NEWOBJ[0]: _construct,
+        pickle.BUILD[0]: _build,
+        **{code[0]: _with_checked_keys(code, keys) for code, keys in _KEYS_ON_STACK.items()},
+    }

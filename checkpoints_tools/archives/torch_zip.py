@@ -18,11 +18,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bapo_megatron.errors import CheckpointError
-from checkpoints_tools.archives.pickle_allow_list import DTYPE_BYTES, PickledObject, load_pickle
+from checkpoints_tools.archives.pickle_allow_list import (
+    DTYPE_BYTES,
+    MOST_PICKLE_BYTES,
+    PickledObject,
+    load_pickle,
+)
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _PICKLE = "data.pkl"
-_MOST_PICKLE_BYTES = 1 << 28
+_MOST_DIMENSIONS = 64  # as torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,7 @@ class _MemberReader:
     def _content(self, name: str, default: bytes | None = None) -> bytes:
         if default is not None and self.root + name not in self.members:
             return default
-        if self._payload(name).file_size > _MOST_PICKLE_BYTES:
+        if self._payload(name).file_size > MOST_PICKLE_BYTES:
             raise CheckpointError(f"{self.source}: member {name} is too long to be a description: damaged")
         return self.archive.read(self.root + name)
 
@@ -186,7 +191,10 @@ class _MemberReader:
 
 
 def _natural(values: Sequence[Any]) -> bool:
-    return all(type(value) is int and value >= 0 for value in values)
+    """Whether ``values`` can be sizes or strides of a tensor."""
+    return len(values) <= _MOST_DIMENSIONS and all(
+        type(value) is int and 0 <= value < 2**62 for value in values
+    )
 
 
 class _Window(io.RawIOBase):

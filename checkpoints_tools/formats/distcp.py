@@ -6,17 +6,23 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from bapo_megatron.errors import CheckpointError
-from checkpoints_tools.archives.pickle_allow_list import PickledObject, load_pickle
+from bapo_megatron.runtime.files import file_inside
+from checkpoints_tools.archives.pickle_allow_list import MOST_PICKLE_BYTES, PickledObject, load_pickle, shown
+from checkpoints_tools.archives.torch_dist_metadata import METADATA_JSON
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive, read_tensor
 
 METADATA = ".metadata"
 _MOST_OBJECT_BYTES = 1 << 26
+_MOST_DIMENSIONS = 64  # as torch
+_LONGEST_KEY = 1000
+_LONGEST_JSON = 1 << 16
 _DCP = "torch.distributed.checkpoint.metadata."
 
 
@@ -64,8 +70,10 @@ def read_metadata(folder: Path) -> Metadata:
     CheckpointError if it is damaged, or if it does not fit the files beside it: it is then named which file
     is missing or too short, and for which tensor.
     """
-    path = folder / METADATA
+    path = file_inside(folder, METADATA)
     try:
+        if path.stat().st_size > MOST_PICKLE_BYTES:
+            raise CheckpointError(f"{path} is too long to be a description: damaged")
         data = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
@@ -78,8 +86,10 @@ def read_metadata(folder: Path) -> Metadata:
     ranges = _Ranges(folder, path, storage)
     tensors, objects = {}, {}
     for key, entry in entries.items():
-        if not isinstance(key, str) or not isinstance(entry, PickledObject):
-            raise CheckpointError(f"{path}: key {key!r} is damaged")
+        if not isinstance(key, str) or not key.isprintable() or len(key) > _LONGEST_KEY:
+            raise CheckpointError(f"{path}: a key is damaged")
+        if not isinstance(entry, PickledObject):
+            raise CheckpointError(f"{path}: key {key} is damaged")
         if entry.class_name == _DCP + "BytesStorageMetadata":
             objects[key] = ranges.find(key, None)
         else:
@@ -87,9 +97,26 @@ def read_metadata(folder: Path) -> Metadata:
     return Metadata(tensors, objects)
 
 
+def check_backends(folder: Path) -> None:
+    """Check that ``metadata.json``, by which megatron chooses its readers, names those of torch_dist.
+
+    CheckpointError if it is missing, damaged, or names others.
+    """
+    path = file_inside(folder, "metadata.json")
+    try:
+        with path.open("rb") as file:
+            stored = json.loads(file.read(_LONGEST_JSON))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if stored != METADATA_JSON:
+        raise CheckpointError(f"{path} names other backends than those of torch_dist: {METADATA_JSON}")
+
+
 def read_common(folder: Path) -> dict[str, Any]:
     """What ``common.pt`` holds beside the tensors: iteration, arguments, the optimizer's settings."""
-    path = folder / "common.pt"
+    path = file_inside(folder, "common.pt")
     try:
         with path.open("rb") as stream:
             common = read_archive(stream, path, "the common state")
@@ -131,12 +158,13 @@ class ChunkFiles:
         return stored
 
     def read(self, place: Place) -> bytes:
-        """The bytes of an archive; for what is no tensor, and small."""
+        """The bytes of an archive; for what is no tensor, and small. What they name is allowed."""
         if place.length > _MOST_OBJECT_BYTES:
             raise CheckpointError(
                 f"{place.file}: an object of {place.length:,} bytes is too long to carry along"
             )
         stream = self._stream(place.file)
+        read_archive(stream, place.file, "an object", place.start, place.length)
         stream.seek(place.start)
         return stream.read(place.length)
 
@@ -171,17 +199,17 @@ class _Ranges:
             at = "" if offsets is None else f" at {list(offsets)}"
             raise CheckpointError(f"{self.source} does not say which file holds {key}{at}")
         name, start, length = (info.field(field) for field in ("relative_path", "offset", "length"))
-        if not (isinstance(name, str) and type(start) is int and type(length) is int):
-            raise CheckpointError(f"{self.source}: the place of {key} is damaged")
-        if not name or Path(name).name != name:
+        if not (isinstance(name, str) and _is_shape((start, length))):
+            raise CheckpointError(f"{self.source}: the place of {shown(key)} is damaged")
+        if name not in self._sizes and Path(name).name != name:
             raise CheckpointError(
-                f"{self.source}: {key} lies in {name!r}, which is no file of the checkpoint"
+                f"{self.source}: {key} lies in {shown(name)!r}, which is no file of the checkpoint"
             )
         if info.field("transform_descriptors"):
             raise CheckpointError(
                 f"{self.source}: {key} was compressed when it was saved; save it uncompressed"
             )
-        if min(start, length) < 0 or start + length > self._size(name, key):
+        if start + length > self._size(name, key):
             raise CheckpointError(
                 f"{self._folder / name} is truncated: it has {self._size(name, key)} bytes, and {key} should "
                 f"lie at bytes {start} to {start + length}"
@@ -191,7 +219,7 @@ class _Ranges:
     def _size(self, name: str, key: str) -> int:
         if name not in self._sizes:
             try:
-                self._sizes[name] = (self._folder / name).stat().st_size
+                self._sizes[name] = file_inside(self._folder, name).stat().st_size
             except (OSError, ValueError) as error:
                 raise CheckpointError(
                     f"{self._folder / name}, which holds {key}, is missing: {error}"
@@ -224,4 +252,9 @@ def _chunk(key: str, shape: tuple[int, ...], record: Any, ranges: _Ranges) -> Te
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and all(type(number) is int and number >= 0 for number in value)
+    """Whether ``value`` can be a size or a place in a tensor."""
+    return (
+        isinstance(value, tuple)
+        and len(value) <= _MOST_DIMENSIONS
+        and all(type(number) is int and 0 <= number < 2**62 for number in value)
+    )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.runtime.files import file_below
 from bapo_megatron.runtime.run_paths import CHECKPOINTS, MANIFEST, POLICY, moment_of
 from checkpoints_tools.formats.distcp import METADATA
 
@@ -181,7 +182,7 @@ def _of_run(folder: Path) -> Location:
     if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
         raise CheckpointError(f"{folder / MANIFEST} lists no files: it is damaged")
     for name, entry in files.items():
-        path = folder / name
+        path = file_below(folder, name)
         size = path.stat().st_size if path.is_file() else None
         if size != entry.get("bytes"):
             held = "is missing" if size is None else f"has {size} bytes instead of {entry.get('bytes')}"

@@ -20,6 +20,7 @@ from typing import Any
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping, canonical_name, mapping_table
+from bapo_megatron.runtime.files import file_inside
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.core.segments import check_cover, cut_into_sources
@@ -212,7 +213,7 @@ def _rank_folders(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
-    path = folder / STATE_FILE
+    path = file_inside(folder, STATE_FILE)
     try:
         with path.open("rb") as stream:
             state = read_archive(stream, path, "the rank's state")

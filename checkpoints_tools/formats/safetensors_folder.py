@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.runtime.files import check_files_inside
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 
 INDEX = "model.safetensors.index.json"
@@ -23,6 +24,7 @@ def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
     CheckpointError, with file and tensor, for whatever is truncated, contradictory or of a type that these
     tools do not move.
     """
+    check_files_inside(folder)
     found: dict[str, BlockTensor] = {}
     weight_map = read_weight_map(folder)
     for file in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bapo_megatron.checkpoint.writer import digest
 from bapo_megatron.config import RunConfig, load_recipe
 from checkpoints_tools import cli as checkpoints
 from tests.fixtures.make_run import (
@@ -63,6 +65,25 @@ def test_a_run_that_was_stopped_within_a_step_goes_on(kind: str, continued: dict
             _assert_alike(ours, theirs)
     if SAME_BITS:
         assert weights_digest(run_dir / "export") == EXPECTED["weights"][kind]
+
+
+@pytest.mark.slow
+def test_a_run_whose_checkpoint_names_code_ends_in_one_line(tmp_path: Path) -> None:
+    """Its manifest fits the changed file: whoever can write the one can write the other."""
+    run_dir, proof = unpack(HERE / "bapo/run.tar.xz", tmp_path / "run"), tmp_path / "PROOF"
+    [path] = run_dir.glob("checkpoints/*/policy/.metadata")
+    path.write_bytes(f"cposix\nsystem\n(X{chr(len(bytes(proof)) + 6)}\0\0\0touch {proof}tR.".encode("latin1"))
+    manifest = path.parents[1] / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["files"]["policy/.metadata"] = digest(path)
+    manifest.write_text(json.dumps(content))
+    code, output = run(*train("bapo", run_dir))
+    assert code == 2, output[-3000:]
+    assert f"error: {path} names posix.system, which no checkpoint needs; nothing was run" in output
+    assert "Traceback" not in output
+    assert not proof.exists()
+    pickle.loads(path.read_bytes())
+    assert proof.exists()  # the attack would have worked
 
 
 def _assert_alike(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:

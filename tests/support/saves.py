@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader
 
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.interfaces import Saving
+from bapo_megatron.policy.state.stored_checkpoint import StoredReader
 
 
 class Written:
@@ -56,17 +56,17 @@ def complete(saving: Saving) -> None:
 @contextmanager
 def counting_reads() -> Iterator[list[int]]:
     """The sizes in the files of all tensors and objects that this rank reads of a checkpoint."""
-    real, sizes = FileSystemReader.read_data, []
+    real, sizes = StoredReader.read_data, []
 
-    def counted(reader: FileSystemReader, plan: Any, planner: Any) -> Any:
-        sizes.extend(reader.storage_data[item.storage_index].length for item in plan.items)
+    def counted(reader: StoredReader, plan: Any, planner: Any) -> Any:
+        sizes.extend(reader.place(item.storage_index).length for item in plan.items)
         return real(reader, plan, planner)
 
-    FileSystemReader.read_data = counted
+    StoredReader.read_data = counted
     try:
         yield sizes
     finally:
-        FileSystemReader.read_data = real
+        StoredReader.read_data = real
 
 
 class CountingReader(HfReader):

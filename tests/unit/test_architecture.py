@@ -119,6 +119,70 @@ def test_the_tools_for_checkpoints_stand_alone() -> None:
             assert any(f"{ours}.".startswith(f"{allowed}.") for allowed in TOOLS_MAY_USE), (path, name)
 
 
+# Their pickles come from a process that this one has started, by a pipe or a file of its own.
+MAY_UNPICKLE = {
+    "bapo_megatron.runtime.child_process",
+    "bapo_megatron.policy.background_save",
+    "bapo_megatron.rehearsal.processes",
+}
+LOADERS = {"load", "loads", "Unpickler", "unsafe_load", "full_load", "load_all"}
+UNSAFE_MODULES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+    "shelve",
+    "joblib",
+    "yaml",
+}
+
+
+def loads_of(path: Path) -> Iterator[str]:
+    """Calls of a file that may run what they read, or that leave it open whether they do."""
+    for node in ast.walk(tree_of(path)):
+        if not isinstance(node, ast.Call):
+            continue
+        given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+        called = ast.unparse(node.func)
+        owner, _, name = called.rpartition(".")
+        if (owner in UNSAFE_MODULES and name in LOADERS) or called in (
+            "torch.load",
+            "torch.jit.load",
+            "torch.hub.load",
+            "msc.torch.load",
+            "load_object",
+        ):
+            yield called
+        elif called in ("np.load", "numpy.load") and given.get("allow_pickle") != "False":
+            yield f"{called} without allow_pickle=False"
+        elif name == "from_pretrained" and given.get("trust_remote_code") != "False":
+            yield f"{called} without trust_remote_code=False"
+        elif "AutoModel" in owner and given.get("use_safetensors") != "True":
+            yield f"{called} without use_safetensors=True"
+        elif given.get("trust_remote_code", "False") != "False" or given.get("weights_only") == "False":
+            yield called
+        elif called.endswith("dist_checkpointing.load") and len(node.args) < 4:
+            yield f"{called} with megatron's readers"
+
+
+def test_nothing_that_is_loaded_runs() -> None:
+    """docs/security.md; recipes, which are code, come by ``runpy`` or an import."""
+    for name, path in modules().items():
+        if name not in MAY_UNPICKLE:
+            assert not list(loads_of(path)), name
+    for name in MAY_UNPICKLE:
+        assert list(loads_of(modules()[name])), f"{name} unpickles nothing any more: remove it from the list"
+
+
+def test_templates_are_ours_or_sandboxed() -> None:
+    """Pages are made of templates of the package; those of a tokenizer are transformers' to render."""
+    for name, path in modules().items():
+        uses = {one for one in imports(path) if one.split(".")[0] == "jinja2"}
+        assert not uses or name == "bapo_megatron.commands.report.text", (name, uses)
+
+
 def test_one_file_knows_nemo_run() -> None:
     files = [path for folder in ("slurm", "recipes", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     found = [path for path in files if "nemo_run" in {name.split(".")[0] for name in imports(path)}]

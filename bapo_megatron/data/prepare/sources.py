@@ -96,7 +96,7 @@ def _from_hub(name: str, config: str | None, split: str, revision: str | None) -
 def _json(path: Path) -> Iterator[Any]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(rows, list):
         raise ConfigError(f"{path} must hold a list of objects; for one object a line name it .jsonl")

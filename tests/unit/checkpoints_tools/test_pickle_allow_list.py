@@ -127,6 +127,66 @@ def test_damage_is_one_message(data: bytes, reason: str | None) -> None:
     assert any(word in str(caught.value) for word in reason.split("|"))
 
 
+def _nested(depth: int) -> bytes:
+    """A tuple that holds the same tuple twice, and so on: each level takes four bytes, its hash twice as
+    long as the level below."""
+    return b"\x80\x02)" + b"q\x000h\x00h\x00\x86" * depth
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x02}" + _nested(200)[2:] + b"K\x01s.",  # the key of a dictionary
+        b"\x80\x04\x8f(" + _nested(200)[2:] + b"\x90.",  # in a set
+        b"\x80\x04(" + _nested(200)[2:] + b"\x91.",  # in a frozen set
+        b"\x80\x02(" + _nested(200)[2:] + b"Nd.",  # of a dictionary made at once
+        b"\x80\x02}(" + _nested(200)[2:] + b"Nu.",
+        b"\x80\x02c__builtin__\nset\n](" + _nested(200)[2:] + b"e\x85R.",
+        b"\x80\x02ccollections\nOrderedDict\n](](" + _nested(200)[2:] + b"Nee\x85R.",
+        b"\x80\x02})" + b"\x85" * 200_000 + b"Ns.",  # overflows the stack of C
+        # A list of a thousand, copied for five bytes as often as one likes.
+        b"\x80\x02ctorch\nSize\nq\x010](" + b"N" * 1000 + b"eq\x000(" + b"h\x01h\x00\x85R" * 100_000 + b"t.",
+        b"\x80\x02ctorch\nSize\nX\x03\x00\x00\x00abc\x85R.",
+        b"\x80\x02ccollections\nOrderedDict\n}\x85R.",
+        b"\x80\x02(" + b"".join(b"cmegatron.a\nb%d\n" % number for number in range(10_001)) + b"t.",
+        b"\x80\x02cbuiltins\nset\n]\x85b.",  # attributes of a type
+        b"\x80\x02]}b.",  # and of a list
+        b"\x80\x02cargparse\nNamespace\n)}\x92.",  # NEWOBJ_EX
+        b"\x80\x02ctorch\nbfloat16\n)R.",  # calls a text
+    ],
+)
+def test_bombs_end_in_one_message(data: bytes) -> None:
+    """Each took for ever, or gigabytes, or the interpreter with it, or is what no writer leaves."""
+    with pytest.raises(CheckpointError, match=r"file\.pt") as caught:
+        load_pickle(data, "file.pt")
+    assert len(str(caught.value)) < 400
+
+
+def test_deep_values_are_made_and_left_again() -> None:
+    assert load_pickle(b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".", "x")
+    assert load_pickle(
+        b"\x80\x02cargparse\nNamespace\nq\x000" + b"N" + b"h\x00)\x81\x86" * 100_000 + b".", "x"
+    )
+
+
+def test_a_message_is_one_line_without_a_terminals_codes() -> None:
+    name = b"os\x1b[2J" + b"x" * 10_000
+    for data in (
+        b"\x80\x04\x8c\x05\x0a\x1b[2J\x8c\x01a\x93.",
+        b"\x80\x04X" + len(name).to_bytes(4, "little") + name + b"\x8c\x01a\x93.",
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            load_pickle(data, "file.pt")
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 500
+
+
+def test_a_pickle_of_more_than_its_limit_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("checkpoints_tools.archives.pickle_allow_list.MOST_PICKLE_BYTES", 10)
+    with pytest.raises(CheckpointError, match="too long"):
+        load_pickle(pickle.dumps("a" * 20), "x")
+
+
 def test_one_file_leaves_nothing_for_the_next() -> None:
     """Two files that name the same class get two classes."""
     first = load_pickle(pickle.dumps(argparse.Namespace(a=1)), "x")

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,13 @@ from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
 from bapo_megatron.commands.report.page import headline, write_report
 from bapo_megatron.commands.report.panels import PANELS, bands
 from bapo_megatron.errors import ConfigError
+
+ALLOWED = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+"""The content security policy of every page: its own pictures and styles, no script."""
+
+HOSTILE = (
+    """</title></style><script>alert(1)</script><img src=http://x.example/ onerror='a()'>"'}{{7*7}}$\\x"""
+)
 
 BOUNDS = {
     "algorithm.bounds.low_start": 0.6,
@@ -147,6 +155,50 @@ def test_page_needs_nothing_but_itself(reported: Path) -> None:
     assert "@import" not in page
     assert "url(" not in page
     assert "<script" not in page
+    assert page.index(f'<meta http-equiv="Content-Security-Policy" content="{ALLOWED}">') < page.index(
+        "<title>"
+    )
+
+
+class Tags(HTMLParser):
+    """The tags and attributes of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[tuple[str, str | None]] = set()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes.update(attrs)
+
+
+def check_harmless(page: str) -> None:
+    """Check that the strings of a hostile run are text on its page."""
+    found = Tags(page)
+    assert not found.tags & {"script", "iframe", "object", "embed", "form", "base", "link", "svg"}
+    assert not [name for name, _ in found.attributes if name.startswith("on")]
+    assert all(value.startswith("data:") for name, value in found.attributes if name in ("src", "href"))
+    assert "&lt;script&gt;alert(1)" in page
+    assert "{{7*7}}" in page  # no template in a template
+
+
+def make_hostile(folder: Path) -> Path:
+    """A run with markup in each of its strings."""
+    made_up_run(folder, steps=2, updates=1)
+    write_config(folder, {"name": HOSTILE, "model.hf_path": HOSTILE, **BOUNDS, f"a.{HOSTILE}": [HOSTILE]})
+    events = [{"time": HOSTILE, "kind": HOSTILE, HOSTILE: HOSTILE}, {"kind": "resume", "step": HOSTILE}]
+    write_lines(folder / "events.jsonl", events)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    write_lines(folder / "metrics.jsonl", [{**row, f"reward/{HOSTILE}": 1.0} for row in rows])
+    return folder
+
+
+@pytest.mark.usefixtures("few_pictures")
+def test_markup_in_a_run_is_text(tmp_path: Path) -> None:
+    write_report(make_hostile(tmp_path))
+    check_harmless((tmp_path / "report/index.html").read_text())
 
 
 def test_page_says_the_headline_and_the_configuration(reported: Path) -> None:

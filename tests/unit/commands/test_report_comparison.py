@@ -14,7 +14,16 @@ from bapo_megatron.commands.report.data import RunRecord
 from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
 from bapo_megatron.commands.report.page import common_folder
 from bapo_megatron.commands.report.panels import PANELS
-from tests.unit.commands.test_report import BOUNDS, few_pictures, made_up_run, write_config, write_lines
+from tests.unit.commands.test_report import (
+    ALLOWED,
+    BOUNDS,
+    check_harmless,
+    few_pictures,
+    made_up_run,
+    make_hostile,
+    write_config,
+    write_lines,
+)
 
 __all__ = ["few_pictures"]
 
@@ -48,6 +57,15 @@ def test_the_page_needs_nothing_but_itself(page: Path) -> None:
     assert "@import" not in text
     assert "url(" not in text
     assert "<script" not in text
+    assert text.index(f'content="{ALLOWED}"') < text.index("<title>")
+
+
+@pytest.mark.usefixtures("few_pictures")
+def test_markup_in_a_run_is_text(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    page = write_comparison([made_up_run(tmp_path / "a", 2, 1), make_hostile(tmp_path / "b")], tmp_path / "o")
+    check_harmless(page.read_text())
 
 
 def test_every_run_has_a_switch_for_all_that_is_its_own(page: Path) -> None:

@@ -22,6 +22,7 @@ from bapo_megatron.rollout.engines.local.decoding import Decoding
 from bapo_megatron.rollout.engines.local.weights import ModelWeights
 from bapo_megatron.rollout.engines.requests import ModelLimits, check_request
 from bapo_megatron.runtime.device import choose_vector_kernels
+from bapo_megatron.runtime.files import check_files_inside
 from bapo_megatron.types import GenerateRequest, Generation
 
 
@@ -140,12 +141,18 @@ class LocalModel:
 
 
 def _load(hf_path: Path, dtype: str, device: str) -> Any:
+    check_files_inside(Path(hf_path))
     if not (Path(hf_path) / "config.json").is_file():
         raise ConfigError(f"model.hf_path={hf_path}: no config.json there; give a Hugging Face model folder")
     transformers_logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            hf_path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
+            hf_path,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.hf_path={hf_path}: cannot be loaded: {error}") from error

@@ -1,0 +1,231 @@
+"""A torch_dist checkpoint as torch's and megatron's loaders read it, without a pickle that they would run.
+
+Their own readers unpickle ``.metadata``, ``common.pt`` and every stored object, and a pickle may call any
+function. Here the reader of ``bapo-ckpt`` takes their place (``checkpoints_tools/archives/``): it knows plain
+values and places of tensors, imports nothing for a file, and reads no file outside of the folder. The bytes
+of tensors are read from the places that it finds. Writing is megatron's.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies import torch as megatron_strategy
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from bapo_megatron.errors import CheckpointError
+from checkpoints_tools.archives.pickle_allow_list import DTYPES, PickledObject
+from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive
+from checkpoints_tools.formats.distcp import (
+    ChunkFiles,
+    GlobalTensor,
+    Metadata,
+    Place,
+    check_backends,
+    read_common,
+    read_metadata,
+)
+
+_DTYPES = {name: getattr(torch, dtype) for dtype, name in DTYPES.items()}
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """The description of a checkpoint in ``folder``: all that its pickles hold, as plain values."""
+
+    folder: Path
+    metadata: Metadata
+    common: dict[str, Any]
+
+
+def open_stored(folder: Path) -> StoredCheckpoint:
+    """The checkpoint in ``folder``, its tensors unread.
+
+    CheckpointError names the file, and what it names that no checkpoint needs, or what of it is damaged.
+    """
+    check_backends(folder)
+    return StoredCheckpoint(
+        folder, read_metadata(folder), _restored(read_common(folder), folder / "common.pt")
+    )
+
+
+@contextmanager
+def read_by(stored: StoredCheckpoint) -> Iterator[TorchCommonLoadStrategy]:
+    """Context manager in which megatron reads ``stored`` in place of what it would unpickle.
+
+    Gives the strategy for ``common.pt``, which ``dist_checkpointing.load`` takes as an argument; megatron
+    finds the reader of everything else by a name in its module.
+    """
+    module: Any = megatron_strategy
+    usual: Callable[..., Any] = module._get_filesystem_reader
+    module._get_filesystem_reader = lambda *_args, **_kwargs: StoredReader(stored)
+    try:
+        yield _CommonState(stored)
+    finally:
+        module._get_filesystem_reader = usual
+
+
+class _CommonState(TorchCommonLoadStrategy):  # type: ignore[misc]
+    """Megatron's strategy for ``common.pt``, with what was read of it before."""
+
+    def __init__(self, stored: StoredCheckpoint) -> None:
+        super().__init__()
+        self._stored = stored
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """The common state."""
+        return {key: _copied(value) for key, value in self._stored.common.items()}
+
+
+class StoredReader(StorageReader):
+    """A ``StorageReader`` of torch.distributed.checkpoint for ``stored``."""
+
+    def __init__(self, stored: StoredCheckpoint) -> None:
+        self._stored = stored
+        tensors = stored.metadata.tensors
+        self._chunks = {(key, chunk.offsets): chunk for key, t in tensors.items() for chunk in t.chunks}
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing to do: a reader is of one checkpoint."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Whether torch may make such a reader for a path: never."""
+        return False
+
+    def read_metadata(self) -> TorchMetadata:  # type: ignore[override]
+        """Keys, types, shapes and chunks as torch's planner asks for them."""
+        metadata = self._stored.metadata
+        entries: dict[str, Any] = {key: _torch_entry(tensor) for key, tensor in metadata.tensors.items()}
+        entries |= {key: BytesStorageMetadata() for key in metadata.objects}
+        return TorchMetadata(entries, storage_data={})
+
+    def set_up_storage_reader(self, metadata: TorchMetadata, is_coordinator: bool) -> None:  # type: ignore[override]
+        """Nothing to do: places are known."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def place(self, index: MetadataIndex) -> Place:
+        """The place of an archive by the planner's index."""
+        if index.fqn in self._stored.metadata.objects:
+            return self._stored.metadata.objects[index.fqn]
+        return self._chunks[index.fqn, tuple(index.offset or ())].place
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan names into the planner's tensors and objects."""
+        with ChunkFiles() as files:
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, self._object(item.storage_index.fqn))
+                else:
+                    self._read_tensor(item, planner, files)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_tensor(self, item: ReadItem, planner: LoadPlanner, files: ChunkFiles) -> None:
+        key = item.storage_index.fqn
+        chunk = self._chunks[key, tuple(item.storage_index.offset or ())]
+        found = _elements(files.locate(self._stored.metadata.tensors[key], chunk))
+        for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            found = found.narrow(dimension, start, length)
+        target = planner.resolve_tensor(item).detach()
+        if target.size() != found.size():
+            raise CheckpointError(
+                f"{chunk.place.file}: {key} has shape {list(found.shape)}, {list(target.shape)} is asked for"
+            )
+        target.copy_(found)
+        planner.commit_tensor(item, target)
+
+    def _object(self, key: str) -> io.BytesIO:
+        """A stored object, pickled anew from its plain values: the planner unpickles what it is given."""
+        place = self._stored.metadata.objects[key]
+        with place.file.open("rb") as stream:
+            value = read_archive(stream, place.file, key, place.start, place.length)
+        if _EXTRA_STATE in key:
+            _check_empty(value, place.file, key)
+        _refuse_objects(value, place.file, key)
+        buffer = io.BytesIO()
+        torch.save(_restored(value, place.file), buffer)
+        buffer.seek(0)
+        return buffer
+
+
+def _torch_entry(tensor: GlobalTensor) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
+    return TensorStorageMetadata(TensorProperties(_DTYPES[tensor.dtype]), torch.Size(tensor.shape), chunks)
+
+
+def _elements(stored: StoredTensor) -> Tensor:
+    """The elements of a stored tensor, read from its file."""
+    found = torch.empty(prod(stored.shape), dtype=_DTYPES[stored.dtype])
+    with stored.file.open("rb") as file:
+        file.seek(stored.position)
+        if file.readinto(found.view(torch.uint8).numpy().data) != found.nbytes:
+            raise CheckpointError(f"{stored.file} ends within a tensor: it is truncated")
+    return found.reshape(stored.shape)
+
+
+def _restored(value: Any, file: Path) -> Any:
+    """``value`` with tensors in place of their places."""
+    if isinstance(value, StoredTensor):
+        if not value.contiguous:
+            raise CheckpointError(f"{file} holds a tensor that is not contiguous, which no writer leaves")
+        return _elements(value)
+    if isinstance(value, dict):
+        return {key: _restored(inner, file) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_restored(inner, file) for inner in value)
+    return value
+
+
+def _copied(value: Any) -> Any:
+    """A copy of dictionaries and lists, which megatron changes in place."""
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _check_empty(value: Any, file: Path, key: str) -> None:
+    """Check that the extra state of a layer is empty: Transformer Engine unpickles the bytes of any other."""
+    for one in value if isinstance(value, list) else [value]:
+        if one is not None and not (isinstance(one, StoredTensor) and not prod(one.shape)):
+            raise CheckpointError(
+                f"{file}: {key} is not empty. Transformer Engine would run the pickle in it; a policy that "
+                "is trained here has none"
+            )
+
+
+def _refuse_objects(value: Any, file: Path, key: str) -> None:
+    if isinstance(value, PickledObject):
+        raise CheckpointError(f"{file}: {key} holds a {value.class_name}, which no policy needs")
+    for inner in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    ):
+        _refuse_objects(inner, file, key)

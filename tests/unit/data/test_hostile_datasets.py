@@ -1,0 +1,65 @@
+"""Datasets that somebody else made: no code of them runs, and odd rows end in one message."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from bapo_megatron.data.prepare.sources import open_source
+from bapo_megatron.data.rows import read_rows
+from bapo_megatron.errors import ConfigError
+
+
+class Attack:
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.proof}",)
+
+
+@pytest.mark.parametrize("name", ["arrow.py_extension_type", "pyarrow.py_extension_type", "evil"])
+def test_no_pickled_type_of_a_parquet_file_runs(name: str, tmp_path: Path) -> None:
+    """Arrow once unpickled the types that a file names (CVE-2023-47248)."""
+    path, proof = tmp_path / "rows.parquet", tmp_path / "PROOF"
+    about = {"ARROW:extension:name": name, "ARROW:extension:metadata": pickle.dumps(Attack(proof))}
+    schema = pyarrow.schema([pyarrow.field("prompt", pyarrow.string(), metadata=about)])
+    pyarrow.parquet.write_table(pyarrow.table([["a"]], schema=schema), path)
+    assert list(open_source(str(path), "train", None).rows()) == [{"prompt": "a"}]
+    assert read_rows(path) == [{"prompt": "a"}]
+    assert not proof.exists()
+
+
+def test_no_script_of_a_dataset_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is named as a dataset of the hub is, with the script by which it once was loaded."""
+    import datasets
+
+    proof = tmp_path / "PROOF"
+    folder = tmp_path / "owner/name"
+    folder.mkdir(parents=True)
+    (folder / "name.py").write_text(f"open({str(proof)!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError):
+        open_source("owner/name", "train", None)
+    with pytest.raises((RuntimeError, ValueError, FileNotFoundError)):
+        datasets.load_dataset("owner/name")
+    with pytest.raises(RuntimeError, match="scripts are no longer supported"):
+        datasets.load_dataset(str(folder / "name.py"))
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("row", ["[" * 100_000, "\x00", '{"a": 1'])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_a_row_that_no_parser_takes_is_one_message(name: str, row: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(row + "\n")
+    with pytest.raises(ConfigError, match=r"rows\.json"):
+        list(open_source(str(path), "train", None).rows())
+    with pytest.raises(ConfigError, match=r"rows\.json"):
+        read_rows(path)

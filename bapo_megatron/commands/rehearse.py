@@ -20,10 +20,10 @@ from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rehearsal.layers import choose_layers
 from bapo_megatron.rehearsal.match import disagreements
-from bapo_megatron.rehearsal.page import page_text
 from bapo_megatron.rehearsal.processes import rehearse
 from bapo_megatron.rehearsal.records import RankRequest, RankResult
-from bapo_megatron.rehearsal.summary import as_dict
+from bapo_megatron.rehearsal.results.page import page_text
+from bapo_megatron.rehearsal.results.summary import as_dict
 
 
 @dataclass(frozen=True)

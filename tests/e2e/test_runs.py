@@ -224,7 +224,7 @@ def test_lagged_bounds_come_back(whole: Path, tmp_path: Path) -> None:
         assert later["bapo/clip_high"] == pytest.approx(exact)
 
 
-def test_ctrl_c_says_how_to_go_on(whole: Path, tmp_path: Path) -> None:
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "stopped"
     process = start(run_dir)
     wait_for_steps(process, run_dir, 2)
@@ -233,8 +233,6 @@ def test_ctrl_c_says_how_to_go_on(whole: Path, tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "the same command continues from its last checkpoint" in output
     assert "Traceback" not in output
-    finish(start(run_dir))
-    assert results(run_dir) == results(whole)
 
 
 def test_a_finished_run_has_nothing_left_to_do(whole: Path, tmp_path: Path) -> None:

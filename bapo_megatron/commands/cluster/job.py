@@ -15,7 +15,7 @@ from bapo_megatron.commands.plan.plan import make_plan
 from bapo_megatron.commands.rehearse import RehearseOptions, rehearse_job
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rehearsal.verdict import misfits as rehearsal_misfits
+from bapo_megatron.rehearsal.results.verdict import misfits as rehearsal_misfits
 
 
 @dataclass(frozen=True)

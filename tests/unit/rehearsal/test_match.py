@@ -11,8 +11,8 @@ from bapo_megatron.commands.plan.job import Job, PlanOptions
 from bapo_megatron.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from bapo_megatron.rehearsal.match import disagreements
 from bapo_megatron.rehearsal.records import Call, Peak, RankRequest, RankResult, Wait
-from bapo_megatron.rehearsal.summary import as_dict
-from bapo_megatron.rehearsal.verdict import misfits, needed
+from bapo_megatron.rehearsal.results.summary import as_dict
+from bapo_megatron.rehearsal.results.verdict import misfits, needed
 from tests.unit.commands.test_plan import SMALL
 
 GB = 10**9

@@ -9,8 +9,8 @@ from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.table import layout_name
 from bapo_megatron.rehearsal.records import RankResult
-from bapo_megatron.rehearsal.summary import collectives, model_flops
-from bapo_megatron.rehearsal.verdict import misfits, needed, node_bytes
+from bapo_megatron.rehearsal.results.summary import collectives, model_flops
+from bapo_megatron.rehearsal.results.verdict import misfits, needed, node_bytes
 
 _KINDS = ("weights", "gradients", "optimizer", "activations", "communication", "passing")
 _MOST_LINES = 40

@@ -10,7 +10,7 @@ from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.sizes import total_parameters
 from bapo_megatron.rehearsal.records import RankResult
-from bapo_megatron.rehearsal.verdict import misfits, needed, node_bytes
+from bapo_megatron.rehearsal.results.verdict import misfits, needed, node_bytes
 
 
 def as_dict(results: Sequence[RankResult], job: Job, disagreements: Sequence[str] = ()) -> dict[str, Any]:

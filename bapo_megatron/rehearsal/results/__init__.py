@@ -1,0 +1,1 @@
+"""What a rehearsal says: the JSON, the page, and the verdict."""

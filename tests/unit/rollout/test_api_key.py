@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import hmac
 import json
@@ -94,6 +95,18 @@ def test_of_many_that_make_the_key_at_once_one_wins(tmp_path: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
         assert len(set(pool.map(make, range(64)))) == 1
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    make_key_file(tmp_path / "key")
+    first = read_key_file(tmp_path / "key").value
+    make_key_file(tmp_path / "key")
+    assert read_key_file(tmp_path / "key").value == first
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
 
 def test_a_key_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

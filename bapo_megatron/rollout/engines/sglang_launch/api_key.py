@@ -12,6 +12,7 @@ was fetched from another server has another address.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import os
 import re
@@ -58,11 +59,22 @@ def make_key_file(path: Path) -> None:
             file.write(secrets.token_urlsafe(32) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        os.link(temporary, path)  # unlike a rename, it replaces nothing
+        _give_name(temporary, path)
     except FileExistsError:
         pass
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _give_name(temporary: Path, path: Path) -> None:
+    """Name a file ``path`` unless there is one; FileExistsError if so."""
+    try:
+        os.link(temporary, path)  # unlike a rename, it replaces nothing
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+        if not path.exists():  # a file system without links: the last of two that try at once wins
+            temporary.rename(path)
 
 
 def read_key_file(path: Path) -> ApiKey:

@@ -1,7 +1,7 @@
 """The sandbox's processes: started by sandbox.py, with nothing of this run's environment.
 
 Three: the one that was started, which enters the namespaces; the server, the first one inside them, which
-takes cases and gives results but runs no tested code; and for each case a fork of the server, which does.
+puts up the walls, takes cases and gives results but runs no tested code; for each case a fork, which does.
 Their interpreter is isolated (``python -I``), and nothing of this package beyond what is imported here loads.
 """
 
@@ -30,23 +30,32 @@ def main(lifeline: int) -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM):  # told to every process of a job: the trainer's business
         signal.signal(number, lambda *_: None)
     job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
-    notes = isolation.separate(job["box"])
-    os.chdir(job["box"])
+    first = os.getpid()
+    walls = isolation.separate()
     server = os.fork()
     if server:
-        signal.signal(signal.SIGUSR2, lambda *_: os.kill(server, signal.SIGKILL))
+        isolation.be_untraceable()
+        signal.signal(signal.SIGUSR2, lambda *_: _end(server))
         for descriptor in (sys.stdin.fileno(), sys.stdout.fileno()):  # so that the server's end is seen
             os.close(descriptor)
         os.waitpid(server, 0)
         os._exit(0)
-    die_with_parent()
-    isolation.be_untraceable()
-    missing = isolation.filter_note()
-    job["filters"] = not missing
-    _answer(notes + missing)
+    os.close(lifeline)
+    isolation.close_off(walls, job["box"], first)
+    die_with_parent()  # after it: the kernel forgets this with a change of user
+    os.chdir(job["box"])
+    _answer(walls.notes)
     for line in iter(sys.stdin.buffer.readline, b""):
-        _answer(_run(job, json.loads(line)))
+        _answer(_run(walls, job, json.loads(line)))
     os._exit(0)
+
+
+def _end(server: int) -> None:
+    """Kill the server and what runs in it; where root may not kill another user's, by this process's end."""
+    try:
+        os.kill(server, signal.SIGKILL)
+    except PermissionError:
+        os._exit(1)
 
 
 def _answer(answer: object) -> None:
@@ -54,7 +63,7 @@ def _answer(answer: object) -> None:
     sys.stdout.flush()
 
 
-def _run(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+def _run(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     """Run one case in a fork. Its exit code, output and value (None if it gave none), as `sandbox.Ended`."""
     given, printed, told = files = [os.memfd_create(name) for name in ("stdin", "stdout", "value")]
     with open(given, "wb", closefd=False) as file:
@@ -64,7 +73,7 @@ def _run(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     running = os.fork()
     if not running:
         _be_alone(given, printed, told)
-        _be_the_case(job, case, token)  # and never return
+        _be_the_case(walls, job, case, token)  # and never return
     _, status = os.waitpid(running, 0)
     value = _content(told)
     result = {
@@ -91,16 +100,16 @@ def _be_alone(given: int, printed: int, told: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number, descriptor in enumerate((given, printed, nowhere, told)):
         os.dup2(descriptor, number)
-    os.closerange(VALUE + 1, 256)
+    os.closerange(VALUE + 1, 4096)
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="replace")  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(STANDARD_OUTPUT, "w", encoding="utf-8", errors="replace")  # type: ignore[misc]  # noqa: SIM115
     for name in [name for name in sys.modules if name.startswith("bapo_megatron")]:
         del sys.modules[name]
 
 
-def _be_the_case(job: dict[str, Any], case: dict[str, Any], token: str) -> None:
+def _be_the_case(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any], token: str) -> None:
     """Run the source; then end as a script would, or tell the value of the case's expression."""
-    isolation.close_in(job["box"], job["memory_mb"], job["cpu_s"], job["filters"])
+    isolation.close_in(walls, job["box"], job["memory_mb"], job["cpu_s"])
     expression = case["expression"]
     module = types.ModuleType("__main__" if expression is None else "solution")
     sys.modules["__main__"] = sys.modules[module.__name__] = module

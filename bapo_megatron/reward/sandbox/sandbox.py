@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import bapo_megatron
+from bapo_megatron.reward.scratch import remove_tree
 from bapo_megatron.runtime.child_process import AnsweringChild, ChildError
 
 START_LIMIT_S = 20.0
@@ -50,9 +51,8 @@ class Sandbox:
 
     def __init__(self, source: str, prelude: str, memory_mb: int, case_limit_s: float) -> None:
         """Start and isolate it; raises SandboxError. ``prelude`` runs before the source in its namespace."""
-        self._box = tempfile.TemporaryDirectory(prefix="bapo_box_", ignore_cleanup_errors=True)
+        self._box = box = os.path.realpath(tempfile.mkdtemp(prefix="bapo_box_"))
         self._case_limit_s = case_limit_s
-        box = str(Path(self._box.name).resolve())
         job = {
             "source": source,
             "prelude": prelude,
@@ -65,7 +65,7 @@ class Sandbox:
         try:
             self._child = AnsweringChild(command, _environment(box), Path(box), quiet=True)
         except BaseException:
-            self._box.cleanup()
+            remove_tree(self._box)
             raise
         try:
             self.notes: list[str] = self._child.ask(job, START_LIMIT_S)
@@ -93,7 +93,7 @@ class Sandbox:
             os.kill(self._child.pid, signal.SIGUSR2)  # it ends and collects those behind the walls
         self._child.wait_end(END_LIMIT_S)
         self._child.close()
-        self._box.cleanup()
+        remove_tree(self._box)
 
     def __enter__(self) -> Sandbox:
         return self

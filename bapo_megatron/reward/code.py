@@ -1,7 +1,8 @@
 """The code reward: does the last code block of the response pass every test of the problem?
 
 What is expected never enters the sandbox, where tested code could read it: the output and the values that
-come out are compared here. Only an assert that compares with no literal is decided inside.
+come out are compared here. Of an assert without a literal, the values of its calls come out, and the rest is
+decided in a process of the sandbox that the program never ran in (expressions.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import re
 import time
 from typing import Any
 
-from bapo_megatron.reward.code_tests import Asserted, Called, Case, Printed, read_tests
+from bapo_megatron.reward.code_tests import PRELUDE, Asserted, Called, Case, Printed, read_tests
+from bapo_megatron.reward.sandbox import plain
 from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9
@@ -25,17 +27,6 @@ MAX_SOURCE_CHARACTERS = 200_000
 _OPENING = re.compile(r"```(?:python3?|py)\s*", re.IGNORECASE)
 _FRACTION = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
-
-_PRELUDE = """
-import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
-from bisect import *
-from collections import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import ceil, comb, floor, gcd, inf, isqrt, log2, pi, sqrt
-from typing import *
-"""  # what sites with function problems import for a solution
 
 
 def last_code_block(response: str) -> str | None:
@@ -67,7 +58,7 @@ def program_is_right(
     if source is None or tree is None:
         return False
     as_script = isinstance(tests.cases[0], Printed)
-    prelude = tests.prelude if as_script else _PRELUDE + tests.prelude
+    prelude = tests.prelude if as_script else PRELUDE + tests.prelude
     with Sandbox(source, prelude, memory_mb, case_limit_s) as sandbox:
         return all(_passes(case, tree, sandbox, deadline - time.monotonic()) for case in tests.cases)
 
@@ -86,13 +77,28 @@ def _passes(case: Case, tree: ast.Module, sandbox: Sandbox, limit_s: float) -> b
         ended = sandbox.run(case.stdin, limit_s)
         return ended is not None and ended.code == 0 and same_output(ended.output, case.expected)
     if isinstance(case, Asserted):
-        ended = sandbox.value(case.expression, limit_s, setup=case.setup, truth=not case.literal)
-        return bool(_value(ended) == case.expected)
+        return _holds(case, sandbox, limit_s)
     ended = sandbox.value(f"{_callee(tree, case)}(*ARGUMENTS)", limit_s, arguments=case.arguments)
     value, expected = _value(ended), case.expected
     return same_value(value, expected) or (
         isinstance(expected, list) and len(expected) == 1 and same_value(value, expected[0])
     )
+
+
+def _holds(case: Asserted, sandbox: Sandbox, limit_s: float) -> bool:
+    """Whether an assert holds: by a value against a literal, by the plain values of its calls where the
+    program is not, or beside the program."""
+    if case.split is None:
+        ended = sandbox.value(case.expression, limit_s, setup=case.setup, truth=not case.literal)
+        return bool(_value(ended) == case.expected)
+    start = time.monotonic()
+    calls = f"[{', '.join(case.split.calls)}]"
+    ended = sandbox.value(calls, limit_s, setup=case.setup, objects=True)
+    if ended is None or ended.value is None:
+        return False
+    left_s = limit_s - (time.monotonic() - start)
+    judged = sandbox.judge(case.split.judgement, left_s, ended.value, setup=case.split.helpers)
+    return _value(judged) is True
 
 
 def _callee(tree: ast.Module, case: Called) -> str:
@@ -169,18 +175,6 @@ def _value(ended: Ended | None) -> Any:
     if ended is None or ended.value is None:
         return object()
     try:
-        return _decoded(json.loads(ended.value))
-    except (ValueError, TypeError, KeyError, RecursionError):  # tested code wrote it
+        return plain.decoded(json.loads(ended.value))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # tested code wrote it
         return object()
-
-
-def _decoded(value: Any) -> Any:
-    """The inverse of `sandbox.child._plain`; an object that equals nothing for what that has no form for."""
-    if not isinstance(value, list):
-        return value
-    kind, items = value
-    if kind == "dict":
-        return {_decoded(key): _decoded(item) for key, item in items}
-    if kind == "other":
-        return object()
-    return {"list": list, "tuple": tuple, "set": frozenset}[kind](map(_decoded, items))

@@ -8,6 +8,7 @@ Their interpreter is isolated (``python -I``), and nothing of this package beyon
 from __future__ import annotations
 
 import atexit
+import builtins
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import types
 from json import dumps
 from typing import Any
 
-from bapo_megatron.reward.sandbox import isolation
+from bapo_megatron.reward.sandbox import isolation, plain
 from bapo_megatron.runtime.processes import die_with_parent
 
 STANDARD_OUTPUT, VALUE = 1, 3
@@ -67,7 +68,7 @@ def _run(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any]) -> d
     """Run one case in a fork. Its exit code, output and value (None if it gave none), as `sandbox.Ended`."""
     given, printed, told = files = [os.memfd_create(name) for name in ("stdin", "stdout", "value")]
     with open(given, "wb", closefd=False) as file:
-        file.write(case["stdin"].encode(errors="replace"))
+        file.write(case.get("stdin", "").encode(errors="replace"))
     os.lseek(given, 0, os.SEEK_SET)
     token = os.urandom(16).hex()
     running = os.fork()
@@ -108,22 +109,32 @@ def _be_alone(given: int, printed: int, told: int) -> None:
 
 
 def _be_the_case(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any], token: str) -> None:
-    """Run the source; then end as a script would, or tell the value of the case's expression."""
+    """Run the source; then end as a script would, or tell the value of the case's expression.
+
+    A case with ``values`` of another is a judgement: the source does not run in it.
+    """
     isolation.close_in(walls, job["box"], job["memory_mb"], job["cpu_s"])
-    expression = case["expression"]
+    expression, values = case.get("expression"), case.get("values")
     module = types.ModuleType("__main__" if expression is None else "solution")
     sys.modules["__main__"] = sys.modules[module.__name__] = module
     space = module.__dict__
-    for source in (job["prelude"], job["source"]):
-        exec(compile(source, "<solution>", "exec", dont_inherit=True), space)
+    originals = dict(vars(builtins))
+    _execute(job["prelude"], "<solution>", space)
+    if values is None:
+        _execute(job["source"], "<solution>", space)
     if expression is None:
         _end_script(space)
-    space["ARGUMENTS"] = case["arguments"]
-    exec(compile(case["setup"], "<test>", "exec", dont_inherit=True), space)
-    value = eval(compile(expression, "<test>", "eval", dont_inherit=True), space)
+    vars(builtins).update(originals)  # the source may have replaced some
+    _execute(case["setup"], "<test>", space)
+    space["ARGUMENTS"] = case.get("arguments") if values is None else plain.decoded(json.loads(values), space)
+    value = eval(compile(str(expression), "<test>", "eval", dont_inherit=True), space)
     if case["truth"]:
-        value = True if value else False  # noqa: SIM210  # the name `bool` may mean anything by now
-    _write_value(token + dumps(_plain(value)))
+        _write_value(token + ("true" if value else "false"))
+    _write_value(token + dumps(plain.encoded(value, case["objects"])))
+
+
+def _execute(source: str, name: str, space: dict[str, Any]) -> None:
+    exec(compile(source, name, "exec", dont_inherit=True), space)
 
 
 def _end_script(space: dict[str, Any], leave: Any = os._exit) -> None:
@@ -146,20 +157,3 @@ def _write_value(text: str, write: Any = os.write, leave: Any = os._exit) -> Non
     while data:
         data = data[write(VALUE, data) :]
     leave(0)
-
-
-def _plain(value: Any) -> Any:
-    """A value as plain JSON: containers as [kind, items]; of other objects the name of the type alone."""
-    if hasattr(value, "tolist"):  # numpy
-        value = value.tolist()
-    if value is None or isinstance(value, bool):
-        return value
-    for kind in (int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    for name, container in (("list", list), ("tuple", tuple), ("set", (set, frozenset))):
-        if isinstance(value, container):
-            return [name, [_plain(item) for item in value]]
-    if isinstance(value, dict):
-        return ["dict", [[_plain(key), _plain(item)] for key, item in value.items()]]
-    return ["other", type(value).__name__]

@@ -2,8 +2,8 @@
 
 Runs in the sandbox's own processes (child.py) and imports nothing but the standard library. `separate`
 gives namespaces, `close_off` a file system, a user and Landlock, once for each sandbox; `close_in` gives
-limits, the filter of system calls and the audit hook, for each program. A wall that this kernel does not grant
-is named in a note; the others stand without it.
+limits, the filter of system calls and the audit hook, for each program. A wall that this kernel does not
+grant is named in a note; the others stand without it.
 """
 
 from __future__ import annotations

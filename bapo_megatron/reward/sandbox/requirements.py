@@ -8,8 +8,8 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.sandbox.sandbox import Sandbox, SandboxError
 
 FIX = (
-    "in Docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined, or --cap-add SYS_ADMIN; "
-    "elsewhere: sysctl -w user.max_user_namespaces=15000; enroot and pyxis permit them"
+    "in Docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined; "
+    "elsewhere: sysctl -w user.max_user_namespaces=15000"
 )
 """What grants namespaces."""
 

@@ -43,7 +43,7 @@ class Ended:
     output: str
     """Standard output, up to `isolation.OUTPUT_BYTES`."""
     value: str | None
-    """JSON of the expression's value, see `child._plain`; None if it gave none."""
+    """JSON of the expression's value, see `plain.encoded`; None if it gave none."""
 
 
 class Sandbox:
@@ -75,16 +75,27 @@ class Sandbox:
 
     def run(self, stdin: str, limit_s: float) -> Ended | None:
         """Run the source as a script on ``stdin``. None if it took longer, or took the sandbox with it."""
-        return self._ask({"stdin": stdin, "expression": None}, limit_s)
+        return self._ask({"stdin": stdin}, limit_s)
 
     def value(
-        self, expression: str, limit_s: float, arguments: Any = None, setup: str = "", truth: bool = False
+        self,
+        expression: str,
+        limit_s: float,
+        arguments: Any = None,
+        setup: str = "",
+        truth: bool = False,
+        objects: bool = False,
     ) -> Ended | None:
         """Import the source, run ``setup``, evaluate the expression, in which ARGUMENTS are the arguments.
 
-        ``truth``: the value is whether it is true. None as for ``run``.
+        ``truth``: the value is whether it is true. ``objects``: see `plain.encoded`. None as for ``run``.
         """
-        case = {"stdin": "", "expression": expression, "arguments": arguments, "setup": setup, "truth": truth}
+        kinds = {"truth": truth, "objects": objects}
+        return self._ask({"expression": expression, "arguments": arguments, "setup": setup, **kinds}, limit_s)
+
+    def judge(self, expression: str, limit_s: float, values: str, setup: str = "") -> Ended | None:
+        """Whether an expression is true where the source never ran. ARGUMENTS: ``values`` of another case."""
+        case = {"expression": expression, "values": values, "setup": setup, "truth": True}
         return self._ask(case, limit_s)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ import pytest
 from bapo_megatron.data.prompts import load_prompts
 from bapo_megatron.reward.code import last_code_block, program_is_right, same_output, same_value
 from bapo_megatron.reward.code_tests import Asserted, Called, Printed, check_tests, is_tests, read_tests
+from bapo_megatron.reward.expressions import Split
 from bapo_megatron.reward.sandbox import sandbox as sandbox_module
 from bapo_megatron.reward.sandbox.sandbox import Sandbox
 
@@ -89,7 +90,7 @@ def test_the_forms_of_ground_truth() -> None:
     assert read_tests(ASSERTS).cases == (
         Asserted("", "double(2)", True, 4),
         Asserted("", "double('a')", True, "aa"),
-        Asserted("", "double(0.1) < 0.3", False),
+        Asserted("", "double(0.1) < 0.3", False, split=Split(("double(0.1)",), "ARGUMENTS[0] < 0.3")),
     )
     assert read_tests("assert 4 == double(2)").cases == (Asserted("", "double(2)", True, 4),)
     assert read_tests('{"assert_case": ["assert f() == []"]}').cases == (Asserted("", "f()", True, []),)

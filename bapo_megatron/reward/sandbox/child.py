@@ -24,6 +24,9 @@ from bapo_megatron.runtime.processes import die_with_parent
 STANDARD_OUTPUT, VALUE = 1, 3
 """File descriptors of a case."""
 
+_COMMON_MODULES = ("bisect", "collections", "heapq", "itertools", "math", "random", "re", "string", "typing")
+"""Modules of the standard library that the tests of functions import."""
+
 
 def main(lifeline: int) -> None:
     """Isolate this process, then serve the cases of one source."""
@@ -45,6 +48,8 @@ def main(lifeline: int) -> None:
     isolation.close_off(walls, job["box"], first)
     die_with_parent()  # after it: the kernel forgets this with a change of user
     os.chdir(job["box"])
+    for name in _COMMON_MODULES if job["prelude"] else ():
+        __import__(name)  # once, not in every case
     _answer(walls.notes)
     for line in iter(sys.stdin.buffer.readline, b""):
         _answer(_run(walls, job, json.loads(line)))

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import bapo_megatron
+from bapo_megatron.reward.sandbox import child
 from bapo_megatron.reward.scratch import remove_tree
 from bapo_megatron.runtime.child_process import AnsweringChild, ChildError
 
 START_LIMIT_S = 20.0
 """Seconds for an interpreter and its isolation on a busy machine."""
 
-_BEGIN = """import sys
+# The name is taken from the module, so that it is imported here: the sandboxes write no bytecode.
+_BEGIN = f"""import sys
 sys.path.insert(0, sys.argv[1])
-from bapo_megatron.reward.sandbox.child import main
+from {child.__name__} import main
 del sys.path[0]
 main(int(sys.argv[2]))
 """

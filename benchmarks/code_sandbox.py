@@ -2,7 +2,7 @@
 
     python -m benchmarks.code_sandbox COMMIT        # a few minutes, one program at a time
 
-Each version judges in a process of its own, from a worktree of its commit; short turns alternate, so that other
+Each version judges in a process of its own, from a copy of its commit; short turns alternate, so that other
 work on the machine meets both alike. Writes benchmarks/results/code_sandbox.md.
 """
 

@@ -50,6 +50,9 @@ class Facts:
     """`config.json` of the model; None if it cannot be read."""
     disk_gb: float | None = None
     """Gigabytes that the run directory will hold, without rollouts and logs."""
+    allow_weak_sandbox: bool = False
+    forgeable_rows: int = 0
+    """Rows of the dataset with tests that a program can pass by forging."""
 
 
 def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], Facts | None]:
@@ -136,6 +139,8 @@ def facts_of(config: RunConfig) -> Facts:
         runs_programs=runs_code(config.reward.function),
         model=read_model_config(config.model.hf_path),
         disk_gb=_disk_gb(config),
+        allow_weak_sandbox=config.reward.allow_weak_sandbox,
+        forgeable_rows=_forgeable_rows(config),
     )
 
 
@@ -156,6 +161,20 @@ def read_model_config(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _forgeable_rows(config: RunConfig) -> int:
+    from bapo_megatron.data.fields import RowError, ground_truth_of
+    from bapo_megatron.data.rows import read_rows
+    from bapo_megatron.reward.code_tests import forgeable_tests
+    from bapo_megatron.reward.functions import runs_code
+
+    if not runs_code(config.reward.function):
+        return 0
+    try:
+        return sum(forgeable_tests(ground_truth_of(row)) > 0 for row in read_rows(config.data.path))
+    except (ConfigError, RowError):  # it is among the problems
+        return 0
 
 
 def _disk_gb(config: RunConfig) -> float | None:

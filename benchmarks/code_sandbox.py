@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.common import machine, write
 
-ROUNDS, PROGRAMS = 25, 8
+ROUNDS, PROGRAMS = 20, 8
 """Turns of each version, and programs of a turn."""
 
 KINDS = {
@@ -88,10 +89,15 @@ def main() -> None:
     parser.add_argument("before", help="commit of the other version")
     before = parser.parse_args().before
     with ExitStack() as opened:
-        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="bapo_before_")))
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="bapo_judges_")))
+        (folder / "before").mkdir()
         archive = subprocess.run(["git", "archive", before, "bapo_megatron"], check=True, capture_output=True)
-        subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
-        judges = [Judge(folder), Judge(Path(__file__).resolve().parents[1])]
+        subprocess.run(["tar", "-x", "-C", str(folder / "before")], input=archive.stdout, check=True)
+        shutil.copytree(
+            Path(__file__).resolve().parents[1] / "bapo_megatron", folder / "now" / "bapo_megatron"
+        )
+        subprocess.run([sys.executable, "-m", "compileall", "-q", str(folder)], check=True)
+        judges = [Judge(folder / "before"), Judge(folder / "now")]
         for judge in judges:
             opened.callback(judge.close)
         rows = [_row(kind, judges) for kind in KINDS]
@@ -116,7 +122,8 @@ Command: `python -m benchmarks.code_sandbox {before}`
 
 {machine()}. One program at a time, each in a sandbox of its own; medians of {ROUNDS} turns of {PROGRAMS}
 programs, in which the version of commit {before} and this one alternate; the last column is the median of the
-turns' ratios. Other work ran on the machine: only the ratio counts.
+turns' ratios. Both have their bytecode, as an installed package has. Other work ran on the machine: only the
+ratio counts.
 
 | program | before | now | now / before |
 |---|---:|---:|---:|

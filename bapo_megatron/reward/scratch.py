@@ -18,6 +18,9 @@ _PREFIX = f"bapo_reward_{Path('/proc/sys/kernel/random/boot_id').read_text()[:13
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
+_DEPTH = 100
+"""Most directories that are open at once; a deeper one is moved up."""
+
 SWEEP_S = 20.0
 """Longest time that a start spends on what killed owners left; the next start goes on."""
 
@@ -61,8 +64,8 @@ def remove_abandoned() -> None:
 def remove_tree(path: str, limit_s: float = SWEEP_S) -> bool:
     """Delete a directory with all that is in it; whether it is gone. Never raises, follows no link.
 
-    Programs wrote it, so it may be deeper than paths can be: directories are moved to the top one by one, and
-    deleted there. What is not done after ``limit_s`` seconds stays.
+    Programs wrote it, so it may be deeper than paths, recursion and open files can be: directories far down
+    are moved to the top, and deleted there. What is not done after ``limit_s`` seconds stays.
     """
     deadline = time.monotonic() + limit_s
     with suppress(OSError):
@@ -81,25 +84,34 @@ def _empty(top: int, deadline: float) -> None:
     while progress and time.monotonic() < deadline:
         progress = False
         for name in _unlink_files(top, deadline):
-            with suppress(OSError):
-                progress |= _move_folders(name, top, deadline)
-                os.rmdir(name, dir_fd=top)
-                progress = True
+            progress |= _remove_folder(name, top, deadline)
 
 
-def _move_folders(name: str, top: int, deadline: float) -> bool:
-    """Delete the files of one directory in ``top`` and move its directories to ``top``; whether one moved."""
-    moved = False
-    folder = _opened(name, top)
-    try:
-        for inner in _unlink_files(folder, deadline):
+def _remove_folder(name: str, top: int, deadline: float) -> bool:
+    """Delete a directory in ``top``; what is deeper than _DEPTH moves to ``top``. Whether it changed."""
+    changed = False
+    folders, names, left = [top], [""], [[name]]
+    while left:
+        if left[-1]:
+            inner = left[-1].pop()
             with suppress(OSError):
-                os.close(_opened(inner, folder))
-                os.rename(inner, os.urandom(8).hex(), src_dir_fd=folder, dst_dir_fd=top)
-                moved = True
-    finally:
-        os.close(folder)
-    return moved
+                folder = _opened(inner, folders[-1])
+                if len(folders) < _DEPTH:
+                    left.append(_unlink_files(folder, deadline))
+                    folders.append(folder)
+                    names.append(inner)
+                else:
+                    os.close(folder)
+                    os.rename(inner, os.urandom(8).hex(), src_dir_fd=folders[-1], dst_dir_fd=top)
+                    changed = True
+            continue
+        left.pop()
+        if left:
+            os.close(folders.pop())
+            with suppress(OSError):
+                os.rmdir(names.pop(), dir_fd=folders[-1])
+                changed = True
+    return changed
 
 
 def _unlink_files(folder: int, deadline: float) -> list[str]:

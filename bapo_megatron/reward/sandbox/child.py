@@ -18,7 +18,7 @@ import types
 from json import dumps
 from typing import Any
 
-from bapo_megatron.reward.sandbox import isolation, plain
+from bapo_megatron.reward.sandbox import file_system, isolation, plain
 from bapo_megatron.runtime.processes import die_with_parent
 
 STANDARD_OUTPUT, VALUE = 1, 3
@@ -45,12 +45,13 @@ def main(lifeline: int) -> None:
         os.waitpid(server, 0)
         os._exit(0)
     os.close(lifeline)
-    isolation.close_off(walls, job["box"], first)
+    readable = job["readable"] or file_system.readable()
+    isolation.close_off(walls, job["box"], readable, first)
     die_with_parent()  # after it: the kernel forgets this with a change of user
     os.chdir(job["box"])
     for name in _COMMON_MODULES if job["prelude"] else ():
         __import__(name)  # once, not in every case
-    _answer(walls.notes)
+    _answer({"notes": walls.notes, "readable": readable})
     for line in iter(sys.stdin.buffer.readline, b""):
         _answer(_run(walls, job, json.loads(line)))
     os._exit(0)

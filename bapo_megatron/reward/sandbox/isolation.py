@@ -87,17 +87,16 @@ def _linux() -> tuple[int, ...]:
 # --- once for each sandbox -----------------------------------------------------------------------
 
 
-def close_off(walls: Walls, box: str, number: int) -> None:
+def close_off(walls: Walls, box: str, readable: list[str], number: int) -> None:
     """Put this process and its children behind the walls that all programs of a sandbox share.
 
-    A root of their own with ``box`` in it, a user of their own where this one is root, no capabilities,
-    Landlock. ``number``: one that no other sandbox of the machine has at this time.
+    A root of their own with ``box`` and the ``readable`` paths in it, a user of their own where this one is
+    root, no capabilities, Landlock. ``number``: one that no other sandbox of the machine has at this time.
     """
     user, group = _spare_ids(number) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
-    paths = file_system.readable()
     if walls.namespaces:
         try:
-            file_system.enter_own_root(box, paths, user, group)
+            file_system.enter_own_root(box, readable, user, group)
             walls.own_root = True
         except OSError as error:
             walls.notes.append(f"no file system of its own ({error}): programs see the machine's files")
@@ -106,7 +105,7 @@ def close_off(walls: Walls, box: str, number: int) -> None:
     _check(LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     _check(LIBC.capset(struct.pack("Ii", _CAPABILITY_VERSION_3, 0), bytes(24)), "capset")
     be_untraceable()
-    walls.landlock = landlock.confine(box, ["/"] if walls.own_root else paths, file_system.DEVICES)
+    walls.landlock = landlock.confine(box, ["/"] if walls.own_root else readable, file_system.DEVICES)
     if not (walls.landlock or walls.own_root):
         walls.notes.append("no Landlock (Linux 5.13): C code reads and writes files as the run's user")
     if problem := system_calls.problem():

@@ -1,18 +1,33 @@
 """Values of tested programs as plain JSON, so that they can be compared outside the program's reach.
 
-A container is [kind, items], an object [``object``, name of its type, attributes] if it is asked for,
-anything else [``other``, name of its type]. Numbers and text become exactly int, float and str: what a
+A container is [kind, items]; if it is asked for, an object is [``object``, name of its type, attributes];
+anything else is [``other``, name of its type]. Numbers and text become exactly int, float and str: what a
 subclass says of its equality is left behind.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
 
 LONGEST_ITERATOR = 100_000
 """Most items that are taken from an iterator."""
+
+_WRITTEN: dict[type, Callable[[Any], Any]] = {
+    range: lambda value: [value.start, value.stop, value.step],
+    bytes: list,
+    complex: lambda value: [value.real, value.imag],
+    deque: lambda value: [encoded(item, True) for item in value],
+}
+_READ: dict[str, Callable[[Any], Any]] = {
+    "range": lambda parts: range(*parts),
+    "bytes": bytes,
+    "complex": lambda parts: complex(*parts),
+    "deque": lambda items: deque(map(decoded, items)),
+}
+"""Further types with a plain form, written if objects are asked for."""
 
 _SEQUENCES = (("list", list), ("tuple", tuple), ("set", (set, frozenset)))
 
@@ -31,7 +46,9 @@ def encoded(value: Any, objects: bool = False) -> Any:
             return [name, [encoded(item, objects) for item in value]]
     if isinstance(value, dict):
         return ["dict", [[encoded(key, objects), encoded(item, objects)] for key, item in value.items()]]
-    if objects and isinstance(value, Iterator):
+    if objects and type(value) in _WRITTEN:
+        return ["written", type(value).__name__, _WRITTEN[type(value)](value)]
+    if objects and isinstance(value, (Iterator, KeysView, ValuesView, ItemsView)):
         items = itertools.islice(value, LONGEST_ITERATOR)
         return ["iterator", [encoded(item, objects) for item in items]]
     if objects and hasattr(value, "__dict__") and not callable(value):
@@ -53,6 +70,8 @@ def decoded(value: Any, classes: dict[str, Any] | None = None) -> Any:
         return {decoded(key, classes): decoded(item, classes) for key, item in items}
     if kind == "object":
         return _object(items, {k: decoded(v, classes) for k, v in rest[0].items()}, classes or {})
+    if kind == "written":
+        return _READ[items](rest[0])
     if kind == "other":
         return object()
     sequence: Any = {"list": list, "tuple": tuple, "set": frozenset, "iterator": iter}[kind]

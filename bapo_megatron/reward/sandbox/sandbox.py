@@ -32,6 +32,10 @@ END_LIMIT_S = 5.0
 """Seconds for the isolated processes to be collected; then what is left is killed."""
 
 
+_READABLE: dict[str, list[str]] = {}
+"""What Python reads (`file_system.readable`), by interpreter; found by the first sandbox of each."""
+
+
 class SandboxError(Exception):
     """The sandbox itself could not be made; the tested code is not to blame."""
 
@@ -61,6 +65,7 @@ class Sandbox:
             "box": box,
             "memory_mb": memory_mb,
             "cpu_s": math.ceil(case_limit_s) + 1,
+            "readable": _READABLE.get(sys.executable),
         }
         root = str(Path(bapo_megatron.__file__).resolve().parents[1])
         command = [sys.executable, "-I", "-B", "-X", "utf8", "-c", _BEGIN, root]
@@ -70,10 +75,12 @@ class Sandbox:
             remove_tree(self._box)
             raise
         try:
-            self.notes: list[str] = self._child.ask(job, START_LIMIT_S)
+            answer = self._child.ask(job, START_LIMIT_S)
         except ChildError as error:
             self.close()
             raise SandboxError(f"the sandbox did not start: {error!r}") from error
+        self.notes: list[str] = answer["notes"]
+        _READABLE[sys.executable] = answer["readable"]
 
     def run(self, stdin: str, limit_s: float) -> Ended | None:
         """Run the source as a script on ``stdin``. None if it took longer, or took the sandbox with it."""

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bapo_megatron.reward.code_tests import PRELUDE, Asserted, Called, Case, Printed, read_tests
@@ -23,6 +24,9 @@ RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9
 
 MAX_SOURCE_CHARACTERS = 200_000
 """A longer code block is wrong without being read."""
+
+JUDGED_TOGETHER = 10
+"""Most asserts that are judged in one process, after their calls have run in one each."""
 
 _OPENING = re.compile(r"```(?:python3?|py)\s*", re.IGNORECASE)
 _FRACTION = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
@@ -60,7 +64,7 @@ def program_is_right(
     as_script = isinstance(tests.cases[0], Printed)
     prelude = tests.prelude if as_script else PRELUDE + tests.prelude
     with Sandbox(source, prelude, memory_mb, case_limit_s) as sandbox:
-        return all(_passes(case, tree, sandbox, deadline - time.monotonic()) for case in tests.cases)
+        return all(_pass(batch, tree, sandbox, deadline) for batch in _batches(tests.cases))
 
 
 def _parsed(source: str) -> ast.Module | None:
@@ -70,6 +74,43 @@ def _parsed(source: str) -> ast.Module | None:
         return None
 
 
+def _batches(cases: Sequence[Case]) -> Iterator[tuple[Case, ...]]:
+    """The cases in their order, one by one; of asserts that can be split up to JUDGED_TOGETHER."""
+    batch: list[Case] = []
+    for case in cases:
+        if not _is_split(case) or len(batch) == JUDGED_TOGETHER:
+            yield from [tuple(batch)] * bool(batch)
+            batch = []
+        if _is_split(case):
+            batch.append(case)
+        else:
+            yield (case,)
+    yield from [tuple(batch)] * bool(batch)
+
+
+def _is_split(case: Case) -> bool:
+    return isinstance(case, Asserted) and case.split is not None
+
+
+def _pass(batch: tuple[Case, ...], tree: ast.Module, sandbox: Sandbox, deadline: float) -> bool:
+    if not _is_split(batch[0]):
+        return _passes(batch[0], tree, sandbox, deadline - time.monotonic())
+    judgements: list[tuple[str, str]] = []
+    helpers = ""
+    for case in batch:
+        assert isinstance(case, Asserted)
+        assert case.split is not None
+        helpers = case.split.helpers  # the same for all of a problem
+        calls = f"[{', '.join(case.split.calls)}]"
+        left_s = deadline - time.monotonic()
+        ended = None if left_s <= 0 else sandbox.value(calls, left_s, setup=case.setup, objects=True)
+        if ended is None or ended.value is None:
+            return False
+        judgements.append((case.split.judgement, ended.value))
+    left_s = deadline - time.monotonic()
+    return left_s > 0 and _value(sandbox.judge(judgements, left_s, helpers)) is True
+
+
 def _passes(case: Case, tree: ast.Module, sandbox: Sandbox, limit_s: float) -> bool:
     if limit_s <= 0:
         return False
@@ -77,28 +118,13 @@ def _passes(case: Case, tree: ast.Module, sandbox: Sandbox, limit_s: float) -> b
         ended = sandbox.run(case.stdin, limit_s)
         return ended is not None and ended.code == 0 and same_output(ended.output, case.expected)
     if isinstance(case, Asserted):
-        return _holds(case, sandbox, limit_s)
+        ended = sandbox.value(case.expression, limit_s, setup=case.setup, truth=not case.literal)
+        return bool(_value(ended) == case.expected)
     ended = sandbox.value(f"{_callee(tree, case)}(*ARGUMENTS)", limit_s, arguments=case.arguments)
     value, expected = _value(ended), case.expected
     return same_value(value, expected) or (
         isinstance(expected, list) and len(expected) == 1 and same_value(value, expected[0])
     )
-
-
-def _holds(case: Asserted, sandbox: Sandbox, limit_s: float) -> bool:
-    """Whether an assert holds: by a value against a literal, by the plain values of its calls where the
-    program is not, or beside the program."""
-    if case.split is None:
-        ended = sandbox.value(case.expression, limit_s, setup=case.setup, truth=not case.literal)
-        return bool(_value(ended) == case.expected)
-    start = time.monotonic()
-    calls = f"[{', '.join(case.split.calls)}]"
-    ended = sandbox.value(calls, limit_s, setup=case.setup, objects=True)
-    if ended is None or ended.value is None:
-        return False
-    left_s = limit_s - (time.monotonic() - start)
-    judged = sandbox.judge(case.split.judgement, left_s, ended.value, setup=case.split.helpers)
-    return _value(judged) is True
 
 
 def _callee(tree: ast.Module, case: Called) -> str:

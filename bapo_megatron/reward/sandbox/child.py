@@ -117,26 +117,41 @@ def _be_alone(given: int, printed: int, told: int) -> None:
 def _be_the_case(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any], token: str) -> None:
     """Run the source; then end as a script would, or tell the value of the case's expression.
 
-    A case with ``values`` of another is a judgement: the source does not run in it.
+    A case of ``judgements`` runs the tests' own code alone, not the source.
     """
     isolation.close_in(walls, job["box"], job["memory_mb"], job["cpu_s"])
-    expression, values = case.get("expression"), case.get("values")
-    module = types.ModuleType("__main__" if expression is None else "solution")
+    is_script = "stdin" in case
+    module = types.ModuleType("__main__" if is_script else "solution")
     sys.modules["__main__"] = sys.modules[module.__name__] = module
     space = module.__dict__
-    originals = dict(vars(builtins))
     _execute(job["prelude"], "<solution>", space)
-    if values is None:
-        _execute(job["source"], "<solution>", space)
-    if expression is None:
+    if "judgements" in case:
+        _execute(case["setup"], "<test>", space)
+        _write_value(token + dumps(_judged(case["judgements"], space)))
+    originals = dict(vars(builtins))
+    _execute(job["source"], "<solution>", space)
+    if is_script:
         _end_script(space)
     vars(builtins).update(originals)  # the source may have replaced some
     _execute(case["setup"], "<test>", space)
-    space["ARGUMENTS"] = case.get("arguments") if values is None else plain.decoded(json.loads(values), space)
-    value = eval(compile(str(expression), "<test>", "eval", dont_inherit=True), space)
+    space["ARGUMENTS"] = case["arguments"]
+    value = _evaluate(case["expression"], space)
     if case["truth"]:
         _write_value(token + ("true" if value else "false"))
     _write_value(token + dumps(plain.encoded(value, case["objects"])))
+
+
+def _judged(judgements: list[list[str]], space: dict[str, Any]) -> bool:
+    """Whether each expression is true of its values."""
+    for expression, values in judgements:
+        space["ARGUMENTS"] = plain.decoded(json.loads(values), space)
+        if not _evaluate(expression, space):
+            return False
+    return True
+
+
+def _evaluate(expression: str, space: dict[str, Any]) -> Any:
+    return eval(compile(expression, "<test>", "eval", dont_inherit=True), space)
 
 
 def _execute(source: str, name: str, space: dict[str, Any]) -> None:

@@ -102,10 +102,12 @@ class Sandbox:
         kinds = {"truth": truth, "objects": objects}
         return self._ask({"expression": expression, "arguments": arguments, "setup": setup, **kinds}, limit_s)
 
-    def judge(self, expression: str, limit_s: float, values: str, setup: str = "") -> Ended | None:
-        """Whether an expression is true where the source never ran. ARGUMENTS: ``values`` of another case."""
-        case = {"expression": expression, "values": values, "setup": setup, "truth": True}
-        return self._ask(case, limit_s)
+    def judge(self, judgements: list[tuple[str, str]], limit_s: float, setup: str = "") -> Ended | None:
+        """Whether all expressions are true where the source never ran.
+
+        ``judgements``: expressions, each with the value of another case, which is its ARGUMENTS.
+        """
+        return self._ask({"judgements": judgements, "setup": setup}, limit_s)
 
     def close(self) -> None:
         """End every process of the sandbox and delete its directory."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bapo_megatron.config import RewardConfig
@@ -223,6 +224,40 @@ def test_ordinary_programs_run_without_namespaces(monkeypatch: pytest.MonkeyPatc
     for name in ("threads", "temporary directory", "sqlite file", "asyncio", "null"):
         assert prints(ORDINARY[name]) == "10\n", name
     assert prints(STDIN["path"]) == "10\n"
+
+
+STAYS = """
+import ctypes, signal, time
+for number in range(1, 65):
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+libc = ctypes.CDLL(None)
+libc.setsid()
+libc.prctl(1, 0)
+for _ in range(3000):
+    libc.mkdir(b"d", 0o700)
+    libc.chdir(b"d")
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("walls", ["all", "without namespaces"])
+def test_a_program_that_would_stay_leaves_nothing(
+    walls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ignores all signals, would leave its session, and digs deeper than paths reach."""
+    if walls != "all":
+        docker(monkeypatch)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Sandbox(STAYS, "", 512, 20.0) as sandbox:
+        assert sandbox.run("", 1.0) is None
+        processes = [psutil.Process(sandbox._child.pid)]
+        processes += processes[0].children(recursive=True)
+        assert len(processes) == 3
+    assert psutil.wait_procs(processes, timeout=20)[1] == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_environment_in_a_hidden_place_works_and_shows_nothing_else(

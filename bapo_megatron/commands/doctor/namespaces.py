@@ -68,7 +68,7 @@ def forgeable_row(rows: int) -> DoctorRow:
     """How many rows of the dataset have tests that are decided beside the tested program."""
     if not rows:
         return DoctorRow(SECTION, "tests", "ok", "no row of data.path has a test that a program can forge")
-    found = f"{rows} rows of data.path have tests that a program can forge"
+    found = f"rows of data.path with tests that a program can forge: {rows}"
     fix = "leave them out, or write each test as `assert f(x) == literal` (docs/rewards.md#programs)"
     return DoctorRow(SECTION, "tests", "optional", found, "tests that compare plain values", fix)
 

@@ -146,7 +146,7 @@ def summary(card: Card) -> str:
 
 
 def _forgeable(card: Card) -> str:
-    return f"{card.forgeable} rows have tests that a program can forge (docs/rewards.md#programs)"
+    return f"rows with tests that a program can forge (docs/rewards.md#programs): {card.forgeable}"
 
 
 def _source(source: dict[str, Any]) -> tuple[str, int, str]:

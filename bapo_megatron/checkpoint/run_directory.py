@@ -40,6 +40,7 @@ _MAY_CHANGE = (
     *("parallel.", "checkpoint.", "logging.", "evaluation.", "batch."),
     *("algorithm.gap_", "algorithm.on_gap"),
     *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),
+    "reward.allow_weak_sandbox",
     *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps"),
     *("rollout.sglang.", "rollout.custom_engine."),
 )

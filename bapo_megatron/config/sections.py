@@ -170,6 +170,9 @@ class RewardConfig:
     code."""
     code_case_limit_s: Annotated[float, Gt(0)] = 6.0
     """Time limit of one test of a program; all tests of a response together have 0.9 `time_limit_s`."""
+    allow_weak_sandbox: bool = False
+    """Run programs that the model has written even where the kernel lacks a wall of the sandbox
+    (docs/rewards.md#the-sandbox); otherwise such a run is refused."""
     format_pattern: str | None = None
     """Regular expression that the whole response must match; `.` matches newlines."""
     format_penalty: Annotated[float, Ge(0)] = 0.0

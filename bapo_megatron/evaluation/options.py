@@ -55,6 +55,8 @@ class EvalOptions:
     """Processes that judge responses."""
     judge_limit_s: float = 30.0
     """Longest judgement of a response; then it counts as wrong, and as unjudged."""
+    allow_weak_sandbox: bool = False
+    """Run programs even where the kernel lacks a wall of the sandbox (docs/rewards.md#the-sandbox)."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """The servers of `engine=sglang`."""
 
@@ -103,10 +105,11 @@ class EvalOptions:
         if not self.judge_limit_s > 0:
             yield f"judge_limit_s={self.judge_limit_s} must be above 0"
 
-    def run_config(self, model: Path, output: Path, longest_prompt: int) -> RunConfig:
+    def run_config(self, model: Path, output: Path, longest_prompt: int, programs: bool = True) -> RunConfig:
         """What the parts that serve a training run need to know, to serve this.
 
-        Servers get the context that ``longest_prompt`` tokens and a whole response need.
+        Servers get the context that ``longest_prompt`` tokens and a whole response need. ``programs``: some
+        responses are programs, which need the sandbox.
         """
         limit_s = self.judge_limit_s
         return RunConfig(
@@ -117,7 +120,8 @@ class EvalOptions:
             seed=self.seed,
             rollout=self.rollout,
             reward=RewardConfig(
-                function=REWARD_FUNCTION,
+                function=REWARD_FUNCTION if programs else "math",
+                allow_weak_sandbox=self.allow_weak_sandbox,
                 workers=self.judges,
                 time_limit_s=limit_s,
                 code_case_limit_s=min(RewardConfig.code_case_limit_s, limit_s),

@@ -26,7 +26,9 @@ from bapo_megatron.evaluation.sampling import Asker
 from bapo_megatron.evaluation.scoring import score
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.device import has_cuda, select_device
+from bapo_megatron.reward.code_tests import is_tests
 from bapo_megatron.reward.pool import RewardPool
+from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
 from bapo_megatron.rollout.engines.requests import limits_of, stop_token_ids
 from bapo_megatron.rollout.engines.whole_response import Sampling
@@ -80,7 +82,11 @@ def evaluate(options: EvalOptions) -> Results:
             if not task.places:
                 finish(task)
         if missing := [task for task in tasks if task.places]:
-            _sample(missing, options.run_config(model.folder, output, longest), tokenizer, finish)
+            programs = any(is_tests(prompt.ground_truth) for suite in suites for prompt in suite.prompts)
+            if programs:
+                checked_sandbox(options.allow_weak_sandbox)
+            config = options.run_config(model.folder, output, longest, programs)
+            _sample(missing, config, tokenizer, finish)
     return {suite.name: results[suite.name] for suite in suites}
 
 

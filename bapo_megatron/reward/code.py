@@ -1,7 +1,8 @@
 """The code reward: does the last code block of the response pass every test of the problem?
 
 What is expected never enters the sandbox, where tested code could read it: the output and the values that
-come out are compared here. Only an assert that compares with no literal is decided inside.
+come out are compared here. Of an assert without a literal, the values of its calls come out, and the rest is
+decided in a process of the sandbox that the program never ran in (expressions.py).
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import json
 import math
 import re
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bapo_megatron.reward.code_tests import Asserted, Called, Case, Printed, read_tests
+from bapo_megatron.reward.code_tests import PRELUDE, Asserted, Called, Case, Printed, read_tests
+from bapo_megatron.reward.sandbox import plain
 from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9
@@ -22,20 +25,12 @@ RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9
 MAX_SOURCE_CHARACTERS = 200_000
 """A longer code block is wrong without being read."""
 
+JUDGED_TOGETHER = 10
+"""Most asserts that are judged in one process, after their calls have run in one each."""
+
 _OPENING = re.compile(r"```(?:python3?|py)\s*", re.IGNORECASE)
 _FRACTION = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
-
-_PRELUDE = """
-import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
-from bisect import *
-from collections import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import ceil, comb, floor, gcd, inf, isqrt, log2, pi, sqrt
-from typing import *
-"""  # what sites with function problems import for a solution
 
 
 def last_code_block(response: str) -> str | None:
@@ -67,9 +62,9 @@ def program_is_right(
     if source is None or tree is None:
         return False
     as_script = isinstance(tests.cases[0], Printed)
-    prelude = tests.prelude if as_script else _PRELUDE + tests.prelude
+    prelude = tests.prelude if as_script else PRELUDE + tests.prelude
     with Sandbox(source, prelude, memory_mb, case_limit_s) as sandbox:
-        return all(_passes(case, tree, sandbox, deadline - time.monotonic()) for case in tests.cases)
+        return all(_pass(batch, tree, sandbox, deadline) for batch in _batches(tests.cases))
 
 
 def _parsed(source: str) -> ast.Module | None:
@@ -77,6 +72,43 @@ def _parsed(source: str) -> ast.Module | None:
         return ast.parse(source) if len(source) <= MAX_SOURCE_CHARACTERS else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+def _batches(cases: Sequence[Case]) -> Iterator[tuple[Case, ...]]:
+    """The cases in their order, one by one; of asserts that can be split up to JUDGED_TOGETHER."""
+    batch: list[Case] = []
+    for case in cases:
+        if not _is_split(case) or len(batch) == JUDGED_TOGETHER:
+            yield from [tuple(batch)] * bool(batch)
+            batch = []
+        if _is_split(case):
+            batch.append(case)
+        else:
+            yield (case,)
+    yield from [tuple(batch)] * bool(batch)
+
+
+def _is_split(case: Case) -> bool:
+    return isinstance(case, Asserted) and case.split is not None
+
+
+def _pass(batch: tuple[Case, ...], tree: ast.Module, sandbox: Sandbox, deadline: float) -> bool:
+    if not _is_split(batch[0]):
+        return _passes(batch[0], tree, sandbox, deadline - time.monotonic())
+    judgements: list[tuple[str, str]] = []
+    helpers = ""
+    for case in batch:
+        assert isinstance(case, Asserted)
+        assert case.split is not None
+        helpers = case.split.helpers  # the same for all of a problem
+        calls = f"[{', '.join(case.split.calls)}]"
+        left_s = deadline - time.monotonic()
+        ended = None if left_s <= 0 else sandbox.value(calls, left_s, setup=case.setup, objects=True)
+        if ended is None or ended.value is None:
+            return False
+        judgements.append((case.split.judgement, ended.value))
+    left_s = deadline - time.monotonic()
+    return left_s > 0 and _value(sandbox.judge(judgements, left_s, helpers)) is True
 
 
 def _passes(case: Case, tree: ast.Module, sandbox: Sandbox, limit_s: float) -> bool:
@@ -169,18 +201,6 @@ def _value(ended: Ended | None) -> Any:
     if ended is None or ended.value is None:
         return object()
     try:
-        return _decoded(json.loads(ended.value))
-    except (ValueError, TypeError, KeyError, RecursionError):  # tested code wrote it
+        return plain.decoded(json.loads(ended.value))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # tested code wrote it
         return object()
-
-
-def _decoded(value: Any) -> Any:
-    """The inverse of `sandbox.child._plain`; an object that equals nothing for what that has no form for."""
-    if not isinstance(value, list):
-        return value
-    kind, items = value
-    if kind == "dict":
-        return {_decoded(key): _decoded(item) for key, item in items}
-    if kind == "other":
-        return object()
-    return {"list": list, "tuple": tuple, "set": frozenset}[kind](map(_decoded, items))

@@ -18,6 +18,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from bapo_megatron.reward.expressions import Split, bound_names, split
+
+PRELUDE = """
+import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import ceil, comb, floor, gcd, inf, isqrt, log2, pi, sqrt
+from typing import *
+"""
+"""What sites with function problems import for a solution."""
+
 
 @dataclass(frozen=True)
 class Printed:
@@ -38,12 +52,22 @@ class Called:
 
 @dataclass(frozen=True)
 class Asserted:
-    """After ``setup`` the expression must equal the literal ``expected``; or be true, if there is none."""
+    """After ``setup`` the expression must equal the literal ``expected``; or be true, if there is none.
+
+    Without a literal it is decided on the plain values of its calls, apart from the program; if it cannot be
+    split into these, beside the program, which may then forge it.
+    """
 
     setup: str
     expression: str
     literal: bool
     expected: Any = True
+    split: Split | None = None
+
+    @property
+    def forgeable(self) -> bool:
+        """Whether it is decided in the tested program's process."""
+        return not self.literal and self.split is None
 
 
 Case = Printed | Called | Asserted
@@ -76,6 +100,17 @@ def check_tests(ground_truth: str) -> str | None:
     except ValueError as error:
         return f"{error}; mend it or leave the row out"
     return None
+
+
+def forgeable_tests(ground_truth: str) -> int:
+    """How many of a problem's tests a program can pass by forging; 0 for a ground truth that is no tests."""
+    if not is_tests(ground_truth):
+        return 0
+    try:
+        cases = read_tests(ground_truth).cases
+    except ValueError:
+        return 0
+    return sum(isinstance(case, Asserted) and case.forgeable for case in cases)
 
 
 @lru_cache(maxsize=32)
@@ -148,7 +183,7 @@ def _json_or_text(value: Any) -> Any:
 def _asserts(statements: Any) -> Tests:
     if not isinstance(statements, list) or not _are_asserts(statements):
         raise ValueError('"assert_case" must be a list of assert statements, not empty')
-    return Tests(tuple(case for text in statements for case in _cases(_parsed(text).body, setup="")))
+    return Tests(tuple(case for text in statements for case in _cases(_parsed(text).body, "", [], "")))
 
 
 def _checked(tests: dict[str, Any]) -> Tests:
@@ -161,31 +196,44 @@ def _checked(tests: dict[str, Any]) -> Tests:
     if not checks or not checks[0].args.args:
         raise ValueError('"test_code" defines no function check(candidate)')
     check = checks[0]
-    around = [ast.unparse(node) for node in module if node is not check]
-    setup = "\n".join([*around, f"{check.args.args[0].arg} = {tests['entry_point']}"])
+    prelude = str(tests.get("import_prefix") or "")
+    around = [node for node in module if node is not check]
+    setup = "\n".join([*map(ast.unparse, around), f"{check.args.args[0].arg} = {tests['entry_point']}"])
     _parsed(setup)
-    return Tests(tuple(_cases(check.body, setup)), str(tests.get("import_prefix") or ""))
+    return Tests(tuple(_cases(check.body, setup, around, prelude)), prelude)
 
 
-def _cases(statements: list[ast.stmt], setup: str) -> Iterator[Case]:
-    """One case for each assert; a block with other statements stays whole, for they belong together."""
+def _cases(statements: list[ast.stmt], setup: str, helpers: list[ast.stmt], prelude: str) -> Iterator[Case]:
+    """One case for each assert; a block with other statements stays whole, for they belong together.
+
+    ``setup``: what the asserts need, ``helpers`` the part of it that does not name the tested program.
+    """
     asserts = [node for node in statements if isinstance(node, ast.Assert)]
     if len(asserts) < len(statements):
         block = "\n".join([setup, *map(ast.unparse, statements)])
         yield Asserted(block, "True", literal=False)
         return
+    known = _names_of(PRELUDE) | _names_of(prelude)
     for node in asserts:
-        yield _asserted(node.test, setup)
+        yield _asserted(node.test, setup, helpers, known)
 
 
-def _asserted(test: ast.expr, setup: str) -> Asserted:
+def _names_of(source: str) -> frozenset[str]:
+    """Names that the source binds; of ``import *`` those of the modules in PRELUDE."""
+    try:
+        return bound_names(ast.parse(source))
+    except (SyntaxError, ValueError, RecursionError):
+        return frozenset()
+
+
+def _asserted(test: ast.expr, setup: str, helpers: list[ast.stmt], known: frozenset[str]) -> Asserted:
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
         for tested, expected in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
             try:
                 return Asserted(setup, ast.unparse(tested), True, ast.literal_eval(expected))
             except (ValueError, TypeError):
                 continue  # it is no literal
-    return Asserted(setup, ast.unparse(test), literal=False)
+    return Asserted(setup, ast.unparse(test), literal=False, split=split(test, helpers, known))
 
 
 def _parsed(source: str) -> ast.Module:

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
+import stat
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
 _PREFIX = f"bapo_reward_{Path('/proc/sys/kernel/random/boot_id').read_text()[:13]}_"
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_DEPTH = 100
+"""Most directories that are open at once; a deeper one is moved up."""
+
+SWEEP_S = 20.0
+"""Longest time that a start spends on what killed owners left; the next start goes on."""
 
 
 class Scratch:
@@ -26,22 +35,106 @@ class Scratch:
                 self._lock = os.open(self.path, os.O_RDONLY)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
                 if os.path.exists(self.path):
-                    return
+                    break
                 os.close(self._lock)
+        if os.geteuid() == 0:  # tested programs, then another user, go through it to their own directory
+            os.chmod(self.path, 0o711)
 
     def remove(self) -> None:
         """Delete it with all that is in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove_tree(self.path)
         os.close(self._lock)
 
 
 def remove_abandoned() -> None:
-    """Delete the directories whose owner was killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another's, in use, or gone by now
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(lock)
+    """Delete the directories of this user whose owner was killed. Never raises, and ends after SWEEP_S."""
+    deadline = time.monotonic() + SWEEP_S
+    with suppress(OSError):
+        for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+            with suppress(OSError):  # another's, in use, or gone by now
+                lock = os.open(path, _FOLDER)
+                try:
+                    if os.fstat(lock).st_uid == os.geteuid():
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        remove_tree(str(path), deadline - time.monotonic())
+                finally:
+                    os.close(lock)
+
+
+def remove_tree(path: str, limit_s: float = SWEEP_S) -> bool:
+    """Delete a directory with all that is in it; whether it is gone. Never raises, follows no link.
+
+    Programs wrote it, so it may be deeper than paths, recursion and open files can be: directories far down
+    are moved to the top, and deleted there. What is not done after ``limit_s`` seconds stays.
+    """
+    deadline = time.monotonic() + limit_s
+    with suppress(OSError):
+        top = os.open(path, _FOLDER)
+        try:
+            _empty(top, deadline)
+        finally:
+            os.close(top)
+        os.rmdir(path)
+    return not os.path.lexists(path)
+
+
+def _empty(top: int, deadline: float) -> None:
+    """Delete what is in the directory of the descriptor ``top``, for as long as something of it goes."""
+    progress = True
+    while progress and time.monotonic() < deadline:
+        progress = False
+        for name in _unlink_files(top, deadline):
+            progress |= _remove_folder(name, top, deadline)
+
+
+def _remove_folder(name: str, top: int, deadline: float) -> bool:
+    """Delete a directory in ``top``; what is deeper than _DEPTH moves to ``top``. Whether it changed."""
+    changed = False
+    folders, names, left = [top], [""], [[name]]
+    while left:
+        if left[-1]:
+            inner = left[-1].pop()
+            with suppress(OSError):
+                folder = _opened(inner, folders[-1])
+                if len(folders) < _DEPTH:
+                    left.append(_unlink_files(folder, deadline))
+                    folders.append(folder)
+                    names.append(inner)
+                else:
+                    os.close(folder)
+                    os.rename(inner, os.urandom(8).hex(), src_dir_fd=folders[-1], dst_dir_fd=top)
+                    changed = True
+            continue
+        left.pop()
+        if left:
+            os.close(folders.pop())
+            with suppress(OSError):
+                os.rmdir(names.pop(), dir_fd=folders[-1])
+                changed = True
+    return changed
+
+
+def _unlink_files(folder: int, deadline: float) -> list[str]:
+    """Delete all but directories; the names of these."""
+    folders = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if time.monotonic() > deadline:
+                break
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+                continue
+            with suppress(OSError):
+                os.unlink(entry.name, dir_fd=folder)
+    return folders
+
+
+def _opened(name: str, folder: int) -> int:
+    """The descriptor of a directory in ``folder``, made readable and writable for its owner."""
+    place = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        with suppress(OSError):
+            os.chmod(f"/proc/self/fd/{place}", stat.S_IRWXU)
+    finally:
+        os.close(place)
+    return os.open(name, _FOLDER, dir_fd=folder)

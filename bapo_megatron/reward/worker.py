@@ -21,7 +21,8 @@ from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward import functions, math_verify_compare
 from bapo_megatron.reward.penalties import format_penalty
-from bapo_megatron.reward.sandbox.sandbox import Sandbox, SandboxError
+from bapo_megatron.reward.sandbox.isolation import be_untraceable
+from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.runtime.processes import die_with_parent
 
 Answerer = Callable[[dict[str, Any]], Any]
@@ -33,12 +34,13 @@ DETAIL_CHARACTERS = 500
 def main() -> None:
     """Serve questions until the input ends."""
     die_with_parent(int(sys.argv[1]))
+    be_untraceable()  # it holds the answers
     for number in (signal.SIGUSR1, signal.SIGTERM):  # told to every process of a job: the trainer's business
         signal.signal(number, lambda *_: None)
     questions, answers = _private_channel()
     try:
         notes, answer = _prepared(json.loads(questions.readline()))
-    except (ConfigError, SandboxError) as error:
+    except ConfigError as error:
         _send(answers, {"problem": str(error)})
         return
     _send(answers, {"notes": notes})
@@ -61,13 +63,13 @@ def _send(answers: BinaryIO, answer: object) -> None:
 
 
 def _prepared(settings: dict[str, Any] | None) -> tuple[list[str], Answerer]:
-    """Import what the settings need, then limit the memory. Raises ConfigError or SandboxError."""
+    """Import what the settings need, then limit the memory. Raises ConfigError."""
     notes: list[str] = []
     answer: Answerer = _compare
     reward = RewardConfig(**(settings or {}))
     if settings is not None:
         answer = _scorer(reward)
-        notes = _sandbox_notes() if functions.runs_code(reward.function) else []
+        notes = checked_sandbox(reward.allow_weak_sandbox) if functions.runs_code(reward.function) else []
     if reward.function in ("math", "math_or_code"):
         math_verify_compare.import_math_verify()
     _limit_memory(reward.memory_limit_mb)
@@ -82,15 +84,6 @@ def _limit_memory(megabytes: int) -> None:
     limit = present + (megabytes << 20)
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _sandbox_notes() -> list[str]:
-    """Run a program in a sandbox: a machine where none works is found at the start. The sandbox's notes."""
-    with Sandbox("print(input())", "", memory_mb=1024, case_limit_s=20.0) as sandbox:
-        ended = sandbox.run("seen", limit_s=20.0)
-        if ended is None or ended.output != "seen\n":
-            raise SandboxError(f"the sandbox for code rewards does not work on this machine: {ended}")
-        return sandbox.notes
 
 
 # --- answers -------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.attention.te_backend import check_environment
 from bapo_megatron.policy.device import attention_problem, has_cuda
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
-from bapo_megatron.reward.functions import is_built_in, load_function
+from bapo_megatron.reward.functions import is_built_in, load_function, runs_code
+from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.sampler.step_batches import step_path, steps_in
 from bapo_megatron.runtime.distributed import launched_world_size
@@ -54,6 +55,7 @@ def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callabl
         yield lambda: _check_replay(config)
     elif read_dataset:
         data = config.data
+        yield lambda: _check_sandbox(config)
         yield lambda: load_problems(data, config.reward.function, tokenizer())
         yield lambda: load_suites(config.evaluation, data.max_prompt_tokens, tokenizer())
 
@@ -61,6 +63,11 @@ def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callabl
 def _check_reward(config: RunConfig) -> None:
     if not is_built_in(config.reward.function):
         load_function(config.reward.function)
+
+
+def _check_sandbox(config: RunConfig) -> None:
+    if runs_code(config.reward.function):
+        checked_sandbox(config.reward.allow_weak_sandbox)
 
 
 def check_sft(config: SftConfig) -> None:

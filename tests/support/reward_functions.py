@@ -54,7 +54,12 @@ def waits(_: Any, seconds: str) -> float:
     return 1.0
 
 
+def is_dumpable(_: Any, __: str) -> float:
+    return float(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))
+
+
 ACTIONS = {
+    "dumpable": is_dumpable,
     "prompt": sees_the_prompt,
     "talk": talks,
     "raise": lambda *_: [][0],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.commands.doctor.machine import Disk, machine_rows
-from bapo_megatron.commands.doctor.namespaces import namespace_rows
+from bapo_megatron.commands.doctor.namespaces import sandbox_rows
 from bapo_megatron.commands.doctor.packages import package_rows
 from bapo_megatron.commands.doctor.recipe import Facts, examine
 from bapo_megatron.commands.doctor.rows import DoctorRow, one_line
@@ -67,7 +67,7 @@ def all_rows(command: DoctorArguments) -> Iterator[DoctorRow]:
     yield from guarded("training", package_rows)
     yield from guarded("SGLang", lambda: sglang_rows(*_sglang_needs(facts)))
     yield from guarded("machine", lambda: machine_rows(_disk(facts)))
-    yield from guarded("code sandbox", lambda: namespace_rows(facts is not None and facts.runs_programs))
+    yield from guarded("code sandbox", lambda: sandbox_rows(*_sandbox_needs(facts)))
     yield from told
     if facts is not None:
         yield from guarded("servers", lambda: server_rows(facts))
@@ -88,6 +88,12 @@ def _sglang_needs(facts: Facts | None) -> tuple[bool, Path | None]:
     if facts is None:
         return False, None
     return facts.starts_servers, None if facts.python is None else Path(facts.python)
+
+
+def _sandbox_needs(facts: Facts | None) -> tuple[bool, bool, int]:
+    if facts is None:
+        return False, False, 0
+    return facts.runs_programs, facts.allow_weak_sandbox, facts.forgeable_rows
 
 
 def _disk(facts: Facts | None) -> Disk:

@@ -1,4 +1,4 @@
-"""Check of the sandbox: whether the kernel grants this user the user and network namespaces it needs.
+"""Check of the sandbox: whether all of its walls stand here, and whether the kernel grants the namespaces.
 
 ``python -m bapo_megatron.commands.doctor.namespaces`` tries both, in a process that then ends, and prints one
 JSON object: the error number of each, 0 where it is granted.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
@@ -32,6 +32,45 @@ _SWITCHES = (
     ),
 )
 """Settings of the kernel, the value that forbids, and what permits."""
+
+
+def sandbox_rows(needed: bool, allow_weak: bool, forgeable_rows: int) -> Iterator[DoctorRow]:
+    """Rows of the code sandbox.
+
+    ``needed``: the recipe's reward runs programs. ``allow_weak``: it permits a sandbox that lacks walls.
+    ``forgeable_rows``: rows of its dataset with tests that a program can pass by forging.
+    """
+    from bapo_megatron.reward.sandbox.requirements import sandbox_notes
+
+    required = needed and not allow_weak
+    yield walls_row(sandbox_notes, required)
+    yield from namespace_rows(required)
+    if needed:
+        yield forgeable_row(forgeable_rows)
+
+
+def walls_row(notes: Callable[[], list[str]], required: bool) -> DoctorRow:
+    """Whether a program that is run here has every wall around it."""
+    from bapo_megatron.reward.sandbox.requirements import FIX
+    from bapo_megatron.reward.sandbox.sandbox import SandboxError
+
+    needed = "else reward.allow_weak_sandbox=True"
+    try:
+        found = notes()
+    except SandboxError as error:
+        return DoctorRow(SECTION, "walls", missing(required), one_line(error), needed, FIX)
+    if not found:
+        return DoctorRow(SECTION, "walls", "ok", "all stand", needed)
+    return DoctorRow(SECTION, "walls", missing(required), one_line("; ".join(found)), needed, FIX)
+
+
+def forgeable_row(rows: int) -> DoctorRow:
+    """How many rows of the dataset have tests that are decided beside the tested program."""
+    if not rows:
+        return DoctorRow(SECTION, "tests", "ok", "no row of data.path has a test that a program can forge")
+    found = f"rows of data.path with tests that a program can forge: {rows}"
+    fix = "leave them out, or write each test as `assert f(x) == literal` (docs/rewards.md#programs)"
+    return DoctorRow(SECTION, "tests", "optional", found, "tests that compare plain values", fix)
 
 
 def namespace_rows(required: bool) -> Iterator[DoctorRow]:
@@ -59,7 +98,7 @@ def _fix(sysctl: Path) -> str:
         path = sysctl / setting
         if path.is_file() and path.read_text().strip() == forbids:
             return permits
-    return "in a container: docker run --security-opt seccomp=unconfined, or its equivalent"
+    return "in a container: docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
 
 
 def try_namespaces() -> dict[str, int]:

@@ -53,6 +53,9 @@ class Facts:
     api_key_file: str | None = None
     """The file of the servers' API key, if the recipe names one."""
     require_api_key: bool = False
+    allow_weak_sandbox: bool = False
+    forgeable_rows: int = 0
+    """Rows of the dataset with tests that a program can pass by forging."""
 
 
 def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], Facts | None]:
@@ -141,6 +144,8 @@ def facts_of(config: RunConfig) -> Facts:
         disk_gb=_disk_gb(config),
         api_key_file=None if sglang.api_key_file is None else str(sglang.api_key_file),
         require_api_key=sglang.require_api_key,
+        allow_weak_sandbox=config.reward.allow_weak_sandbox,
+        forgeable_rows=_forgeable_rows(config),
     )
 
 
@@ -161,6 +166,20 @@ def read_model_config(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _forgeable_rows(config: RunConfig) -> int:
+    from bapo_megatron.data.fields import RowError, ground_truth_of
+    from bapo_megatron.data.rows import read_rows
+    from bapo_megatron.reward.code_tests import forgeable_tests
+    from bapo_megatron.reward.functions import runs_code
+
+    if not runs_code(config.reward.function):
+        return 0
+    try:
+        return sum(forgeable_tests(ground_truth_of(row)) > 0 for row in read_rows(config.data.path))
+    except (ConfigError, RowError):  # it is among the problems
+        return 0
 
 
 def _disk_gb(config: RunConfig) -> float | None:

@@ -13,6 +13,7 @@ from bapo_megatron import __version__
 from bapo_megatron.data.prepare.filters import INVALID
 from bapo_megatron.data.prepare.options import CARD_TEXT, DATA_FILE, PrepareOptions
 from bapo_megatron.data.prepare.problems import Problem
+from bapo_megatron.reward.code_tests import forgeable_tests
 
 FORMAT = 1
 """Version of card.json."""
@@ -53,6 +54,8 @@ class Card:
     """Every row that is no problem at all."""
     by_data_source: Counter[str] = field(default_factory=Counter)
     by_ability: Counter[str] = field(default_factory=Counter)
+    forgeable: int = 0
+    """Kept rows with tests that a program can pass by forging (`reward.code_tests.forgeable_tests`)."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Histogram of prompt lengths in tokens, of what is kept; empty without a tokenizer."""
 
@@ -60,6 +63,7 @@ class Card:
         """Count a row that is kept."""
         self.kept += 1
         self.by_data_source[problem.data_source] += 1
+        self.forgeable += forgeable_tests(problem.ground_truth) > 0
         self.by_ability["code" if problem.is_code else "math"] += 1
 
     def drop(self, row: Dropped) -> None:
@@ -91,6 +95,7 @@ class Card:
             "examples": {name: [vars(one) for one in shown] for name, shown in self.examples.items()},
             "by_data_source": dict(self.by_data_source.most_common()),
             "by_ability": dict(self.by_ability.most_common()),
+            "forgeable_rows": self.forgeable,
             "prompt_tokens": self._prompt_tokens(),
         }
 
@@ -116,6 +121,7 @@ def as_markdown(card: Card) -> str:
         *_table(
             "Kept apart from", ("evaluation set", "rows", "SHA-256"), [_source(one) for one in card.against]
         ),
+        *([_forgeable(card)] * bool(card.forgeable)),
         *_table("Left out", ("reason", "rows"), [*card.dropped.items()]),
         *_table("Kept", ("data source", "rows"), card.by_data_source.most_common()),
         *_table("Prompt tokens", ("", "tokens"), [*(data["prompt_tokens"] or {}).items()]),
@@ -135,7 +141,12 @@ def summary(card: Card) -> str:
     output = card.options.output
     lines = [f"{card.kept} of {rows} rows are in {output / DATA_FILE} (SHA-256 {card.sha256[:12]}...)"]
     lines += [f"left out: {count} {reason}" for reason, count in card.dropped.items()]
+    lines += [_forgeable(card)] * bool(card.forgeable)
     return "\n".join([*lines, f"why, with examples: {output / CARD_TEXT}"]) + "\n"
+
+
+def _forgeable(card: Card) -> str:
+    return f"rows with tests that a program can forge (docs/rewards.md#programs): {card.forgeable}"
 
 
 def _source(source: dict[str, Any]) -> tuple[str, int, str]:

@@ -1,13 +1,14 @@
 """The sandbox's processes: started by sandbox.py, with nothing of this run's environment.
 
 Three: the one that was started, which enters the namespaces; the server, the first one inside them, which
-takes cases and gives results but runs no tested code; and for each case a fork of the server, which does.
+puts up the walls, takes cases and gives results but runs no tested code; for each case a fork, which does.
 Their interpreter is isolated (``python -I``), and nothing of this package beyond what is imported here loads.
 """
 
 from __future__ import annotations
 
 import atexit
+import builtins
 import json
 import os
 import signal
@@ -17,11 +18,14 @@ import types
 from json import dumps
 from typing import Any
 
-from bapo_megatron.reward.sandbox import isolation
+from bapo_megatron.reward.sandbox import file_system, isolation, plain
 from bapo_megatron.runtime.processes import die_with_parent
 
 STANDARD_OUTPUT, VALUE = 1, 3
 """File descriptors of a case."""
+
+_COMMON_MODULES = ("bisect", "collections", "heapq", "itertools", "math", "random", "re", "string", "typing")
+"""Modules of the standard library that the tests of functions import."""
 
 
 def main(lifeline: int) -> None:
@@ -30,23 +34,35 @@ def main(lifeline: int) -> None:
     for number in (signal.SIGUSR1, signal.SIGTERM):  # told to every process of a job: the trainer's business
         signal.signal(number, lambda *_: None)
     job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
-    notes = isolation.separate(job["box"])
-    os.chdir(job["box"])
+    first = os.getpid()
+    walls = isolation.separate()
     server = os.fork()
     if server:
-        signal.signal(signal.SIGUSR2, lambda *_: os.kill(server, signal.SIGKILL))
+        isolation.be_untraceable()
+        signal.signal(signal.SIGUSR2, lambda *_: _end(server))
         for descriptor in (sys.stdin.fileno(), sys.stdout.fileno()):  # so that the server's end is seen
             os.close(descriptor)
         os.waitpid(server, 0)
         os._exit(0)
-    die_with_parent()
-    isolation.be_untraceable()
-    missing = isolation.filter_note()
-    job["filters"] = not missing
-    _answer(notes + missing)
+    os.close(lifeline)
+    readable = job["readable"] or file_system.readable()
+    isolation.close_off(walls, job["box"], readable, first)
+    die_with_parent()  # after it: the kernel forgets this with a change of user
+    os.chdir(job["box"])
+    for name in _COMMON_MODULES if job["prelude"] else ():
+        __import__(name)  # once, not in every case
+    _answer({"notes": walls.notes, "readable": readable})
     for line in iter(sys.stdin.buffer.readline, b""):
-        _answer(_run(job, json.loads(line)))
+        _answer(_run(walls, job, json.loads(line)))
     os._exit(0)
+
+
+def _end(server: int) -> None:
+    """Kill the server and what runs in it; where root may not kill another user's, by this process's end."""
+    try:
+        os.kill(server, signal.SIGKILL)
+    except PermissionError:
+        os._exit(1)
 
 
 def _answer(answer: object) -> None:
@@ -54,17 +70,17 @@ def _answer(answer: object) -> None:
     sys.stdout.flush()
 
 
-def _run(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+def _run(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     """Run one case in a fork. Its exit code, output and value (None if it gave none), as `sandbox.Ended`."""
     given, printed, told = files = [os.memfd_create(name) for name in ("stdin", "stdout", "value")]
     with open(given, "wb", closefd=False) as file:
-        file.write(case["stdin"].encode(errors="replace"))
+        file.write(case.get("stdin", "").encode(errors="replace"))
     os.lseek(given, 0, os.SEEK_SET)
     token = os.urandom(16).hex()
     running = os.fork()
     if not running:
         _be_alone(given, printed, told)
-        _be_the_case(job, case, token)  # and never return
+        _be_the_case(walls, job, case, token)  # and never return
     _, status = os.waitpid(running, 0)
     value = _content(told)
     result = {
@@ -91,30 +107,55 @@ def _be_alone(given: int, printed: int, told: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number, descriptor in enumerate((given, printed, nowhere, told)):
         os.dup2(descriptor, number)
-    os.closerange(VALUE + 1, 256)
+    os.closerange(VALUE + 1, 4096)
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="replace")  # type: ignore[misc]  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(STANDARD_OUTPUT, "w", encoding="utf-8", errors="replace")  # type: ignore[misc]  # noqa: SIM115
     for name in [name for name in sys.modules if name.startswith("bapo_megatron")]:
         del sys.modules[name]
 
 
-def _be_the_case(job: dict[str, Any], case: dict[str, Any], token: str) -> None:
-    """Run the source; then end as a script would, or tell the value of the case's expression."""
-    isolation.close_in(job["box"], job["memory_mb"], job["cpu_s"], job["filters"])
-    expression = case["expression"]
-    module = types.ModuleType("__main__" if expression is None else "solution")
+def _be_the_case(walls: isolation.Walls, job: dict[str, Any], case: dict[str, Any], token: str) -> None:
+    """Run the source; then end as a script would, or tell the value of the case's expression.
+
+    A case of ``judgements`` runs the tests' own code alone, not the source.
+    """
+    isolation.close_in(walls, job["box"], job["memory_mb"], job["cpu_s"])
+    is_script = "stdin" in case
+    module = types.ModuleType("__main__" if is_script else "solution")
     sys.modules["__main__"] = sys.modules[module.__name__] = module
     space = module.__dict__
-    for source in (job["prelude"], job["source"]):
-        exec(compile(source, "<solution>", "exec", dont_inherit=True), space)
-    if expression is None:
+    _execute(job["prelude"], "<solution>", space)
+    if "judgements" in case:
+        _execute(case["setup"], "<test>", space)
+        _write_value(token + dumps(_judged(case["judgements"], space)))
+    originals = dict(vars(builtins))
+    _execute(job["source"], "<solution>", space)
+    if is_script:
         _end_script(space)
+    vars(builtins).update(originals)  # the source may have replaced some
+    _execute(case["setup"], "<test>", space)
     space["ARGUMENTS"] = case["arguments"]
-    exec(compile(case["setup"], "<test>", "exec", dont_inherit=True), space)
-    value = eval(compile(expression, "<test>", "eval", dont_inherit=True), space)
+    value = _evaluate(case["expression"], space)
     if case["truth"]:
-        value = True if value else False  # noqa: SIM210  # the name `bool` may mean anything by now
-    _write_value(token + dumps(_plain(value)))
+        _write_value(token + ("true" if value else "false"))
+    _write_value(token + dumps(plain.encoded(value, case["objects"])))
+
+
+def _judged(judgements: list[list[str]], space: dict[str, Any]) -> bool:
+    """Whether each expression is true of its values."""
+    for expression, values in judgements:
+        space["ARGUMENTS"] = plain.decoded(json.loads(values), space)
+        if not _evaluate(expression, space):
+            return False
+    return True
+
+
+def _evaluate(expression: str, space: dict[str, Any]) -> Any:
+    return eval(compile(expression, "<test>", "eval", dont_inherit=True), space)
+
+
+def _execute(source: str, name: str, space: dict[str, Any]) -> None:
+    exec(compile(source, name, "exec", dont_inherit=True), space)
 
 
 def _end_script(space: dict[str, Any], leave: Any = os._exit) -> None:
@@ -137,20 +178,3 @@ def _write_value(text: str, write: Any = os.write, leave: Any = os._exit) -> Non
     while data:
         data = data[write(VALUE, data) :]
     leave(0)
-
-
-def _plain(value: Any) -> Any:
-    """A value as plain JSON: containers as [kind, items]; of other objects the name of the type alone."""
-    if hasattr(value, "tolist"):  # numpy
-        value = value.tolist()
-    if value is None or isinstance(value, bool):
-        return value
-    for kind in (int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    for name, container in (("list", list), ("tuple", tuple), ("set", (set, frozenset))):
-        if isinstance(value, container):
-            return [name, [_plain(item) for item in value]]
-    if isinstance(value, dict):
-        return ["dict", [[_plain(key), _plain(item)] for key, item in value.items()]]
-    return ["other", type(value).__name__]

@@ -13,20 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import bapo_megatron
+from bapo_megatron.reward.sandbox import child
+from bapo_megatron.reward.scratch import remove_tree
 from bapo_megatron.runtime.child_process import AnsweringChild, ChildError
 
 START_LIMIT_S = 20.0
 """Seconds for an interpreter and its isolation on a busy machine."""
 
-_BEGIN = """import sys
+# The name is taken from the module, so that it is imported here: the sandboxes write no bytecode.
+_BEGIN = f"""import sys
 sys.path.insert(0, sys.argv[1])
-from bapo_megatron.reward.sandbox.child import main
+from {child.__name__} import main
 del sys.path[0]
 main(int(sys.argv[2]))
 """
 
 END_LIMIT_S = 5.0
 """Seconds for the isolated processes to be collected; then what is left is killed."""
+
+
+_READABLE: dict[str, list[str]] = {}
+"""What Python reads (`file_system.readable`), by interpreter; found by the first sandbox of each."""
 
 
 class SandboxError(Exception):
@@ -42,7 +49,7 @@ class Ended:
     output: str
     """Standard output, up to `isolation.OUTPUT_BYTES`."""
     value: str | None
-    """JSON of the expression's value, see `child._plain`; None if it gave none."""
+    """JSON of the expression's value, see `plain.encoded`; None if it gave none."""
 
 
 class Sandbox:
@@ -50,42 +57,57 @@ class Sandbox:
 
     def __init__(self, source: str, prelude: str, memory_mb: int, case_limit_s: float) -> None:
         """Start and isolate it; raises SandboxError. ``prelude`` runs before the source in its namespace."""
-        self._box = tempfile.TemporaryDirectory(prefix="bapo_box_", ignore_cleanup_errors=True)
+        self._box = box = os.path.realpath(tempfile.mkdtemp(prefix="bapo_box_"))
         self._case_limit_s = case_limit_s
-        box = str(Path(self._box.name).resolve())
         job = {
             "source": source,
             "prelude": prelude,
             "box": box,
             "memory_mb": memory_mb,
             "cpu_s": math.ceil(case_limit_s) + 1,
+            "readable": _READABLE.get(sys.executable),
         }
         root = str(Path(bapo_megatron.__file__).resolve().parents[1])
         command = [sys.executable, "-I", "-B", "-X", "utf8", "-c", _BEGIN, root]
         try:
             self._child = AnsweringChild(command, _environment(box), Path(box), quiet=True)
         except BaseException:
-            self._box.cleanup()
+            remove_tree(self._box)
             raise
         try:
-            self.notes: list[str] = self._child.ask(job, START_LIMIT_S)
+            answer = self._child.ask(job, START_LIMIT_S)
         except ChildError as error:
             self.close()
             raise SandboxError(f"the sandbox did not start: {error!r}") from error
+        self.notes: list[str] = answer["notes"]
+        _READABLE[sys.executable] = answer["readable"]
 
     def run(self, stdin: str, limit_s: float) -> Ended | None:
         """Run the source as a script on ``stdin``. None if it took longer, or took the sandbox with it."""
-        return self._ask({"stdin": stdin, "expression": None}, limit_s)
+        return self._ask({"stdin": stdin}, limit_s)
 
     def value(
-        self, expression: str, limit_s: float, arguments: Any = None, setup: str = "", truth: bool = False
+        self,
+        expression: str,
+        limit_s: float,
+        arguments: Any = None,
+        setup: str = "",
+        truth: bool = False,
+        objects: bool = False,
     ) -> Ended | None:
         """Import the source, run ``setup``, evaluate the expression, in which ARGUMENTS are the arguments.
 
-        ``truth``: the value is whether it is true. None as for ``run``.
+        ``truth``: the value is whether it is true. ``objects``: see `plain.encoded`. None as for ``run``.
         """
-        case = {"stdin": "", "expression": expression, "arguments": arguments, "setup": setup, "truth": truth}
-        return self._ask(case, limit_s)
+        kinds = {"truth": truth, "objects": objects}
+        return self._ask({"expression": expression, "arguments": arguments, "setup": setup, **kinds}, limit_s)
+
+    def judge(self, judgements: list[tuple[str, str]], limit_s: float, setup: str = "") -> Ended | None:
+        """Whether all expressions are true where the source never ran.
+
+        ``judgements``: expressions, each with the value of another case, which is its ARGUMENTS.
+        """
+        return self._ask({"judgements": judgements, "setup": setup}, limit_s)
 
     def close(self) -> None:
         """End every process of the sandbox and delete its directory."""
@@ -93,7 +115,7 @@ class Sandbox:
             os.kill(self._child.pid, signal.SIGUSR2)  # it ends and collects those behind the walls
         self._child.wait_end(END_LIMIT_S)
         self._child.close()
-        self._box.cleanup()
+        remove_tree(self._box)
 
     def __enter__(self) -> Sandbox:
         return self

@@ -21,8 +21,15 @@ from bapo_megatron.commands.doctor.machine import (
     open_files_row,
     shared_memory_row,
 )
-from bapo_megatron.commands.doctor.namespaces import namespace_row, namespace_rows
+from bapo_megatron.commands.doctor.namespaces import (
+    forgeable_row,
+    namespace_row,
+    namespace_rows,
+    sandbox_rows,
+    walls_row,
+)
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
+from bapo_megatron.reward.sandbox.sandbox import SandboxError
 
 # --- SGLang's environment ------------------------------------------------------------------------
 
@@ -163,6 +170,24 @@ def test_namespaces(tmp_path: Path) -> None:
     (tmp_path / "kernel/unprivileged_userns_clone").write_text("0\n")
     fix = namespace_row("user namespaces", 1, True, tmp_path).fix
     assert fix == "sysctl -w kernel.unprivileged_userns_clone=1"
+
+
+def test_walls_that_are_missing_stop_a_run_that_needs_them() -> None:
+    assert walls_row(list, True).state == "ok"
+    row = walls_row(lambda: ["no namespaces"], True)
+    assert (row.state, row.found) == ("problem", "no namespaces")
+    assert "docker" in row.fix.lower()
+    assert walls_row(lambda: ["no namespaces"], False).state == "optional"
+
+    def broken() -> list[str]:
+        raise SandboxError("it does not work")
+
+    assert walls_row(broken, True).found == "it does not work"
+    assert forgeable_row(0).state == "ok"
+    assert forgeable_row(3).found.endswith("forge: 3")
+    states = {row.name: row.state for row in sandbox_rows(True, allow_weak=True, forgeable_rows=1)}
+    assert set(states) == {"walls", "user namespaces", "network namespaces", "tests"}
+    assert "problem" not in states.values()
 
 
 def test_the_kernel_is_asked() -> None:

@@ -261,7 +261,8 @@ def test_a_run_is_continued_only_with_its_own_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "change", "allowed"),
     [
-        ("reward", {"workers": 7, "time_limit_s": 99.0, "memory_limit_mb": 9999}, True),
+        ("reward", {"workers": 7, "time_limit_s": 99.0, "allow_weak_sandbox": True}, True),
+        ("reward", {"memory_limit_mb": 9999}, True),
         ("reward", {"code_case_limit_s": 9.0}, False),  # what a right program is
         ("reward", {"function": "code"}, False),
         ("rollout", {"max_batch": 7, "segment_tokens": 512, "keep_steps": None}, True),

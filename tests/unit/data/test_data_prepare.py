@@ -269,6 +269,14 @@ def test_the_same_tests_of_a_program_are_no_conflict(tmp_path: Path) -> None:
     assert card.by_ability == {"code": 1}
 
 
+def test_rows_that_a_program_can_forge_are_counted(tmp_path: Path) -> None:
+    loop = json.dumps(["assert all(f(i) == i for i in range(3))"])
+    card = prepared(tmp_path, [skywork("Return it.", loop), skywork("Double it.", TESTS)])
+    assert card.forgeable == 1
+    assert card.as_json()["forgeable_rows"] == 1
+    assert "a program can forge (docs/rewards.md#programs): 1" in (tmp_path / "out" / CARD_TEXT).read_text()
+
+
 # --- what comes out ------------------------------------------------------------------------------
 
 

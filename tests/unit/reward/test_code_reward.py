@@ -18,6 +18,7 @@ import pytest
 from bapo_megatron.data.prompts import load_prompts
 from bapo_megatron.reward.code import last_code_block, program_is_right, same_output, same_value
 from bapo_megatron.reward.code_tests import Asserted, Called, Printed, check_tests, is_tests, read_tests
+from bapo_megatron.reward.expressions import Split
 from bapo_megatron.reward.sandbox import sandbox as sandbox_module
 from bapo_megatron.reward.sandbox.sandbox import Sandbox
 
@@ -89,7 +90,7 @@ def test_the_forms_of_ground_truth() -> None:
     assert read_tests(ASSERTS).cases == (
         Asserted("", "double(2)", True, 4),
         Asserted("", "double('a')", True, "aa"),
-        Asserted("", "double(0.1) < 0.3", False),
+        Asserted("", "double(0.1) < 0.3", False, split=Split(("double(0.1)",), "ARGUMENTS[0] < 0.3")),
     )
     assert read_tests("assert 4 == double(2)").cases == (Asserted("", "double(2)", True, 4),)
     assert read_tests('{"assert_case": ["assert f() == []"]}').cases == (Asserted("", "f()", True, []),)
@@ -400,13 +401,13 @@ def walls() -> None:
         ("syscall(435, 0, 0)", 38),
         ("ptrace(16, 1, 0, 0)", 1),
         ("creat(b'/bapo_escaped', 0o644)", 30),
-        ("truncate(sys.executable.encode(), 0)", 30),
+        ("truncate(os.__file__.encode(), 0)", 13),
         ("setrlimit(7, bytes(16)) or libc.open(b'x', 0o102, 0o644)", 24),
     ],
 )
 def test_the_kernel_refuses_what_c_code_tries(call: str, error: int) -> None:
     """errno 1: not permitted, 24: too many open files, 30: read-only file system, 38: no such call."""
-    source = f"""import ctypes, sys
+    source = f"""import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
 result = [libc.{call}, ctypes.get_errno()]
 """
@@ -427,11 +428,11 @@ def test_inside_there_is_nothing_of_the_run(monkeypatch: pytest.MonkeyPatch) -> 
 open('mine', 'w').write('1')
 names = [name for name in os.environ if name.startswith(('WANDB', 'PYTHON'))]
 modules = [name for name in sys.modules if name.startswith('bapo')]
-network = [line.split()[0] for line in open('/proc/net/dev').readlines()[2:]]
+network = [line.split()[0] for line in open('/proc/self/net/dev').readlines()[2:]]
 result = [names, os.getcwd() == os.environ['HOME'], os.listdir(), os.getpid() < 10, network, modules]
 """
     with made(source) as box:
-        folder = Path(box._box.name)
+        folder = Path(box._box)
         result = evaluate(box, source)
         assert list(folder.iterdir()) == []  # its files are in memory
     nothing = ["list", []]
@@ -444,7 +445,7 @@ result = [names, os.getcwd() == os.environ['HOME'], os.listdir(), os.getpid() < 
 )
 def test_no_process_and_no_file_remains(source: str) -> None:
     with Sandbox(source, "", 512, 1.0) as box:
-        group, folder = box._child.pid, Path(box._box.name)
+        group, folder = box._child.pid, Path(box._box)
         assert processes_of_group(group)
         box.run("1 2", 1.0)
     assert processes_of_group(group) == []
@@ -481,7 +482,8 @@ def test_without_namespaces_the_second_line_holds(monkeypatch: pytest.MonkeyPatc
     begin = sandbox_module._BEGIN.replace(
         "del sys",
         "from bapo_megatron.reward.sandbox import isolation as w\n"
-        "w.separate, w.filter_note = lambda box: ['no namespaces'], lambda: ['no filter']\ndel sys",
+        "w.separate, w.landlock.confine = w.Walls, lambda *_: False\n"
+        "w.system_calls.problem = lambda: 'no filter'\ndel sys",
     )
     monkeypatch.setattr(sandbox_module, "_BEGIN", begin)
     assert right(
@@ -501,7 +503,8 @@ def test_without_namespaces_the_second_line_holds(monkeypatch: pytest.MonkeyPatc
         f"import os; os.symlink({str(tmp_path)!r}, 'link'); open('link/kept', 'w')",
     ):
         with made(attack) as box:
-            assert box.notes == ["no namespaces", "no filter"]
+            assert "no Landlock" in box.notes[-2]
+            assert box.notes[-1] == "no filter"
             ended = box.run("", 10.0)
             assert ended is not None
             assert ended.code == 1, attack

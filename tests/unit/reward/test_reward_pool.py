@@ -112,6 +112,15 @@ def test_what_a_reward_prints_is_no_answer() -> None:
     assert pooled(act) == [0.25, 0.5, 0.25, 1.0]
 
 
+def test_no_other_process_may_look_into_a_worker() -> None:
+    """PR_SET_DUMPABLE is 0: it holds the answers, and the environment's keys."""
+
+    async def act(pool: RewardPool) -> float:
+        return (await pool.score(prompt(), "dumpable", 1)).reward
+
+    assert pooled(act) == 0.0
+
+
 def test_a_users_function_sees_the_whole_prompt() -> None:
     async def act(pool: RewardPool) -> RewardResult:
         return await pool.score(prompt(), "prompt", 1)

@@ -13,7 +13,7 @@ import pytest
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.reward import pool
-from bapo_megatron.reward.scratch import Scratch, remove_abandoned
+from bapo_megatron.reward.scratch import Scratch, remove_abandoned, remove_tree
 
 OWNER = """
 import os, signal, sys
@@ -71,6 +71,60 @@ def test_nothing_else_is_touched(place: Path) -> None:
     Path(f"{prefix}12345678").mkdir()
     remove_abandoned()
     assert len(list(place.iterdir())) == 3
+
+
+@pytest.mark.parametrize("owner_was", ["killed", "alive"])
+def test_what_programs_leave_is_deleted(place: Path, owner_was: str) -> None:
+    """3,000 directories in each other (no path reaches the last), none that may be read, links, a FIFO."""
+    kept = place / "kept"
+    (kept / "folder").mkdir(parents=True)
+    (kept / "folder/file").write_text("kept")
+    scratch = Scratch()
+    here = os.open(scratch.path, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d", dir_fd=here)
+        deeper = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = deeper
+    os.close(os.open("file", os.O_CREAT, dir_fd=here))
+    os.symlink(kept / "folder", "link", dir_fd=here)
+    os.close(here)
+    path = Path(scratch.path)
+    (path / "link").symlink_to(kept / "folder")
+    os.link(kept / "folder/file", path / "hard")
+    os.mkfifo(path / "fifo")
+    (path / "closed/inner").mkdir(parents=True)
+    (path / "closed/inner").chmod(0)
+    (path / "closed").chmod(0)
+    if owner_was == "alive":
+        scratch.remove()
+    else:
+        os.close(scratch._lock)
+        remove_abandoned()
+    assert [entry.name for entry in place.iterdir()] == ["kept"]
+    assert (kept / "folder/file").read_text() == "kept"
+
+
+def test_removing_has_a_limit_and_never_raises(place: Path) -> None:
+    (place / "tree/inner").mkdir(parents=True)
+    (place / "tree/file").touch()
+    (place / "link").symlink_to(place / "tree")
+    assert not remove_tree(str(place / "tree"), limit_s=-1.0)
+    assert not remove_tree(str(place / "link"))
+    assert (place / "tree/file").exists()
+    assert remove_tree(str(place / "tree"))
+    assert remove_tree(str(place / "tree"))  # it is gone
+
+
+def test_leftovers_of_other_users_are_theirs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = Scratch()
+    os.close(scratch._lock)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 12345)
+        remove_abandoned()
+    assert os.path.isdir(scratch.path)
+    remove_abandoned()
+    assert not os.path.isdir(scratch.path)
 
 
 def test_a_worker_that_cannot_be_started_leaves_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,146 @@
+"""The file system of a sandbox: an empty root, in it only what Python reads, a directory, and three devices.
+
+The kernel's new root (pivot_root) holds nothing of the machine's but read-only views of the interpreter's
+libraries: no home, no run directory, no dataset, no socket or FIFO of others, and of /proc only the sandbox's
+own processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import site
+import struct
+import sys
+from contextlib import suppress
+
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
+_MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x1000, 0x4000, 1 << 18, 2
+_AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR = -100, 0x8000, 442
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+
+BOX_MB = 64
+"""Size of the sandbox's directory, a tmpfs."""
+
+BOX_FILES = 4096
+"""Most files and directories in it."""
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+
+_SYSTEM = (
+    *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"),
+    *("/etc/ld.so.cache", "/etc/localtime"),
+)
+_NEAR = {"stdin": "0", "stdout": "1", "stderr": "2", "fd": ""}
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def readable() -> list[str]:
+    """The files and folders that Python reads: its libraries and the system's; no folder of another in it.
+
+    Of an environment (venv, conda) its ``lib`` alone: the folders beside it may hold data.
+    """
+    homes = dict.fromkeys((sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix))
+    libraries = [os.path.join(home, lib) for home in homes for lib in ("lib", "lib64")]
+    wanted = [*_SYSTEM, os.path.dirname(os.__file__), *libraries, *packages()]
+    chosen: list[str] = []
+    for path in sorted({os.path.abspath(path) for path in wanted if os.path.exists(path)}):
+        if not _beneath(path, chosen):
+            chosen.append(path)
+    real = [*chosen, *map(os.path.realpath, chosen)]
+    return [*chosen, *sorted(path for path in _mapped_libraries() if not _beneath(path, real))]
+
+
+def packages() -> list[str]:
+    """The folders of installed packages."""
+    return [path for path in site.getsitepackages() if os.path.isdir(path)]
+
+
+def _beneath(path: str, folders: list[str]) -> bool:
+    return any(path == folder or path.startswith(folder + os.sep) for folder in folders)
+
+
+def _mapped_libraries() -> set[str]:
+    """Shared libraries that this interpreter has loaded, wherever they lie."""
+    with open("/proc/self/maps") as file:
+        paths = {line.rstrip("\n").partition("/") for line in file if ".so" in line}
+    return {"/" + path for _, slash, path in paths if slash and os.path.isfile("/" + path)}
+
+
+def enter_own_root(box: str, paths: list[str], user: int, group: int) -> None:
+    """Make the new root and enter it, with ``box`` a tmpfs of ``user`` and ``group`` at its path there.
+
+    For the first process of a process namespace that has a mount namespace of its own. OSError if the kernel
+    does not permit it (Linux 5.12).
+    """
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    _mount("tmpfs", box, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,nr_inodes=2048,mode=0755")
+    try:
+        _furnish_and_enter(box, paths, f"uid={user},gid={group}")
+    except BaseException:
+        _LIBC.umount2(os.fsencode(box), _MNT_DETACH)
+        raise
+
+
+def _furnish_and_enter(box: str, paths: list[str], owner: str) -> None:
+    for path in paths:
+        _show(path, box + path)
+    for folder in ("/dev", "/proc", box):
+        os.makedirs(box + folder, exist_ok=True)
+    for device in DEVICES:
+        os.close(os.open(box + device, os.O_CREAT, 0o644))
+    for name, number in _NEAR.items():
+        os.symlink(f"/proc/self/fd/{number}", f"{box}/dev/{name}")
+    _make_read_only(box)
+    for device in DEVICES:  # after it: nodev would close them
+        _mount(device, box + device, None, _MS_BIND)
+    _mount_proc(box + "/proc")
+    own = f"size={BOX_MB}m,nr_inodes={BOX_FILES},mode=0700,{owner}"
+    _mount("tmpfs", box + box, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, own)
+    os.chdir(box)
+    pivot_root = _PIVOT_ROOT.get(os.uname().machine, -1)
+    _check(_LIBC.syscall(pivot_root, b".", b"."), "pivot_root")
+    _check(_LIBC.umount2(b".", _MNT_DETACH), "umount2")
+    os.chdir(box)
+
+
+def _show(path: str, place: str) -> None:
+    if os.path.isdir(path):
+        os.makedirs(place, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with suppress(FileExistsError):
+            os.close(os.open(place, os.O_CREAT | os.O_EXCL, 0o644))
+    _mount(path, place, None, _MS_BIND | _MS_REC)
+
+
+def _make_read_only(root: str) -> None:
+    """With all mounts in it: no writing, no set-user-id programs, no device nodes."""
+    attributes = struct.pack("QQQQ", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, 0, 0, 0)
+    size = ctypes.c_size_t(len(attributes))
+    result = _LIBC.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(root), _AT_RECURSIVE, attributes, size)
+    _check(result, "mount_setattr (Linux 5.12)")
+
+
+def _mount_proc(place: str) -> None:
+    """The namespace's processes and nothing else of /proc. A container that hides parts of its own /proc may
+    permit none: then the sandbox has none."""
+    flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+    for options in ("subset=pid", None):  # before Linux 5.8 all of it, read-only
+        with suppress(OSError):
+            _mount("proc", place, "proc", flags, options)
+            return
+
+
+def _mount(source: str | None, place: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    """mount(2). OSError names the place."""
+    texts = [None if text is None else os.fsencode(text) for text in (source, place, kind, options)]
+    result = _LIBC.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
+    _check(result, f"mount {kind or 'a view'} at {place}")
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")

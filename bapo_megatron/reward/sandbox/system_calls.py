@@ -1,0 +1,154 @@
+"""The seccomp filter of a tested program: the system calls that it may not make, on x86-64 and aarch64.
+
+A denied call returns EPERM, one that is newer than this file ENOSYS; nothing is killed, so that a library
+which only asks goes on. Numbers are those of the kernel's headers (asm/unistd_64.h, asm-generic/unistd.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+from collections.abc import Iterator
+
+# name:x86-64:aarch64, "-" where the architecture lacks it
+DENIED = """
+execve:59:221 execveat:322:281 fork:57:- vfork:58:- kill:62:129 tkill:200:130 tgkill:234:131
+rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240 pidfd_open:434:434 pidfd_send_signal:424:424
+pidfd_getfd:438:438 setsid:112:157 setpgid:109:154 setpriority:141:140 ioprio_set:251:30
+sched_setscheduler:144:119 sched_setparam:142:118 sched_setattr:314:274 sched_setaffinity:203:122
+migrate_pages:256:238 move_pages:279:239 process_madvise:440:440 process_mrelease:448:448
+socket:41:198 connect:42:203 bind:49:200 listen:50:201 accept:43:202 accept4:288:242 sendmsg:46:211
+sendmmsg:307:269 recvmsg:47:212 recvmmsg:299:243
+unshare:272:97 setns:308:268 mount:165:40 umount2:166:39 pivot_root:155:41 chroot:161:51
+open_tree:428:428 move_mount:429:429 fsopen:430:430 fsconfig:431:431 fsmount:432:432 fspick:433:433
+mount_setattr:442:442
+ptrace:101:117 process_vm_readv:310:270 process_vm_writev:311:271 kcmp:312:272
+perf_event_open:298:241 bpf:321:280 userfaultfd:323:282 io_uring_setup:425:425
+io_uring_enter:426:426 io_uring_register:427:427
+shmget:29:194 shmat:30:196 shmctl:31:195 shmdt:67:197 semget:64:190 semop:65:193 semtimedop:220:192
+semctl:66:191 msgget:68:186 msgsnd:69:189 msgrcv:70:188 msgctl:71:187 mq_open:240:180
+mq_unlink:241:181 mq_timedsend:242:182 mq_timedreceive:243:183 mq_notify:244:184
+mq_getsetattr:245:185 add_key:248:217 request_key:249:218 keyctl:250:219 memfd_create:319:279
+memfd_secret:447:447 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 removexattr:197:14
+lremovexattr:198:15 fremovexattr:199:16
+mknod:133:- mknodat:259:33 name_to_handle_at:303:264 open_by_handle_at:304:265 fanotify_init:300:262
+fanotify_mark:301:263
+init_module:175:105 finit_module:313:273 delete_module:176:106 kexec_load:246:104
+kexec_file_load:320:294 reboot:169:142 swapon:167:224 swapoff:168:225 sethostname:170:161
+setdomainname:171:162 iopl:172:- ioperm:173:- modify_ldt:154:- acct:163:89 quotactl:179:60
+quotactl_fd:443:443 syslog:103:116 settimeofday:164:170 clock_settime:227:112 adjtimex:159:171
+clock_adjtime:305:266 personality:135:92 vhangup:153:58 lookup_dcookie:212:18
+"""
+"""Denied always: processes and signals, sockets (a socketpair is fine), namespaces and mounts, looking into
+processes, memory and keys that no limit counts or that outlive the program, device nodes, the machine."""
+
+DENIED_ON_SHARED_FILES = """
+chmod:90:- fchmod:91:52 fchmodat:268:53 fchmodat2:452:452 chown:92:- fchown:93:55 lchown:94:-
+fchownat:260:54 utime:132:- utimes:235:- futimesat:261:- utimensat:280:88
+"""
+"""Denied too where the program sees the machine's files: Landlock does not hold these."""
+
+CHECKED = "clone:56:220 clone3:435:435 sendto:44:206 prlimit64:302:261 fcntl:72:25 ioctl:16:29 prctl:157:167"
+"""Calls of which some arguments are denied."""
+
+NEWEST = 462
+"""Number of the newest system call that was read for these lists (Linux 6.10, both architectures)."""
+
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_CLONE_THREAD = 0x00010000
+_FCNTL = (8, 10, 15, 1024, 1026)  # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY: signals to others
+_IOCTL = (0x8901, 0x8902, 0x5412, 0x541C, 0x540E)  # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX, TIOCSCTTY
+_PRCTL = (1, 35, 36)  # PR_SET_PDEATHSIG, PR_SET_MM, PR_SET_CHILD_SUBREAPER
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
+
+# Instructions of classic BPF; offsets are into struct seccomp_data.
+_LOAD, _TO_X, _OR_X, _GO, _EQUAL, _AT_LEAST, _ABOVE, _ANY_BIT, _GIVE = (
+    *(0x20, 0x07, 0x4C, 0x05, 0x15, 0x35, 0x25, 0x45, 0x06),
+)
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
+_ALLOW, _DENY, _NO_SUCH_CALL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+
+Instruction = tuple[int, int, int, int]
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def numbers(table: str, machine: str) -> dict[str, int]:
+    """The numbers of a table's calls on ``machine``, by name."""
+    column = 1 + ("x86_64", "aarch64").index(machine)
+    rows = (entry.split(":") for entry in table.split())
+    return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
+
+
+def problem() -> str | None:
+    """Why system calls cannot be filtered here; None if they can."""
+    machine = os.uname().machine
+    if machine not in _AUDIT_ARCH:
+        return f"no filter of system calls for {machine}: C code may start processes and open sockets"
+    ctypes.set_errno(0)
+    _LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, None, 0, 0)  # EFAULT from a kernel that would take one
+    if ctypes.get_errno() != errno.EFAULT:
+        return "the kernel filters no system calls (seccomp): C code may start processes and open sockets"
+    return None
+
+
+def program(machine: str, shared_files: bool) -> bytes:
+    """The filter's instructions. ``shared_files``: the program sees the machine's files, not its own root."""
+    return assemble([*_denied(machine, shared_files), *_checked(machine), (_GIVE, 0, 0, _ALLOW)])
+
+
+def assemble(code: list[Instruction]) -> bytes:
+    """Instructions as the kernel reads them, struct sock_filter."""
+    return b"".join(struct.pack("HBBI", *line) for line in code)
+
+
+def install(code: bytes) -> None:
+    """Put this thread and all that it starts under the filter, for good. Needs no_new_privs. OSError."""
+    buffer = ctypes.create_string_buffer(code, len(code))
+    described = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
+    if _LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, described, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"seccomp: {os.strerror(number)}")
+
+
+def _denied(machine: str, shared_files: bool) -> Iterator[Instruction]:
+    """Refuse other architectures, denied numbers and numbers that nobody has read."""
+    tables = DENIED + DENIED_ON_SHARED_FILES * shared_files
+    denied = list(numbers(tables, machine).values())
+    yield from ((_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, _AUDIT_ARCH[machine]), (_GIVE, 0, 0, _DENY))
+    yield from ((_LOAD, 0, 0, _NUMBER), (_AT_LEAST, 0, 1, 0x40000000), (_GIVE, 0, 0, _DENY))  # x32
+    for place, number in enumerate(denied):
+        yield _EQUAL, len(denied) - place, 0, number
+    yield from ((_GO, 0, 0, 1), (_GIVE, 0, 0, _DENY))
+    yield from ((_ABOVE, 0, 1, NEWEST), (_GIVE, 0, 0, _NO_SUCH_CALL))
+
+
+def _checked(machine: str) -> Iterator[Instruction]:
+    """Refuse by argument: processes that are no threads, addresses of datagrams, limits of others."""
+    number = numbers(CHECKED, machine)
+    first, second, address = _ARGUMENTS, _ARGUMENTS + 8, _ARGUMENTS + 4 * 8
+    yield from ((_EQUAL, 0, 1, number["clone3"]), (_GIVE, 0, 0, _NO_SUCH_CALL))  # the C library takes clone
+    yield from ((_EQUAL, 0, 4, number["clone"]), (_LOAD, 0, 0, first), (_ANY_BIT, 1, 0, _CLONE_THREAD))
+    yield from ((_GIVE, 0, 0, _DENY), (_GIVE, 0, 0, _ALLOW))
+    yield from ((_EQUAL, 0, 7, number["sendto"]), (_LOAD, 0, 0, address), (_TO_X, 0, 0, 0))
+    yield from ((_LOAD, 0, 0, address + 4), (_OR_X, 0, 0, 0), (_EQUAL, 1, 0, 0))
+    yield from ((_GIVE, 0, 0, _DENY), (_GIVE, 0, 0, _ALLOW))
+    yield from _by_value(number["prlimit64"], first, (0,), _ALLOW, _DENY)
+    yield from _by_value(number["fcntl"], second, _FCNTL, _DENY, _ALLOW)
+    yield from _by_value(number["ioctl"], second, _IOCTL, _DENY, _ALLOW)
+    yield from _by_value(number["prctl"], first, _PRCTL, _DENY, _ALLOW)
+
+
+def _by_value(
+    number: int, argument: int, values: tuple[int, ...], among: int, otherwise: int
+) -> Iterator[Instruction]:
+    """For one call: ``among`` if the low half of an argument is one of the values, else ``otherwise``."""
+    count = len(values)
+    yield _EQUAL, 0, count + 3, number
+    yield _LOAD, 0, 0, argument
+    for place, value in enumerate(values):
+        yield _EQUAL, count - place, 0, value
+    yield _GIVE, 0, 0, otherwise
+    yield _GIVE, 0, 0, among

@@ -1,0 +1,135 @@
+"""Programs judged a second by the code reward: this version and another, in turns.
+
+    python -m benchmarks.code_sandbox COMMIT        # a few minutes, one program at a time
+
+Each version judges in a process of its own, from a copy of its commit; short turns alternate, so that other
+work on the machine meets both alike. Writes benchmarks/results/code_sandbox.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.common import machine, write
+
+ROUNDS, PROGRAMS = 20, 8
+"""Turns of each version, and programs of a turn."""
+
+KINDS = {
+    "a script with 1 test": (
+        {"inputs": ["1 2\n"], "outputs": ["3\n"]},
+        "print(sum(map(int, input().split())))",
+    ),
+    "a script with 20 tests": (
+        {"inputs": ["1 2\n"] * 20, "outputs": ["3\n"] * 20},
+        "print(sum(map(int, input().split())))",
+    ),
+    "a function with 10 literal asserts": (
+        {"assert_case": [f"assert double({n}) == {2 * n}" for n in range(10)]},
+        "def double(n): return 2 * n",
+    ),
+    "a function with 10 other asserts": (
+        {"assert_case": [f"assert abs(double({n}) - {2 * n}) < 1e-6" for n in range(10)]},
+        "def double(n): return 2 * n",
+    ),
+}
+
+JUDGE = """
+import json, sys, time
+from bapo_megatron.reward.code import program_is_right
+for line in sys.stdin:
+    tests, source, count = json.loads(line)
+    response = "```python\\n" + source + "\\n```"
+    begin = time.perf_counter()
+    for _ in range(count):
+        assert program_is_right(tests, response, 512, 10.0, 60.0)
+    print(count / (time.perf_counter() - begin), flush=True)
+"""
+
+
+class Judge:
+    """A process that judges with the package in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        pipe = subprocess.PIPE
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", JUDGE], stdin=pipe, stdout=pipe, cwd=folder, env=environment, text=True
+        )
+
+    def rate(self, kind: str) -> float:
+        """Programs of a kind that it judges a second."""
+        tests, source = KINDS[kind]
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([json.dumps(tests), source, PROGRAMS]) + "\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.wait()
+
+
+def main() -> None:
+    """Measure both versions in turns and write the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", help="commit of the other version")
+    before = parser.parse_args().before
+    with ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="bapo_judges_")))
+        (folder / "before").mkdir()
+        archive = subprocess.run(["git", "archive", before, "bapo_megatron"], check=True, capture_output=True)
+        subprocess.run(["tar", "-x", "-C", str(folder / "before")], input=archive.stdout, check=True)
+        shutil.copytree(
+            Path(__file__).resolve().parents[1] / "bapo_megatron", folder / "now" / "bapo_megatron"
+        )
+        subprocess.run([sys.executable, "-m", "compileall", "-q", str(folder)], check=True)
+        judges = [Judge(folder / "before"), Judge(folder / "now")]
+        for judge in judges:
+            opened.callback(judge.close)
+        rows = [_row(kind, judges) for kind in KINDS]
+    write("code_sandbox", _page(before, rows))
+
+
+def _row(kind: str, judges: list[Judge]) -> str:
+    for judge in judges:
+        judge.rate(kind)  # imports, and files that are read for the first time
+    rounds = [[judge.rate(kind) for judge in judges] for _ in range(ROUNDS)]
+    old, new = (statistics.median(column) for column in zip(*rounds, strict=True))
+    ratio = statistics.median(rates[1] / rates[0] for rates in rounds)
+    return f"| {kind} | {old:.1f} | {new:.1f} | {ratio:.2f} |"
+
+
+def _page(before: str, rows: list[str]) -> str:
+    table = "\n".join(rows)
+    return f"""\
+# Programs judged a second
+
+Command: `python -m benchmarks.code_sandbox {before}`
+
+{machine()}. One program at a time, each in a sandbox of its own; medians of {ROUNDS} turns of {PROGRAMS}
+programs, in which the version of commit {before} and this one alternate; the last column is the median of the
+turns' ratios. Both have their bytecode, as an installed package has. Other work ran on the machine: only the
+ratio counts.
+
+| program | before | now | now / before |
+|---|---:|---:|---:|
+{table}
+"""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Attacks on the code sandbox, tried by a program of one: ``python sandbox_attacks.py MODE FOLDER``.
+
+MODE: ``full``; ``docker``, where seccomp denies namespaces and mounts, as Docker's default profile does;
+``none``, without any wall, which shows that the attacks would work. Prints {attack: true if it worked, false
+if not, or the text of an error in the attack itself} as JSON, with the sandbox's notes. Only the standard
+library is needed, so that any user's interpreter can run it. All that is attacked was made in FOLDER or by
+this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from bapo_megatron.reward.sandbox import sandbox as sandbox_module
+from bapo_megatron.reward.sandbox import system_calls
+
+HELPERS = """
+import ctypes, errno, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+OUT, PID, N = {out!r}, {pid}, {numbers}
+ANSWERS = OUT + "/answers.jsonl"
+C = ANSWERS.encode()
+def call(name, *arguments):
+    return libc.syscall(N[name], *[ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]) >= 0
+def worked(attack):
+    try:
+        return bool(attack())
+    except (OSError, ValueError, AttributeError, ImportError, MemoryError, RuntimeError) as error:
+        return False
+    except BaseException as error:
+        return type(error).__name__ != "OperationalError" and repr(error)
+def address():
+    return b"\\x01\\x00" + (OUT + "/datagrams").encode() + b"\\x00"
+def pair():
+    import socket
+    global kept
+    kept = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    return kept[0]
+def forked(number):
+    if number == 0:
+        os._exit(0)
+    return number > 0
+def removed(number, control, *arguments):
+    control(number, *arguments)
+    return number >= 0
+def threads(count):
+    import threading, time
+    threading.stack_size(65536)
+    started = 0
+    for _ in range(count):
+        threading.Thread(target=time.sleep, args=(3,), daemon=True).start()
+        started += 1
+    return started == count
+def files(count):
+    for n in range(count):
+        os.close(os.open(f"f{{n}}", os.O_CREAT | os.O_WRONLY))
+    return True
+def anyone(path, *words):
+    return any(word in open(path.format(pid), "rb").read() for pid in os.listdir("/proc") if pid.isdigit()
+               and pid != str(os.getpid()) for word in words)
+"""
+
+ATTACKS = {
+    # files of others
+    "read": "open(ANSWERS).read()",
+    "read in C": "libc.open(C, 0) >= 0",
+    "list": "os.listdir(OUT)",
+    "write": "open(OUT + '/new', 'w')",
+    "write in C": "libc.creat(OUT.encode() + b'/new', 0o644) >= 0",
+    "truncate": "os.truncate(ANSWERS, 9) is None",
+    "truncate in C": "libc.truncate(C, 9) == 0",
+    "chmod in C": "libc.chmod(C, 0o644) == 0",
+    "times": "os.utime(ANSWERS) is None",
+    "times in C": "libc.utimes(C, None) == 0",
+    "attribute": "os.setxattr(ANSWERS, 'user.a', b'1') is None",
+    "dir_fd": "os.open('new', os.O_CREAT | os.O_WRONLY, dir_fd=os.open(OUT, os.O_RDONLY)) >= 0",
+    "rename": "os.rename(OUT + '/spare', OUT + '/spare') is None",
+    "rename in C": "libc.rename(OUT.encode() + b'/spare', OUT.encode() + b'/spare') == 0",
+    "remove in C": "libc.unlink(OUT.encode() + b'/spare') == 0",
+    "remove by dir_fd": "os.remove('spare2', dir_fd=libc.open(OUT.encode(), 0o200000)) is None",
+    "link in C": "libc.symlink(b'x', OUT.encode() + b'/link') == 0",
+    "fifo made": "libc.mkfifo(OUT.encode() + b'/made', 0o600) == 0",
+    "fifo by Python": "os.mkfifo(OUT + '/made2') is None",
+    "fifo written": "os.write(os.open(OUT + '/fifo', os.O_RDWR | os.O_NONBLOCK), b'x') == 1",
+    "sqlite": "__import__('sqlite3').connect(OUT + '/db').execute('create table t (a)')",
+    "sqlite attached": "__import__('sqlite3').connect(':memory:').execute('attach ? as o', (OUT + '/db2',))"
+    ".execute('create table o.t (a)')",
+    "shared memory": "__import__('multiprocessing.shared_memory')"
+    ".shared_memory.SharedMemory('bapo_attack2', True, 9)",
+    "shared memory in C": "libc.open(b'/dev/shm/bapo_attack', 0o102, 0o600) >= 0",
+    "library of one's own": "open(os.__file__, 'a')",
+    "device": "[1 for n in ('kvm', 'fuse', 'loop-control', 'vsock', 'ptmx', 'zram0', 'mem', 'vda', 'full')"
+    " if libc.open(b'/dev/' + n.encode(), 2) >= 0]",
+    "device made": "libc.mknod(b'node', 0o020666, 0x103) == 0",
+    "handle": "call('name_to_handle_at', -100, b'/', ctypes.create_string_buffer(bytes([128, 0, 0, 0]), 200),"
+    " ctypes.byref(ctypes.c_int()), 0)",
+    "descriptors left open": "[n for n in range(4, 4096) if libc.fcntl(n, 1) >= 0]",
+    # processes of others
+    "command lines": "anyone('/proc/{}/cmdline', b'answers.jsonl')",
+    "command line in C": "libc.open(b'/proc/%d/cmdline' % PID, 0) >= 0",
+    "environment": "open(f'/proc/{PID}/environ', 'rb').read()",
+    "memory": "libc.open(b'/proc/%d/mem' % PID, 0) >= 0",
+    "environment of the server": "open(f'/proc/{os.getppid()}/environ', 'rb').read()",
+    "root of the server": "os.listdir(f'/proc/{os.getppid()}/root/')",
+    "TCP table": "len(open('/proc/net/tcp').readlines()) > 1",
+    "kernel's settings": "libc.open(b'/proc/sys/kernel/hostname', 0) >= 0",
+    "probe a process": "libc.kill(PID, 0) == 0",
+    "signal in C": "libc.syscall(N['tgkill'], PID, PID, 0) == 0",
+    "limit of another": "call('prlimit64', PID, 0, None, ctypes.create_string_buffer(16))",
+    "limit by Python": "__import__('resource').prlimit(PID, 7)",
+    "pidfd": "call('pidfd_open', PID, 0)",
+    "owner of a file": "libc.fcntl(pair().fileno(), 8, PID) == 0",
+    "owner by Python": "__import__('fcntl').fcntl(pair(), 8, PID) == 0",
+    "owner by ioctl": "libc.ioctl(pair().fileno(), 0x8901, ctypes.byref(ctypes.c_int(PID))) == 0",
+    "signal of a file": "libc.fcntl(pair().fileno(), 10, 9) == 0",
+    "priority": "libc.setpriority(0, PID, 5) == 0",
+    "affinity": "call('sched_setaffinity', PID, 8, ctypes.create_string_buffer(b'\\xff' * 8))",
+    "scheduling": "call('sched_setscheduler', PID, 3, ctypes.create_string_buffer(4))",
+    "I/O priority": "call('ioprio_set', 1, PID, 0x6000)",
+    "read a process": "libc.process_vm_readv(PID, None, 0, None, 0, 0) == 0",
+    "compare processes": "call('kcmp', PID, PID, 2, 0, 0)",
+    "trace me": "libc.ptrace(0, 0, 0, 0) == 0",
+    # processes of one's own
+    "fork": "forked(libc.fork())",
+    "vfork by clone": "forked(libc.syscall(N['clone'], 17, 0, 0, 0, 0))",
+    "session": "libc.setsid() >= 0",
+    "group": "libc.setpgid(0, 0) == 0",
+    "parent's death": "libc.prctl(1, 0, 0, 0, 0) == 0",
+    "subreaper": "libc.prctl(36, 1, 0, 0, 0) == 0",
+    "execute": "os.posix_spawn('/bin/true', ['true'], {})",
+    "own limits": "__import__('resource').setrlimit(7, (4096, 4096)) is None",
+    # talking
+    "datagram": "libc.sendto(pair().fileno(), b'x', 1, 0, address(), len(address())) == 1",
+    "message": "pair().sendmsg([b'x']) == 1",
+    "connect": "__import__('socket').socket(1, 2).connect(OUT + '/datagrams') is None",
+    "internet": "libc.socket(2, 1, 0) >= 0",
+    "netlink": "libc.socket(16, 3, 0) >= 0",
+    "abstract": "libc.socket(1, 2, 0) >= 0",
+    # memory and names that stay
+    "SysV memory": "removed(libc.shmget(0, 750 << 20, 0o1600), libc.shmctl, 0, None)",
+    "SysV semaphores": "removed(libc.semget(0, 1, 0o1600), libc.semctl, 0, 0)",
+    "SysV queue": "removed(libc.msgget(0, 0o1600), libc.msgctl, 0, None)",
+    "POSIX queue": "libc.mq_open(b'/bapo_attack', 0o102, 0o600, None) >= 0"
+    " and libc.mq_unlink(b'/bapo_attack') == 0",
+    "key": "call('add_key', b'user', b'bapo_attack', b'x', 1, -2)",
+    "keyring": "call('keyctl', 0, -3, 0)",
+    "memory file": "libc.memfd_create(b'x', 0) >= 0",
+    "750 MB": "__import__('mmap').mmap(-1, 750 << 20)",
+    "many threads": "threads(500)",
+    "many files": "files(6000)",
+    # the kernel
+    "user namespace": "libc.unshare(0x10000000) == 0",
+    "mount": "libc.mount(b'none', b'/', None, 1 << 18, None) == 0",
+    "chroot": "libc.chroot(b'.') == 0",
+    "io_uring": "call('io_uring_setup', 1, ctypes.create_string_buffer(200))",
+    "BPF": "call('bpf', 0, ctypes.create_string_buffer("
+    "b'\\x02\\0\\0\\0\\x04\\0\\0\\0\\x08\\0\\0\\0\\x01'.ljust(72, b'\\0')), 72)",
+    "performance": "call('perf_event_open', "
+    "ctypes.create_string_buffer(b'\\1\\0\\0\\0\\x70'.ljust(112, b'\\0')),"
+    " 0, -1, -1, 0)",
+    "page faults": "call('userfaultfd', 1)",
+    "personality": "libc.personality(0x0040000) >= 0",
+    "fanotify": "call('fanotify_init', 0x200, 0)",
+    "32-bit numbers": "libc.syscall(0x40000000 + 39) > 0",
+    "newest calls": "libc.syscall(463) >= 0 or ctypes.get_errno() != 38",
+    "root again": "os.geteuid() and libc.setuid(0) == 0",
+    "host name": "libc.sethostname(b'x', 1) == 0",
+}
+
+# The filter of Docker's default profile, as far as it concerns sandboxes; and no wall at all.
+BEGIN = {
+    "full": "",
+    "docker": """
+from bapo_megatron.reward.sandbox import system_calls as s, isolation as w
+n = s.numbers(s.DENIED, w.os.uname().machine)
+refuse = [line for name in ("unshare", "mount") for line in ((0x15, 0, 1, n[name]), (6, 0, 0, 0x50001))]
+w.LIBC.prctl(38, 1, 0, 0, 0)
+s.install(s.assemble([(0x20, 0, 0, 0), *refuse, (6, 0, 0, 0x7FFF0000)]))
+""",
+    "none": """
+from bapo_megatron.reward.sandbox import isolation as w
+w.separate, w.landlock.confine = w.Walls, lambda *_: False
+w.system_calls.problem, w.audit_hook.watch = lambda: "no filter", lambda *_, **__: None
+w._become = lambda *_: None
+w._limit = lambda *_: None
+""",
+}
+
+
+def main(mode: str, folder: Path) -> dict[str, object]:
+    """What each attack came to."""
+    sandbox_module._BEGIN = sandbox_module._BEGIN.replace("del sys", BEGIN[mode] + "del sys")
+    folder = folder / "outside"
+    folder.mkdir()
+    for name in ("answers.jsonl", "spare", "spare2"):
+        (folder / name).write_text("the answer is 42")
+    os.mkfifo(folder / "fifo")
+    receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    receiver.bind(str(folder / "datagrams"))
+    victim = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)", str(folder / "answers.jsonl")]
+    )
+    tables = system_calls.DENIED + " " + system_calls.CHECKED
+    numbers = system_calls.numbers(tables, os.uname().machine)
+    setup = HELPERS.format(out=str(folder), pid=victim.pid, numbers=numbers)
+    found: dict[str, object] = {}
+    try:
+        with sandbox_module.Sandbox("", "", 512, 20.0) as sandbox:
+            found["notes"] = sandbox.notes
+            for name, attack in ATTACKS.items():
+                ended = sandbox.value(f"worked(lambda: {attack})", 20.0, setup=setup)
+                found[name] = bool(ended and ended.value) and json.loads(str(ended and ended.value))
+    finally:
+        victim.kill()
+        victim.wait()
+        for left in ("bapo_attack", "bapo_attack2"):
+            Path("/dev/shm", left).unlink(missing_ok=True)
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]))))

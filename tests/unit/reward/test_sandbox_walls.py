@@ -1,0 +1,341 @@
+"""What a tested program can reach: nothing of others, as root and as an ordinary user, also in containers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bapo_megatron.config import RewardConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.sandbox import landlock, requirements, system_calls
+from bapo_megatron.reward.sandbox import sandbox as sandbox_module
+from bapo_megatron.reward.sandbox.requirements import checked_sandbox
+from bapo_megatron.reward.sandbox.sandbox import Sandbox
+from tests.support import sandbox_attacks
+
+pytestmark = pytest.mark.integration
+
+REPOSITORY = Path(__file__).parents[3]
+NOBODY = 65534
+BEYOND_AN_ORDINARY_USER = {
+    *("library of one's own", "device made", "descriptors left open", "environment of the server"),
+    *(
+        "root of the server",
+        "mount",
+        "chroot",
+        "BPF",
+        "performance",
+        "32-bit numbers",
+        "root again",
+        "host name",
+    ),
+}
+"""Attacks that fail without walls, too, if the program's user is not root; they are for root."""
+
+
+def interpreter_of(user: int) -> str:
+    """A Python that the user may run; skips where there is none."""
+    if user == os.geteuid():
+        return sys.executable
+    probe = "import sys, bapo_megatron.reward.sandbox.sandbox; sys.exit(sys.version_info < (3, 11))"
+    for python in filter(None, (sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin"))):
+        try:
+            done = run_as(user, [python, "-c", probe])
+        except OSError:
+            continue
+        if done.returncode == 0:
+            return python
+    pytest.skip(f"user {user} can run no Python here that can read {REPOSITORY}")
+
+
+def run_as(user: int, command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as the user, with this repository's package."""
+    identity: dict[str, Any] = (
+        {} if user == os.geteuid() else {"user": user, "group": user, "extra_groups": []}
+    )
+    variables = {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1", "PATH": os.environ["PATH"]}
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd="/", env={**variables, **environment}, **identity
+    )
+
+
+@pytest.fixture
+def public() -> Iterator[Callable[[int], Path]]:
+    """A maker of directories for a user, where all users may go."""
+    made: list[str] = []
+
+    def make(user: int) -> Path:
+        made.append(tempfile.mkdtemp(prefix="bapo_attacks_", dir="/tmp"))
+        os.chmod(made[-1], 0o755)
+        if user != os.geteuid():
+            os.chown(made[-1], user, user)
+        return Path(made[-1])
+
+    yield make
+    for path in made:
+        shutil.rmtree(path)
+
+
+def attacked(user: int, mode: str, folder: Path) -> dict[str, Any]:
+    """What each attack came to."""
+    if user != os.geteuid() and os.geteuid() != 0:
+        pytest.skip(f"only root can become user {user}")
+    command = [interpreter_of(user), sandbox_attacks.__file__, mode, str(folder)]
+    done = run_as(user, command, TMPDIR=str(folder))
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("user", [0, NOBODY])
+def test_no_attack_works_behind_all_walls(user: int, public: Callable[[int], Path]) -> None:
+    found = attacked(user, "full", public(user))
+    if notes := found.pop("notes"):
+        pytest.skip(f"this kernel does not permit the whole sandbox: {notes}")
+    assert {name: result for name, result in found.items() if result is not False} == {}
+    assert len(found) > 80
+
+
+@pytest.mark.parametrize("user", [0, NOBODY])
+def test_without_namespaces_landlock_and_the_filter_hold(user: int, public: Callable[[int], Path]) -> None:
+    """Docker's default profile. The directory is on the machine's disk then, so files have no limit."""
+    found = attacked(user, "docker", public(user))
+    assert "no namespaces" in found.pop("notes")[0]
+    if landlock.version() < 3:
+        pytest.skip(f"the kernel has version {landlock.version()} of Landlock, not 3")
+    assert [name for name, result in found.items() if result is not False] == ["many files"]
+
+
+def test_the_attacks_are_attacks(public: Callable[[int], Path]) -> None:
+    """Without any wall they work, for an ordinary user."""
+    user = os.geteuid() or NOBODY
+    found = attacked(user, "none", public(user))
+    del found["notes"]
+    assert {name for name, result in found.items() if result is not True} <= BEYOND_AN_ORDINARY_USER
+
+
+# --- the filter's numbers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("machine", "headers"),
+    [
+        ("x86_64", ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h")),
+        ("aarch64", ("/usr/include/asm-generic/unistd.h",)),
+    ],
+)
+def test_numbers_are_those_of_the_kernels_headers(machine: str, headers: tuple[str, ...]) -> None:
+    texts = [Path(header).read_text() for header in headers if Path(header).is_file()]
+    if not texts:
+        pytest.skip(f"no headers of the kernel for {machine} here")
+    known = {
+        name: int(number)
+        for name, number in re.findall(r"^#define __NR(?:3264)?_(\w+)\s+(\d+)", texts[0], re.MULTILINE)
+    }
+    tables = (system_calls.DENIED, system_calls.DENIED_ON_SHARED_FILES, system_calls.CHECKED)
+    ours = {name: number for table in tables for name, number in system_calls.numbers(table, machine).items()}
+    younger = {"fchmodat2"}  # than the headers of some distributions
+    assert {name: number for name, number in ours.items() if known.get(name) != number}.keys() <= younger
+    every = {entry.split(":")[0] for table in tables for entry in table.split()}
+    assert not [name for name in every - ours.keys() if name in known]  # "-" stands where there is none
+
+
+def test_the_filter_fits_both_machines() -> None:
+    """Jumps of classic BPF reach 255 instructions, and a program may have 4,096."""
+    for machine in ("x86_64", "aarch64"):
+        for shared in (False, True):
+            assert len(system_calls.program(machine, shared)) // 8 < 255
+
+
+# --- what programs may do ------------------------------------------------------------------------
+
+ORDINARY = {
+    "threads": "from concurrent.futures import ThreadPoolExecutor as T\nprint(sum(T(32).map(int, '1234')))",
+    "queue": "import queue, threading\nq = queue.Queue()\n"
+    "threading.Thread(target=q.put, args=(10,)).start()\nprint(q.get())",
+    "asyncio": "import asyncio\nasync def f():\n    await asyncio.sleep(0.01)\n    return 10\n"
+    "print(asyncio.run(f()))",
+    "temporary directory": "import tempfile, os\nwith tempfile.TemporaryDirectory() as d:\n"
+    "    os.mkdir(d + '/e'); open(d + '/e/f', 'w').write('1')\nprint(10)",
+    "named temporary file": "import tempfile\nwith tempfile.NamedTemporaryFile('w+') as f:\n"
+    "    f.write('10'); f.flush()\n    print(open(f.name).read())",
+    "sqlite": "import sqlite3\nc = sqlite3.connect(':memory:')\nc.execute('create table t (a)')\n"
+    "c.execute('insert into t values (10)')\nprint(*c.execute('select a from t').fetchone())",
+    "sqlite file": "import sqlite3\nc = sqlite3.connect('own.db')\n"
+    "c.execute('create table t (a)')\nprint(10)",
+    "files": "import os, pathlib, shutil\npathlib.Path('a').write_text('10')\nos.rename('a', 'b')\n"
+    "os.makedirs('c/d'); shutil.copy('b', 'c/d/e')\nprint(pathlib.Path('c/d/e').read_text())\n"
+    "os.truncate('b', 1); shutil.rmtree('c')",
+    "time zones": "from datetime import datetime, timezone\nimport zoneinfo\nprint(10)",
+    "alarm": "import signal, time\nsignal.signal(signal.SIGALRM, lambda *_: print(10))\n"
+    "signal.setitimer(signal.ITIMER_REAL, 0.05)\ntime.sleep(0.1)",
+    "ctypes": "import ctypes\nprint(ctypes.CDLL(None).abs(-10))",
+    "random": "import os, random, secrets, uuid\nuuid.uuid4(); os.urandom(3); secrets.token_hex()\nprint(10)",
+    "arithmetic": "from decimal import Decimal\nfrom fractions import Fraction\nimport statistics, cmath\n"
+    "print(int(Decimal(4)) + int(Fraction(6)))",
+    "compression": "import gzip, zlib, bz2, lzma, hashlib, base64\n"
+    "print(len(gzip.decompress(gzip.compress(b'x' * 10))))",
+    "text": "import csv, io, json, re, string, textwrap, unicodedata\nprint(json.loads('10'))",
+    "recursion": "import sys, threading\nsys.setrecursionlimit(100000)\nthreading.stack_size(64 << 20)\n"
+    "def f(n): return n and 1 + f(n - 1)\n"
+    "t = threading.Thread(target=lambda: print(f(20000) // 2000)); t.start(); t.join()",
+    "null": "print(10, file=open('/dev/null', 'w'))\nprint(10)",
+    "limits": "import resource as r\nr.setrlimit(r.RLIMIT_STACK, r.getrlimit(r.RLIMIT_STACK))\nprint(10)",
+    "socketpair": "import socket\na, b = socket.socketpair()\na.sendall(b'10')\nprint(b.recv(9).decode())",
+    "processor count": "import os\nassert os.cpu_count() and os.sched_getaffinity(0)\nprint(10)",
+}
+STDIN = {
+    "path": "print(sum(map(int, open('/dev/stdin').read().split())))",
+    "descriptor": "print(sum(map(int, open(0).read().split())))",
+}
+
+
+def prints(source: str) -> str:
+    with Sandbox(source, "", 1024, 20.0) as sandbox:
+        ended = sandbox.run("1 9\n", 20.0)
+        assert ended is not None
+        return ended.output
+
+
+@pytest.mark.parametrize("source", [*ORDINARY.values(), *STDIN.values()], ids=[*ORDINARY, *STDIN])
+def test_ordinary_programs_run(source: str) -> None:
+    assert prints(source) == "10\n"
+
+
+def docker(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = sandbox_module._BEGIN.replace("del sys", sandbox_attacks.BEGIN["docker"] + "del sys")
+    monkeypatch.setattr(sandbox_module, "_BEGIN", begin)
+
+
+def test_ordinary_programs_run_without_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    docker(monkeypatch)
+    for name in ("threads", "temporary directory", "sqlite file", "asyncio", "null"):
+        assert prints(ORDINARY[name]) == "10\n", name
+    assert prints(STDIN["path"]) == "10\n"
+
+
+STAYS = """
+import ctypes, signal, time
+for number in range(1, 65):
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+libc = ctypes.CDLL(None)
+libc.setsid()
+libc.prctl(1, 0)
+for _ in range(3000):
+    libc.mkdir(b"d", 0o700)
+    libc.chdir(b"d")
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("walls", ["all", "without namespaces"])
+def test_a_program_that_would_stay_leaves_nothing(
+    walls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ignores all signals, would leave its session, and digs deeper than paths reach."""
+    if walls != "all":
+        docker(monkeypatch)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Sandbox(STAYS, "", 512, 20.0) as sandbox:
+        assert sandbox.run("", 1.0) is None
+        processes = [psutil.Process(sandbox._child.pid)]
+        processes += processes[0].children(recursive=True)
+        assert len(processes) == 3
+    assert psutil.wait_procs(processes, timeout=20)[1] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_environment_in_a_hidden_place_works_and_shows_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A venv whose interpreter is a link, reached by a link itself, with data beside its libraries."""
+    home = tmp_path / "home"
+    venv.create(home / "project/venv", symlinks=True)
+    (folder,) = (home / "project/venv").glob("lib/python*/site-packages")
+    (folder / "mine.py").write_text("value = 10\n")
+    for place in (home, home / "project", home / "project/venv"):
+        (place / "answers.jsonl").write_text("secret")
+    (tmp_path / "link").symlink_to(home / "project/venv")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "link/bin/python"))
+    source = f"""
+import mine, os
+found = [os.path.join(where, name) for where, _, names in os.walk({str(tmp_path)!r}) for name in names]
+result = [mine.value, [name for name in found if not name.endswith(".py")], os.path.exists({str(home)!r})]
+"""
+    with Sandbox(source, "", 512, 20.0) as sandbox:
+        if sandbox.notes:
+            pytest.skip(f"this kernel does not permit the whole sandbox: {sandbox.notes}")
+        ended = sandbox.value("result", 20.0)
+    assert ended is not None
+    assert json.loads(str(ended.value))[1] == [10, ["list", []], False]
+
+
+# --- what a run asks for ----------------------------------------------------------------------------
+
+
+def test_a_run_without_walls_is_refused_unless_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    docker(monkeypatch)
+    with pytest.raises(
+        ConfigError, match=r"no namespaces .*seccomp=unconfined.*reward.allow_weak_sandbox=True"
+    ):
+        checked_sandbox(allow_weak=False)
+    assert "no namespaces" in checked_sandbox(allow_weak=True)[0]
+
+
+def test_a_sandbox_that_does_not_work_is_a_problem_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_module, "_BEGIN", "raise SystemExit(3)")
+    with pytest.raises(ConfigError, match="the sandbox did not start: .*exit code 3"):
+        requirements.checked_sandbox(allow_weak=True)
+
+
+POOL = """
+import asyncio, json, sys
+import numpy as np
+from bapo_megatron.config import RewardConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.pool import RewardPool
+from bapo_megatron.types import Prompt
+{docker}
+async def main():
+    prompt = Prompt(0, np.array([1], np.int32), json.dumps({{"inputs": ["1"], "outputs": ["1"]}}), "", {{}})
+    for allow in (False, True):
+        pool = RewardPool(RewardConfig("code", workers=1, allow_weak_sandbox=allow), 10)
+        try:
+            await pool.start()
+            print((await pool.score(prompt, "```python\\nprint(input())\\n```", 1)).reward)
+        except ConfigError as error:
+            print(error)
+        await pool.close()
+asyncio.run(main())
+"""
+
+
+def test_the_pool_refuses_where_the_kernel_refuses() -> None:
+    """All processes of the pool are under the filter, as in a container."""
+    script = POOL.format(docker=sandbox_attacks.BEGIN["docker"])
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr
+    assert "no namespaces" in lines[0]
+    assert "reward.allow_weak_sandbox" in lines[0]
+    assert lines[1] == "1.0"
+
+
+def test_the_field_is_off() -> None:
+    assert RewardConfig().allow_weak_sandbox is False

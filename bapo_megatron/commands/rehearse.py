@@ -24,6 +24,7 @@ from bapo_megatron.rehearsal.page import page_text
 from bapo_megatron.rehearsal.processes import rehearse
 from bapo_megatron.rehearsal.records import RankRequest, RankResult
 from bapo_megatron.rehearsal.summary import as_dict
+from bapo_megatron.runtime.files import check_output_file
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,20 @@ class RehearseOptions(GpuOptions):
     """Ranks that are rehearsed at a time. None: one for each core."""
     json: Path | None = None
     """Write everything as one JSON object into this file."""
+
+    def check(self) -> None:
+        """Raise ConfigError for flags that exclude each other, and for a file that cannot be written."""
+        super().check()
+        given = {
+            "--rank": self.rank is not None,
+            "--stage": self.stage is not None,
+            "--all-ranks": self.all_ranks,
+        }
+        names = [name for name, is_given in given.items() if is_given]
+        if len(names) > 1:
+            raise ConfigError(f"{' and '.join(names)} exclude each other: give one")
+        if self.json is not None:
+            check_output_file("--json", self.json)
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,8 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
     job = ClusterJob(config, load_cluster(command.cluster), recipe, command.flags, Path.cwd(), _TEMPLATES)
     for warning in check_job(job, command.force, command.rehearse):
         print(f"warning: {warning}", file=sys.stderr)
+    if command.dry_run:
+        print(job.nodes, file=sys.stderr)
     return launch(job, command.dry_run)
 
 

@@ -40,7 +40,8 @@ class RehearseOptions(GpuOptions):
     layers: Literal["te", "torch"] | None = None
     """Transformer Engine's layers or torch's. None: Transformer Engine's where its sources are found."""
     packs: Annotated[int | None, Ge(1)] = None
-    """Packs of an update. None: as many as fill the pipeline, and one more."""
+    """Packs of an update. None: one; in a pipeline one more than it has stages, if it is interleaved twice as
+    many as stages; with batch.hold_forwards all; never more than an update has."""
     workers: Annotated[int | None, Ge(1)] = None
     """Ranks that are rehearsed at a time. None: one for each core."""
     json: Path | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -90,8 +91,6 @@ class ClusterJob:
             yield "rollout.sglang.urls names servers, and the job starts others: set rollout_nodes = 0"
         if problem := self._no_servers():
             yield problem
-        if self.cluster.container is not None:
-            yield from missing_mounts(self._paths(), self.cluster.mounts)
         for path in (self.root, self.templates, self.run_dir, self.recipe):
             if "/nemo_run" in str(path):
                 yield f"{path}: NeMo-Run replaces /nemo_run in every path; rename the folder"
@@ -113,14 +112,17 @@ class ClusterJob:
             f"in the cluster file, or name servers that run already with --rollout.sglang.urls ({problem})"
         )
 
-    def _paths(self) -> dict[str, Path]:
-        """The paths that every task needs, by what they are."""
-        return {
+    def missing_mounts(self) -> list[str]:
+        """The paths that every task needs and the container does not show, with what to add to `mounts`."""
+        if self.cluster.container is None:
+            return []
+        needed = {
             "folder of the submission": self.root,
             "checkout": self.templates.parent,
             "run directory": self.run_dir,
             "recipe": self.recipe,
         }
+        return list(missing_mounts(needed, self.cluster.mounts))
 
     @property
     def nodes(self) -> str:
@@ -134,7 +136,7 @@ class ClusterJob:
         if self.cluster.health.probe == "on" and need is not None and disk < need:
             yield (
                 f"the run's folder needs {need:,.0f} GB by `bapo plan`, and the probe asks the nodes for "
-                f"{disk:g}: set health.disk_gb = {need:.0f} in the cluster file"
+                f"{disk:g}: set health.disk_gb = {math.ceil(need)} in the cluster file"
             )
         if self.cluster.rollout_nodes and 1 in (self.trainer_nodes, self.cluster.rollout_nodes):
             yield (
@@ -253,12 +255,14 @@ class ClusterJob:
         }
 
 
-def check_job(job: ClusterJob, force: bool, rehearse: bool = False) -> list[str]:
+def check_job(job: ClusterJob, force: bool, rehearse: bool = False, dry_run: bool = False) -> list[str]:
     """ConfigError if the job cannot work. Returns warnings, with ``force`` also what does not fit.
 
-    ``rehearse``: judge by a rehearsal, too.
+    ``rehearse``: judge by a rehearsal, too. ``dry_run``: this may be another machine than the cluster's, with
+    the checkout at another place, so what the container does not mount is a warning.
     """
-    if found := list(job.problems()):
+    unmounted = job.missing_mounts()
+    if found := [*job.problems(), *(unmounted if not dry_run else [])]:
         raise ConfigError("\n".join(found))
     misfits = job.misfits()
     if misfits and not force:
@@ -274,4 +278,5 @@ def check_job(job: ClusterJob, force: bool, rehearse: bool = False) -> list[str]
             + "\n".join(rehearsed)
             + "\n`bapo rehearse` shows where the memory goes; --force submits it all the same"
         )
-    return [*job.warnings(), *misfits, *rehearsed]
+    refused = [f"{line}; without --dry-run this is refused" for line in unmounted]
+    return [*refused, *job.warnings(), *misfits, *rehearsed]

@@ -59,14 +59,13 @@ def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
     one), and two versions of the weights for SGLang where it reads them from the disk.
     """
     kept, sglang = run.checkpoint, run.rollout.engine == "sglang"
-    made = -(-run.steps // kept.every)
-    checkpoints = kept.keep_last or made
+    checkpoints = kept.keep_last or -(-run.steps // kept.every)
     checkpoints += kept.keep_best + (run.steps // kept.keep_every if kept.keep_every else 0)
     exports = 1 + (run.steps // kept.export_every if kept.export_every else 0)
     copies = exports + 2 * (sglang and run.rollout.engine_config.sync == "disk")
     weight = 4 if run.model.dtype == "float32" else 2
     state = 12 if run.model.dtype == "float32" else 14
-    return float(total_parameters(shape) * (state * (min(checkpoints, made) + 1) + weight * copies))
+    return float(total_parameters(shape) * (state * (checkpoints + 1) + weight * copies))
 
 
 @lru_cache(maxsize=64)

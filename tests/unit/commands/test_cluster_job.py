@@ -121,10 +121,12 @@ def test_a_container_must_mount_what_its_tasks_read() -> None:
     assert f'does not mount the checkout {ROOT}: add "{ROOT}:{ROOT}" to mounts' in text
     assert f'the recipe {LARGE}: add "{LARGE.parent}:{LARGE.parent}"' in text
     assert f"the run directory {ROOT / 'runs/bp_math_32b_64k'}" in text
-    assert not list(job(replace(cluster, mounts=(f"{ROOT.parent}:{ROOT.parent}:rw",))).problems())
-    assert not list(job(replace(cluster, container=None, mounts=())).problems())
+    warnings = check_job(job(cluster), force=False, dry_run=True)
+    assert any(line.endswith("to mounts; without --dry-run this is refused") for line in warnings)
+    assert not job(replace(cluster, mounts=(f"{ROOT.parent}:{ROOT.parent}:rw",))).missing_mounts()
+    assert not job(replace(cluster, container=None, mounts=())).missing_mounts()
     outside = replace(job(), config=replace(job().config, run_dir=Path("/fast/run")))
-    assert [*outside.problems()] == [
+    assert outside.missing_mounts() == [
         'the container does not mount the run directory /fast/run: add "/fast/run:/fast/run" to mounts'
     ]
 

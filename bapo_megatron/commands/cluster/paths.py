@@ -9,7 +9,7 @@ from bapo_megatron.config import RunConfig
 
 
 def missing_mounts(paths: Mapping[str, Path], mounts: Sequence[str]) -> Iterator[str]:
-    """One line for each path, by what it is, that the container does not show at the same place.
+    """One line for each mount that is lacking: a path, by what it is, that the container does not show there.
 
     ``mounts``: HOST:CONTAINER, with options after another colon. Tasks find every path by its name on the
     host, so only a mount whose two sides are equal serves, of the path itself or of a folder above it.
@@ -22,6 +22,7 @@ def missing_mounts(paths: Mapping[str, Path], mounts: Sequence[str]) -> Iterator
         if not any(PurePosixPath(path).is_relative_to(folder) for folder in shown):
             folder = path.parent if what == "recipe" else path
             yield f'the container does not mount the {what} {path}: add "{folder}:{folder}" to mounts'
+            shown.append(PurePosixPath(folder))  # which serves what lies below it, too
 
 
 def absent_inputs(config: RunConfig, root: Path) -> Iterator[str]:

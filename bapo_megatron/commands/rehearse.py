@@ -24,6 +24,7 @@ from bapo_megatron.rehearsal.processes import rehearse
 from bapo_megatron.rehearsal.records import RankRequest, RankResult
 from bapo_megatron.rehearsal.results.page import page_text
 from bapo_megatron.rehearsal.results.summary import as_dict
+from bapo_megatron.runtime.files import check_output_file
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,26 @@ class RehearseOptions(GpuOptions):
     layers: Literal["te", "torch"] | None = None
     """Transformer Engine's layers or torch's. None: Transformer Engine's where its sources are found."""
     packs: Annotated[int | None, Ge(1)] = None
-    """Packs of an update. None: as many as fill the pipeline, and one more."""
+    """Packs of an update. None: one; in a pipeline one more than it has stages, if it is interleaved twice as
+    many as stages; with batch.hold_forwards all; never more than an update has."""
     workers: Annotated[int | None, Ge(1)] = None
     """Ranks that are rehearsed at a time. None: one for each core."""
     json: Path | None = None
     """Write everything as one JSON object into this file."""
+
+    def check(self) -> None:
+        """Raise ConfigError for flags that exclude each other, and for a file that cannot be written."""
+        super().check()
+        given = {
+            "--rank": self.rank is not None,
+            "--stage": self.stage is not None,
+            "--all-ranks": self.all_ranks,
+        }
+        names = [name for name, is_given in given.items() if is_given]
+        if len(names) > 1:
+            raise ConfigError(f"{' and '.join(names)} exclude each other: give one")
+        if self.json is not None:
+            check_output_file("--json", self.json)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
-from bapo_megatron.errors import CheckpointError
+from bapo_megatron.errors import CheckpointError, ConfigError
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -33,6 +33,17 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def check_output_file(flag: str, path: Path) -> None:
+    """ConfigError if ``path``, which ``flag`` names, cannot be written; asked before a command's work."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{flag} {path}: the folder {folder} does not exist; make it, or name another file")
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path} is a folder; name a file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{flag} {path}: {folder} cannot be written to; name a file in another folder")
 
 
 def append_whole(file: FileIO, content: bytes, size: int) -> None:

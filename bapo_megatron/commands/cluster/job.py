@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile
+from bapo_megatron.commands.cluster.paths import absent_inputs, missing_mounts, without_run_dir
+from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape, shape_folder
 from bapo_megatron.commands.plan.plan import make_plan
+from bapo_megatron.commands.plan.sizes import run_folder_bytes
+from bapo_megatron.commands.plan.table import nodes_text
 from bapo_megatron.commands.rehearse import RehearseOptions, rehearse_job
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rehearsal.results.verdict import misfits as rehearsal_misfits
+from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,8 @@ class ClusterJob:
         elif data is not None and data * size != self.processes:
             yield (
                 f"parallel.data={data} needs {data * size} processes, and {self.trainer_nodes} nodes have "
-                f"{self.processes}: change trainer_nodes in the cluster file, or leave parallel.data out"
+                f"{self.processes}: change trainer_nodes or tasks_per_node in the cluster file, or leave "
+                f"parallel.data out"
             )
         tensor = self.config.rollout.sglang.tensor
         if self.cluster.rollout_nodes and self.cluster.gpus_per_node % tensor and tensor > 1:
@@ -82,18 +89,68 @@ class ClusterJob:
             )
         if self.cluster.rollout_nodes and self.config.rollout.sglang.urls:
             yield "rollout.sglang.urls names servers, and the job starts others: set rollout_nodes = 0"
-
+        if problem := self._no_servers():
+            yield problem
         for path in (self.root, self.templates, self.run_dir, self.recipe):
             if "/nemo_run" in str(path):
                 yield f"{path}: NeMo-Run replaces /nemo_run in every path; rename the folder"
 
+    def _no_servers(self) -> str | None:
+        """Why the job would have no SGLang servers; None if it starts them, finds them, or needs none."""
+        rollout, cluster = self.config.rollout, self.cluster
+        elsewhere = cluster.rollout_nodes or "BAPO_ENGINES" in cluster.environment
+        if rollout.engine != "sglang" or rollout.replay is not None or elsewhere:
+            return None
+        training = min(self.processes, self.tasks_per_node)
+        problem = (
+            placement_problem(rollout, cluster.gpus_per_node, training) if cluster.gpus_per_node else None
+        )
+        if problem is None:
+            return None
+        return (
+            f"rollout_nodes = 0, and the recipe's SGLang servers need nodes of their own: set rollout_nodes "
+            f"in the cluster file, or name servers that run already with --rollout.sglang.urls ({problem})"
+        )
+
+    def missing_mounts(self) -> list[str]:
+        """The paths that every task needs and the container does not show, with what to add to `mounts`."""
+        if self.cluster.container is None:
+            return []
+        needed = {
+            "folder of the submission": self.root,
+            "checkout": self.templates.parent,
+            "run directory": self.run_dir,
+            "recipe": self.recipe,
+        }
+        return list(missing_mounts(needed, self.cluster.mounts))
+
+    @property
+    def nodes(self) -> str:
+        """The job's nodes in words."""
+        return nodes_text(self.trainer_nodes, self.cluster.rollout_nodes)
+
     def warnings(self) -> Iterator[str]:
         """Warnings about what works, and may surprise."""
+        yield from absent_inputs(self.config, self.root)
+        need, disk = self._disk_need(), self.cluster.health.disk_gb
+        if self.cluster.health.probe == "on" and need is not None and disk < need:
+            yield (
+                f"the run's folder needs {need:,.0f} GB by `bapo plan`, and the probe asks the nodes for "
+                f"{disk:g}: set health.disk_gb = {math.ceil(need)} in the cluster file"
+            )
         if self.cluster.rollout_nodes and 1 in (self.trainer_nodes, self.cluster.rollout_nodes):
             yield (
                 "a group of this heterogeneous job has one node: when it is lost Slurm takes the whole job "
                 "back (docs/operations.md); two nodes in each group go on without one rollout node"
             )
+
+    def _disk_need(self) -> float | None:
+        """GB of the run's folder; None where the model's config.json is on the nodes alone."""
+        try:
+            shape = find_shape(self.recipe, self.config.model.hf_path)
+        except ConfigError:
+            return None
+        return run_folder_bytes(self.config, shape) / GB
 
     def misfits(self) -> list[str]:
         """Reasons why the recipe does not fit the cluster's GPUs, by `bapo plan`; none without a `gpu`."""
@@ -125,8 +182,8 @@ class ClusterJob:
 
     def arguments(self) -> str:
         """Recipe and flags, quoted as one line of shell."""
-        # The run directory comes again, last and absolute: nodes may see another working directory.
-        words = [str(self.recipe), *self.flags, "--run-dir", str(self.run_dir)]
+        # The run directory is absolute: nodes may see another working directory.
+        words = [str(self.recipe), *without_run_dir(self.flags), "--run-dir", str(self.run_dir)]
         return shlex.join(words)
 
     def settings(self) -> dict[str, str]:
@@ -198,12 +255,14 @@ class ClusterJob:
         }
 
 
-def check_job(job: ClusterJob, force: bool, rehearse: bool = False) -> list[str]:
+def check_job(job: ClusterJob, force: bool, rehearse: bool = False, dry_run: bool = False) -> list[str]:
     """ConfigError if the job cannot work. Returns warnings, with ``force`` also what does not fit.
 
-    ``rehearse``: judge by a rehearsal, too.
+    ``rehearse``: judge by a rehearsal, too. ``dry_run``: this may be another machine than the cluster's, with
+    the checkout at another place, so what the container does not mount is a warning.
     """
-    if found := list(job.problems()):
+    unmounted = job.missing_mounts()
+    if found := [*job.problems(), *(unmounted if not dry_run else [])]:
         raise ConfigError("\n".join(found))
     misfits = job.misfits()
     if misfits and not force:
@@ -219,4 +278,5 @@ def check_job(job: ClusterJob, force: bool, rehearse: bool = False) -> list[str]
             + "\n".join(rehearsed)
             + "\n`bapo rehearse` shows where the memory goes; --force submits it all the same"
         )
-    return [*job.warnings(), *misfits, *rehearsed]
+    refused = [f"{line}; without --dry-run this is refused" for line in unmounted]
+    return [*refused, *job.warnings(), *misfits, *rehearsed]

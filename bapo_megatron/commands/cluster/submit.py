@@ -77,8 +77,10 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
     check_names(config)
     recipe = command.recipe.absolute()
     job = ClusterJob(config, load_cluster(command.cluster), recipe, command.flags, Path.cwd(), _TEMPLATES)
-    for warning in check_job(job, command.force, command.rehearse):
+    for warning in check_job(job, command.force, command.rehearse, command.dry_run):
         print(f"warning: {warning}", file=sys.stderr)
+    if command.dry_run:
+        print(job.nodes, file=sys.stderr)
     return launch(job, command.dry_run)
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 SECTION = "recipe"
 DEADLINE_S = 600.0
 """Seconds for the check, in which the dataset is read and its answers are parsed."""
-_CHECKPOINT_BYTES = {"bfloat16": 14, "float32": 12}
-"""Checkpoint bytes of a parameter: the weight, Adam's two float32 moments, a float32 master of a bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -183,20 +181,14 @@ def _forgeable_rows(config: RunConfig) -> int:
 
 
 def _disk_gb(config: RunConfig) -> float | None:
-    """Checkpoints (one more while it is written), exports, and two versions of SGLang's weights."""
-    from bapo_megatron.commands.plan.sizes import total_parameters
+    """Checkpoints, exports and weights in the run's folder; None if the model's shape cannot be read."""
+    from bapo_megatron.commands.plan.sizes import run_folder_bytes
     from bapo_megatron.hf.config import read_model_shape
 
     try:
-        parameters = total_parameters(read_model_shape(config.model.hf_path))
+        return run_folder_bytes(config, read_model_shape(config.model.hf_path)) / 1e9
     except ConfigError:  # it is among the problems
         return None
-    kept = config.checkpoint.keep_last or -(-config.steps // config.checkpoint.every)
-    every = config.checkpoint.export_every
-    exports = 1 + (config.steps // every if every else 0)
-    copies = exports + 2 * (config.rollout.engine == "sglang")
-    weight_bytes = 4 if config.model.dtype == "float32" else 2
-    return parameters * (_CHECKPOINT_BYTES[config.model.dtype] * (kept + 1) + weight_bytes * copies) / 1e9
 
 
 if __name__ == "__main__":

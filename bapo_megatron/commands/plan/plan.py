@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from bapo_megatron.commands.plan.engines import EnginePlan, engines
-from bapo_megatron.commands.plan.hardware import GB
+from bapo_megatron.commands.plan.hardware import GB, GPUS_PER_NODE
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import StageMemory, host_bytes, stage_memory
+from bapo_megatron.commands.plan.sizes import run_folder_bytes
 from bapo_megatron.commands.plan.speed import Speed, speed
 from bapo_megatron.commands.plan.traffic import Traffic, sync_traffic, update_traffic
 
@@ -47,6 +48,31 @@ class JobPlan:
         """Estimate of a step in which sampling and training take turns, with the weight sync."""
         sampling = max(self.engines.step_seconds, self.engines.longest_seconds)
         return sampling + self.train_seconds + self.sync.seconds
+
+    @property
+    def trainer_nodes(self) -> int:
+        """Nodes that train."""
+        return -(-self.job.gpus // GPUS_PER_NODE)
+
+    @property
+    def server_nodes(self) -> int:
+        """Nodes that sample beside those that train; 0 where the run's servers need none of their own."""
+        return -(-self.engines.gpus // GPUS_PER_NODE) if self.job.servers_problem else 0
+
+    @property
+    def run_seconds(self) -> float:
+        """Estimate of the seconds of all steps of the run."""
+        return self.job.run.steps * self.step_seconds
+
+    @property
+    def checkpoint_seconds(self) -> float:
+        """Estimate of the seconds from one checkpoint to the next, the first included."""
+        return min(self.job.run.steps, self.job.run.checkpoint.every) * self.step_seconds
+
+    @property
+    def disk(self) -> float:
+        """Bytes that the run's folder needs, without rollouts and logs."""
+        return run_folder_bytes(self.job.run, self.job.shape)
 
     @property
     def cost(self) -> float:
@@ -123,6 +149,11 @@ def as_dict(plan: JobPlan) -> dict[str, Any]:
         "servers_problem": plan.job.servers_problem,
         "train_seconds": plan.train_seconds,
         "step_seconds": plan.step_seconds,
+        "run_seconds": plan.run_seconds,
+        "checkpoint_seconds": plan.checkpoint_seconds,
+        "disk": plan.disk,
+        "trainer_nodes": plan.trainer_nodes,
+        "server_nodes": plan.server_nodes,
         "fits": not misfits,
         "misfits": misfits,
     }

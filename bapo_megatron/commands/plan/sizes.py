@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from bapo_megatron.config import ParallelConfig
+from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping, mapping_table
 
@@ -49,6 +49,23 @@ def total_parameters(shape: ModelShape) -> int:
 def largest_parameter(shape: ModelShape) -> int:
     """Number of entries of the largest parameter, unsharded: a weight sync gathers one at a time."""
     return max(_entries(mapping) for mapping in mapping_table(shape).values())
+
+
+def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
+    """Most bytes of a run's folder, but for rollouts and logs.
+
+    A checkpoint has 12 bytes a parameter (master weight and two moments) and, in bfloat16, 2 more. There are
+    those that are kept, and one more while it is written. Beside them lie the exports (the run's end makes
+    one), and two versions of the weights for SGLang where it reads them from the disk.
+    """
+    kept, sglang = run.checkpoint, run.rollout.engine == "sglang"
+    checkpoints = kept.keep_last or -(-run.steps // kept.every)
+    checkpoints += kept.keep_best + (run.steps // kept.keep_every if kept.keep_every else 0)
+    exports = 1 + (run.steps // kept.export_every if kept.export_every else 0)
+    copies = exports + 2 * (sglang and run.rollout.engine_config.sync == "disk")
+    weight = 4 if run.model.dtype == "float32" else 2
+    state = 12 if run.model.dtype == "float32" else 14
+    return float(total_parameters(shape) * (state * (checkpoints + 1) + weight * copies))
 
 
 @lru_cache(maxsize=64)

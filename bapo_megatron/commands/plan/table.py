@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from bapo_megatron.commands.plan.activations import Recompute
 from bapo_megatron.commands.plan.advice import Change
-from bapo_megatron.commands.plan.hardware import GB, GPUS_PER_NODE
+from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import activation_bytes, optimizer_bytes, sync_bytes
 from bapo_megatron.commands.plan.plan import JobPlan
@@ -53,9 +53,31 @@ def layout_name(job: Job) -> str:
     return f"TP {p.tensor}{sequence}, PP {p.pipeline}{virtual}, CP {p.context}, DP {job.replicas}"
 
 
+def nodes_text(train: int, sample: int) -> str:
+    """The nodes of a job and their sum: `8 nodes train + 8 nodes sample = 16 nodes`."""
+
+    def named(count: int) -> str:
+        return f"{count} node{'' if count == 1 else 's'}"
+
+    verb = "trains" if train == 1 else "train"
+    if not sample:
+        return f"{named(train)} {verb}"
+    return f"{named(train)} {verb} + {named(sample)} {'samples' if sample == 1 else 'sample'} = " + named(
+        train + sample
+    )
+
+
+def duration(seconds: float) -> str:
+    """A duration in the unit that suits it: seconds, minutes, hours or days."""
+    for size, name, digits in ((86400, "days", 1), (3600, "h", 1), (60, "minutes", 0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{digits}f} {name}"
+    return f"{seconds:,.0f} s"
+
+
 def _title(plan: JobPlan) -> Iterator[str]:
     job, batch = plan.job, plan.job.run.batch
-    nodes = -(-job.gpus // GPUS_PER_NODE)
+    nodes = plan.trainer_nodes
     parameters = total_parameters(job.shape)
     size = f"{parameters / 1e9:.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
     machines = f"{nodes} node{'s' * (nodes > 1)}"
@@ -170,6 +192,16 @@ def _engines(plan: JobPlan) -> Iterator[str]:
         f"{e.longest_seconds:,.0f} s"
     )
     yield f"Estimate of a step, sampling and training in turns: {plan.step_seconds:,.0f} s"
+    run = plan.job.run
+    if plan.step_seconds < float("inf"):
+        yield (
+            f"  {run.steps} steps: {duration(plan.run_seconds)}; a checkpoint every "
+            f"{duration(plan.checkpoint_seconds)}, {min(run.steps, run.checkpoint.every)} steps"
+        )
+    yield (
+        f"Disk: the run's folder needs {plan.disk / GB:,.0f} GB for checkpoints, one more than are kept, and "
+        f"weights; rollouts and logs come on top"
+    )
 
 
 def _comparison(plan: JobPlan, others: Sequence[JobPlan]) -> Iterator[str]:
@@ -203,6 +235,7 @@ def _verdict(plan: JobPlan, advice: Sequence[Change]) -> Iterator[str]:
         )
         if plan.job.servers_problem:  # for which `bapo train` alone would refuse it
             yield "Its servers need nodes of their own: rollout_nodes in a cluster file, or sglang.urls"
+            yield nodes_text(plan.trainer_nodes, plan.server_nodes)
         return
     yield "DOES NOT FIT"
     yield from (f"  {line}" for line in (*misfits, *filter(None, [engine])))

@@ -39,6 +39,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.runtime.distributed import is_main, share
+from bapo_megatron.runtime.files import check_output_file
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.preflight import check_weights
 
@@ -110,8 +111,8 @@ def check_verify(config: VerifyConfig, launched: bool) -> None:
         _check_reference(config)
     if config.certificate is not None:
         _matching(config.certificate, config)
-    if config.save is not None and not config.save.absolute().parent.is_dir():
-        raise ConfigError(f"save={config.save}: the folder {config.save.parent} does not exist; make it")
+    if config.save is not None:
+        check_output_file("--save", config.save)
 
 
 def _check_canary(config: VerifyConfig) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile, load_cluster
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
-from bapo_megatron.commands.cluster.submit import SubmitCommand, nemo_run_python
+from bapo_megatron.commands.cluster.submit import SubmitCommand, nemo_run_python, submit
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
@@ -20,17 +20,23 @@ ROOT = Path(__file__).parents[3]
 LARGE = ROOT / "recipes/bp_math_32b_64k.py"
 
 
+def pyxis() -> ClusterFile:
+    """The example for pyxis, whose container mounts this checkout."""
+    cluster = load_cluster(ROOT / "slurm/clusters/h100_pyxis.toml")
+    return replace(cluster, mounts=(*cluster.mounts, f"{ROOT}:{ROOT}"))
+
+
 def job(cluster: ClusterFile | None = None, **parallel: object) -> ClusterJob:
     config = load_recipe(LARGE, RunConfig)
     config = replace(config, parallel=replace(config.parallel, **parallel))
-    cluster = cluster or load_cluster(ROOT / "slurm/clusters/h100_pyxis.toml")
+    cluster = cluster or pyxis()
     return ClusterJob(config, cluster, LARGE, ("--steps", "3"), ROOT, ROOT / "slurm")
 
 
 def test_nodes_follow_from_the_layout() -> None:
     large = job()
     assert (large.trainer_nodes, large.processes, large.servers_per_node) == (8, 64, 2)
-    assert check_job(large, force=False) == []
+    assert large.nodes == "8 nodes train + 8 nodes sample = 16 nodes"
     assert [(group["role"], group["nodes"], group["tasks"]) for group in large.groups()] == [
         ("trainer", 8, 8),
         ("rollout", 8, 1),
@@ -38,7 +44,7 @@ def test_nodes_follow_from_the_layout() -> None:
 
 
 def test_a_recipe_that_does_not_fit_is_refused_unless_forced() -> None:
-    cluster = replace(load_cluster(ROOT / "slurm/clusters/h100_pyxis.toml"), trainer_nodes=1)
+    cluster = replace(pyxis(), trainer_nodes=1)
     small = job(cluster, context=1, data=None)
     with pytest.raises(ConfigError, match=r"does not fit h100-80gb:\nstage 0 needs .*\n(?s:.*)--force"):
         check_job(small, force=False)
@@ -51,12 +57,12 @@ def test_a_rehearsal_refuses_a_recipe_that_fails_in_it(monkeypatch: pytest.Monke
     peak = {"save": Peak(72 * 10**9, {})}
     found = [RankResult(0, {}, "torch", 1, error=error), RankResult(1, {}, "torch", 1, gpu=peak)]
     monkeypatch.setattr("bapo_megatron.commands.cluster.job.rehearse_job", lambda *_: found)
-    assert check_job(job(), force=False) == []
+    check_job(job(), force=False)
     with pytest.raises(ConfigError, match=r"would not run on h100-80gb:\nrank 0 fails in update 1: .*:155"):
         check_job(job(), force=False, rehearse=True)
     warnings = check_job(job(), force=True, rehearse=True)
     assert warnings[-1] == "rank 1 needs 75.0 GB in save; a GPU may use 72.0"
-    without = replace(load_cluster(ROOT / "slurm/clusters/h100_pyxis.toml"), gpu=None)
+    without = replace(pyxis(), gpu=None)
     with pytest.raises(ConfigError, match="does not say which `gpu`"):
         check_job(job(without), force=False, rehearse=True)
 
@@ -70,7 +76,7 @@ def test_engines_that_hold_no_sequence_are_refused() -> None:
 
 
 def test_processes_must_hold_whole_replicas() -> None:
-    cluster = replace(load_cluster(ROOT / "slurm/clusters/h100_pyxis.toml"), trainer_nodes=9)
+    cluster = replace(pyxis(), trainer_nodes=9)
     with pytest.raises(ConfigError, match="72 processes, no multiple of the 64"):
         check_job(job(cluster), force=True)
     with pytest.raises(ConfigError, match="parallel.data=1 needs 64 processes, and 16 nodes have 128"):
@@ -85,8 +91,100 @@ def test_named_servers_and_rollout_nodes_exclude_each_other() -> None:
         check_job(replace(both, config=config), force=True)
 
 
+def test_servers_without_nodes_are_refused() -> None:
+    """Servers of the 32B recipe find no GPU beside ranks on all eight of a node; a split node has room."""
+    alone = job(replace(pyxis(), rollout_nodes=0))
+    with pytest.raises(ConfigError, match=r"rollout_nodes = 0.*set rollout_nodes .*--rollout.sglang.urls"):
+        check_job(alone, force=True)
+
+    def given(**sglang: object) -> RunConfig:
+        rollout = alone.config.rollout
+        settings = replace(rollout.sglang, **sglang)
+        return replace(alone.config, rollout=replace(rollout, sglang=settings))
+
+    assert not list(replace(alone, config=given(urls=("http://a:1",))).problems())
+    outside = replace(alone, cluster=replace(alone.cluster, environment={"BAPO_ENGINES": "4"}))
+    assert not list(outside.problems())
+    parallel = replace(alone.config.parallel, tensor=4, context=1, data=1)
+    split = replace(given(first_gpu=4, servers=1), parallel=parallel)
+    half = replace(alone.cluster, tasks_per_node=4)
+    assert not list(replace(alone, config=split, cluster=half).problems())
+    assert list(replace(alone, config=replace(split, rollout=alone.config.rollout), cluster=half).problems())
+
+
+def test_a_container_must_mount_what_its_tasks_read() -> None:
+    """A folder above serves, another place inside of the container and a like-named neighbour do not."""
+    cluster = replace(pyxis(), mounts=("/shared:/shared", f"{ROOT}:/work", f"{ROOT}x:{ROOT}x"))
+    with pytest.raises(ConfigError) as refused:
+        check_job(job(cluster), force=True)
+    told = f'the container does not mount the folder of the submission {ROOT}: add "{ROOT}:{ROOT}" to mounts'
+    assert str(refused.value) == told  # which serves checkout, run directory and recipe, too
+    elsewhere = replace(job(cluster), root=Path("/shared/here"))
+    assert [line.partition(":")[0].split(" mount the ")[1] for line in elsewhere.missing_mounts()] == [
+        f"checkout {ROOT}"
+    ]
+    apart = replace(job(), recipe=Path("/home/me/r.py"))
+    assert apart.missing_mounts() == [
+        'the container does not mount the recipe /home/me/r.py: add "/home/me:/home/me" to mounts'
+    ]
+    warnings = check_job(job(cluster), force=False, dry_run=True)
+    assert any(line.endswith("to mounts; without --dry-run this is refused") for line in warnings)
+    assert not job(replace(cluster, mounts=(f"{ROOT.parent}:{ROOT.parent}:rw",))).missing_mounts()
+    assert not job(replace(cluster, container=None, mounts=())).missing_mounts()
+    outside = replace(job(), config=replace(job().config, run_dir=Path("/fast/run")))
+    assert outside.missing_mounts() == [
+        'the container does not mount the run directory /fast/run: add "/fast/run:/fast/run" to mounts'
+    ]
+
+
+def test_absent_inputs_and_a_small_disk_are_warned_of(tmp_path: Path) -> None:
+    """32.76 B parameters: three checkpoints of 14 bytes, and three copies of 2, are 1572.6 GB."""
+    large = replace(job(), root=tmp_path, cluster=replace(pyxis(), mounts=("/:/",)))
+    model, data = check_job(large, force=False)
+    assert model.startswith(
+        f"model.hf_path: {tmp_path}/models/DeepSeek-R1-Distill-Qwen-32B has no config.json"
+    )
+    assert data.startswith(f"data.path: {tmp_path}/data/skywork_or1_math.parquet is absent")
+    (tmp_path / "models/DeepSeek-R1-Distill-Qwen-32B").mkdir(parents=True)
+    (tmp_path / "models/DeepSeek-R1-Distill-Qwen-32B/config.json").touch()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/skywork_or1_math.parquet").touch()
+    assert check_job(large, force=False) == []
+    small = replace(large.cluster, health=replace(large.cluster.health, disk_gb=1500))
+    (warning,) = check_job(replace(large, cluster=small), force=False)
+    assert "needs 1,573 GB" in warning
+    assert "set health.disk_gb = 1573" in warning
+    unprobed = replace(small, health=replace(small.health, probe="off"))
+    assert check_job(replace(large, cluster=unprobed), force=False) == []
+
+
+@pytest.mark.parametrize(
+    "flags", [("--run-dir", "x"), ("--run-dir=x",), ("--run_dir", "x"), ("--run_dir=x",)]
+)
+def test_the_run_directory_is_given_once(flags: tuple[str, ...]) -> None:
+    large = job()
+    there = replace(large, flags=(*flags, "--seed", "2"), config=replace(large.config, run_dir=Path("x")))
+    assert shlex.split(there.arguments()) == [str(LARGE), "--seed", "2", "--run-dir", str(ROOT / "x")]
+
+
+def test_a_dry_run_says_how_many_nodes_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NeMo-Run is stood in for: what is submitted is looked at in tests/slurm."""
+    file = tmp_path / "cluster.toml"
+    text = (ROOT / "slurm/clusters/h100_pyxis.toml").read_text()
+    file.write_text(
+        text.replace('"/shared:/shared", ', '"/:/", ').replace("rollout_nodes = 8", "rollout_nodes = 4")
+    )
+    monkeypatch.setattr("bapo_megatron.commands.cluster.submit.launch", lambda *_: "the script\n")
+    assert (
+        submit(SubmitCommand(LARGE, file, True, False, ()), load_recipe(LARGE, RunConfig)) == "the script\n"
+    )
+    assert "8 nodes train + 4 nodes sample = 12 nodes\n" in capsys.readouterr().err
+
+
 def test_a_group_of_one_node_is_warned_of() -> None:
-    cluster = replace(load_cluster(ROOT / "slurm/clusters/h100_pyxis.toml"), rollout_nodes=1)
+    cluster = replace(pyxis(), rollout_nodes=1)
     assert any("has one node" in line for line in check_job(job(cluster), force=False))
 
 
@@ -105,8 +203,8 @@ def test_arguments_survive_the_shell() -> None:
 def test_settings_hold_what_the_cluster_file_says() -> None:
     found = job().settings()
     assert found["BAPO_LEAD_S"] == "900"
-    assert found["BAPO_MOUNTS"] == "/shared:/shared,/scratch:/scratch"
-    assert found["BAPO_HEALTH_FLAGS"] == "--memory-gb 1000 --disk-gb 500 --clock-s 5"
+    assert found["BAPO_MOUNTS"] == f"/shared:/shared,/scratch:/scratch,{ROOT}:{ROOT}"
+    assert found["BAPO_HEALTH_FLAGS"] == "--memory-gb 1000 --disk-gb 1600 --clock-s 5"
     assert found["NCCL_DEBUG"] == "WARN"
 
 

@@ -20,12 +20,19 @@ from bapo_megatron.commands.plan.engines import cache_bytes_per_token, engines
 from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape, in_flight, slots
 from bapo_megatron.commands.plan.memory import host_bytes, optimizer_bytes, stage_memory
 from bapo_megatron.commands.plan.plan import make_plan
-from bapo_megatron.commands.plan.sizes import largest_parameter, stage_parameters, total_parameters
+from bapo_megatron.commands.plan.sizes import (
+    largest_parameter,
+    run_folder_bytes,
+    stage_parameters,
+    total_parameters,
+)
 from bapo_megatron.commands.plan.speed import recompute_share, speed
+from bapo_megatron.commands.plan.table import duration, nodes_text, plan_text
 from bapo_megatron.commands.plan.traffic import forward_passes, update_traffic
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
+    CheckpointConfig,
     DataConfig,
     ModelConfig,
     ParallelConfig,
@@ -395,6 +402,40 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "DOES NOT FIT" in text
     assert "Smallest change: --parallel.context 32  (takes 128 GPUs)" in text
+
+
+def test_nodes_time_and_disk_of_the_whole_run() -> None:
+    """500 steps, a checkpoint every 10 of them, two kept: three checkpoints of 14 bytes a parameter while one
+    is written, the final export, and two versions of the weights for SGLang."""
+    plan = make_plan(planned())
+    assert (plan.trainer_nodes, plan.server_nodes) == (8, 8)
+    assert plan.run_seconds == 500 * plan.step_seconds
+    assert plan.checkpoint_seconds == 10 * plan.step_seconds
+    parameters = total_parameters(BIG)
+    assert plan.disk == parameters * (3 * 14 + 3 * 2)
+    text = plan_text(plan, [], [])
+    assert "8 nodes train + 8 nodes sample = 16 nodes\n" in text
+    assert f"500 steps: {plan.run_seconds / 86400:.1f} days; a checkpoint every " in text
+    assert f"the run's folder needs {plan.disk / 1e9:,.0f} GB" in text
+    run = replace(planned().run, steps=4)
+    short = make_plan(replace(planned(), run=run))
+    assert short.checkpoint_seconds == short.run_seconds == 4 * short.step_seconds
+    assert nodes_text(1, 0) == "1 node trains"
+    assert [duration(s) for s in (90, 7199, 7200, 172800)] == ["90 s", "120 minutes", "2.0 h", "2.0 days"]
+
+
+def test_the_disk_of_a_run_by_hand() -> None:
+    """One parameter in float32 takes 12 bytes of a checkpoint and 4 of an export."""
+    run, count = job().run, total_parameters(SMALL)
+    local = replace(run, steps=40, model=replace(run.model, dtype="float32"))
+    local = replace(local, rollout=replace(local.rollout, engine="local"))
+    for checkpoint, expected in [
+        (CheckpointConfig(every=10, keep_last=2), 3 * 12 + 4),
+        (CheckpointConfig(every=10, keep_last=0), 5 * 12 + 4),  # all four
+        (CheckpointConfig(every=10, keep_last=1, keep_every=20), 4 * 12 + 4),
+        (CheckpointConfig(every=10, keep_last=1, export_every=20), 2 * 12 + 3 * 4),
+    ]:
+        assert run_folder_bytes(replace(local, checkpoint=checkpoint), SMALL) == count * expected
 
 
 def test_the_documentation_shows_this_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from bapo_megatron.config import BatchConfig, ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rehearsal.layers import choose_layers
 from bapo_megatron.rehearsal.packs import sequence_lengths
+from bapo_megatron.runtime.files import check_output_file
 from tests.unit.commands.test_plan import job
 
 FOUR = ParallelConfig(tensor=2, pipeline=4, data=2)
@@ -76,3 +77,27 @@ def test_bad_input_ends_before_anything_is_rehearsed(capsys: pytest.CaptureFixtu
     assert "--rank 64: the layout has ranks 0 to 63" in capsys.readouterr().err
     assert bapo(["rehearse", "recipes/bp_math_32b_64k.py", "--parallel.tensor", "3"]) == 2
     assert "parallel.tensor=3 does not divide" in capsys.readouterr().err
+
+
+def test_flags_that_exclude_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = "recipes/bp_math_32b_64k.py"
+    assert bapo(["rehearse", recipe, "--rank", "1", "--stage", "0"]) == 2
+    assert "--rank and --stage exclude each other: give one" in capsys.readouterr().err
+    assert bapo(["rehearse", recipe, "--stage", "0", "--all-ranks"]) == 2
+    assert "--stage and --all-ranks exclude each other: give one" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bapo_megatron.commands.rehearse.rehearse_job", lambda *_: pytest.fail("it began"))
+    gone = tmp_path / "gone/out.json"
+    assert bapo(["rehearse", "recipes/bp_math_32b_64k.py", "--json", str(gone)]) == 2
+    told = f"--json {gone}: the folder {gone.parent} does not exist; make it, or name another file"
+    assert told in capsys.readouterr().err
+    check_output_file("--json", tmp_path / "new.json")
+    with pytest.raises(ConfigError, match="is a folder; name a file"):
+        check_output_file("--json", tmp_path)
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(ConfigError, match="cannot be written to; name a file in another folder"):
+        check_output_file("--json", tmp_path / "new.json")

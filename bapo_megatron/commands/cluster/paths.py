@@ -1,0 +1,45 @@
+"""The paths of a Slurm job: whether its container mounts them, and what is not there yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+from bapo_megatron.config import RunConfig
+
+
+def missing_mounts(paths: Mapping[str, Path], mounts: Sequence[str]) -> Iterator[str]:
+    """One line for each mount that is lacking: a path, by what it is, that the container does not show there.
+
+    ``mounts``: HOST:CONTAINER, with options after another colon. Tasks find every path by its name on the
+    host, so only a mount whose two sides are equal serves, of the path itself or of a folder above it.
+    """
+    places = [mount.split(":") for mount in mounts]
+    shown = [
+        PurePosixPath(host) for host, inside, *_ in places if PurePosixPath(host) == PurePosixPath(inside)
+    ]
+    for what, path in paths.items():
+        if not any(PurePosixPath(path).is_relative_to(folder) for folder in shown):
+            folder = path.parent if what == "recipe" else path
+            yield f'the container does not mount the {what} {path}: add "{folder}:{folder}" to mounts'
+            shown.append(PurePosixPath(folder))  # which serves what lies below it, too
+
+
+def absent_inputs(config: RunConfig, root: Path) -> Iterator[str]:
+    """One line for each input of the run that this machine does not have; nodes may see other disks."""
+    model, data = root / config.model.hf_path, root / config.data.path
+    if not (model / "config.json").is_file():
+        yield f"model.hf_path: {model} has no config.json on this machine; the nodes must have the model"
+    if not data.is_file():
+        yield f"data.path: {data} is absent on this machine; the nodes must have it (docs/data.md)"
+
+
+def without_run_dir(flags: Sequence[str]) -> Iterator[str]:
+    """The flags of `bapo train` without `--run-dir`, in any spelling that tyro takes, and its value."""
+    words = iter(flags)
+    for word in words:
+        name, given, _ = word.replace("_", "-").partition("=")
+        if name != "--run-dir":
+            yield word
+        elif not given:
+            next(words, None)

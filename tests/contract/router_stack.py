@@ -74,7 +74,7 @@ class Stack:
         self.routers: list[Node] = []
         self._pool = ThreadPoolExecutor(64)
         for server in self.servers:
-            server.process.wait_ready()
+            server.process.wait_ready(600)
 
     def router(self, *flags: str) -> Node:
         """A router that knows both servers to be well."""

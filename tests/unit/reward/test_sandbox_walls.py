@@ -19,7 +19,7 @@ import pytest
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.sandbox import landlock, requirements, system_calls
+from bapo_megatron.reward.sandbox import isolation, landlock, requirements, system_calls
 from bapo_megatron.reward.sandbox import sandbox as sandbox_module
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.reward.sandbox.sandbox import Sandbox
@@ -212,6 +212,29 @@ def prints(source: str) -> str:
 @pytest.mark.parametrize("source", [*ORDINARY.values(), *STDIN.values()], ids=[*ORDINARY, *STDIN])
 def test_ordinary_programs_run(source: str) -> None:
     assert prints(source) == "10\n"
+
+
+MANY_THREADS = """
+import threading
+threading.stack_size(65536)
+done, count = threading.Event(), 0
+try:
+    for _ in range(400):
+        threading.Thread(target=done.wait, daemon=True).start()
+        count += 1
+except RuntimeError:
+    pass
+done.set()
+print(count)
+"""
+
+
+def test_threads_are_counted() -> None:
+    """With memory for all of them: the limit is that of the program's user."""
+    with Sandbox(MANY_THREADS, "", 64_000, 20.0) as sandbox:
+        ended = sandbox.run("", 20.0)
+    assert ended is not None
+    assert 32 < int(ended.output) < isolation.TASKS
 
 
 def docker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import traceback
@@ -48,6 +49,7 @@ def _worker(
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
+    gc.freeze()  # what the tests before have left is not taken apart here: a store would wait for its thread
     try:
         with parallel_processes(parallel):
             result = function(*args)

@@ -11,6 +11,9 @@ from annotated_types import Ge, Gt, Lt
 
 from bapo_megatron.config.engine import EngineConfig
 
+_WITHOUT_KEY = ("--grpc", "--smg-grpc", "--encoder-only", "--tokenizer-worker")
+"""Beginnings of SGLang's flags with which it serves beside what checks the key, or refuses a key."""
+
 
 @dataclass(frozen=True)
 class SglangConfig(EngineConfig):
@@ -46,7 +49,9 @@ class SglangConfig(EngineConfig):
     def problems(self, longest_request: int) -> Iterator[str]:
         """Mistakes in the fields, each beginning with the field's name."""
         yield from super().problems(longest_request)
-        keys = [flag for flag in self.flags if flag.split("=")[0] in ("--api-key", "--admin-api-key")]
+        if other := [flag for flag in self.flags if flag.startswith(_WITHOUT_KEY)]:
+            yield f"flags: {other[0].split('=')[0]} opens a server that asks for no API key: leave it out"
+        keys = [flag for flag in self.flags if flag.startswith(("--api-k", "--admin-api-k"))]
         if keys:
             yield (
                 f"flags: {keys[0].split('=')[0]} would show the key to every user of the machine in the list "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import queue
@@ -88,6 +89,7 @@ class _Results:
 
 def _with_parent(write: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """The writer in the forked process: it and its own forks end when the trainer does."""
+    gc.freeze()  # garbage of the trainer, such as a store, may wait for threads that this process has not
     _die_with_parent()
     signal.signal(signal.SIGCHLD, _die_with_child)
     inner = filesystem_async.FileSystemWriterAsync.write_preloaded_data

@@ -6,6 +6,7 @@ stays as it is.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -60,6 +61,7 @@ def _host(
 ) -> None:
     """Import everything, then fork a process for each request, ``workers`` at a time."""
     die_with_parent()
+    gc.freeze()  # the caller's garbage may wait for threads that this process does not have
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from bapo_megatron.cli import quiet
 

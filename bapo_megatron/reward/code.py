@@ -202,5 +202,5 @@ def _value(ended: Ended | None) -> Any:
         return object()
     try:
         return plain.decoded(json.loads(ended.value))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # tested code wrote it
+    except Exception:  # tested code wrote it, whatever it is
         return object()

@@ -230,9 +230,11 @@ def _asserted(test: ast.expr, setup: str, helpers: list[ast.stmt], known: frozen
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
         for tested, expected in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
             try:
-                return Asserted(setup, ast.unparse(tested), True, ast.literal_eval(expected))
+                value = ast.literal_eval(expected)
             except (ValueError, TypeError):
                 continue  # it is no literal
+            if not isinstance(value, bool):  # whose value is easily guessed
+                return Asserted(setup, ast.unparse(tested), True, value)
     return Asserted(setup, ast.unparse(test), literal=False, split=split(test, helpers, known))
 
 

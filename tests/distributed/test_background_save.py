@@ -100,3 +100,38 @@ def _lifetimes(path: Path) -> tuple[bool, bool]:
 def test_copies_are_kept_while_they_are_written(tmp_path: Path) -> None:
     """In pinned memory, which a fork shares: a copy made there meanwhile would be what is written."""
     assert run_layout(_lifetimes, ParallelConfig(), tmp_path / "go") == [(True, False)]
+
+
+class _Store:
+    """As a store of torch.distributed, whose end waits for a thread that a fork does not have."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.home = os.getpid()
+
+    def __del__(self) -> None:
+        while os.getpid() != self.home:
+            time.sleep(0.05)
+
+
+def _collects(path: Path) -> None:
+    """A writer that collects garbage, as megatron's does now and then."""
+    gc.collect()
+    path.touch()
+
+
+def _with_garbage(path: Path) -> bool:
+    gc.disable()
+    _Store()
+    saving = BackgroundSave(AsyncRequest(_collects, (path,), []))
+    deadline = time.monotonic() + 120
+    while not saving.is_written():
+        assert time.monotonic() < deadline, "the writer waits for ever"
+        time.sleep(0.05)
+    saving.finish()
+    gc.enable()
+    return path.exists()
+
+
+def test_the_trainers_garbage_does_not_hold_the_writer(tmp_path: Path) -> None:
+    assert run_layout(_with_garbage, ParallelConfig(), tmp_path / "done") == [True]

@@ -272,7 +272,7 @@ def torchrun(model: Path, *flags: str) -> subprocess.CompletedProcess[str]:
         (["--reference.pipeline=3"], "the reference's layout (--reference.*): parallel.pipeline"),
         (["--reference.sequence"], "the reference's layout (--reference.*): parallel.sequence needs"),
         (["--certificate=absent.npz"], "absent.npz does not exist"),
-        (["--save=absent/c.npz"], "the folder absent does not exist"),
+        (["--save=absent/c.npz"], "absent does not exist; make it"),
     ],
 )
 def test_bad_input(flags: list[str], message: str, model: Path, capfd: pytest.CaptureFixture[str]) -> None:

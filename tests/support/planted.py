@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.machinery
 import multiprocessing
 import sys
@@ -54,6 +55,7 @@ def rehearse_with(mistake: Mistake, config: RunConfig, rank: int, packs: int) ->
 
 
 def _child(mistake: Mistake, request: RankRequest, sender: Connection) -> None:
+    gc.freeze()
     path = str(ROOT / mistake.file)
     plain = importlib.machinery.SourceFileLoader.get_data
 

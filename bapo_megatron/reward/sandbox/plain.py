@@ -23,7 +23,7 @@ _WRITTEN: dict[type, Callable[[Any], Any]] = {
 }
 _READ: dict[str, Callable[[Any], Any]] = {
     "range": lambda parts: range(*parts),
-    "bytes": bytes,
+    "bytes": lambda items: bytes(list(items)),  # not of a number, which is a size
     "complex": lambda parts: complex(*parts),
     "deque": lambda items: deque(map(decoded, items)),
 }

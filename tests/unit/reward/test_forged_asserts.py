@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.reward.code import program_is_right
+from bapo_megatron.reward.code import _value, program_is_right
 from bapo_megatron.reward.code_tests import forgeable_tests, read_tests
 from bapo_megatron.reward.expressions import Split, split
 from bapo_megatron.reward.sandbox import plain
+from bapo_megatron.reward.sandbox.sandbox import Ended
 
 pytestmark = pytest.mark.integration
 
@@ -61,6 +62,26 @@ FORGERIES = {
     "iterator": "f = lambda x: iter([0.5])",
     "nothing": "f = lambda x: None",
 }
+
+
+COMPARED_WITH_TRUE = [
+    "assert (abs(f(1) - 0.5) < 1e-6) == True",
+    "assert (f(4) == 'a') == True",
+    "assert all(x > 3 for x in [f(2)]) == True",
+    "assert False == (f(2) < 3)",
+]
+
+
+@pytest.mark.parametrize("test", COMPARED_WITH_TRUE)
+def test_a_comparison_with_true_is_an_assert_without_a_literal(test: str) -> None:
+    assert right(json.dumps([test]), HONEST)
+    assert not right(json.dumps([test]), ANYTHING + "f = lambda x: Anything()")
+
+
+def test_a_wrong_form_is_a_wrong_answer() -> None:
+    """Not an error of the scorer, which costs less."""
+    for form in (["written", "range"], ["written", "bytes", 10**14], ["written", "none", []], ["dict", 3]):
+        assert type(_value(Ended(0, "", json.dumps(form)))) is object
 
 
 def test_an_honest_program_passes() -> None:

@@ -157,12 +157,18 @@ def test_which_key_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert KEY not in repr(KnownKey(ApiKey(KEY, own), False))
 
 
-@pytest.mark.parametrize("flag", ["--api-key=secret", "--api-key", "--admin-api-key"])
+@pytest.mark.parametrize("flag", ["--api-key=secret", "--api-key", "--admin-api-key", "--api-k=secret"])
 def test_a_key_in_the_flags_is_refused(tmp_path: Path, flag: str) -> None:
     config = config_in(tmp_path, flags=(flag, "x"))
-    with pytest.raises(ConfigError, match=r"rollout\.sglang\.flags: --.*api-key would show") as raised:
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.flags: --.*api-k.* would show") as raised:
         config.check()
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("flag", ["--grpc-port=1", "--grpc-mode", "--smg-grpc-mode", "--encoder-only"])
+def test_a_server_beside_the_key_is_refused(tmp_path: Path, flag: str) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.flags: --.*asks for no API key"):
+        config_in(tmp_path, flags=(flag,)).check()
 
 
 # --- the server's command line and log

@@ -35,8 +35,8 @@ _CPU_FLAGS = (
 )
 _CPU_CACHE_TOKENS = 65_536
 """Tokens of the KV cache on a CPU, unless one sequence is longer: other programs need memory, too."""
-_OTHER_ENVIRONMENT = ("PYTHONPATH", "VIRTUAL_ENV")
-"""Variables of this process's Python environment, which is not the server's."""
+_OTHER_ENVIRONMENT = ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_GRPC_PORT")
+"""Variables of this process's environment that are not the server's; the port would ask for no key."""
 _LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),

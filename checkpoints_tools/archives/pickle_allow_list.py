@@ -214,6 +214,12 @@ class _Unpickler(pickle._Unpickler):
             raise CheckpointError(f"{self._source} refers to data outside itself")
         return self._persistent(pid)
 
+    def _copy(self, items: int) -> None:
+        """Count items that are copied: of a file, no more than it has bytes."""
+        self._copies_left -= items
+        if self._copies_left < 0:
+            raise pickle.UnpicklingError("it copies more than it holds")
+
     def _construct(self) -> None:
         """REDUCE and NEWOBJ: a record, or a small container.
 
@@ -223,6 +229,7 @@ class _Unpickler(pickle._Unpickler):
         arguments = self.stack.pop()
         kind = self.stack[-1]
         if isinstance(kind, type) and issubclass(kind, PickledObject) and type(arguments) is tuple:
+            self._copy(len(arguments))
             self.stack[-1] = kind(*arguments)
             return
         if kind not in _CONTAINERS.values() or type(arguments) is not tuple or len(arguments) > 1:
@@ -230,9 +237,7 @@ class _Unpickler(pickle._Unpickler):
         [items] = arguments or ((),)
         if not isinstance(items, list | tuple | set):
             raise pickle.UnpicklingError("it fills a container with what is no list")
-        self._copies_left -= len(items)
-        if self._copies_left < 0:
-            raise pickle.UnpicklingError("it copies more than it holds")
+        self._copy(len(items))
         if kind is OrderedDict:
             items = [self._pair(pair) for pair in items]
         elif kind is set:

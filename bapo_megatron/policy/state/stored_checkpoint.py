@@ -47,6 +47,9 @@ from checkpoints_tools.formats.distcp import (
 
 _DTYPES = {name: getattr(torch, dtype) for dtype, name in DTYPES.items()}
 _EXTRA_STATE = "_extra_state"
+_MOST_PARTS = 1_000_000
+_MOST_TENSOR_BYTES = 1 << 30
+"""Of `common.pt` or a stored object: settings and states of random numbers, kilobytes of them."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,9 @@ def open_stored(folder: Path) -> StoredCheckpoint:
     CheckpointError names the file, and what it names that no checkpoint needs, or what of it is damaged.
     """
     check_backends(folder)
-    return StoredCheckpoint(
-        folder, read_metadata(folder), _restored(read_common(folder), folder / "common.pt")
-    )
+    metadata, common, file = read_metadata(folder), read_common(folder), folder / "common.pt"
+    check_size(common, file)
+    return StoredCheckpoint(folder, metadata, _restored(common, file))
 
 
 @contextmanager
@@ -170,6 +173,7 @@ class StoredReader(StorageReader):
             value = read_archive(stream, place.file, key, place.start, place.length)
         if _EXTRA_STATE in key:
             _check_empty(value, place.file, key)
+        check_size(value, place.file)
         _refuse_objects(value, place.file, key)
         buffer = io.BytesIO()
         torch.save(_restored(value, place.file), buffer)
@@ -203,6 +207,25 @@ def _restored(value: Any, file: Path) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_restored(inner, file) for inner in value)
     return value
+
+
+def check_size(value: Any, file: Path) -> None:
+    """Check that a value has no more parts, each counted where it is referred to, than a file may hold.
+
+    A few hundred bytes can name a list that holds another twice, which does the same, and so on.
+    """
+    waiting, parts, tensor_bytes = [value], 0, 0
+    while waiting:
+        one = waiting.pop()
+        parts += 1
+        if isinstance(one, StoredTensor):
+            tensor_bytes += prod(one.shape) * _DTYPES[one.dtype].itemsize
+        elif isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list | tuple):
+            waiting += one
+        if parts > _MOST_PARTS or tensor_bytes > _MOST_TENSOR_BYTES:
+            raise CheckpointError(f"{file} unfolds to more than it holds: it is damaged, or made to do harm")
 
 
 def _copied(value: Any) -> Any:

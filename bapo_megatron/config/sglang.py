@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Lt
 from bapo_megatron.config.engine import EngineConfig
 
 _WITHOUT_KEY = ("--grpc", "--smg-grpc", "--encoder-only", "--tokenizer-worker")
-"""Beginnings of SGLang's flags with which it serves beside what checks the key, or refuses a key."""
+"""Beginnings of SGLang's flags with which it serves beside what checks the key, or takes no key."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SglangConfig(EngineConfig):
         """Mistakes in the fields, each beginning with the field's name."""
         yield from super().problems(longest_request)
         if other := [flag for flag in self.flags if flag.startswith(_WITHOUT_KEY)]:
-            yield f"flags: {other[0].split('=')[0]} opens a server that asks for no API key: leave it out"
+            yield f"flags: {other[0].split('=')[0]} does not go with an API key: leave it out"
         keys = [flag for flag in self.flags if flag.startswith(("--api-k", "--admin-api-k"))]
         if keys:
             yield (

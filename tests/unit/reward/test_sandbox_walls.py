@@ -110,12 +110,12 @@ def test_no_attack_works_behind_all_walls(user: int, public: Callable[[int], Pat
 
 @pytest.mark.parametrize("user", [0, NOBODY])
 def test_without_namespaces_landlock_and_the_filter_hold(user: int, public: Callable[[int], Path]) -> None:
-    """Docker's default profile. The directory is on the machine's disk then, so files have no limit."""
+    """Docker's default profile. The directory is on the machine's disk then, which may limit files itself."""
     found = attacked(user, "docker", public(user))
     assert "no namespaces" in found.pop("notes")[0]
     if landlock.version() < 3:
         pytest.skip(f"the kernel has version {landlock.version()} of Landlock, not 3")
-    assert [name for name, result in found.items() if result is not False] == ["many files"]
+    assert {name for name, result in found.items() if result is not False} <= {"many files"}
 
 
 def test_the_attacks_are_attacks(public: Callable[[int], Path]) -> None:

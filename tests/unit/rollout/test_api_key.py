@@ -167,7 +167,7 @@ def test_a_key_in_the_flags_is_refused(tmp_path: Path, flag: str) -> None:
 
 @pytest.mark.parametrize("flag", ["--grpc-port=1", "--grpc-mode", "--smg-grpc-mode", "--encoder-only"])
 def test_a_server_beside_the_key_is_refused(tmp_path: Path, flag: str) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.sglang\.flags: --.*asks for no API key"):
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.flags: --.*does not go with an API key"):
         config_in(tmp_path, flags=(flag,)).check()
 
 

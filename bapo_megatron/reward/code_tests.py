@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from bapo_megatron.reward.expressions import Split, bound_names, split
+from bapo_megatron.reward.expressions import Split, bound_names, needed, split
 
 PRELUDE = """
 import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
@@ -66,8 +66,8 @@ class Asserted:
 
     @property
     def forgeable(self) -> bool:
-        """Whether it is decided in the tested program's process."""
-        return not self.literal and self.split is None
+        """Whether it is decided in the tested program's process, or what is expected may be found there."""
+        return not self.literal and (self.split is None or self.split.shared)
 
 
 Case = Printed | Called | Asserted
@@ -183,7 +183,7 @@ def _json_or_text(value: Any) -> Any:
 def _asserts(statements: Any) -> Tests:
     if not isinstance(statements, list) or not _are_asserts(statements):
         raise ValueError('"assert_case" must be a list of assert statements, not empty')
-    return Tests(tuple(case for text in statements for case in _cases(_parsed(text).body, "", [], "")))
+    return Tests(tuple(case for text in statements for case in _cases(_parsed(text).body, [], "", "")))
 
 
 def _checked(tests: dict[str, Any]) -> Tests:
@@ -198,24 +198,24 @@ def _checked(tests: dict[str, Any]) -> Tests:
     check = checks[0]
     prelude = str(tests.get("import_prefix") or "")
     around = [node for node in module if node is not check]
-    setup = "\n".join([*map(ast.unparse, around), f"{check.args.args[0].arg} = {tests['entry_point']}"])
-    _parsed(setup)
-    return Tests(tuple(_cases(check.body, setup, around, prelude)), prelude)
+    entry = f"{check.args.args[0].arg} = {tests['entry_point']}"
+    _parsed(entry)
+    return Tests(tuple(_cases(check.body, around, entry, prelude)), prelude)
 
 
-def _cases(statements: list[ast.stmt], setup: str, helpers: list[ast.stmt], prelude: str) -> Iterator[Case]:
+def _cases(statements: list[ast.stmt], helpers: list[ast.stmt], entry: str, prelude: str) -> Iterator[Case]:
     """One case for each assert; a block with other statements stays whole, for they belong together.
 
-    ``setup``: what the asserts need, ``helpers`` the part of it that does not name the tested program.
+    ``helpers``: the statements around the asserts; ``entry`` names the tested program as the asserts do.
     """
     asserts = [node for node in statements if isinstance(node, ast.Assert)]
     if len(asserts) < len(statements):
-        block = "\n".join([setup, *map(ast.unparse, statements)])
+        block = "\n".join([*map(ast.unparse, helpers), entry, *map(ast.unparse, statements)])
         yield Asserted(block, "True", literal=False)
         return
     known = _names_of(PRELUDE) | _names_of(prelude)
     for node in asserts:
-        yield _asserted(node.test, setup, helpers, known)
+        yield _asserted(node.test, helpers, entry, known)
 
 
 def _names_of(source: str) -> frozenset[str]:
@@ -226,7 +226,12 @@ def _names_of(source: str) -> frozenset[str]:
         return frozenset()
 
 
-def _asserted(test: ast.expr, setup: str, helpers: list[ast.stmt], known: frozenset[str]) -> Asserted:
+def _asserted(test: ast.expr, helpers: list[ast.stmt], entry: str, known: frozenset[str]) -> Asserted:
+    """The case of one assert. Of the helpers the program's process has those that its calls need."""
+
+    def setup(*expressions: str) -> str:
+        return "\n".join([*map(ast.unparse, needed(expressions, helpers)), entry])
+
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
         for tested, expected in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
             try:
@@ -234,8 +239,11 @@ def _asserted(test: ast.expr, setup: str, helpers: list[ast.stmt], known: frozen
             except (ValueError, TypeError):
                 continue  # it is no literal
             if not isinstance(value, bool):  # whose value is easily guessed
-                return Asserted(setup, ast.unparse(tested), True, value)
-    return Asserted(setup, ast.unparse(test), literal=False, split=split(test, helpers, known))
+                text = ast.unparse(tested)
+                return Asserted(setup(text), text, True, value)
+    text = ast.unparse(test)
+    parts = split(test, helpers, known)
+    return Asserted(setup(*(parts.calls if parts else [text])), text, literal=False, split=parts)
 
 
 def _parsed(source: str) -> ast.Module:

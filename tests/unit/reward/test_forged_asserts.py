@@ -11,7 +11,7 @@ import pytest
 
 from bapo_megatron.reward.code import _value, program_is_right
 from bapo_megatron.reward.code_tests import forgeable_tests, read_tests
-from bapo_megatron.reward.expressions import Split, split
+from bapo_megatron.reward.expressions import Split, needed, split
 from bapo_megatron.reward.sandbox import plain
 from bapo_megatron.reward.sandbox.sandbox import Ended
 
@@ -184,6 +184,63 @@ def test_tests_that_can_be_forged_are_counted() -> None:
     assert getattr(case, "split", None) == Split(
         ("f(1)",), "near(ARGUMENTS[0])", "K = 2\ndef near(a):\n    return abs(a) < K"
     )
+
+
+REFERENCE = {
+    "test_code": "import math\n"
+    "class Node:\n    def __init__(self, value):\n        self.value = value\n"
+    "class Solved:\n    def f(self, x):\n        return reference(x)\n"
+    "def gift(n):\n    return [n] * WIDE\n"
+    "WIDE = 0\n"
+    "for step in range(3):\n    WIDE += step\n"
+    "def reference(x):\n    return math.fsum(x) + 1\n"
+    "expected = {1: reference(gift(1))}\n"
+    "def check(candidate):\n"
+    "    assert candidate(gift(1)) == expected[1]\n"
+    "    assert candidate(gift(2)) == 7.0\n"
+    "    assert abs(candidate(gift(3)) - Solved().f(gift(3))) < 1e-9\n",
+    "entry_point": "f",
+}
+
+
+def test_a_program_cannot_reach_the_tests_own_solution() -> None:
+    """Its process has of the helpers what the calls need: here ``gift``, which the tests count as shared."""
+    assert right(json.dumps(REFERENCE), "def f(x): return sum(x, 1.0) if Node(1) and len(x) == 3 else 0")
+    for theft in ("reference(x)", "expected[x[0]]", "Solved().f(x)", "globals()['reference'](x)"):
+        assert not right(json.dumps(REFERENCE), f"def f(x): return {theft}"), theft
+    assert forgeable_tests(json.dumps(REFERENCE)) == 2  # the literal one is not
+
+
+def test_what_a_call_needs_of_the_helpers() -> None:
+    module = ast.parse(
+        "import os\nseed(0)\nlow = 1\nhigh = low + 1\ntable = []\nfor low in (1, 2):\n    table.append(low)\n"
+        "table[0] = answer(1)\ndef answer(x):\n    low = 3\n    return x\ndef other():\n    return high\n"
+        "class Plain:\n    x: int = 0\nclass Busy:\n    def run(self): return high\n"
+    ).body
+
+    def named(expression: str) -> list[str]:
+        return [ast.unparse(statement).split("\n")[0] for statement in needed([expression], module)]
+
+    always = ["import os", "seed(0)", "class Plain:"]
+    low = ["low = 1", "table = []", "for low in (1, 2):", "table[0] = answer(1)", "def answer(x):"]
+    assert named("f(1)") == named("f(lambda low: low)") == always
+    for expression in ("f(low)", "f(table)", "f(answer)"):
+        assert sorted(named(expression)) == sorted(always + low)
+    assert sorted(named("f(other())")) == sorted([*always, *low, "high = low + 1", "def other():"])
+    assert named("f(low)")[:3] == ["import os", "seed(0)", "low = 1"]
+    with pytest.raises(ValueError, match="is not Python"):
+        needed(["f(1)"], ast.parse("nonlocal low").body)
+
+
+def test_rows_that_share_a_helper_are_counted() -> None:
+    def count(check: str, around: str) -> int:
+        code = f"{around}\ndef check(f):\n    {check}"
+        return forgeable_tests(json.dumps({"test_code": code, "entry_point": "f"}))
+
+    assert count("assert f(CASES[0][0]) == CASES[0][1]", "CASES = [(1, 2)]") == 1
+    assert count("assert f(1) == ref(1)", "def ref(x): return x + 1") == 0
+    assert count("assert f(Point(1, 2)) == Point(2, 1)", "class Point:\n    def __init__(s, x, y): pass") == 0
+    assert count("assert f(math.pi) == math.e", "import math") == 0
 
 
 def test_plain_values_come_back_as_they_were() -> None:

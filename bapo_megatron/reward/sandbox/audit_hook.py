@@ -59,7 +59,7 @@ def _hook(box: str, alone: bool) -> Any:
 
     def outside(path: Any) -> bool:
         path = text_of(path) if is_a(path, binary) else path
-        return is_a(path, string) and path != null and not (real(path) + separator).startswith(inside)
+        return is_a(path, string) and not (real(path) + separator).startswith(inside)
 
     def climbs(path: Any) -> bool:
         path = text_of(path) if is_a(path, binary) else path
@@ -77,7 +77,7 @@ def _hook(box: str, alone: bool) -> Any:
         return bool(relative) and [1 for place in places if climbs(arguments[place])] != []
 
     def opens(path: Any, mode: Any, how: Any) -> bool:
-        if how & flags and outside(path):
+        if how & flags and path != null and outside(path):
             return True
         # os.open has no mode. It tells no dir_fd, and may open a directory to be a later dir_fd.
         return mode is None and (climbs(path) or (outside(path) and is_directory(path)))

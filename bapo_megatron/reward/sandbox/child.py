@@ -35,7 +35,8 @@ def main(lifeline: int) -> None:
         signal.signal(number, lambda *_: None)
     job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     first = os.getpid()
-    walls = isolation.separate()
+    walls = isolation.separate(job["box"], first)
+    die_with_parent(lifeline)  # again, for the user that this process may have become
     server = os.fork()
     if server:
         isolation.be_untraceable()

@@ -8,14 +8,18 @@ own processes.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import re
 import site
 import struct
 import sys
 from contextlib import suppress
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
-_MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x1000, 0x4000, 1 << 18, 2
+_MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x20, 0x1000, 0x4000, 1 << 18, 2
+_OPTIONS = {"noexec": _MS_NOEXEC, "noatime": 1 << 10, "nodiratime": 1 << 11, "relatime": 1 << 21}
+"""Options of mounts that a change must name again, or it would take them away."""
 _AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR = -100, 0x8000, 442
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
@@ -72,7 +76,7 @@ def enter_own_root(box: str, paths: list[str], user: int, group: int) -> None:
     """Make the new root and enter it, with ``box`` a tmpfs of ``user`` and ``group`` at its path there.
 
     For the first process of a process namespace that has a mount namespace of its own. OSError if the kernel
-    does not permit it (Linux 5.12).
+    does not permit it.
     """
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", box, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,nr_inodes=2048,mode=0755")
@@ -95,6 +99,7 @@ def _furnish_and_enter(box: str, paths: list[str], owner: str) -> None:
     _make_read_only(box)
     for device in DEVICES:  # after it: nodev would close them
         _mount(device, box + device, None, _MS_BIND)
+        _make_read_only(box + device, 0)  # its mode and times, not what is written into it
     _mount_proc(box + "/proc")
     own = f"size={BOX_MB}m,nr_inodes={BOX_FILES},mode=0700,{owner}"
     _mount("tmpfs", box + box, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, own)
@@ -115,12 +120,26 @@ def _show(path: str, place: str) -> None:
     _mount(path, place, None, _MS_BIND | _MS_REC)
 
 
-def _make_read_only(root: str) -> None:
-    """With all mounts in it: no writing, no set-user-id programs, no device nodes."""
-    attributes = struct.pack("QQQQ", _MS_RDONLY | _MS_NOSUID | _MS_NODEV, 0, 0, 0)
+def _make_read_only(root: str, without: int = _MS_NODEV) -> None:
+    """With all mounts in it: no writing, no set-user-id programs, and by ``without`` no device nodes."""
+    flags = _MS_RDONLY | _MS_NOSUID | without  # those of mount(2) and of mount_setattr(2) are the same
+    attributes = struct.pack("QQQQ", flags, 0, 0, 0)
     size = ctypes.c_size_t(len(attributes))
     result = _LIBC.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(root), _AT_RECURSIVE, attributes, size)
-    _check(result, "mount_setattr (Linux 5.12)")
+    if result < 0 and ctypes.get_errno() == errno.ENOSYS:  # before Linux 5.12
+        for place, kept in _mounts_beneath(root):
+            _mount(None, place, None, flags | kept | _MS_REMOUNT | _MS_BIND)
+    else:
+        _check(result, "mount_setattr")
+
+
+def _mounts_beneath(root: str) -> list[tuple[str, int]]:
+    """The mounts at ``root`` and beneath it, each with the flags of its options."""
+    with open("/proc/self/mountinfo") as file:
+        lines = [line.split() for line in file]
+    places = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line[4]) for line in lines)
+    flags = (sum(_OPTIONS.get(option, 0) for option in line[5].split(",")) for line in lines)
+    return [found for found in zip(places, flags, strict=True) if _beneath(found[0], [root])]
 
 
 def _mount_proc(place: str) -> None:

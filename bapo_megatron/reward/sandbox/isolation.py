@@ -29,6 +29,8 @@ OUTPUT_BYTES = 8 << 20
 TASKS = 128
 """Most threads of a tested program, with the sandbox's own three processes."""
 
+_NOBODY = 65534
+
 _ALL_USERS = 4294967295
 """Users that the kernel's first user namespace maps."""
 
@@ -49,17 +51,24 @@ class Walls:
         """What is missing, for the user."""
 
 
-def separate() -> Walls:
-    """Give this process, from its next child on, namespaces of its own: no network, no other processes."""
+def separate(box: str, number: int) -> Walls:
+    """Give this process, from its next child on, namespaces of its own: no network, no other processes.
+
+    Root that may not do so, as in Docker, first becomes an ordinary user, who may with a user namespace.
+    ``box``, ``number``: as in `close_off`.
+    """
     os.umask(0o022)
     walls = Walls()
     flags = _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWNS
-    user, group = os.geteuid(), os.getegid()
+    spare = _spare_ids(number) if os.geteuid() == 0 else (0, 0)
     try:
-        if user != 0 or LIBC.unshare(flags) != 0:
+        if not spare[0] or LIBC.unshare(flags) != 0:
+            if spare[0]:
+                _become(walls, box, *spare)
+            user, group = os.geteuid(), os.getegid()
             _check(LIBC.unshare(flags | _CLONE_NEWUSER), "unshare")
             _map_user(user, group)
-            walls.own_user = _linux() >= (5, 14)
+            walls.own_user |= not walls.notes and _linux() >= (5, 14)
         walls.namespaces = True
     except OSError as error:
         walls.notes.append(
@@ -69,11 +78,12 @@ def separate() -> Walls:
 
 
 def _map_user(user: int, group: int) -> None:
-    """Map the user and group to themselves in the new user namespace; else no file could be made."""
+    """Map user and group to themselves in the new user namespace, root to nobody: else no files are made."""
+    LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # who has changed its user cannot write there
     for name, text in (
         ("setgroups", "deny"),
-        ("uid_map", f"{user} {user} 1"),
-        ("gid_map", f"{group} {group} 1"),
+        ("uid_map", f"{user or _NOBODY} {user} 1"),
+        ("gid_map", f"{group or _NOBODY} {group} 1"),
     ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -94,13 +104,16 @@ def close_off(walls: Walls, box: str, readable: list[str], number: int) -> None:
     root, no capabilities, Landlock. ``number``: one that no other sandbox of the machine has at this time.
     """
     user, group = _spare_ids(number) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
+    if walls.own_user and not _threads_are_counted():
+        walls.own_user = False
+        walls.notes.append("nothing counts the programs' threads: this machine's root has no other user here")
     if walls.namespaces:
         try:
             file_system.enter_own_root(box, readable, user, group)
             walls.own_root = True
         except OSError as error:
             walls.notes.append(f"no file system of its own ({error}): programs see the machine's files")
-    if user != os.geteuid():
+    if walls.namespaces and user != os.geteuid():  # without them it was tried before
         _become(walls, box, user, group)
     _check(LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     _check(LIBC.capset(struct.pack("Ii", _CAPABILITY_VERSION_3, 0), bytes(24)), "capset")
@@ -125,6 +138,20 @@ def _spare_ids(number: int) -> tuple[int, int]:
     return found[0], found[1]
 
 
+def _threads_are_counted() -> bool:
+    """Whether this kernel limits the threads of this process's user; it does not limit the machine's root."""
+    with open("/proc/self/uid_map") as file:
+        if file.read().split()[1] != "0":
+            return True
+    asked = os.fork()
+    if not asked:
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        with suppress(OSError):
+            os._exit(0 if os.fork() else 1)
+        os._exit(1)
+    return os.waitpid(asked, 0)[1] != 0
+
+
 def _become(walls: Walls, box: str, user: int, group: int) -> None:
     """Become an ordinary user for good, if that user can read the interpreter and reach the directory."""
     groups = os.getgroups()
@@ -144,8 +171,9 @@ def _become(walls: Walls, box: str, user: int, group: int) -> None:
         walls.own_user = True
     except OSError as error:
         os.seteuid(0)
-        os.setresgid(0, 0, 0)
-        os.setgroups(groups)
+        for restore, values in ((os.setresgid, (0, 0, 0)), (os.setgroups, (groups,))):
+            with suppress(OSError):
+                restore(*values)
         walls.notes.append(f"programs run as root, and nothing counts their threads: {error}")
         with suppress(OSError):
             os.chown(box, 0, 0)

@@ -111,7 +111,7 @@ class Sandbox:
 
     def close(self) -> None:
         """End every process of the sandbox and delete its directory."""
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):
             os.kill(self._child.pid, signal.SIGUSR2)  # it ends and collects those behind the walls
         self._child.wait_end(END_LIMIT_S)
         self._child.close()

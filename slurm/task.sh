@@ -51,11 +51,13 @@ answers() {  # address, port: whether the server there takes requests
     [[ $status == *" 200"* ]]
 }
 
-# Whether the server has the run's key: another program may have taken the port. One that is paused for new
-# weights is not ready, but proves it.
-proves() {  # address, port
+# Whether the process serves there: another program may have taken the port. It proves that it has the key of
+# the file in its environment. One that is paused for new weights is not ready, but proves it.
+proves() {  # address, port, process
+    local file
+    file=$(tr '\0' '\n' <"/proc/$3/environ" | sed -n 's/^BAPO_SGLANG_API_KEY_FILE=//p') 2>/dev/null
     timeout 10 "$BAPO_PYTHON" -m bapo_megatron.rollout.engines.sglang_launch.api_key "http://$1:$2" \
-        "${BAPO_SGLANG_API_KEY_FILE:-$BAPO_RUN/$BAPO_API_KEY_FILE}"
+        "${file:-$BAPO_RUN/$BAPO_API_KEY_FILE}"
 }
 
 register() {  # port, state
@@ -78,7 +80,7 @@ keep_server() {  # number, recipe and flags: run one server, and restart it when
         pid=$!
         until answers "$at" "$port" || ! kill -0 "$pid" 2>/dev/null; do sleep 1; done
         while kill -0 "$pid" 2>/dev/null; do
-            if proves "$at" "$port"; then register "$port" ready; fi
+            if proves "$at" "$port" "$pid"; then register "$port" ready; fi
             sleep 5
         done
         wait "$pid"

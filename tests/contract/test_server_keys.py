@@ -125,7 +125,9 @@ def test_without_the_key_nobody_samples_or_changes_weights(server: Keyed, tmp_pa
 
     async def make() -> Engine:
         return SglangEngine(
-            SglangServer(url, HttpSessions(), authorization=Authorization(url, known, is_required=True)),
+            SglangServer(
+                url, HttpSessions(), authorization=Authorization(url, lambda: known, is_required=True)
+            ),
             limits_of(server.model),
         )
 

@@ -35,6 +35,7 @@ def option(name: str, default: str) -> str:
 
 
 RUN = Path(option("run-dir", "."))
+KEY_FILE = Path(os.environ.get(api_key.VARIABLE) or RUN / "api_key")
 RANK = int(os.environ.get("RANK", "0"))
 STOP = False
 
@@ -149,7 +150,7 @@ class Server(BaseHTTPRequestHandler):
         asked, body = urlsplit(self.path), "{}"
         if asked.path == api_key.PROOF_PATH:
             nonce, (address, port) = parse_qs(asked.query)["nonce"][0], self.connection.getsockname()
-            key = api_key.read_key_file(RUN / "api_key").value
+            key = api_key.read_key_file(KEY_FILE).value
             body = api_key.proof_of(key, nonce, address, port) or ""
         self.send_response(200)
         self.end_headers()
@@ -163,5 +164,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "train":
         train()
     else:
-        api_key.make_key_file(RUN / "api_key")
+        api_key.make_key_file(KEY_FILE)
         HTTPServer((option("host", "127.0.0.1"), int(option("port", "0"))), Server).serve_forever()

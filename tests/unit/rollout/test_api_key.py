@@ -9,6 +9,7 @@ import hmac
 import json
 import logging
 import os
+import socket
 import stat
 import sys
 from collections.abc import Iterator
@@ -293,6 +294,37 @@ def test_what_is_open(access: ModuleType) -> None:
     assert asgi.call("/health", f"Bearer {KEY}") is None
     assert asgi.call("/ready", kind="websocket") == (1008, b"")
     assert asgi.call("/v1/realtime", f"Bearer {KEY}", kind="websocket") is None
+
+
+def test_a_file_system_without_modes_holds_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change = os.fchmod
+    monkeypatch.setattr(os, "fchmod", lambda file, _: change(file, 0o777))
+    with pytest.raises(ConfigError, match=r"keeps no modes.*name it with rollout\.sglang\.api_key_file"):
+        servers_key_file(config_in(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_on_both_families_proves_its_ipv4_address() -> None:
+    """It listens on ::, and its own end of a connection over IPv4 is ::ffff:127.0.0.1."""
+    seen = []
+
+    async def run() -> str:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonce = (await reader.readuntil(b" HTTP")).decode().split("nonce=")[1].split()[0]
+            address, port, *_ = writer.get_extra_info("sockname")
+            seen.append(address)
+            writer.write(f"HTTP/1.1 200 OK\r\n\r\n{proof_of(KEY, nonce, address, port)}".encode())
+            writer.close()
+
+        listening = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        server = await asyncio.start_server(answer, sock=listening)
+        async with server:
+            return await api_key.ask_proof(f"http://127.0.0.1:{listening.getsockname()[1]}", KEY, 20.0)
+
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    assert asyncio.run(run()) == "proved"
+    assert seen == ["::ffff:127.0.0.1"]
 
 
 def test_the_proof_of_a_server(access: ModuleType) -> None:

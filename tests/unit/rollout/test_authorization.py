@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import subprocess
 import sys
 import threading
@@ -16,7 +17,12 @@ from aiohttp import web
 
 from bapo_megatron.config import SglangConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.sglang.authorization import Authorization, KnownKey, check_keys_asked
+from bapo_megatron.rollout.engines.sglang.authorization import (
+    Authorization,
+    KnownKey,
+    check_keys_asked,
+    known_key,
+)
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
 from bapo_megatron.rollout.engines.sglang_launch import api_key
 from bapo_megatron.rollout.engines.sglang_launch.api_key import ApiKey, ask_proof, proof_of
@@ -108,7 +114,9 @@ def ask(server: Server, key: KnownKey | None, required: bool = False, call: str 
     async def run() -> Any:
         sessions = HttpSessions()
         try:
-            client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, key, required))
+            client = SglangServer(
+                server.url, sessions, 20.0, Authorization(server.url, lambda: key, required)
+            )
             return await getattr(client, call)()
         finally:
             await sessions.close()
@@ -125,7 +133,7 @@ def test_every_call_carries_the_key(serve: Callable[..., Server], tmp_path: Path
 
     async def run(key: KnownKey | None) -> list[BaseException | Any]:
         sessions = HttpSessions()
-        client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, key))
+        client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, lambda: key))
         calls = (
             *(client.generate(request, "1"), client.generate(request, "2", again=True), client.abort_all()),
             *(client.abort("1"), client.pause(), client.resume(), client.weight_version(), client.settings()),
@@ -210,7 +218,7 @@ def test_who_answers_after_a_failure_must_prove_it_anew(serve: Callable[..., Ser
 
     async def run() -> None:
         sessions = HttpSessions()
-        authorization = Authorization(server.url, known())
+        authorization = Authorization(server.url, known)
         client = SglangServer(server.url, sessions, 20.0, authorization)
         assert await client.is_alive()
         assert await client.is_alive()
@@ -225,12 +233,34 @@ def test_who_answers_after_a_failure_must_prove_it_anew(serve: Callable[..., Ser
     assert server.seen[-1] == ("/model_info", None)
 
 
+def test_a_key_that_is_made_later_is_found(serve: Callable[..., Server], tmp_path: Path) -> None:
+    """A trainer with `urls` may start before the first `bapo rollout-server`, which makes the run's key."""
+    server = serve(KEY)
+    path = tmp_path / "api_key"
+
+    async def run() -> None:
+        sessions = HttpSessions()
+        look = functools.partial(known_key, SglangConfig(), tmp_path)
+        client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, look))
+        with pytest.raises(ServerError, match="asks for an API key"):
+            await client.weight_version()
+        path.write_text("short")
+        path.chmod(0o600)
+        with pytest.raises(ServerError, match="must hold one line"):
+            await client.weight_version()
+        path.write_text(KEY)
+        assert await client.weight_version() == 0
+        await sessions.close()
+
+    asyncio.run(run())
+
+
 def test_a_redirect_is_not_followed(serve: Callable[..., Server]) -> None:
     server = serve(KEY)
 
     async def run() -> None:
         sessions = HttpSessions()
-        client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, known()))
+        client = SglangServer(server.url, sessions, 20.0, Authorization(server.url, known))
         with pytest.raises(ServerError, match="status 307"):
             await client._request("GET", "/moved", None, 20.0)
         await sessions.close()

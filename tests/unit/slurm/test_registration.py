@@ -88,6 +88,19 @@ def test_a_server_with_the_runs_key_is_registered(task: Callable[[str], Path], t
     assert read_key_file(tmp_path / "run/api_key").value not in state_of(tmp_path) + log.read_text()
 
 
+def test_a_server_with_a_key_of_its_own_is_registered(task: Callable[[str], Path], tmp_path: Path) -> None:
+    """The recipe names its file; the job does not read the recipe."""
+    interpreter = tmp_path / "python"
+    interpreter.write_text(
+        f'#!/bin/sh\n[ "$2" != bapo_megatron.cli ] || export BAPO_SGLANG_API_KEY_FILE={tmp_path}/key\n'
+        f'exec {ROOT}/tests/slurm/bin/python-stand-in "$@"\n'
+    )
+    interpreter.chmod(0o755)
+    log = task(str(interpreter))
+    until(lambda: '"state": "ready"' in state_of(tmp_path), log)
+    assert not (tmp_path / "run/api_key").exists()
+
+
 def test_a_program_that_has_taken_the_port_is_not(task: Callable[[str], Path], tmp_path: Path) -> None:
     """It answers everything, also the question for the proof, and the job's own server runs."""
     interpreter = tmp_path / "python"

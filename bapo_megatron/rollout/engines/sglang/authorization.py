@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,9 +95,11 @@ class Authorization:
     it anew once a connection has failed: another program may have taken its address.
     """
 
-    def __init__(self, url: str, known: KnownKey | None, is_required: bool = False) -> None:
-        """``is_required``: a server that asks for no key is refused."""
-        self._url, self._known, self._is_required = url.rstrip("/"), known, is_required
+    def __init__(self, url: str, look: Callable[[], KnownKey | None], is_required: bool = False) -> None:
+        """``look`` finds the key, now or later: a server of the run may be the first to make it.
+        ``is_required``: a server that asks for no key is refused."""
+        self._url, self._look, self._is_required = url.rstrip("/"), look, is_required
+        self._known = look()
         self._lock = asyncio.Lock()
         self._headers: dict[str, str] | None = None
         self._is_warned = False
@@ -148,13 +151,19 @@ class Authorization:
 
     async def _is_trusted(self) -> bool:
         """Whether the server may be sent the key."""
+        try:
+            self._known = self._known or self._look()
+        except ConfigError as error:
+            raise EngineError(str(error)) from error
         if self._known is None or self._known.is_given:
             return self._known is not None
         proof = await ask_proof(self._url, self._known.key.value, _PROOF_S)
         if proof == "wrong":
             raise EngineError(
                 f"{self._url}: has another API key than the run's ({self._known.key.path}), or is no server "
-                "of this run: start it with bapo rollout-server and the same --run-dir"
+                "of this run: start it with bapo rollout-server and the same --run-dir. Behind a forwarded "
+                "port (ssh -L, docker -p, a Kubernetes service) no server can prove its address: name its "
+                f"key file with rollout.sglang.api_key_file or {VARIABLE}"
             )
         return proof == "proved"
 

@@ -56,12 +56,12 @@ class SglangBackend(EngineBackend):
         sessions = HttpSessions()
         opened.push_async_callback(sessions.close)
         deadlines = Deadlines(60 * sglang.request_minutes, update_s=60 * sglang.update_minutes)
-        known = known_key(sglang, config.directory)
 
         def server_at(url: str) -> SglangServer:
-            return SglangServer(
-                url, sessions, authorization=Authorization(url, known, sglang.require_api_key)
+            authorization = Authorization(
+                url, lambda: known_key(sglang, config.directory), sglang.require_api_key
             )
+            return SglangServer(url, sessions, authorization=authorization)
 
         return [
             SglangEngine(server_at(url), limits, sglang.on_update, deadlines, sglang.tensor) for url in urls

@@ -6,7 +6,8 @@ server's port. So it first sends a random nonce, and the server answers with
     HMAC-SHA256(key, "bapo-megatron <nonce> <ip> <port>")
 
 where ip and port are its own end of the connection, which the client compares with its peer: an answer that
-was fetched from another server has another address.
+was fetched from another server has another address. So it has behind address translation (``docker -p``,
+``ssh -L``); such servers need a key file that the recipe names.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ def make_key_file(path: Path) -> None:
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(descriptor, "w") as file:
+            os.fchmod(descriptor, 0o600)  # a folder's default ACL may have added to it
+            if os.fstat(descriptor).st_mode & 0o077:
+                raise OSError(errno.EOPNOTSUPP, "its file system keeps no modes, so others could read it")
             file.write(secrets.token_urlsafe(32) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -105,6 +109,7 @@ def proof_of(key: str, nonce: str, address: str, port: int) -> str | None:
     """A server's answer to ``nonce``, in hexadecimal; None for a bad one. ``address``, ``port``: its."""
     if not _NONCE.fullmatch(nonce):
         return None
+    address = address.removeprefix("::ffff:")  # IPv4 at a server that listens on ::
     return hmac.new(key.encode(), f"bapo-megatron {nonce} {address} {port}".encode(), "sha256").hexdigest()
 
 

@@ -1,9 +1,11 @@
 """``sglang.launch_server`` on a machine without a GPU, with the key of the file that BAPO_SGLANG_API_KEY_FILE
 names, if any. Takes its flags; run by path, in SGLang's environment.
 
-SGLang's worker processes are spawned and import this file again, so the stand-ins come first, at its top.
+SGLang's worker processes are forked here, where SGLang spawns them: they import nothing anew, and importing
+is most of a start. CUDA would survive no fork.
 """
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -18,6 +20,8 @@ stand_ins.install()
 access.install()
 
 if __name__ == "__main__":
+    set_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda *_, **__: set_method("fork", force=True)
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

@@ -66,7 +66,7 @@ def sample(generator: np.random.Generator, tokens: int, advantage: float) -> Sam
 
 def test_a_sequence_at_the_limit(tmp_path: Path) -> None:
     """Beside it, in a pack of their own: short documents down to a single token."""
-    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    small = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
     folder = save_tiny_model("qwen2", tmp_path, **small, max_position_embeddings=LIMIT)
     generator = np.random.default_rng(0)
     lengths = [LIMIT, 1, 2, 777, 8, 3001]

@@ -73,8 +73,12 @@ class Stack:
         self.servers = [Node(self._server(number)) for number in range(2)]
         self.routers: list[Node] = []
         self._pool = ThreadPoolExecutor(64)
-        for server in self.servers:
-            server.process.wait_ready(600)
+        try:
+            for server in self.servers:
+                server.process.wait_ready(600)
+        except BaseException:
+            self.stop()
+            raise
 
     def router(self, *flags: str) -> Node:
         """A router that knows both servers to be well."""

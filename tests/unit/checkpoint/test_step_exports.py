@@ -114,7 +114,9 @@ def exporters() -> list[psutil.Process]:
 
 def _exports(child: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):  # also a zombie that another test has left
-        return "bapo_megatron.checkpoint.export_process" in child.cmdline()
+        while not (line := child.cmdline()):  # within its exec
+            time.sleep(0.01)
+        return "bapo_megatron.checkpoint.export_process" in line
     return False
 
 

@@ -55,7 +55,7 @@ answers() {  # address, port: whether the server there takes requests
 # the file in its environment. One that is paused for new weights is not ready, but proves it.
 proves() {  # address, port, process
     local file
-    file=$(tr '\0' '\n' <"/proc/$3/environ" | sed -n 's/^BAPO_SGLANG_API_KEY_FILE=//p') 2>/dev/null
+    file=$(sed -z -n 's/^BAPO_SGLANG_API_KEY_FILE=//p' "/proc/$3/environ" 2>/dev/null | tr -d '\0')
     timeout 10 "$BAPO_PYTHON" -m bapo_megatron.rollout.engines.sglang_launch.api_key "http://$1:$2" \
         "${file:-$BAPO_RUN/$BAPO_API_KEY_FILE}"
 }

@@ -12,10 +12,11 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from bapo_megatron.reward.code_tests import PRELUDE, Asserted, Called, Case, Printed, read_tests
+from bapo_megatron.reward.expressions import Split
 from bapo_megatron.reward.sandbox import plain
 from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
 
@@ -55,8 +56,8 @@ def program_is_right(
 
     Raises ValueError for a ground truth that is no tests, SandboxError if there is no sandbox.
     """
-    deadline = time.monotonic() + total_limit_s
     tests = read_tests(ground_truth)
+    deadline = time.monotonic() + total_limit_s
     source = last_code_block(response)
     tree = None if source is None else _parsed(source)
     if source is None or tree is None:
@@ -64,7 +65,22 @@ def program_is_right(
     as_script = isinstance(tests.cases[0], Printed)
     prelude = tests.prelude if as_script else PRELUDE + tests.prelude
     with Sandbox(source, prelude, memory_mb, case_limit_s) as sandbox:
-        return all(_pass(batch, tree, sandbox, deadline) for batch in _batches(tests.cases))
+        return _all_pass(tests.cases, tree, sandbox, deadline)
+
+
+def _all_pass(cases: Sequence[Case], tree: ast.Module, sandbox: Sandbox, deadline: float) -> bool:
+    """The judgements come last: a later case could find them in the memory that it was forked from."""
+    said: list[tuple[Split, str]] = []
+    for case in cases:
+        if isinstance(case, Asserted) and case.split is not None:
+            value = _values(case, case.split, sandbox, deadline - time.monotonic())
+            if value is None:
+                return False
+            said.append((case.split, value))
+        elif not _passes(case, tree, sandbox, deadline - time.monotonic()):
+            return False
+    batches = (said[first : first + JUDGED_TOGETHER] for first in range(0, len(said), JUDGED_TOGETHER))
+    return all(_is_true(batch, sandbox, deadline - time.monotonic()) for batch in batches)
 
 
 def _parsed(source: str) -> ast.Module | None:
@@ -74,41 +90,18 @@ def _parsed(source: str) -> ast.Module | None:
         return None
 
 
-def _batches(cases: Sequence[Case]) -> Iterator[tuple[Case, ...]]:
-    """The cases in their order, one by one; of asserts that can be split up to JUDGED_TOGETHER."""
-    batch: list[Case] = []
-    for case in cases:
-        if not _is_split(case) or len(batch) == JUDGED_TOGETHER:
-            yield from [tuple(batch)] * bool(batch)
-            batch = []
-        if _is_split(case):
-            batch.append(case)
-        else:
-            yield (case,)
-    yield from [tuple(batch)] * bool(batch)
+def _values(case: Asserted, parts: Split, sandbox: Sandbox, limit_s: float) -> str | None:
+    """The JSON of the values of a case's calls; None if they gave none."""
+    calls = f"[{', '.join(parts.calls)}]"
+    ended = None if limit_s <= 0 else sandbox.value(calls, limit_s, setup=case.setup, objects=True)
+    return None if ended is None else ended.value
 
 
-def _is_split(case: Case) -> bool:
-    return isinstance(case, Asserted) and case.split is not None
-
-
-def _pass(batch: tuple[Case, ...], tree: ast.Module, sandbox: Sandbox, deadline: float) -> bool:
-    if not _is_split(batch[0]):
-        return _passes(batch[0], tree, sandbox, deadline - time.monotonic())
-    judgements: list[tuple[str, str]] = []
-    helpers = ""
-    for case in batch:
-        assert isinstance(case, Asserted)
-        assert case.split is not None
-        helpers = case.split.helpers  # the same for all of a problem
-        calls = f"[{', '.join(case.split.calls)}]"
-        left_s = deadline - time.monotonic()
-        ended = None if left_s <= 0 else sandbox.value(calls, left_s, setup=case.setup, objects=True)
-        if ended is None or ended.value is None:
-            return False
-        judgements.append((case.split.judgement, ended.value))
-    left_s = deadline - time.monotonic()
-    return left_s > 0 and _value(sandbox.judge(judgements, left_s, helpers)) is True
+def _is_true(batch: Sequence[tuple[Split, str]], sandbox: Sandbox, limit_s: float) -> bool:
+    """Whether the judgements are true of their values."""
+    judgements = [(parts.judgement, values) for parts, values in batch]
+    helpers = batch[0][0].helpers  # the same for all of a problem
+    return limit_s > 0 and _value(sandbox.judge(judgements, limit_s, helpers)) is True
 
 
 def _passes(case: Case, tree: ast.Module, sandbox: Sandbox, limit_s: float) -> bool:

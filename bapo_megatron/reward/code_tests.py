@@ -14,11 +14,12 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
-from bapo_megatron.reward.expressions import Split, bound_names, needed, split
+from bapo_megatron.reward.expressions import Split, bound_names, node_names, split
+from bapo_megatron.reward.helpers import Helpers
 
 PRELUDE = """
 import bisect, collections, functools, heapq, itertools, math, random, re, string, sys
@@ -63,11 +64,8 @@ class Asserted:
     literal: bool
     expected: Any = True
     split: Split | None = None
-
-    @property
-    def forgeable(self) -> bool:
-        """Whether it is decided in the tested program's process, or what is expected may be found there."""
-        return not self.literal and (self.split is None or self.split.shared)
+    forgeable: bool = False
+    """Whether it is decided in the tested program's process, or what is expected may be found there."""
 
 
 Case = Printed | Called | Asserted
@@ -211,11 +209,20 @@ def _cases(statements: list[ast.stmt], helpers: list[ast.stmt], entry: str, prel
     asserts = [node for node in statements if isinstance(node, ast.Assert)]
     if len(asserts) < len(statements):
         block = "\n".join([*map(ast.unparse, helpers), entry, *map(ast.unparse, statements)])
-        yield Asserted(block, "True", literal=False)
+        yield Asserted(block, "True", literal=False, forgeable=True)
         return
-    known = _names_of(PRELUDE) | _names_of(prelude)
-    for node in asserts:
-        yield _asserted(node.test, helpers, entry, known)
+    known, around = _names_of(PRELUDE) | _names_of(prelude), Helpers(helpers)
+    parts_of = partial(split, known=known | around.names, helpers=around.text())
+    parts = [parts_of(node.test) if around.stand_alone(known) else None for node in asserts]
+    read = [_asserted(node.test, one, around) for node, one in zip(asserts, parts, strict=True)]
+    used = _read(entry).union(*(one.used for one in read))
+    beside = around.beside(used, frozenset[str]().union(*(one.judged for one in read)))
+    setup = "\n".join([around.text(beside), entry])
+    all_read = used.union(*(one.judged for one in read))
+    unknown = bool(around.idle_functions(all_read)) or (around.hides_names and around.may_tell(beside))
+    for one in read:
+        told = unknown or around.may_tell(around.needed(one.judged) & beside)
+        yield replace(one.case, setup=setup, forgeable=one.case.forgeable or told)
 
 
 def _names_of(source: str) -> frozenset[str]:
@@ -226,24 +233,46 @@ def _names_of(source: str) -> frozenset[str]:
         return frozenset()
 
 
-def _asserted(test: ast.expr, helpers: list[ast.stmt], entry: str, known: frozenset[str]) -> Asserted:
-    """The case of one assert. Of the helpers the program's process has those that its calls need."""
+@dataclass(frozen=True)
+class _Read:
+    """A case without its setup, and names that it reads: beside the program, and where it is judged."""
 
-    def setup(*expressions: str) -> str:
-        return "\n".join([*map(ast.unparse, needed(expressions, helpers)), entry])
+    case: Asserted
+    used: frozenset[str]
+    judged: frozenset[str] = frozenset()
 
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
-        for tested, expected in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
-            try:
-                value = ast.literal_eval(expected)
-            except (ValueError, TypeError):
-                continue  # it is no literal
-            if not isinstance(value, bool):  # whose value is easily guessed
-                text = ast.unparse(tested)
-                return Asserted(setup(text), text, True, value)
+
+def _asserted(test: ast.expr, parts: Split | None, around: Helpers) -> _Read:
     text = ast.unparse(test)
-    parts = split(test, helpers, known)
-    return Asserted(setup(*(parts.calls if parts else [text])), text, literal=False, split=parts)
+    judged = _read(parts.judgement) if parts else frozenset()
+    if (sides := _with_literal(test)) and not around.may_tell(around.needed(judged)):
+        tested, value = sides
+        told = parts is None and around.may_tell(around.needed(node_names(tested)))
+        case = Asserted("", ast.unparse(tested), True, value, forgeable=told)
+        return _Read(case, node_names(tested))
+    if parts is None:
+        return _Read(Asserted("", text, literal=False, forgeable=True), node_names(test))
+    used = frozenset[str]().union(*map(_read, parts.calls))
+    return _Read(Asserted("", text, literal=False, split=parts), used, judged)
+
+
+def _with_literal(test: ast.expr) -> tuple[ast.expr, Any] | None:
+    """The tested side and the value of ``tested == literal``; None for another expression."""
+    if not (isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq)):
+        return None
+    for tested, expected in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
+        try:
+            value = ast.literal_eval(expected)
+        except (ValueError, TypeError):
+            continue  # it is no literal
+        if not isinstance(value, bool):  # whose value is easily guessed
+            return tested, value
+    return None
+
+
+def _read(source: str) -> frozenset[str]:
+    """The names that a piece of source reads."""
+    return node_names(ast.parse(source))
 
 
 def _parsed(source: str) -> ast.Module:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
-import symtable
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-_BUILTINS = frozenset(dir(builtins))
+BUILTINS = frozenset(dir(builtins))
 
 _STARRED = frozenset(
     (
@@ -22,9 +21,6 @@ _STARRED = frozenset(
         *("math", "operator", "random", "re", "string", "typing"),
     )
 )
-
-
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
 
 @dataclass(frozen=True)
@@ -37,19 +33,16 @@ class Split:
     """Expression of their values ARGUMENTS[0], ARGUMENTS[1], ..."""
     helpers: str = ""
     """The tests' statements, for the judgement; they do not name the tested program."""
-    shared: bool = False
-    """Whether calls and judgement need a statement in common, where a program may find what is expected."""
 
 
-def split(expression: ast.expr, helpers: Iterable[ast.stmt], known: Iterable[str]) -> Split | None:
+def split(expression: ast.expr, known: Iterable[str], helpers: str = "") -> Split | None:
     """The two parts; None where they cannot be told apart.
 
-    ``helpers``: the tests' own statements; ``known``: further names that are not the tested program's. Not
-    told apart are e.g. a call in a loop over it (``all(f(i) == i for i in range(3))``), the program's
+    ``known``: names beside the builtins that are not the tested program's, those of ``helpers`` among them.
+    Not told apart are e.g. a call in a loop over it (``all(f(i) == i for i in range(3))``), the program's
     function as an argument, an instance of its class.
     """
-    statements = list(helpers)
-    names = _BUILTINS.union(known, *map(bound_names, statements))
+    names = BUILTINS.union(known)
     local = bound_names(expression)
     splitter = _Splitter(names, local)
     copy = ast.parse(ast.unparse(expression), mode="eval").body
@@ -57,78 +50,7 @@ def split(expression: ast.expr, helpers: Iterable[ast.stmt], known: Iterable[str
     left = [node.id for node in ast.walk(judgement) if isinstance(node, ast.Name)]
     if not splitter.calls or any(name not in names | local | {"ARGUMENTS"} for name in left):
         return None
-    if any(node_names(statement) - names - bound_names(statement) for statement in statements):
-        return None
-    texts = (ast.unparse(statement) for statement in statements)
-    said = ast.unparse(judgement)
-    both = set(needed(splitter.calls, statements)) & set(needed([said], statements))
-    shared = any(bound_names(statement) and not _is_harmless(statement) for statement in both)
-    return Split(tuple(splitter.calls), said, "\n".join(texts), shared)
-
-
-def needed(expressions: Iterable[str], helpers: Sequence[ast.stmt]) -> list[ast.stmt]:
-    """Those of the ``helpers`` that the expressions need, and that these need, in their order.
-
-    A definition or an assignment is needed for a name that it binds; any other statement, such as a loop,
-    also for one of the helpers' names that it reads, which it may change. What is harmless, or has to do with
-    none of these names, is always among them. ValueError for what is no Python.
-    """
-    names = [_names(ast.unparse(statement)) for statement in helpers]
-    own = frozenset[str]().union(*(each.bound for each in names))
-    reasons = [_reasons(statement, each, own) for statement, each in zip(helpers, names, strict=True)]
-    wanted = set[str]().union(*(_names(text).read for text in expressions))
-    kept: set[int] = set()
-    while found := {
-        number
-        for number, reason in enumerate(reasons)
-        if number not in kept and (not reason or not reason.isdisjoint(wanted))
-    }:
-        kept |= found
-        wanted.update(*(names[number].read for number in found))
-    return [helpers[number] for number in sorted(kept)]
-
-
-def _reasons(statement: ast.stmt, names: _Names, own: frozenset[str]) -> frozenset[str]:
-    """The names for which a statement is needed; none if it always is. ``own``: all that the helpers bind."""
-    if _is_harmless(statement):
-        return frozenset()
-    if isinstance(statement, _DEFINITIONS) and names.bound:
-        return names.bound
-    return names.bound | (names.read & own)
-
-
-def _is_harmless(statement: ast.stmt) -> bool:
-    """Whether it gives no answer away: an import, or a class whose methods are all special (``__init__``)."""
-    methods = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return isinstance(statement, (ast.Import, ast.ImportFrom)) or (
-        isinstance(statement, ast.ClassDef)
-        and all(item.name.startswith("__") for item in statement.body if isinstance(item, methods))
-    )
-
-
-@dataclass(frozen=True)
-class _Names:
-    """The names of its module that a piece of code binds and reads."""
-
-    bound: frozenset[str]
-    read: frozenset[str]
-
-
-def _names(source: str) -> _Names:
-    try:
-        table = symtable.symtable(source, "<test>", "exec")
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{source[:80]!r} is not Python: {error}") from None
-    bound = (symbol for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported())
-    return _Names(frozenset(symbol.get_name() for symbol in bound), frozenset(_read(table)))
-
-
-def _read(table: symtable.SymbolTable) -> Iterator[str]:
-    """The names of the module that are read in a scope, and in those within it."""
-    top = table.get_name() == "top"
-    yield from (s.get_name() for s in table.get_symbols() if s.is_referenced() and (top or s.is_global()))
-    for inner in table.get_children():
-        yield from _read(inner)
+    return Split(tuple(splitter.calls), ast.unparse(judgement), helpers)
 
 
 def bound_names(tree: ast.AST) -> frozenset[str]:

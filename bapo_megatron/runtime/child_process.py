@@ -166,6 +166,10 @@ class AnsweringChild(ChildProcess):
         except ValueError as error:
             raise ChildDied(f"it answered no JSON: {line[:200]!r}") from error
 
+    def end_questions(self) -> None:
+        """Close its standard input, by which a child that waits for a question ends."""
+        self._stdin.close()
+
     def _write(self, data: bytes, deadline: float) -> None:
         left = memoryview(data)
         while left:

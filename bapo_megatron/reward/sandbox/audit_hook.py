@@ -52,18 +52,23 @@ def watch(box: str, alone: bool) -> None:
 
 def _hook(box: str, alone: bool) -> Any:
     # What it uses is bound here: tested code may replace what modules and builtins hold.
-    real, text_of, is_directory, null = os.path.realpath, os.fsdecode, os.path.isdir, os.devnull
+    real, decoded, is_directory, null = os.path.realpath, os.fsdecode, os.path.isdir, os.devnull
     separator, inside, denied, unix = os.sep, os.path.realpath(box) + os.sep, PermissionError, _AF_UNIX
     changes, refused_events, flags, signals = _PATHS_AND_FOLDERS, _REFUSED, _WRITE_FLAGS, _SIGNALS_OF_FILES
-    is_a, string, binary, integer = isinstance, str, bytes, int
+    is_a, string, binary, integer, exactly = isinstance, str, bytes, int, str.__str__
+
+    def text_of(path: Any) -> str | None:
+        """A path as text, not of a class of the program's; None for a descriptor."""
+        path = decoded(path) if is_a(path, binary) else path
+        return exactly(path) if is_a(path, string) else None
 
     def outside(path: Any) -> bool:
-        path = text_of(path) if is_a(path, binary) else path
-        return is_a(path, string) and not (real(path) + separator).startswith(inside)
+        text = text_of(path)
+        return text is not None and not (real(text) + separator).startswith(inside)
 
     def climbs(path: Any) -> bool:
-        path = text_of(path) if is_a(path, binary) else path
-        return is_a(path, string) and not path.startswith(separator) and ".." in path.split(separator)
+        text = text_of(path)
+        return text is not None and not text.startswith(separator) and ".." in text.split(separator)
 
     def changes_outside(event: str, arguments: tuple[Any, ...]) -> bool:
         places, folders = changes[event]
@@ -77,7 +82,7 @@ def _hook(box: str, alone: bool) -> Any:
         return bool(relative) and [1 for place in places if climbs(arguments[place])] != []
 
     def opens(path: Any, mode: Any, how: Any) -> bool:
-        if how & flags and path != null and outside(path):
+        if how & flags and text_of(path) != null and outside(path):
             return True
         # os.open has no mode. It tells no dir_fd, and may open a directory to be a later dir_fd.
         return mode is None and (climbs(path) or (outside(path) and is_directory(path)))

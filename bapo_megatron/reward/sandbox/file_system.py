@@ -18,7 +18,7 @@ from contextlib import suppress
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x20, 0x1000, 0x4000, 1 << 18, 2
-_OPTIONS = {"noexec": _MS_NOEXEC, "noatime": 1 << 10, "nodiratime": 1 << 11, "relatime": 1 << 21}
+_OPTIONS = {b"noexec": _MS_NOEXEC, b"noatime": 1 << 10, b"nodiratime": 1 << 11, b"relatime": 1 << 21}
 """Options of mounts that a change must name again, or it would take them away."""
 _AT_FDCWD, _AT_RECURSIVE, _SYS_MOUNT_SETATTR = -100, 0x8000, 442
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -126,7 +126,10 @@ def _make_read_only(root: str, without: int = _MS_NODEV) -> None:
     attributes = struct.pack("QQQQ", flags, 0, 0, 0)
     size = ctypes.c_size_t(len(attributes))
     result = _LIBC.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(root), _AT_RECURSIVE, attributes, size)
-    if result < 0 and ctypes.get_errno() == errno.ENOSYS:  # before Linux 5.12
+    if result < 0 and ctypes.get_errno() in (
+        errno.ENOSYS,
+        errno.EPERM,
+    ):  # before Linux 5.12; older containers
         for place, kept in _mounts_beneath(root):
             _mount(None, place, None, flags | kept | _MS_REMOUNT | _MS_BIND)
     else:
@@ -135,11 +138,12 @@ def _make_read_only(root: str, without: int = _MS_NODEV) -> None:
 
 def _mounts_beneath(root: str) -> list[tuple[str, int]]:
     """The mounts at ``root`` and beneath it, each with the flags of its options."""
-    with open("/proc/self/mountinfo") as file:
-        lines = [line.split() for line in file]
-    places = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line[4]) for line in lines)
-    flags = (sum(_OPTIONS.get(option, 0) for option in line[5].split(",")) for line in lines)
-    return [found for found in zip(places, flags, strict=True) if _beneath(found[0], [root])]
+    with open("/proc/self/mountinfo", "rb") as file:
+        lines = [line.split(b" ") for line in file.read().split(b"\n") if line]
+    places = (re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), line[4]) for line in lines)
+    flags = (sum(_OPTIONS.get(option, 0) for option in line[5].split(b",")) for line in lines)
+    found = zip(map(os.fsdecode, places), flags, strict=True)
+    return [(place, kept) for place, kept in found if _beneath(place, [root])]
 
 
 def _mount_proc(place: str) -> None:

@@ -62,8 +62,8 @@ def separate(box: str, number: int) -> Walls:
     flags = _CLONE_NEWNET | _CLONE_NEWPID | _CLONE_NEWIPC | _CLONE_NEWNS
     spare = _spare_ids(number) if os.geteuid() == 0 else (0, 0)
     try:
-        if not spare[0] or LIBC.unshare(flags) != 0:
-            if spare[0]:
+        if not all(spare) or LIBC.unshare(flags) != 0:
+            if all(spare):
                 _become(walls, box, *spare)
             user, group = os.geteuid(), os.getegid()
             _check(LIBC.unshare(flags | _CLONE_NEWUSER), "unshare")
@@ -104,7 +104,7 @@ def close_off(walls: Walls, box: str, readable: list[str], number: int) -> None:
     root, no capabilities, Landlock. ``number``: one that no other sandbox of the machine has at this time.
     """
     user, group = _spare_ids(number) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
-    if walls.own_user and not _threads_are_counted():
+    if walls.namespaces and walls.own_user and not _threads_are_counted():
         walls.own_user = False
         walls.notes.append("nothing counts the programs' threads: this machine's root has no other user here")
     if walls.namespaces:
@@ -141,13 +141,16 @@ def _spare_ids(number: int) -> tuple[int, int]:
 def _threads_are_counted() -> bool:
     """Whether this kernel limits the threads of this process's user; it does not limit the machine's root."""
     with open("/proc/self/uid_map") as file:
-        if file.read().split()[1] != "0":
+        if file.read().split()[1:2] != ["0"]:
             return True
     asked = os.fork()
     if not asked:
         resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
         with suppress(OSError):
-            os._exit(0 if os.fork() else 1)
+            if not (made := os.fork()):
+                os._exit(0)
+            os.waitpid(made, 0)
+            os._exit(0)
         os._exit(1)
     return os.waitpid(asked, 0)[1] != 0
 

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,8 +110,12 @@ class Sandbox:
 
     def close(self) -> None:
         """End every process of the sandbox and delete its directory."""
-        with suppress(ProcessLookupError, PermissionError):
+        try:
             os.kill(self._child.pid, signal.SIGUSR2)  # it ends and collects those behind the walls
+        except ProcessLookupError:
+            pass
+        except PermissionError:  # root that may signal its own processes alone
+            self._child.end_questions()
         self._child.wait_end(END_LIMIT_S)
         self._child.close()
         remove_tree(self._box)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from bapo_megatron.reward import code
 from bapo_megatron.reward.code import _value, program_is_right
 from bapo_megatron.reward.code_tests import forgeable_tests, read_tests
-from bapo_megatron.reward.expressions import Split, needed, split
+from bapo_megatron.reward.expressions import Split, split
 from bapo_megatron.reward.sandbox import plain
-from bapo_megatron.reward.sandbox.sandbox import Ended
+from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
 
 pytestmark = pytest.mark.integration
 
@@ -166,7 +167,7 @@ def test_asserts_on_the_values_of_calls(ground_truth: str, source: str, is_it: b
     ],
 )
 def test_the_parts_of_an_assert(test: str, calls: Any, judgement: Any) -> None:
-    found = split(ast.parse(test, mode="eval").body, [], [])
+    found = split(ast.parse(test, mode="eval").body, [])
     assert found == (Split(calls, judgement) if calls else None)
 
 
@@ -186,61 +187,164 @@ def test_tests_that_can_be_forged_are_counted() -> None:
     )
 
 
-REFERENCE = {
-    "test_code": "import math\n"
-    "class Node:\n    def __init__(self, value):\n        self.value = value\n"
-    "class Solved:\n    def f(self, x):\n        return reference(x)\n"
-    "def gift(n):\n    return [n] * WIDE\n"
-    "WIDE = 0\n"
-    "for step in range(3):\n    WIDE += step\n"
-    "def reference(x):\n    return math.fsum(x) + 1\n"
-    "expected = {1: reference(gift(1))}\n"
-    "def check(candidate):\n"
-    "    assert candidate(gift(1)) == expected[1]\n"
-    "    assert candidate(gift(2)) == 7.0\n"
-    "    assert abs(candidate(gift(3)) - Solved().f(gift(3))) < 1e-9\n",
-    "entry_point": "f",
+def row(check: str, around: str = "", entry: str = "f", **more: str) -> str:
+    """The ground truth of a ``check`` with these statements in it and around it."""
+    body = "\n    ".join(check.split("\n"))
+    return json.dumps({"test_code": f"{around}\ndef check(f):\n    {body}", "entry_point": entry, **more})
+
+
+ANSWERS = {
+    "function": ("assert f(3) == ref(3)", "def ref(x):\n    return x * x + 1", "ref(x)"),
+    "table": ("assert f(3) == table[3]", "table = {3: 10}", "table[x]"),
+    "by name": ("assert f(3) == ref(3)", "def ref(x):\n    return x * x + 1", "globals()['ref'](x)"),
+    "behind another": (
+        "assert f(3) == high(3)",
+        "def ref(x):\n    return x * x + 1\ndef high(x):\n    return ref(x)",
+        "ref(x)",
+    ),
+    "beside a literal": ("assert f(3) - ref(3) == 0", "def ref(x):\n    return x * x + 1", "ref(x)"),
+    "in a set": ("assert len({f(3), ref(3)}) == 1", "def ref(x):\n    return x * x + 1", "ref(x)"),
 }
 
 
-def test_a_program_cannot_reach_the_tests_own_solution() -> None:
-    """Its process has of the helpers what the calls need: here ``gift``, which the tests count as shared."""
-    assert right(json.dumps(REFERENCE), "def f(x): return sum(x, 1.0) if Node(1) and len(x) == 3 else 0")
-    for theft in ("reference(x)", "expected[x[0]]", "Solved().f(x)", "globals()['reference'](x)"):
-        assert not right(json.dumps(REFERENCE), f"def f(x): return {theft}"), theft
-    assert forgeable_tests(json.dumps(REFERENCE)) == 2  # the literal one is not
+@pytest.mark.parametrize(("check", "around", "theft"), ANSWERS.values(), ids=ANSWERS)
+def test_a_program_cannot_reach_what_is_expected(check: str, around: str, theft: str) -> None:
+    assert forgeable_tests(row(check, around)) == 0
+    assert right(row(check, around), "def f(x): return x * x + 1")
+    assert not right(row(check, around), f"def f(x): return {theft}")
 
 
-def test_what_a_call_needs_of_the_helpers() -> None:
-    module = ast.parse(
-        "import os\nseed(0)\nlow = 1\nhigh = low + 1\ntable = []\nfor low in (1, 2):\n    table.append(low)\n"
-        "table[0] = answer(1)\ndef answer(x):\n    low = 3\n    return x\ndef other():\n    return high\n"
-        "class Plain:\n    x: int = 0\nclass Busy:\n    def run(self): return high\n"
-    ).body
+COUNTED = {
+    "a table of cases": ("assert f(CASES[0][0]) == CASES[0][1]", "CASES = [(1, 2)]"),
+    "a shared function": ("assert f(make(1)) == make(2)", "def make(n):\n    return [n]"),
+    "a class that answers": (
+        "assert f(3) == Ref()(3)",
+        "class Ref:\n    def __call__(self, x): return x * x + 1",
+    ),
+    "a class of values": ("assert f(3) == Expected.table[3]", "class Expected:\n    table = {3: 10}"),
+    "a method of a lambda": (
+        "assert f(3) == R.go(3)",
+        "class R:\n    go = staticmethod(lambda x: x * x + 1)",
+    ),
+    "a table that is computed": ("assert f(3) == t[3]", "def ref(x):\n    return x\nt = {3: ref(3)}"),
+    "a loop": ("assert f(3) == t[3]", "t = {}\nfor x in (3,):\n    t[x] = x"),
+    "beside the program": ("assert sum(f(x) != ref(x) for x in (1, 2)) == 0", "def ref(x):\n    return x"),
+    "hidden names": (
+        "assert f(3) == high(3)",
+        "def ref(x):\n    return x\ndef high(x):\n    return eval('ref(x)')",
+    ),
+    "an idle function": ("assert f(3) == 10", "def solution(x):\n    return solution(x) if x else 0"),
+}
 
-    def named(expression: str) -> list[str]:
-        return [ast.unparse(statement).split("\n")[0] for statement in needed([expression], module)]
 
-    always = ["import os", "seed(0)", "class Plain:"]
-    low = ["low = 1", "table = []", "for low in (1, 2):", "table[0] = answer(1)", "def answer(x):"]
-    assert named("f(1)") == named("f(lambda low: low)") == always
-    for expression in ("f(low)", "f(table)", "f(answer)"):
-        assert sorted(named(expression)) == sorted(always + low)
-    assert sorted(named("f(other())")) == sorted([*always, *low, "high = low + 1", "def other():"])
-    assert named("f(low)")[:3] == ["import os", "seed(0)", "low = 1"]
-    with pytest.raises(ValueError, match="is not Python"):
-        needed(["f(1)"], ast.parse("nonlocal low").body)
+@pytest.mark.parametrize(("check", "around"), COUNTED.values(), ids=COUNTED)
+def test_what_may_give_answers_away_is_counted(check: str, around: str) -> None:
+    assert forgeable_tests(row(check, around)) == 1
 
 
-def test_rows_that_share_a_helper_are_counted() -> None:
-    def count(check: str, around: str) -> int:
-        code = f"{around}\ndef check(f):\n    {check}"
-        return forgeable_tests(json.dumps({"test_code": code, "entry_point": "f"}))
+POINT = "class Point:\n    def __init__(s, x, y):\n        s.x, s.y = x, y"
 
-    assert count("assert f(CASES[0][0]) == CASES[0][1]", "CASES = [(1, 2)]") == 1
-    assert count("assert f(1) == ref(1)", "def ref(x): return x + 1") == 0
-    assert count("assert f(Point(1, 2)) == Point(2, 1)", "class Point:\n    def __init__(s, x, y): pass") == 0
-    assert count("assert f(math.pi) == math.e", "import math") == 0
+
+@pytest.mark.parametrize(
+    ("check", "around"),
+    [
+        ("assert f(Point(1, 2)) == Point(2, 1)", POINT),
+        ("assert f(math.pi) == math.e", "import math"),
+        ("assert f(make(1)) == 3", "def make(n):\n    return [n]"),
+        ("assert f(1) == 2", "METADATA = {'author': 'x'}"),
+    ],
+)
+def test_what_gives_nothing_away_is_not(check: str, around: str) -> None:
+    assert forgeable_tests(row(check, around)) == 0
+
+
+INCREMENT = "def f(n): return n + 1"
+HONEST_PROGRAMS = {
+    "the entry's helper": (
+        row("assert f(1) == 2", "def drive(n):\n    s = Solution()\n    return s.f(n)", "drive"),
+        "class Solution:\n    def f(self, n): return n + 1",
+    ),
+    "a setting": (
+        row("assert f(3000) == 3000", "import sys\nsys.setrecursionlimit(20000)"),
+        "def f(n): return 1 + f(n - 1) if n else 0",
+    ),
+    "a replaced builtin": (
+        row(
+            "assert f() == 5", "import builtins\nlines = iter(['5'])\nbuiltins.input = lambda *_: next(lines)"
+        ),
+        "def f(): return int(input())",
+    ),
+    "an alias": (
+        row(
+            "assert f(head) == 3",
+            "head = Node(1)\ntail = head\nfor v in (2, 3):\n    tail.rest = Node(v)\n    tail = tail.rest",
+            import_prefix="class Node:\n    def __init__(s, v): s.v, s.rest = v, None",
+        ),
+        "def f(x): return 1 + f(x.rest) if x else 0",
+    ),
+    "a call that fills": (
+        row("assert f(G) == 2", "G = {}\ndef build():\n    G[1] = [2]\n    G[2] = []\nbuild()"),
+        "f = len",
+    ),
+    "a global": (row("assert f(T) == 3", "def init():\n    global T\n    T = [1, 2]\ninit()"), "f = sum"),
+    "a side effect": (row("assert f(v) == 4", "v = [3, 1, 2]\nlast = v.pop()"), "f = sum"),
+    "two targets": (row("assert f(t) == 5", "t = [0]\nt[0] = x = 5"), "f = sum"),
+    "an API of the tests": (
+        row("assert f(9) == 4", "def is_bad(n):\n    return n >= 4"),
+        "def f(n): return next(m for m in range(n) if is_bad(m))",
+    ),
+    "a class of the tests": (
+        row(
+            "assert f([1, 2]).to_list() == [1, 2]",
+            "class L:\n    def __init__(s, v): s.v = v\n    def to_list(s): return s.v",
+        ),
+        "def f(v): return L(v)",
+    ),
+    "an addition": (row("assert f(y) == 4 and f(total) == 4", "total = 0\ny = 3\ntotal += y"), INCREMENT),
+    "a deletion": (row("assert f(t) == 1", "a = 1\nb = 2\nt = [a]\ndel a, b"), "f = sum"),
+    "a name in a class": (row("assert f(P.x) == 4", "x = 3\nclass P:\n    x = x"), INCREMENT),
+    "a function in the judgement": (
+        row("assert f(1) == ref(1)\nassert ref(f(2)) == 4", "low = 1\ndef ref(n):\n    return n + low"),
+        INCREMENT,
+    ),
+}
+
+
+@pytest.mark.parametrize(("ground_truth", "source"), HONEST_PROGRAMS.values(), ids=HONEST_PROGRAMS)
+def test_an_honest_program_has_what_it_needs(ground_truth: str, source: str) -> None:
+    assert right(ground_truth, source)
+
+
+def test_no_program_runs_after_a_judgement() -> None:
+    """It could find the helpers in the memory that it was forked from."""
+    asked: list[str] = []
+
+    class Recorded(Sandbox):
+        def value(self, *arguments: Any, **more: Any) -> Any:
+            asked.append("program")
+            return super().value(*arguments, **more)
+
+        def judge(self, *arguments: Any, **more: Any) -> Any:
+            asked.append("judge")
+            return super().judge(*arguments, **more)
+
+    checks = "\n".join(f"assert f({n}) == {n} + ref()\nassert f({n}) == {n + 1}" for n in range(12))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(code, "Sandbox", Recorded)
+        assert right(row(checks, "def ref(): return 1"), INCREMENT)
+    assert asked == ["program"] * 24 + ["judge"] * 2
+
+
+def test_helpers_are_looked_at_once_for_a_row() -> None:
+    """Not once for an assert: a table may be long, and asserts many."""
+    text = row("\n".join(f"assert f({n}) == {n} + len(table)" for n in range(50)), "table = {1: 2}")
+    seen: list[ast.AST] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("unparse", "walk"):
+            real = getattr(ast, name)
+            patch.setattr(ast, name, lambda node, real=real: seen.append(node) or real(node))
+        read_tests(text)
+    assert 2 < sum(isinstance(node, ast.Assign) for node in seen) < 10
 
 
 def test_plain_values_come_back_as_they_were() -> None:

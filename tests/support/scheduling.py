@@ -29,13 +29,16 @@ SHARES_SERVERS = (
 APART = (
     *WAITING,
     *(f"tests/e2e/test_{name}.py" for name in ("runs", "interrupts", "extending")),
+    "tests/distributed/test_rehearsal",
 )
 """Each test takes long, and what several share is made once a session (once.py)."""
 
 FIRST = (
     "tests/slurm/",
     *(f"tests/e2e/test_{name}.py" for name in ("sglang", "chaos", "study")),
-    *("tests/te/", "tests/contract/", "tests/e2e/test_verify.py", "tests/e2e/", "tests/distributed/"),
+    "tests/e2e/test_interrupts.py::test_four_kills",
+    *("tests/te/", "tests/contract/", "tests/distributed/test_long_context.py"),
+    *("tests/distributed/test_rehearsal", "tests/e2e/test_verify.py", "tests/e2e/", "tests/distributed/"),
 )
 """The files and folders whose scopes take longest, in the order in which they begin; all others follow."""
 

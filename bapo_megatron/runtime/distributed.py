@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.exit_codes import (
@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_GRACE_S = 10.0
+"""For the other ranks to say why, once one of them has failed."""
 
 
 def launched_world_size() -> int | None:
@@ -99,12 +101,14 @@ def run_processes(
     )
     try:
         with handling(partial(_forward, started.processes)):
-            while not started.join():
+            while not started.join(grace_period=_GRACE_S):
                 pass
-    except ProcessExitedException as failure:
+    except (ProcessExitedException, ProcessRaisedException) as failure:
         # A rank that falls over the end of another may be seen first: the one that knows why counts.
         if known := {process.exitcode for process in started.processes} & {2, 3, 4}:
             sys.exit(min(known))
+        if isinstance(failure, ProcessRaisedException):
+            raise
         if failure.exit_code >= 0:
             sys.exit(failure.exit_code)  # it has said why
         print(

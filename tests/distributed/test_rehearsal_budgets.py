@@ -40,7 +40,7 @@ BUDGETS = {
     "bp_math_7b_64k": Budget(38.9, 17.3, 4),
     "r1_distill_qwen_7b_8k": Budget(48.5, 34.4, 4),
     "octothinker_llama_3b": Budget(23.4, 14.5, 4),
-    "r1_distill_qwen_32b": Budget(57.3, 24.7, 27),
+    "r1_distill_qwen_32b": Budget(57.3, 24.7, 20),
     "partial_rollout_7b": Budget(48.5, 34.4, 4),
 }
 

@@ -108,6 +108,26 @@ def test_ranks_end_with_the_command_also_where_ctrl_c_is_ignored() -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
+WHY = """
+import os, time
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.distributed import run_processes
+def worker():
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("Connection closed by peer")
+    time.sleep(2)
+    raise ConfigError("a field is wrong")
+run_processes(worker, (), 2)
+"""
+
+
+def test_the_rank_that_knows_why_counts_though_another_falls_first() -> None:
+    command = [sys.executable, "-c", WHY]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: a field is wrong"
+
+
 ROUTES = {"gpu07": "10.1.0.7", "gpu08": "10.1.0.8", "self": "127.0.1.1"}
 """This node's address on the way to each host."""
 

@@ -73,7 +73,7 @@ async def _answer(send: Callable[[Any], Awaitable[None]], status: int, text: str
 def install() -> None:
     """Read the key, and see to it that no log record shows it. Without ``api_key.VARIABLE`` nothing happens.
 
-    Called at the top of the launcher, which SGLang's worker processes import again.
+    Called at the top of the launcher, which worker processes that SGLang spawns import again.
     """
     global _key
     if not (named := os.environ.get(api_key.VARIABLE)):

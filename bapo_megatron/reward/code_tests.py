@@ -217,7 +217,7 @@ def _cases(statements: list[ast.stmt], helpers: list[ast.stmt], entry: str, prel
     read = [_asserted(node.test, one, around) for node, one in zip(asserts, parts, strict=True)]
     used = _read(entry).union(*(one.used for one in read))
     beside = around.beside(used, frozenset[str]().union(*(one.judged for one in read)))
-    setup = "\n".join([around.text(beside), entry])
+    setup = "\n".join(filter(None, (around.text(beside), entry)))
     all_read = used.union(*(one.judged for one in read))
     unknown = bool(around.idle_functions(all_read)) or (around.hides_names and around.may_tell(beside))
     for one in read:

@@ -99,6 +99,8 @@ def attacked(user: int, mode: str, folder: Path, container: tuple[str, ...] = ()
     if user != os.geteuid() and os.geteuid() != 0:
         pytest.skip(f"only root can become user {user}")
     python = interpreter_of(NOBODY if container else user)  # what root becomes there must be able to read it
+    if container and (shutil.which(container[0]) is None or run_as(user, [*container, "true"]).returncode):
+        pytest.skip(f"user {user} cannot run {container[0]} here")
     command = [*container, python, sandbox_attacks.__file__, mode, str(folder)]
     done = run_as(user, command, TMPDIR=str(folder))
     assert done.returncode == 0, done.stderr
@@ -125,8 +127,6 @@ ROOTLESS = ("unshare", "--user", "--map-root-user")
 )
 def test_root_of_a_container(user: int, container: tuple[str, ...], public: Callable[[int], Path]) -> None:
     """Docker with a relaxed profile; a rootless container, whose one user is root. Programs are neither."""
-    if not shutil.which(container[0]):
-        pytest.skip(f"no {container[0]} here")
     found = attacked(user, "full", public(user), container)
     if notes := found.pop("notes"):
         pytest.skip(f"this kernel does not permit the whole sandbox: {notes}")
@@ -138,8 +138,8 @@ def test_threads_of_the_machines_root_are_told(public: Callable[[int], Path]) ->
     if os.geteuid() != 0:
         pytest.skip("only root is root")
     found = attacked(0, "full", public(0), ROOTLESS)
-    assert "nothing counts" in found.pop("notes")[0]
-    assert {name for name, result in found.items() if result is not False} <= {"many threads"}
+    worked = {name for name, result in found.items() if name != "notes" and result is not False}
+    assert worked <= ({"many threads"} if "nothing counts" in "".join(found["notes"]) else set())
 
 
 @pytest.mark.parametrize("user", [0, NOBODY])

@@ -138,8 +138,11 @@ def test_threads_of_the_machines_root_are_told(public: Callable[[int], Path]) ->
     if os.geteuid() != 0:
         pytest.skip("only root is root")
     found = attacked(0, "full", public(0), ROOTLESS)
-    worked = {name for name, result in found.items() if name != "notes" and result is not False}
-    assert worked <= ({"many threads"} if "nothing counts" in "".join(found["notes"]) else set())
+    is_told = "nothing counts" in "".join(found.pop("notes"))
+    if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:  # root of the machine
+        assert is_told
+    worked = {name for name, result in found.items() if result is not False}
+    assert worked <= ({"many threads"} if is_told else set())
 
 
 @pytest.mark.parametrize("user", [0, NOBODY])

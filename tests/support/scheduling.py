@@ -35,8 +35,7 @@ APART = (
 
 FIRST = (
     "tests/slurm/",
-    *(f"tests/e2e/test_{name}.py" for name in ("sglang", "chaos", "study")),
-    "tests/e2e/test_interrupts.py::test_four_kills",
+    *(f"tests/e2e/test_{name}.py" for name in ("sglang", "chaos", "study", "interrupts")),
     *("tests/te/", "tests/contract/", "tests/distributed/test_long_context.py"),
     *("tests/distributed/test_rehearsal", "tests/e2e/test_verify.py", "tests/e2e/", "tests/distributed/"),
 )

@@ -18,9 +18,9 @@ from bapo_megatron.trainer.checkpointing import (
     stop_if_preempted,
     wait_for_sampler,
 )
+from bapo_megatron.trainer.corrections import corrected, correction_metrics, with_old_log_probs
 from bapo_megatron.trainer.evaluation import evaluate_if_due
-from bapo_megatron.trainer.old_log_probs import with_old_log_probs
-from bapo_megatron.trainer.recorder import StepClock, check_engine_gap, step_metrics
+from bapo_megatron.trainer.recorder import StepClock, check_engine_gap, check_one_sign, step_metrics
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.types import Metrics, MicroBatch, StepBatch
 
@@ -37,8 +37,10 @@ def train(run: Run) -> None:
         run.sync.push(run.policy, step)
         clock.lap("sync")
         if run.recorder:
-            names = run.clip_bounds.objective.metric_names()
+            corrections = correction_metrics(run.config.algorithm)
+            names = [*run.clip_bounds.objective.metric_names(), *corrections]
             run.recorder.step(step, updates, step_metrics(batch, updates, clock, names))
+        check_one_sign(step, updates, run.recorder)
         check_engine_gap(run.config.algorithm, step, updates, run.recorder)
         if _is_due(run, step):
             begin_checkpoint(run, step)
@@ -64,7 +66,8 @@ def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
     groups = [samples_of(group, algorithm.advantage) for group in batch.groups]
     if algorithm.old_log_probs == "trainer":
         groups = with_old_log_probs(
-            run.policy, groups, run.config.batch.pack_tokens, algorithm.importance_cap
+            *(run.policy, groups, run.config.batch.pack_tokens),
+            *(algorithm.importance_cap, algorithm.importance_level),
         )
     parts = [
         (epoch, part)
@@ -89,19 +92,35 @@ def update(run: Run, groups: Sequence[Sequence[Sample]], step_version: int) -> M
         on_policy = policy.version == step_version
     else:
         on_policy = all((sample.versions_R == policy.version).all() for sample in samples)
+    groups, corrections = corrected(policy, groups, config.algorithm, config.batch.pack_tokens, on_policy)
+    if not any(groups):
+        return _no_update(run, len(samples), corrections)
+    samples = [sample for group in groups for sample in group]
     versions = [[sample.versions_R for sample in group] for group in groups]
     ages = age_metrics(versions, policy.version, step_version)
     packs = pack_samples(samples, config.batch.pack_tokens, config.algorithm.loss_mean, policy.pack_layout)
-    return {"version": policy.version + 1, **optimize(run, packs, on_policy), **ages}
+    metrics = optimize(run, packs, on_policy, step_version)
+    return {"version": policy.version, **metrics, **corrections, **ages}
 
 
-def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool) -> Metrics:
+def _no_update(run: Run, rejected: int, corrections: Metrics) -> Metrics:
+    """The metrics of an update whose responses are all rejected: none but the corrections' exist.
+
+    No step is taken: the policy, its version, the optimizer and the schedule stay as they are.
+    """
+    if run.recorder:
+        run.recorder.all_rejected(run.policy.version + 1, rejected)
+    names = [*run.clip_bounds.objective.metric_names(), "policy/grad_norm", "policy/lr"]
+    return {"version": run.policy.version, **dict.fromkeys(names), "policy/tokens": 0.0, **corrections}
+
+
+def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool, step_version: int) -> Metrics:
     """Make one optimizer step on ``packs``, with the loss of the update; its metrics."""
-    loss, found = run.clip_bounds.loss(run.policy, packs, on_policy)
+    loss, _ = run.clip_bounds.loss(run.policy, packs, on_policy, step_version)
     result = run.policy.update(packs, loss)
     weights = run.clip_bounds.observe(result.sums)
     return {
-        **run.clip_bounds.objective.metrics(result.sums, found),
+        **run.clip_bounds.objective.metrics(result.sums, run.clip_bounds.found),
         **weights,
         "policy/grad_norm": result.grad_norm,
         "policy/lr": result.learning_rate,

@@ -168,6 +168,9 @@ class MicroBatch:
     (without the document's padding)."""
     sequences: int
     """Samples of the whole update, on all replicas."""
+    trained_tokens: tuple[int, ...] = ()
+    """Number of trained tokens of each of the ``sequences``, so that every rank knows the same groups of them
+    (``algo/search_groups.py``). Empty in a pack that was not made by ``pack_samples``."""
 
     @classmethod
     def of(
@@ -179,7 +182,9 @@ class MicroBatch:
     ) -> MicroBatch:
         """A pack with these columns; every other column holds its fill value throughout."""
         filled = {n: torch.full((cu_seqlens[-1],), c.fill, dtype=c.dtype) for n, c in COLUMNS.items()}
-        return cls(**filled | columns, cu_seqlens=cu_seqlens, rows=rows, sequences=sequences)
+        return cls(
+            **filled | columns, cu_seqlens=cu_seqlens, rows=rows, sequences=sequences, trained_tokens=()
+        )
 
     @property
     def max_seqlen(self) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.algo.losses.bapo import BapoLoss
+from bapo_megatron.algo.losses.clip import ClipLoss
 from bapo_megatron.algo.measurements import PackView
 from bapo_megatron.algo.measurements.diagnostics import diagnostic_sums
 from bapo_megatron.config import AlgorithmConfig
@@ -41,7 +41,7 @@ def diagnostics(policy: MegatronPolicy, size: Size, chunk_tokens: int) -> Callab
             chunk = pack.take(slice(start, start + chunk_tokens))
             noise_T = 0.2 * torch.randn(chunk.mask_T.shape, generator=generator)
             chunks.append((TokenStats(chunk.old_log_prob_T + noise_T, torch.rand_like(noise_T)), chunk))
-    loss = BapoLoss(AlgorithmConfig(bounds=grpo()))
+    loss = ClipLoss(AlgorithmConfig(bounds=grpo()))
     found = loss.search.known
 
     def measure() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bapo_megatron.algo.bapo import paper
+from bapo_megatron.algo.bapo import eq8_literal
 from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig, BatchConfig
@@ -58,7 +58,7 @@ def count(chunk_tokens: int) -> dict[str, int]:
         model = save_model(Path(folder), 64, LAYERS, VOCAB, PACK)
         policy = torch_policy(model, BatchConfig(pack_tokens=PACK, logprob_chunk_tokens=chunk_tokens))
         packs = pack_samples(random_samples(11, PACK // 2, VOCAB), PACK, "token", policy.pack_layout)
-        loss = build_loss(AlgorithmConfig(bounds=paper()))
+        loss = build_loss(AlgorithmConfig(bounds=eq8_literal()))
         search = loss.search
         assert search is not None
         assert len(packs) == PACKS
@@ -81,7 +81,7 @@ def step_seconds(dtype: str) -> float:
     weight_VH = (torch.randn(ENTRIES, WIDTH) / WIDTH**0.5).to(getattr(torch, dtype)).requires_grad_()
     [pack] = pack_samples(random_samples(8, TOKENS // 4, ENTRIES), TOKENS)
     pack = pack.take(torch.arange(TOKENS) % pack.token_T.numel())
-    loss = build_loss(AlgorithmConfig(bounds=paper()))
+    loss = build_loss(AlgorithmConfig(bounds=eq8_literal()))
     assert loss.search is not None
     found = loss.search.find(torch.zeros(loss.search.size, dtype=torch.float64))
     fn, seconds = Objective(loss).token_fn(found, 0), []

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from bapo_megatron.algo.bapo import BoundsConfig, grpo, paper
+from bapo_megatron.algo.bapo import BoundsConfig, eq8_literal, grpo
 from bapo_megatron.config import AlgorithmConfig, BatchConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
@@ -50,11 +50,11 @@ class Way:
 
 WAYS = {
     "fixed bounds": Way(grpo()),
-    "exact, ratio known": Way(paper(), on_policy=True),
-    "exact": Way(paper()),
-    "exact, forwards held": Way(paper(), hold=True),
-    "lagged": Way(replace(paper(), scope="lagged")),
-    "micro_batch": Way(replace(paper(), scope="micro_batch")),
+    "exact, ratio known": Way(eq8_literal(), on_policy=True),
+    "exact": Way(eq8_literal()),
+    "exact, forwards held": Way(eq8_literal(), hold=True),
+    "lagged": Way(replace(eq8_literal(), scope="lagged")),
+    "micro_batch": Way(replace(eq8_literal(), scope="micro_batch")),
 }
 
 

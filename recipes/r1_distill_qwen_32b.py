@@ -1,13 +1,12 @@
 """R1-Distill-Qwen-32B with 32k responses, on four trainer nodes of eight 80 GB GPUs.
 
-From the paper (arXiv 2510.18927): DeepSeek-R1-Distill-Qwen-32B is among its backbones (section 5.1), and
-Fig. 11 compares methods on "the R1-Distill model" at 32k tokens under several levels of staleness (section
-4.3). GRPO advantages, the BAPO bounds (the preset).
+From the paper (arXiv 2510.18927): DeepSeek-R1-Distill-Qwen-32B is among its backbones (section 5.1). GRPO
+advantages, the BAPO bounds (the preset).
 
-Chosen here, not in the paper: that 32k belongs to this model (the text leaves open whether Fig. 11 is 7B or
-32B; for 7B see r1_distill_qwen_7b_8k.py), learning rate and temperature of the 8k experiments, 64 prompts x
-16 responses, four updates of a quarter of the batch each, weight decay, steps, layout. Staleness:
-`--algorithm.reuse-epochs`.
+Chosen here, not in the paper: responses of 32k tokens (Fig. 11 has them, but is the 7B: the bars of its base
+model are the 7B row of Table 1; for it see r1_distill_qwen_7b_8k.py), learning rate and temperature of the 8k
+experiments, 64 prompts x 16 responses, four updates of a quarter of the batch each, which is staleness 4 as
+the paper counts (passes x batch / mini-batch), weight decay, steps, layout.
 
     bapo plan recipes/r1_distill_qwen_32b.py
 """

@@ -5,11 +5,14 @@ Skywork-OR1-RL-Data, responses of up to 8k tokens, learning rate 2e-6, temperatu
 staleness by reuse of samples (ppo_epoch), target 0.4, c_low in [0.6, 0.9] by 0.02, c_high in [1.2, 3.0] by
 0.05 (the preset). Its preliminary and validation experiments, Figs. 2 and 4 to 7, are such runs.
 
-Chosen here, not in the paper: 64 prompts x 16 responses a step, four passes over each batch (E = 3 in
-Algorithm 1), which reading of Eq. 8 (`balanced`; docs/algorithm.md compares them), prompts of up to 2k
-tokens, weight decay, steps, layout. The levels of staleness of Figs. 2 and 11 are not in the text either:
-`--algorithm.reuse-epochs` with 1 (on-policy), 2, 4 or 8 is a choice of ours. Fig. 11 has 32k tokens:
+Staleness is passes x batch / mini-batch, the updates of a batch. Fig. 2's legend has 0, 2x, 4x and 8x,
+Fig. 11 has 2 and 4: `--algorithm.reuse-epochs` with 1 (on-policy), 2, 4 or 8, the whole batch in each update.
+Fig. 11 has 32k tokens:
 `--rollout.max-response-tokens 32768 --batch.pack-tokens 34816 --batch.recompute selective`.
+
+Chosen here, not in the paper: 64 prompts x 16 responses a step, staleness 4 by four passes over each batch
+(E = 3 in Algorithm 1) rather than by mini-batches, which reading of Eq. 8 (`balanced`; docs/algorithm.md
+compares them), prompts of up to 2k tokens, weight decay, steps, layout.
 
 Variants: the files of the same name with `_grpo`, `_clip_higher`, `_asymmetric`, `_on_policy` and `_papo`.
 

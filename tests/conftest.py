@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")  # of runs: many are beside each other, each with small tensors
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of runs: many are beside each other, each with small tensors
 
 import pytest
 import torch

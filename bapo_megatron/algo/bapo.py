@@ -13,8 +13,10 @@ token exactly on a bound is clipped. So the search and the loss agree about ever
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from typing import get_args
+from collections.abc import Sequence
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -27,30 +29,38 @@ from bapo_megatron.algo.bounds import (
     Weight,
     balanced,
     clip_higher,
+    describe,
+    eq8_literal,
     fixed,
+    floored,
     grpo,
     high_values,
     low_values,
     paper,
     positive_share,
+    preset_name,
     published_code,
     search_bounds,
     sum_count,
 )
 from bapo_megatron.algo.sums import candidate_sums, histograms
-from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, ratio, unmasked
+from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, constant_on, ratio, unmasked
 
 __all__ = [
     "LOG_RATIO_LIMIT",
     "Bounds",
     "BoundsConfig",
+    "TokenBounds",
     "all_measures",
     "balanced",
     "clip_higher",
     "clipped_tokens",
     "contribution_sums",
     "contributions",
+    "describe",
+    "eq8_literal",
     "fixed",
+    "floored",
     "gradient_factor",
     "grpo",
     "high_values",
@@ -59,6 +69,7 @@ __all__ = [
     "paper",
     "policy_loss",
     "positive_share",
+    "preset_name",
     "published_code",
     "search_bounds",
     "sum_count",
@@ -80,7 +91,8 @@ def contribution_sums(
     - ``surrogate`` (Eq. 8): ``P(c_high) = sum_{A > 0} w A min(r, c_high)`` and
       ``N(c_low) = sum_{A < 0} w |A| max(r, c_low)``
     - ``gradient`` (Eq. 5): ``P(c_high) = sum_{A > 0, r < c_high} w A r`` and
-      ``N(c_low) = sum_{A < 0, r > c_low} w |A| r``
+      ``N(c_low) = sum_{A < 0, r > c_low} w |A| r``, or ``w |A| max(r, 1)`` with ``negative_weight``
+      ``first_pass``
 
     Args:
         log_ratio_T: ``log pi_theta - log pi_rollout`` of each token, natural logarithm.
@@ -98,13 +110,13 @@ def contribution_sums(
         ValueError: if shapes differ, or the candidates of c_low and c_high overlap.
     """
     tokens = (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
-    return candidate_sums(histograms(*tokens, config, [config.weight])[0], config)
+    return candidate_sums(histograms(*tokens, config, [config.weight], config.negative_weight)[0], config)
 
 
 def all_measures(config: BoundsConfig) -> list[BoundsConfig]:
-    """Variants of ``config``: itself, then each other combination of measure and weight."""
+    """Variants of ``config``: itself, then each other combination of measure and weight, without repairs."""
     variants = [
-        dataclasses.replace(config, measure=measure, weight=weight)
+        dataclasses.replace(config, measure=measure, weight=weight, negative_weight="present")
         for measure in get_args(Measure)
         for weight in get_args(Weight)
     ]
@@ -118,16 +130,27 @@ def measured_sums(
     rollout_log_prob_T: Tensor,
     mask_T: Tensor,
     config: BoundsConfig,
+    group_T: Tensor | None = None,
+    groups: int = 1,
 ) -> Tensor:
     """Contribution sums under every measure and weight: of every config in ``all_measures(config)``.
 
     The first ``sum_count(config)`` numbers are those for ``search_bounds``; the rest is for
-    ``contributions``. Costs little more than ``contribution_sums``.
+    ``contributions``. Costs little more than ``contribution_sums``. With ``group_T``, the group of each
+    token, such a vector for each of the ``groups``, one after the other.
     """
     weights: list[Weight] = list(get_args(Weight))
     tokens = (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
-    binned = histograms(*tokens, config, weights)
-    return torch.cat([candidate_sums(binned[weights.index(one.weight)], one) for one in all_measures(config)])
+    variants = all_measures(config)
+    binned = {
+        kind: histograms(*tokens, config, weights, kind, group_T, groups)
+        for kind in dict.fromkeys(one.negative_weight for one in variants)
+    }
+    rows = [
+        candidate_sums(binned[one.negative_weight][..., weights.index(one.weight), :, :, :], one)
+        for one in variants
+    ]
+    return torch.cat(rows, -1).flatten()
 
 
 def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[str, float]:
@@ -152,10 +175,32 @@ def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[st
         f"contribution/{one.measure}_{kind}_{one.weight}": positive_share(row[high], row[low], kind)
         for one, row in zip(all_measures(config), rows, strict=True)
         for kind in get_args(Share)
+        if one.negative_weight == "present"
     }
 
 
-def policy_loss(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
+class TokenBounds(NamedTuple):
+    """Clipping bounds of each token, where parts of an update have bounds of their own."""
+
+    low_T: Tensor  # c_low
+    high_T: Tensor  # c_high
+    log_low_T: Tensor
+    """``math.log`` of c_low, with which log r is compared, float64."""
+    log_high_T: Tensor
+    dual_clip: float | None
+
+    @classmethod
+    def of(cls, groups: Sequence[Bounds], group_T: Tensor) -> TokenBounds:
+        """The bounds of each token's group."""
+        values = [(one.low, one.high, math.log(one.low), math.log(one.high)) for one in groups]
+        table = constant_on(group_T.device, tuple(itertools.chain.from_iterable(values))).reshape(-1, 4)
+        low_T, high_T, log_low_T, log_high_T = table[group_T].unbind(-1)
+        return cls(low_T, high_T, log_low_T, log_high_T, groups[0].dual_clip)
+
+
+def policy_loss(
+    log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
+) -> Tensor:
     """The PPO-clip loss: minus the clipped surrogate of Eq. 4, summed with ``mask_T`` as weight.
 
     ``loss = -sum_t mask_t min(r_t A_t, clip(r_t, c_low, c_high) A_t)``. With a dual clip ``c`` a token with
@@ -165,7 +210,7 @@ def policy_loss(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds
         log_ratio_T: ``log pi_theta - log pi_rollout``; the loss is differentiable in it.
         advantage_T: advantage of each token.
         mask_T: 0, or the weight of the token in the loss.
-        bounds: the clipping bounds.
+        bounds: the clipping bounds, of all tokens or of each.
 
     Returns:
         float64 scalar. The gradient is exactly zero at tokens that are clipped, masked or beyond
@@ -178,8 +223,9 @@ def policy_loss(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
     above_T, below_T = _clipped(log_ratio_T, advantage_T, bounds)
     ratio_T = ratio(log_ratio_T)
-    ratio_T = torch.where(above_T, bounds.high, ratio_T)
-    ratio_T = torch.where(below_T, bounds.low, ratio_T)
+    low, high = bounds[:2] if isinstance(bounds, TokenBounds) else (bounds.low, bounds.high)
+    ratio_T = torch.where(above_T, high, ratio_T)
+    ratio_T = torch.where(below_T, low, ratio_T)
     if bounds.dual_clip is not None:
         beyond_T = (advantage_T < 0) & (log_ratio_T > math.log(bounds.dual_clip))
         ratio_T = torch.where(beyond_T, bounds.dual_clip, ratio_T)
@@ -187,7 +233,9 @@ def policy_loss(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds
 
 
 @torch.no_grad()
-def clipped_tokens(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
+def clipped_tokens(
+    log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
+) -> Tensor:
     """Mask (bool [T]) of the tokens that c_high (A > 0) or c_low (A < 0) clips; the dual clip is not counted.
 
     Raises:
@@ -200,7 +248,9 @@ def clipped_tokens(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bou
 
 
 @torch.no_grad()
-def gradient_factor(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds) -> Tensor:
+def gradient_factor(
+    log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
+) -> Tensor:
     """The factor of each token's gradient: ``r X``, such that ``d loss / d log pi = -mask A r X``.
 
     ``X`` (Eq. 7) is 0 where a bound, the dual clip or ``LOG_RATIO_LIMIT`` stops the gradient, else 1.
@@ -216,8 +266,10 @@ def gradient_factor(log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bo
     return ratio(log_ratio_T) * alive_T
 
 
-def _clipped(log_ratio_T: Tensor, advantage_T: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+def _clipped(log_ratio_T: Tensor, advantage_T: Tensor, bounds: Bounds | TokenBounds) -> tuple[Tensor, Tensor]:
     """Masks of the tokens clipped above (A > 0) and below (A < 0); nan is in neither and reaches the loss."""
-    above_T = (advantage_T > 0) & (log_ratio_T >= math.log(bounds.high))
-    below_T = (advantage_T < 0) & (log_ratio_T <= math.log(bounds.low))
-    return above_T, below_T
+    if isinstance(bounds, TokenBounds):
+        above_T, below_T = log_ratio_T >= bounds.log_high_T, log_ratio_T <= bounds.log_low_T
+    else:
+        above_T, below_T = log_ratio_T >= math.log(bounds.high), log_ratio_T <= math.log(bounds.low)
+    return (advantage_T > 0) & above_T, (advantage_T < 0) & below_T

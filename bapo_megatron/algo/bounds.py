@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 Measure = Literal["surrogate", "gradient"]
 Share = Literal["absolute", "signed", "ratio"]
 Weight = Literal["rollout_probability", "uniform"]
 Order = Literal["high_first", "low_first"]
+NegativeWeight = Literal["present", "first_pass"]
+
+PAPER_TOKENS = 16384
+"""Tokens of a micro-batch of the authors' example script: dynamic batches at verl's default
+(``ppo_max_token_len_per_gpu``), of which in October 2025 each GPU searched its own (WooooDyy/BAPO at 820d9c0;
+since 3b8389c of January 2026 all GPUs search theirs together)."""
 
 
 class FloatArray(Protocol):
@@ -41,8 +47,8 @@ class BoundsConfig:
     """Which bound moves first: Algorithm 1 raises c_high first, the published code c_low."""
     scope: Literal["update", "lagged", "micro_batch"] = "update"
     """Tokens that the search sees. ``update``: all of the update, on all ranks. ``lagged``: those of the
-    update before, at the weights before it (an approximation that saves a forward pass). ``micro_batch``: the
-    packs that all ranks process at the same time."""
+    update before, at the weights before it (an approximation that saves a forward pass). ``micro_batch``: a
+    part of the update, so that an update has many searches; ``bounds_tokens`` says which part."""
     target: float = 0.4  # rho_0
     """Contribution of positive tokens at which the search stops."""
     low_start: float = 0.6  # a-
@@ -60,6 +66,28 @@ class BoundsConfig:
     dual_clip: float | None = None
     """Largest ratio at which a token with negative advantage still counts in the loss (none in the
     paper, 3 in the published code). The search does not see it."""
+    bounds_tokens: int | None = None
+    """With scope ``micro_batch``: about how many trained tokens one search sees. The sequences of the update,
+    in their order, are cut into groups of about so many, each with bounds of its own, which are the same in
+    every layout and with every pack length. None: the packs that all ranks process at the same time, whatever
+    they hold."""
+    negative_weight: NegativeWeight = "present"
+    """A repair of ours, for measure ``gradient``. ``present``: a negative token whose gradient is alive
+    counts with its ratio r, so that a suppressed one counts less and less. ``first_pass``: it counts with
+    max(r, 1), as in the first pass over its batch, until c_low clips it."""
+    low_within_batch: Literal["searched", "held"] = "searched"
+    """A repair of ours. ``held``: within the updates of one batch the search begins at the last c_low, so
+    that c_low never falls while the batch becomes stale. Each batch begins anew at ``low_start``."""
+
+    @property
+    def grouped(self) -> bool:
+        """Whether an update has several searches, one for each group of about ``bounds_tokens`` tokens."""
+        return self.scope == "micro_batch" and self.bounds_tokens is not None
+
+    @property
+    def sums_over(self) -> Literal["update", "lagged", "micro_batch"]:
+        """Over which tokens the sums of the search are added: groups need those of the whole update."""
+        return "update" if self.grouped else self.scope
 
     def problems(self) -> Iterator[str]:
         """Every mistake of the fields, as ``field=value`` and its remedy; nothing for a sound config."""
@@ -73,6 +101,27 @@ class BoundsConfig:
             yield f"target={self.target} must be below 1 for share=absolute: P / (P + N) never exceeds 1"
         if self.dual_clip is not None and not self.dual_clip > 1:
             yield f"dual_clip={self.dual_clip} must be above 1, or None for no dual clip"
+        yield from self._part_problems()
+
+    def _part_problems(self) -> Iterator[str]:
+        """Mistakes of the fields that size the groups and repair the search."""
+        if self.bounds_tokens is not None and self.bounds_tokens < 1:
+            yield f"bounds_tokens={self.bounds_tokens} must be at least 1, or None for the packs"
+        if self.bounds_tokens is not None and self.scope != "micro_batch":
+            yield (
+                f"bounds_tokens={self.bounds_tokens} sizes the searches of scope=micro_batch; with "
+                f"scope={self.scope} leave it out"
+            )
+        if self.negative_weight == "first_pass" and self.measure == "surrogate":
+            yield (
+                "negative_weight=first_pass counts a clipped token not at all, measure=surrogate with its "
+                "clipped value: set measure=gradient"
+            )
+        if self.low_within_batch == "held" and self.scope == "micro_batch":
+            yield (
+                "low_within_batch=held needs one c_low for the update, and scope=micro_batch has many: set "
+                "scope=update, or leave it out"
+            )
 
 
 def _range_problems(bound: str, start: float, end: float, step: float) -> Iterator[str]:
@@ -144,13 +193,16 @@ def positive_share(positive: float, negative: float, kind: Share) -> float:
     return positive / denominator
 
 
-def search_bounds(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> Bounds:
+def search_bounds(
+    sums: Sequence[float] | FloatArray, config: BoundsConfig, lowest: float | None = None
+) -> Bounds:
     """The search for the bounds (Algorithm 1, lines 9 to 17) on the sums of a whole update.
 
     Args:
         sums: ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]``, the sums of the positive
             and the magnitudes of the negative tokens at every candidate; a sequence or a 1-D tensor.
         config: the candidates, the target, the share and the order of the moves.
+        lowest: the candidate of c_low at which the search begins (``low_within_batch``); None: the first.
 
     Returns:
         The first pair of bounds whose contribution reaches the target, or the last pair. Where all sums
@@ -161,9 +213,10 @@ def search_bounds(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> B
     """
     positive, negative = _checked(sums, config)
     lows, highs = low_values(config), high_values(config)
+    first = 0 if lowest is None else lows.index(lowest)
     if not any(positive) and not any(negative):
-        return Bounds(lows[0], highs[0], dual_clip=config.dual_clip)
-    for rounds, (low, high) in enumerate(search_path(config)):
+        return Bounds(lows[first], highs[0], dual_clip=config.dual_clip)
+    for rounds, (low, high) in enumerate(search_path(config, first)):
         contribution = positive_share(positive[high], negative[low], config.share)
         reached = contribution >= config.target
         bounds = Bounds(lows[low], highs[high], contribution, rounds, reached, config.dual_clip)
@@ -183,25 +236,44 @@ def _checked(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> tuple[
     return numbers[:highs], numbers[highs:]
 
 
-def search_path(config: BoundsConfig) -> Iterator[tuple[int, int]]:
-    """Indices (c_low, c_high) in the order of the search: one bound to its end, then the other."""
+def search_path(config: BoundsConfig, first: int = 0) -> Iterator[tuple[int, int]]:
+    """Indices (c_low, c_high) in the order of the search: one bound to its end, then the other.
+
+    ``first``: index of the c_low at which it begins.
+    """
     lows, highs = len(low_values(config)), len(high_values(config))
     if config.order == "high_first":
-        yield from ((0, high) for high in range(highs))
-        yield from ((low, highs - 1) for low in range(1, lows))
+        yield from ((first, high) for high in range(highs))
+        yield from ((low, highs - 1) for low in range(first + 1, lows))
     else:
-        yield from ((low, 0) for low in range(lows))
+        yield from ((low, 0) for low in range(first, lows))
         yield from ((lows - 1, high) for high in range(1, highs))
 
 
 def paper() -> BoundsConfig:
-    """Preset of the paper: Eq. 8 and Algorithm 1 to the letter, ranges and target of Sec. 5.1."""
+    """Preset of the paper as its figures read: ``balanced`` in each micro-batch, ranges of Sec. 5.1.
+
+    Figs. 4, 8 and 9 decide the share (absolute) and the order, and speak for the gradient and for a search in
+    each micro-batch: docs/algorithm.md, "Which reading", says how sure each is. A micro-batch has about 16384
+    tokens: the paper does not say how many, and that is what the authors' example script gave a GPU.
+    """
+    return replace(balanced(), scope="micro_batch", bounds_tokens=PAPER_TOKENS)
+
+
+def eq8_literal() -> BoundsConfig:
+    """Preset of Eq. 8 and Algorithm 1 to the letter. The paper's own figures refute its share."""
     return BoundsConfig(measure="surrogate", share="signed", weight="rollout_probability")
 
 
 def balanced() -> BoundsConfig:
     """Preset that balances the gradient: the positive share of the tokens that train (Eq. 5)."""
     return BoundsConfig(measure="gradient", share="absolute", weight="uniform")
+
+
+def floored() -> BoundsConfig:
+    """Preset of ours: ``balanced`` with c_low from 0.8, so that no negative token is let through that GRPO
+    clips."""
+    return replace(balanced(), low_start=0.8)
 
 
 def published_code() -> BoundsConfig:
@@ -241,3 +313,20 @@ def grpo() -> BoundsConfig:
 def clip_higher() -> BoundsConfig:
     """Preset of DAPO's clip-higher (arXiv 2503.14476): fixed bounds, ratios in [0.8, 1.28]."""
     return fixed(0.8, 1.28)
+
+
+def describe(config: BoundsConfig) -> str:
+    """``config`` in one line, for people: fixed bounds, or the preset's name and what is searched."""
+    if sum_count(config) == 2:
+        return f"fixed at {config.low_start:g} and {config.high_start:g}"
+    size = f" of about {config.bounds_tokens} tokens" if config.grouped else ""
+    parts = [config.measure, config.share, config.weight, config.order, config.scope + size]
+    parts += ["negatives of the first pass"] * (config.negative_weight == "first_pass")
+    parts += ["c_low held within a batch"] * (config.low_within_batch == "held")
+    return f"{preset_name(config) or 'of no preset'} ({', '.join(parts)}, target {config.target:g})"
+
+
+def preset_name(config: BoundsConfig) -> str | None:
+    """The name of the preset that ``config`` is; None if it is none of them."""
+    presets = (paper, eq8_literal, balanced, floored, published_code, grpo, clip_higher)
+    return next((preset.__name__ for preset in presets if preset() == config), None)

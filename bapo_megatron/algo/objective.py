@@ -16,6 +16,7 @@ from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, Updat
 from bapo_megatron.algo.measurements.clipping import CLIPPING
 from bapo_megatron.algo.measurements.diagnostics import DIAGNOSTICS
 from bapo_megatron.algo.measurements.engine_gap import ENGINE_GAP
+from bapo_megatron.algo.measurements.raised import RAISED_TOKENS
 from bapo_megatron.algo.measurements.staleness import AGE_METRICS, STALENESS
 from bapo_megatron.types import Metrics, MicroBatch, TokenFn, TokenStats
 
@@ -33,7 +34,7 @@ ENTROPY = token_mean("policy/entropy", lambda view: view.stats.entropy_T)
 KL = token_mean("policy/kl", _kl_T)
 RATIO_GAP = token_mean("policy/ratio_gap", lambda view: view.log_ratio_T.double().abs())
 
-MEASUREMENTS = (ENTROPY, KL, RATIO_GAP, CLIPPING, ENGINE_GAP, STALENESS, DIAGNOSTICS)
+MEASUREMENTS = (ENTROPY, KL, RATIO_GAP, CLIPPING, ENGINE_GAP, STALENESS, DIAGNOSTICS, RAISED_TOKENS)
 """What is measured in every update, whatever its loss."""
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.bounds import BoundsConfig, Weight, high_values, low_values
+from bapo_megatron.algo.bounds import BoundsConfig, NegativeWeight, Weight, high_values, low_values
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, check_shapes, constant_on, ratio, selects, unmasked
 
 CHUNK_TOKENS = 2**16
@@ -28,17 +28,26 @@ def histograms(
     mask_T: Tensor,
     config: BoundsConfig,
     weights: Sequence[Weight],
+    negative_weight: NegativeWeight = "present",
+    group_T: Tensor | None = None,
+    groups: int = 1,
 ) -> Tensor:
     """Histograms of ``w |A| r`` and ``w |A|`` over log r, with the candidates of the bounds as bin edges.
+
+    With ``negative_weight`` ``first_pass`` the r of a negative token is max(r, 1) in the first of the two.
+    With ``group_T``, the number of each token's group below ``groups``, there is a histogram for each group.
 
     Most tokens are clipped by no candidate. Plain sums over them suffice, and stand for the middle
     interval; only the others are sorted into theirs.
 
     Returns:
-        float64 [weights, 2 (w |A| r; w |A|), 2 (negative; positive), candidates + 1]: all that the sums
-        at every candidate need, under either measure.
+        float64 [weights, 2 (w |A| r; w |A|), 2 (negative; positive), candidates + 1], before it [groups]
+        if there are any: all that the sums at every candidate need, under either measure.
     """
     check_shapes(log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
+    if group_T is not None or negative_weight == "first_pass":
+        every = (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
+        return _binned(every, config, weights, negative_weight, group_T, groups)
     fields = [field.reshape(-1) for field in (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)]
     edges = constant_on(log_ratio_T.device, _edges(config))
     unclipped = _unclipped(config)
@@ -54,6 +63,25 @@ def histograms(
     for tokens in _left_out(fields, left_out_T, chunk):
         _add_clipped(histogram.flatten(2), tokens, weights, edges)
     return histogram
+
+
+def _binned(
+    fields: Sequence[Tensor],
+    config: BoundsConfig,
+    weights: Sequence[Weight],
+    negative_weight: NegativeWeight,
+    group_T: Tensor | None,
+    groups: int,
+) -> Tensor:
+    """``histograms`` with every token in its bin: slower, but for groups, and for other weights than r."""
+    edges = constant_on(fields[0].device, _edges(config))
+    bins = 2 * (len(edges) + 1)
+    histogram = edges.new_zeros(len(weights), 2, groups * bins)
+    first_T = torch.zeros((), dtype=torch.int64) if group_T is None else group_T.reshape(-1) * bins
+    tokens = [field_T.reshape(-1) for field_T in fields]
+    _add_clipped(histogram, tokens, weights, edges, first_T, negative_weight)
+    parts: Tensor = histogram.unflatten(-1, (groups, 2, len(edges) + 1)).movedim(2, 0)
+    return parts[0] if group_T is None else parts
 
 
 def _add_unclipped(
@@ -101,18 +129,30 @@ def _ordered_sum(value_T: Tensor) -> Tensor:
 
 
 def _add_clipped(
-    histogram: Tensor, fields: Sequence[Tensor], weights: Sequence[Weight], edges: Tensor
+    histogram: Tensor,
+    fields: Sequence[Tensor],
+    weights: Sequence[Weight],
+    edges: Tensor,
+    first_T: Tensor | None = None,
+    negative_weight: NegativeWeight = "present",
 ) -> None:
     """Add ``w |A| r`` and ``w |A|`` of the tokens, which may be any, to ``histogram``.
 
     Args:
-        histogram: [weights, 2 (w |A| r; w |A|), 2 * (candidates + 1)], first the negative tokens.
+        histogram: [weights, 2 (w |A| r; w |A|), 2 * (candidates + 1)], first the negative tokens; of every
+            group, where there are groups.
+        first_T: the first bin of each token's group; None: 0.
+        negative_weight: r of a negative token, or max(r, 1).
     """
     log_ratio_T, advantage_T, rollout_log_prob_T, mask_T = fields
     log_ratio_T, advantage_T = unmasked(mask_T, log_ratio_T, advantage_T)
     positive_bins = _POSITIVE * (len(edges) + 1)
     bin_T = torch.bucketize(log_ratio_T, edges, right=True).add_(advantage_T > 0, alpha=positive_bins)
+    if first_T is not None:
+        bin_T += first_T
     ratio_T = ratio(log_ratio_T)
+    if negative_weight == "first_pass":
+        ratio_T = torch.where(advantage_T < 0, ratio_T.clamp(min=1.0), ratio_T)
     for weight, (ratio_mass, mass) in zip(weights, histogram, strict=True):
         size_T = advantage_T.abs().mul_(mask_T)
         if weight == "rollout_probability":
@@ -123,20 +163,20 @@ def _add_clipped(
 
 
 def candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:
-    """Sums P at every c_high and N at every c_low, from one weight's histogram [2, 2, candidates + 1]."""
+    """Sums P at every c_high and N at every c_low, from one weight's [..., 2, 2, candidates + 1]."""
     lows, highs = low_values(config), high_values(config)
     ratio_mass, mass = range(2)
     up_to, since = histogram.cumsum(-1), histogram.flip(-1).cumsum(-1).flip(-1)
     # A positive token is alive at c_high number k in the intervals up to L + k, a negative one at c_low
     # number k in the intervals after k.
-    positive = up_to[ratio_mass, _POSITIVE, len(lows) : -1]
-    negative = since[ratio_mass, _NEGATIVE, 1 : len(lows) + 1]
+    positive = up_to[..., ratio_mass, _POSITIVE, len(lows) : -1]
+    negative = since[..., ratio_mass, _NEGATIVE, 1 : len(lows) + 1]
     if config.measure == "surrogate":
         high, low = (constant_on(histogram.device, tuple(bounds)) for bounds in (highs, lows))
-        positive = positive + high * since[mass, _POSITIVE, len(lows) + 1 :]
-        negative = negative + low * up_to[mass, _NEGATIVE, : len(lows)]
+        positive = positive + high * since[..., mass, _POSITIVE, len(lows) + 1 :]
+        negative = negative + low * up_to[..., mass, _NEGATIVE, : len(lows)]
     # A nan must not hide in an interval that no candidate counts.
-    return torch.cat([positive, negative]) + 0.0 * histogram.sum()
+    return torch.cat([positive, negative], -1) + 0.0 * histogram.sum()
 
 
 def _thresholds(config: BoundsConfig) -> tuple[list[float], list[float]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import RunConfig
+from bapo_megatron.config.former_names import with_current_names
 from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
@@ -22,7 +23,12 @@ FORMAT = 2
 """Version of the directory's layout; a directory of another version is refused."""
 
 _ADDED: dict[str, Any] = {
-    "algorithm.loss": "bapo",
+    "algorithm.loss": "clip",
+    "algorithm.loss_settings": {},
+    "algorithm.bounds.bounds_tokens": None,
+    "algorithm.bounds.negative_weight": "present",
+    "algorithm.bounds.low_within_batch": "searched",
+    "algorithm.importance_level": "token",
     "accept_resume_mismatch": [],
     "rollout.sglang.api_key_file": None,
     "rollout.sglang.require_api_key": False,
@@ -72,7 +78,7 @@ def check_same_run(config: RunConfig) -> None:
 
     ConfigError with every other difference; a directory without a finished step fits any settings.
     """
-    stored = read_config(config.directory)
+    stored = read_config(config.directory, announce=True)
     metrics = RunPaths(config.directory).metrics
     if stored is None or not metrics.exists() or metrics.stat().st_size == 0:
         return  # no step was made yet
@@ -131,8 +137,11 @@ def store_config(config: RunConfig) -> None:
     write_atomically(RunPaths(config.directory).config, json.dumps(stored, indent=2) + "\n")
 
 
-def read_config(directory: Path) -> dict[str, Any] | None:
-    """The stored configuration by dotted names; None if the directory holds no run."""
+def read_config(directory: Path, announce: bool = False) -> dict[str, Any] | None:
+    """The stored configuration by dotted names, former names made present ones; None if there is no run.
+
+    ``announce``: print a notice of each former name.
+    """
     path = RunPaths(directory).config
     if not path.exists():
         return None
@@ -143,7 +152,7 @@ def read_config(directory: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path} cannot be read: {error!r}") from None
     if version != FORMAT:
         raise ConfigError(f"{path} has run format {version}, this version of the program reads {FORMAT}")
-    return {**_ADDED, **config}
+    return {**_ADDED, **with_current_names(config, announce)}
 
 
 def _plain_values(config: RunConfig) -> dict[str, Any]:

@@ -47,14 +47,14 @@ def parse_flags(command: str, recipe: Path, default: C, arguments: Sequence[str]
 
 
 def check_names(config: RunConfig) -> None:
-    """ConfigError if a recipe names an engine or a loss that is not registered.
+    """ConfigError if a recipe names an engine or a loss that is not registered, or settings the loss lacks.
 
     What a dotted path names is not looked for: it may be there on the machines of the run alone.
     """
-    from bapo_megatron.algo.losses import load_loss
     from bapo_megatron.rollout.engines.registry import engine_backend
+    from bapo_megatron.trainer.clip_bounds import checked_loss
 
     if ":" not in config.rollout.engine:
         engine_backend(config.rollout.engine)
     if ":" not in config.algorithm.loss:
-        load_loss(config.algorithm.loss)
+        checked_loss(config)

@@ -115,7 +115,7 @@ class RunConfig:
         yield from out_of_range(self)
         yield from parallel_problems(self.parallel)
         yield from pack_problems(self.batch, self.parallel, self.longest_sequence)
-        yield from hold_problems(self.batch, self.parallel, self.algorithm.bounds.scope)
+        yield from hold_problems(self.batch, self.parallel, self.algorithm.bounds)
         yield from algorithm_problems(self.algorithm, self.rollout)
         yield from staleness_problems(self.rollout)
         yield from engine_problems(self.rollout, self.longest_request)

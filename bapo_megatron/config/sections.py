@@ -6,18 +6,43 @@ The docstring of a field is its text in ``--help``. ``Annotated[int, Ge(1)]`` st
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 from tyro.conf import AvoidSubcommands
+from tyro.constructors import PrimitiveConstructorSpec
 
 from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.algo.corrections.rejection import CorrectionsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config.engine import EngineConfig
+from bapo_megatron.config.former_names import current_loss
 from bapo_megatron.config.sglang import SglangConfig
+
+
+def _json_object(words: list[str]) -> dict[str, Any]:
+    """The value of a flag that takes a JSON object. ValueError if it is something else."""
+    found = json.loads(words[0])
+    if not isinstance(found, dict):
+        raise ValueError(f'{words[0]} is no JSON object: write {{"name": value}}')
+    return found
+
+
+Settings = Annotated[
+    dict[str, Any],
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=_json_object,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    ),
+]
+"""Settings whose names the field does not know: a dict in a recipe, a JSON object as a flag."""
 
 
 @dataclass(frozen=True)
@@ -189,9 +214,13 @@ class AlgorithmConfig:
 
     bounds: BoundsConfig = field(default_factory=BoundsConfig)
     """Clipping bounds; presets in `bapo_megatron.algo.bapo`. Another loss reads fixed ones or none."""
-    loss: str = field(default="bapo", kw_only=True)
-    """The loss of an update. `bapo`: the clipped surrogate of PPO at `bounds`, searched or fixed (GRPO,
-    clip-higher). Or `package.module:Name` of a subclass of `bapo_megatron.algo.losses.Loss`."""
+    loss: str = field(default="clip", kw_only=True)
+    """The loss of an update. `clip`: the clipped surrogate of PPO at `bounds`, searched or fixed (GRPO,
+    clip-higher). Others by name: docs/losses.md. Or `package.module:Name` of a subclass of
+    `bapo_megatron.algo.losses.Loss`."""
+    loss_settings: Settings = field(default_factory=dict, kw_only=True)
+    """Settings of the loss, by the names of its constructor's arguments, e.g. `{"ratio_high": 4.0}` of
+    `cispo`; docs/losses.md has them all. As a flag one JSON object, which replaces the recipe's."""
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
     """`grpo`: (reward - group mean) / group std. `dr_grpo`: reward - group mean."""
     polarity: PapoConfig = field(default_factory=PapoConfig)
@@ -201,7 +230,8 @@ class AlgorithmConfig:
     known_ratio: bool = True
     """Take the ratio as 1, without the forward pass that measures it, when the bounds of an on-policy update
     are searched: one whose every token the present weights sampled, or, with `old_log_probs=trainer`, the
-    first of each step. What engine and trainer differ by then shows as `bapo/clip_..._distance`."""
+    first of each step. What engine and trainer differ by then shows as `bapo/clip_..._distance`. GSPO, VESPO
+    and M2PO, whose search is their ratio, measure it in any case, but for the latter."""
     old_log_probs: Literal["rollout", "trainer"] = "rollout"
     """Log-probs of the old policy, the denominator of the ratio in all updates of a step. `rollout`: those
     that the engine reported while sampling. `trainer`: recomputed by the trainer before the step's first
@@ -209,6 +239,11 @@ class AlgorithmConfig:
     importance_cap: Annotated[float | None, Gt(0)] = None
     """Truncated importance sampling, with `old_log_probs=trainer`: each token's weight is multiplied by
     min(pi_old / pi_rollout, cap). 2 is usual; None for no such weight."""
+    importance_level: Literal["token", "sequence"] = field(default="token", kw_only=True)
+    """Whose ratio `importance_cap` truncates: each token's own, or for all tokens of a response the product
+    of theirs."""
+    corrections: CorrectionsConfig = field(default_factory=CorrectionsConfig, kw_only=True)
+    """Rejection of whole responses that another policy sampled, with any loss; off by default."""
     gap_mean_limit: Annotated[float | None, Gt(0)] = 0.05
     """Mismatch check: largest mean difference between the log-probs of engine and trainer at the same
     weights, in nats (`rollout/engine_gap_mean`). In bfloat16 the output layer makes 1e-6 of it, hidden states
@@ -222,6 +257,9 @@ class AlgorithmConfig:
     """Passes over each batch of rollouts: 1 uses each sample once, more reuse it off-policy."""
     updates_per_epoch: Annotated[int, Ge(1)] = 1
     """Optimizer updates in each pass: the batch is split into so many mini-batches."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss", current_loss(self.loss))
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,14 @@ Each mistake is one line that names the field, its value and the remedy.
 from __future__ import annotations
 
 import dataclasses
-import math
-import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt
 from typeguard import TypeCheckError, check_type
 
+from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.algo.ranges import range_problem
 from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig
 from bapo_megatron.config.sections import (
@@ -28,13 +27,6 @@ from bapo_megatron.config.sections import (
 )
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.run_paths import moment_of
-
-_LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool]]] = {
-    Ge: ("at least", operator.ge),
-    Gt: ("above", operator.gt),
-    Le: ("at most", operator.le),
-    Lt: ("below", operator.lt),
-}
 
 _COMPARED = ("version", "weights", "optimizer", "canary", "learning_rate", "sampler")
 """What the resume check compares."""
@@ -63,17 +55,8 @@ def wrong_types(config: object) -> Iterator[str]:
 def out_of_range(config: object) -> Iterator[str]:
     """Numbers that are not finite, or outside the range that the annotation of their field states."""
     for path, value, annotation in _fields(config):
-        if not isinstance(value, (int, float)):
-            continue
-        limits = [
-            (*_LIMITS[type(limit)], *dataclasses.astuple(limit))
-            for limit in getattr(annotation, "__metadata__", ())
-            if type(limit) in _LIMITS
-        ]
-        if not math.isfinite(value):
-            yield f"{path}={value} is not a finite number"
-        elif not all(holds(value, bound) for _, holds, bound in limits):
-            yield f"{path}={value} must be {' and '.join(f'{words} {bound}' for words, _, bound in limits)}"
+        if problem := range_problem(value, annotation):
+            yield f"{path}={value} {problem}"
 
 
 def _fields(config: object, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -115,6 +98,12 @@ def algorithm_problems(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> It
             f"algorithm.importance_cap={algorithm.importance_cap} weighs tokens by pi_old / pi_rollout, "
             f"which is 1 with algorithm.old_log_probs=rollout: set that to trainer, or leave the cap out"
         )
+    if algorithm.importance_cap is None and algorithm.importance_level != "token":
+        yield (
+            f"algorithm.importance_level={algorithm.importance_level} needs algorithm.importance_cap: set "
+            f"both or none"
+        )
+    yield from _correction_problems(algorithm)
     if algorithm.updates_per_epoch > rollout.prompts_per_step:
         yield (
             f"algorithm.updates_per_epoch={algorithm.updates_per_epoch} is more than "
@@ -122,7 +111,20 @@ def algorithm_problems(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> It
         )
 
 
-def hold_problems(batch: BatchConfig, parallel: ParallelConfig, scope: str) -> Iterator[str]:
+def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Corrections by pi_old / pi_rollout where the two are one policy."""
+    corrections = algorithm.corrections
+    if algorithm.old_log_probs == "rollout":
+        for name in ("geometric_min", "geometric_max", "worst_token_min", "worst_token_max"):
+            value = getattr(corrections, name)
+            if value is not None:
+                yield (
+                    f"algorithm.corrections.{name}={value} limits pi_old / pi_rollout, which is 1 with "
+                    f"algorithm.old_log_probs=rollout: set that to trainer, or leave the limit out"
+                )
+
+
+def hold_problems(batch: BatchConfig, parallel: ParallelConfig, bounds: BoundsConfig) -> Iterator[str]:
     """Rules of ``batch.hold_forwards``, with ``algorithm.bounds.scope``."""
     if not batch.hold_forwards:
         return
@@ -131,10 +133,10 @@ def hold_problems(batch: BatchConfig, parallel: ParallelConfig, scope: str) -> I
             f"batch.hold_forwards needs parallel.pipeline=1, not {parallel.pipeline}: a pipeline runs "
             f"backward passes between its forward passes"
         )
-    if scope != "update":
+    if bounds.sums_over != "update":
         yield (
             f"batch.hold_forwards serves the exact search (algorithm.bounds.scope=update); with "
-            f"scope={scope} leave it out"
+            f"scope={bounds.scope} leave it out"
         )
 
 

@@ -11,7 +11,7 @@ Shapes: ``_R`` tokens of a response, ``_T`` tokens of a pack, ``_N`` tokens of a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, TypeVar
 
@@ -67,6 +67,13 @@ class Sample:
         return self.loss_mask_R.astype(np.bool_)
 
     @property
+    def predicted_R(self) -> np.ndarray:
+        """``trained_R`` without a sample's very first token, which nothing predicts: the tokens of a pack."""
+        predicted_R = self.trained_R
+        predicted_R[: max(0, len(predicted_R) - self.positions)] = False
+        return predicted_R
+
+    @property
     def trained_tokens(self) -> int:
         """Number of response tokens that are trained on."""
         return int(self.trained_R.sum())
@@ -95,7 +102,8 @@ def samples_of(group: Group, advantage: Literal["grpo", "dr_grpo"]) -> list[Samp
 def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -> list[list[T]]:
     """Mini-batches of a step: groups in random order, spread evenly over at most ``updates`` updates.
 
-    Whole groups stay together: within one, advantages sum to zero, so every update sees both signs.
+    Whole groups stay together: within one, advantages sum to zero, so every update sees both signs, unless
+    ``algorithm.corrections`` then reject all responses of one sign.
     """
     order = np.random.default_rng(list(seed)).permutation(len(groups))
     parts = np.array_split(order, min(updates, len(groups))) if len(groups) else []
@@ -116,7 +124,9 @@ def pack_samples(
     totals = [sum(lengths[i] for i in pack) for rank in plan for pack in rank]
     shortest = max(totals) if layout.fixed_length else 1
     weights = _loss_weights(samples, loss_mean)
-    return [_build(samples, weights, pack, shortest, layout) for pack in plan[layout.data_rank]]
+    trained_tokens = tuple(sample.trained_tokens for sample in samples)
+    packs = (_build(samples, weights, pack, shortest, layout) for pack in plan[layout.data_rank])
+    return [replace(pack, trained_tokens=trained_tokens) for pack in packs]
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -191,8 +201,7 @@ def _write(pack: MicroBatch, sample: Sample, start: int, columns: dict[str, Arra
     tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
     pack.token_T[start:end] = tokens[:-1]
     pack.label_T[start:end] = tokens[1:]
-    trained_R = sample.trained_R
-    trained_R[: max(0, len(trained_R) - sample.positions)] = False  # nothing predicts a sample's first token
+    trained_R = sample.predicted_R
     place_N = torch.from_numpy(np.flatnonzero(trained_R) + end - len(trained_R))
     for name, value in columns.items():
         value_N = np.broadcast_to(value, trained_R.shape)[trained_R]

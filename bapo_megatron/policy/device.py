@@ -141,7 +141,11 @@ def _is_cuda(device: object) -> bool:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """A torch function mode that turns requests for a CUDA device into requests for the CPU."""
+    """A torch function mode that turns requests for a CUDA device into requests for the CPU.
+
+    It sees every call of torch's functions, so its first lines are fast. Wrapping the functions that make
+    tensors would be faster still, and miss those that megatron has taken as default arguments.
+    """
 
     def __torch_function__(
         self,
@@ -150,17 +154,39 @@ class _CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # The distributed optimizer compares these names with torch.cuda.* to tell dtypes apart.
-            name = func(*args)
-            return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], _CPU, *args[2:])
-        if _is_cuda(kwargs.get("device")):
-            kwargs = {**kwargs, "device": _CPU}
-        if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        return func(*args, **kwargs)
+        if func in _ON_CPU:
+            return _ON_CPU[func](func, args, kwargs or {})
+        return _call_on_cpu(func, args, kwargs) if kwargs else func(*args)
+
+
+def _call_on_cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _is_cuda(kwargs.get("device")):
+        kwargs = {**kwargs, "device": _CPU}
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}
+    return func(*args, **kwargs)
+
+
+def _stay(_func: object, args: tuple[Any, ...], _kwargs: object) -> Any:
+    return args[0]
+
+
+def _move(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) > 1 and _is_cuda(args[1]):
+        args = (args[0], _CPU, *args[2:])
+    return _call_on_cpu(func, args, kwargs)
+
+
+def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = func(*args, **kwargs)
+    if len(args) > 1 or kwargs or found.startswith("torch.cuda."):
+        return found
+    # The distributed optimizer compares these names with torch.cuda.* to tell dtypes apart.
+    return found.replace("torch.", "torch.cuda.", 1)
+
+
+_ON_CPU: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.Tensor.cuda: _stay,
+    torch.Tensor.to: _move,
+    torch.Tensor.type: _type,
+}

@@ -67,6 +67,7 @@ def _host(
 
     quiet()
     prepare_layers(layers)
+    gc.freeze()  # a rank collects garbage in every phase; what is imported is none
     running: dict[int, int] = {}
     waiting = list(range(len(requests)))
     while waiting or running:

@@ -22,42 +22,69 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.algo.losses import build_loss
+from bapo_megatron.algo.losses import Loss, build_loss
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.papo import reweighted
 from bapo_megatron.algo.papo_schedule import PapoSchedule
-from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.config import AlgorithmConfig, RunConfig
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.types import Metrics, MicroBatch, SearchedLoss, TokenFn
+
+
+def checked_loss(config: RunConfig) -> Loss:
+    """The loss of a run. ConfigError if it cannot be had, or if ``batch.hold_forwards`` serves no search."""
+    loss = build_loss(config.algorithm)
+    search = loss.search
+    held = search is not None and search.known is None and search.scope == "update"
+    if config.batch.hold_forwards and not held:
+        name = config.algorithm.loss + (" with fixed bounds" if search is not None and search.known else "")
+        raise ConfigError(
+            f"batch.hold_forwards serves a search over a whole update, and algorithm.loss={name} makes none: "
+            "it would only keep the activations of all packs; leave it out"
+        )
+    return loss
 
 
 class Clipping:
     """The loss of each update, with the clipping bounds (or what else ``algorithm.loss`` searches) in it.
 
-    Between updates it keeps the sums of the last one for lagged bounds, the entropy's trajectory for PAPO.
-    ConfigError if the loss cannot be had.
+    Between updates it keeps the sums of the last one for lagged bounds, what a search carries to the next one
+    of the same batch (``Search.carried``), and the entropy's trajectory for PAPO. ConfigError if the loss
+    cannot be had.
     """
 
     def __init__(self, config: AlgorithmConfig, hold_forwards: bool = False) -> None:
         self.objective = Objective(build_loss(config))
         """The objective of the configured loss: reads the vector of sums of an update."""
         self._search = self.objective.loss.search
-        self._known_ratio, self._hold = config.known_ratio, hold_forwards
+        measured = self._search is not None and self._search.is_ratio and config.old_log_probs == "rollout"
+        self._known_ratio, self._hold = config.known_ratio and not measured, hold_forwards
         self._previous: Tensor | None = None
+        self._step_version = 0
+        self._carried: tuple[int, Any] | None = None  # with the version at the start of its step
+        self.found: Any = None
+        """What the search of the last update has found, also where it was made within the update; None where
+        each pack made its own, or none was made."""
         self._papo = PapoSchedule(config.polarity) if config.polarity.enabled else None
 
     def loss(
-        self, policy: Policy, packs: Sequence[MicroBatch], on_policy: bool
+        self, policy: Policy, packs: Sequence[MicroBatch], on_policy: bool, step_version: int = 0
     ) -> tuple[TokenFn | SearchedLoss, Any]:
         """The loss of an update on ``packs``, and what its search found, if that is known before it.
 
         ``on_policy``: on all ranks the present weights are pi_old, the ratio's denominator, of every token of
-        the update: they sampled it, or the trainer computed pi_old with them.
+        the update: they sampled it, or the trainer computed pi_old with them. ``step_version``: the policy's
+        version at the start of the step, which tells one batch from another.
         """
-        search = self._search
+        search, self.found, self._step_version = self._search, None, step_version
 
         def make(found: object) -> TokenFn:
             return self._weighted(self.objective.token_fn(found, policy.version))
+
+        def make_and_keep(sums: Tensor) -> TokenFn:
+            self.found = self._find(sums)
+            return make(self.found)
 
         if search is None:
             return make(None), None
@@ -65,17 +92,25 @@ class Clipping:
         if search.scope == "micro_batch":
             return SearchedLoss(measure, lambda sums: make(search.find(sums)), "micro_batch"), None
         if search.known is not None:
+            self.found = search.known
             return make(search.known), search.known
         if search.scope == "lagged" and self._previous is not None:
             sums = self._previous
         elif on_policy and self._known_ratio and self._papo is None:
             sums = policy.old_sums(packs, measure)
         elif self._hold:
-            return SearchedLoss(measure, lambda sums: make(search.find(sums)), "update"), None
+            return SearchedLoss(measure, make_and_keep, "update"), None
         else:
             sums = policy.token_sums(packs, measure)
-        found = search.find(sums)
-        return make(found), found
+        return make_and_keep(sums), self.found
+
+    def _find(self, sums: Tensor) -> Any:
+        """What the search finds from ``sums``, and from what the last one of the same batch has carried."""
+        assert self._search is not None
+        if self._search.carried is None:
+            return self._search.find(sums)
+        known = self._carried is not None and self._carried[0] == self._step_version
+        return self._search.find(sums, self._carried[1] if self._carried and known else None)
 
     def observe(self, sums: Tensor) -> Metrics:
         """Keep what the next update needs of ``sums``, the vector of an update at the weights before it.
@@ -84,6 +119,8 @@ class Clipping:
         """
         if self._search and self._search.scope == "lagged":
             self._previous = self.objective.search_sums(sums)
+        if self._search and self._search.carried and self.found is not None:
+            self._carried = (self._step_version, self._search.carried(self.found))
         if self._papo is None:
             return {}
         used: Metrics = {"polarity/phase": self._papo.phase}
@@ -97,6 +134,8 @@ class Clipping:
         state: dict[str, Any] = {}
         if self._previous is not None:
             state["lagged"] = self._previous.tolist()
+        if self._carried is not None:
+            state["carried"] = list(self._carried)
         if self._papo is not None:
             state["polarity"] = self._papo.state()
         return state or None
@@ -106,6 +145,8 @@ class Clipping:
         known: dict[str, Any] = {"lagged": state} if isinstance(state, list) else state or {}
         lagged = known.get("lagged")
         self._previous = None if lagged is None else torch.tensor(lagged, dtype=torch.float64)
+        carried = known.get("carried")
+        self._carried = None if carried is None else (carried[0], carried[1])
         if self._papo is not None:
             self._papo.load_state(known.get("polarity"))
 

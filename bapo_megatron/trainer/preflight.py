@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.checkpoint.run_directory import check_same_run
 from bapo_megatron.config import ModelConfig, ParallelConfig, RunConfig, SftConfig
 from bapo_megatron.errors import ConfigError
@@ -25,6 +24,7 @@ from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.sampler.step_batches import step_path, steps_in
 from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.trainer.clip_bounds import checked_loss
 from bapo_megatron.trainer.metrics_log import check_logging
 from bapo_megatron.trainer.sampling import load_problems, load_suites
 from bapo_megatron.trainer.sft import load_solutions
@@ -46,7 +46,7 @@ def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callabl
     yield config.check
     yield lambda: check_logging(config.logging)
     yield lambda: _check_reward(config)
-    yield lambda: build_loss(config.algorithm)
+    yield lambda: checked_loss(config)
     yield tokenizer
     yield lambda: _check_context(config)
     yield lambda: check_same_run(config)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from bapo_megatron.algo.bounds import describe
 from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import AlgorithmConfig, RunConfig
 from bapo_megatron.config.validation import flat
@@ -28,6 +29,7 @@ class Recorder:
         directory = config.directory
         settings = {name: str(value) for name, value in flat(config).items()}
         self._metrics = MetricsLog(directory, config.logging, first_step - 1, settings)
+        self._said_one_sign = False
         self._progress = Progress(config.steps, first_step)
         self._events = EventLog(RunPaths(directory).events)
         if not has_work:
@@ -39,6 +41,8 @@ class Recorder:
         if first_step > config.steps:
             where = f"the evaluation of step {config.steps}"
         print(f"{directory}: {kind} at {where}, processes: {processes}", flush=True)
+        if config.algorithm.loss == "clip":
+            print(f"clipping bounds: {describe(config.algorithm.bounds)}", flush=True)
 
     def step(self, step: int, updates: Sequence[Metrics], metrics: Metrics) -> None:
         """Write the metrics of a step and of its updates, and move the progress line."""
@@ -57,6 +61,22 @@ class Recorder:
         self._events.event("engine_gap", step=step, on_gap=on_gap, message=message)
         if on_gap == "warn":
             print(f"warning: {message}", flush=True)
+
+    def one_sign(self, step: int, message: str) -> None:
+        """Record that most searches of a step saw tokens of one sign; print it the first time."""
+        self._events.event("one_sign", step=step, message=message)
+        if not self._said_one_sign:
+            print(f"warning: {message}", flush=True)
+        self._said_one_sign = True
+
+    def all_rejected(self, update: int, responses: int) -> None:
+        """Record and print that ``algorithm.corrections`` have left an update without a response."""
+        self._events.event("all_rejected", update=update, responses=responses)
+        print(
+            f"warning: algorithm.corrections rejected all {responses} responses of update {update}: no step "
+            f"is taken",
+            flush=True,
+        )
 
     def saving(self, step: int, stall_s: float) -> None:
         """Record that a checkpoint was begun, and for how many seconds training stopped for it."""
@@ -114,7 +134,8 @@ def step_metrics(
     ``names`` are the metrics that an update has: a step without updates has them as None.
     """
     means = _means(updates, names)
-    metrics = {**batch.metrics, **means, "policy/updates": len(updates), **clock.metrics()}
+    taken = sum(update.get("policy/tokens") != 0.0 for update in updates)  # not those without a response
+    metrics = {**batch.metrics, **means, "policy/updates": taken, **clock.metrics()}
     seconds = metrics["time/step_s"] or 1.0
     metrics["time/tokens_per_s"] = (metrics.get("rollout/tokens") or 0.0) / seconds
     return metrics
@@ -153,6 +174,21 @@ def check_engine_gap(
         raise GapError(
             f"{message}. Do the engines have the trainer's weights, temperature and precision? "
             f"If the gap is known and harmless, raise the limit or set algorithm.on_gap=warn"
+        )
+
+
+def check_one_sign(step: int, updates: Sequence[Metrics], recorder: Recorder | None) -> None:
+    """A warning where most tokens of a step were clipped by a search that saw one sign alone.
+
+    Such a search has nothing to balance: positive tokens are clipped at the first c_high, negative ones at
+    the last c_low, as by fixed bounds.
+    """
+    shares = [share for update in updates if (share := update.get("bapo/one_sign_tokens")) is not None]
+    if recorder and shares and (mean := sum(shares) / len(shares)) > 0.5:
+        recorder.one_sign(
+            step,
+            f"step {step}: {mean:.0%} of the tokens had bounds from searches that saw one sign alone, which "
+            f"balance nothing: raise algorithm.bounds.bounds_tokens, or set algorithm.bounds.scope=update",
         )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bapo_megatron.algo.bapo import paper
+from bapo_megatron.algo.bapo import eq8_literal
 from bapo_megatron.commands.plan.hardware import GB, GPUS
 from bapo_megatron.commands.plan.job import Job, PlanOptions
 from bapo_megatron.commands.plan.memory import stage_memory
@@ -72,7 +72,7 @@ def of_mode(size: Size, path: Path, batch: BatchConfig) -> Iterator[Row]:
     policy = MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(), planned_updates=100)
     samples = draw(size)
     packs = pack_samples(samples, size.pack, "token", policy.pack_layout)
-    clipping = Clipping(AlgorithmConfig(bounds=paper()))
+    clipping = Clipping(AlgorithmConfig(bounds=eq8_literal()))
 
     def update() -> None:
         loss, _ = clipping.loss(policy, packs, on_policy=True)

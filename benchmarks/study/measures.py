@@ -1,16 +1,22 @@
 """Measures of one run: pure functions on its curves, and the figures of an arm.
 
-Legend: ``_S`` steps, ``_U`` updates. NaN where nothing was measured.
+Legend: ``_S`` steps. NaN where nothing was measured.
+
+*Stale* updates are those after the first pass over a batch; in the first pass every ratio is 1. A run of one
+pass has none, and all its updates stand for them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from bapo_megatron.commands.report.data import RunRecord, Series, read_run
+from bapo_megatron.commands.report.data import RunRecord, read_run
+from bapo_megatron.commands.report.series import ratio_profile
+from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.trainer.metrics_log import evaluation_means
 from benchmarks.study.plan import Arm
 
@@ -20,18 +26,12 @@ SPIKE_WINDOW = 10
 SPIKE_HISTORY = 4
 """Steps that must lie before one that can have a spike."""
 COLLAPSE_SHARE = 0.5
-ENTROPY_SHARE = 0.1
 
-CONTRIBUTION = "contribution/gradient_absolute_uniform"
-"""P / (P + N) over tokens with a live gradient (Eq. 5): one reading for all methods."""
-
-METRICS = {
-    "reward": "reward/mean",
-    "entropy": "policy/entropy",
-    "grad_norm": "policy/grad_norm",
-    "contribution": CONTRIBUTION,
+_UPDATE_CURVES = {
+    "clip_low": "bapo/clip_low_negative",
+    "clip_high": "bapo/clip_high_positive",
 }
-"""Curves that are a metric of the steps."""
+"""Curves that are means over the stale updates of each step."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class ArmRecord:
     """The result of a finished arm: figures and curves."""
 
     method: str
-    setting: str
+    passes: int
     seed: int
-    figures: dict[str, float]
+    figures: Mapping[str, float]
     """Numbers of ``figures_of``, and ``held_out``, the last ``eval/mean``; NaN where the run does not say."""
-    curves: dict[str, Series]
-    """Series of ``curves_of``, and ``held_out``."""
+    curves: Mapping[str, np.ndarray]
+    """Curves of ``curves_of``, one value a step; ``profile``, mean probability in each bin of the ratio."""
 
 
 def window_of(steps: int) -> int:
@@ -61,31 +61,47 @@ def running_means(values_S: np.ndarray) -> np.ndarray:
     return np.convolve(known, np.ones(window) / window, mode="valid")
 
 
-def first_and_last(values_S: np.ndarray) -> tuple[float, float]:
-    """Means over both ends' windows; NaN of nothing."""
+def best_and_last(values_S: np.ndarray) -> tuple[float, float]:
+    """The largest and the last running mean; NaN of nothing."""
     means = running_means(values_S)
-    return (float(means[0]), float(means[-1])) if len(means) else (np.nan, np.nan)
-
-
-def drawdown(values_S: np.ndarray) -> float:
-    """The deepest fall of the running mean below its best so far, in units of the values; else 0."""
-    means = running_means(values_S)
-    return float((np.maximum.accumulate(means) - means).max()) if len(means) else np.nan
+    return (float(means.max()), float(means[-1])) if len(means) else (np.nan, np.nan)
 
 
 def collapsed(values_S: np.ndarray) -> bool:
     """Whether the run ends below ``COLLAPSE_SHARE`` of its best running mean: it had learnt, and lost it."""
-    means = running_means(values_S)
-    return bool(len(means) and means[-1] < COLLAPSE_SHARE * means.max())
+    best, last = best_and_last(values_S)
+    return last < COLLAPSE_SHARE * best
 
 
-def first_entropy(run: RunRecord, steps: int) -> float:
-    """Mean entropy in the first pass over the first ``steps`` batches, nats per token; NaN if not measured.
+def first_entropy(run: RunRecord) -> float:
+    """Mean entropy in the first pass over the first batch, nats per token; NaN if not measured.
 
     Where a batch is used again, the mean of its step is that of a policy that has already changed.
     """
-    rows = [row for row in run.updates if row["step"] <= steps and not row.get("epoch")]
-    return _mean(np.array([row.get("policy/entropy") for row in rows], float))
+    rows = [row for row in run.updates if row["step"] == 1 and not row.get("epoch")]
+    return update_mean(rows, "policy/entropy")
+
+
+def entropies_at_equal_reward(one: ArmRecord, other: ArmRecord) -> tuple[float, float]:
+    """Entropies of two arms, each at the step where it first reaches the best reward that both reach.
+
+    That reward is the smaller of the two best running means. An arm that learns less is so compared with the
+    early part of the other, not with its end. NaN where a curve is missing.
+    """
+    level = float(np.min([best_and_last(arm.curves["reward"])[0] for arm in (one, other)]))
+    return _entropy_at(one, level), _entropy_at(other, level)
+
+
+def _entropy_at(arm: ArmRecord, level: float) -> float:
+    """Entropy (running mean) where the running mean of the reward first is at least ``level``."""
+    exists = np.isfinite(arm.curves["reward"]) & np.isfinite(arm.curves["entropy"])
+    window = window_of(len(exists))
+    if exists.sum() < window or not np.isfinite(level):
+        return np.nan
+    box = np.ones(window) / window
+    reward, entropy = (np.convolve(arm.curves[name][exists], box, "valid") for name in ("reward", "entropy"))
+    reached = np.flatnonzero(reward >= level - 1e-12)
+    return float(entropy[reached[0]]) if len(reached) else np.nan
 
 
 def spikes(norms_S: np.ndarray, factor: float = SPIKE_FACTOR) -> int:
@@ -117,64 +133,95 @@ def spike_rate(run: RunRecord) -> float:
     return 100 * sum(map(spikes, norms)) / len(run.updates)
 
 
-def in_blocks(values_S: np.ndarray, blocks: int) -> np.ndarray:
-    """Means of as many equal blocks, of what exists in each. As they are if that does not divide them.
+def stale_updates(run: RunRecord) -> list[Row]:
+    """The updates after the first pass over their batch; all of them if there is one pass."""
+    return [row for row in run.updates if row.get("epoch")] or run.updates
 
-    So an arm of many small steps has as many points as the others, and their noise.
+
+def clipped(row: Row) -> float:
+    """Share of an update's tokens that the loss clips."""
+    return _number(row, "bapo/clip_fraction_high") + _number(row, "bapo/clip_fraction_low")
+
+
+def positive_share(row: Row) -> float:
+    """Positive tokens' share of the gradient's mass, P / (P + N), for any loss."""
+    shares = (_number(row, f"quadrant/positive_{side}/contribution") for side in ("low", "high"))
+    return sum(shares)
+
+
+def raised(rows: Sequence[Row]) -> tuple[float, float]:
+    """Share of the tokens with a ratio above 1.2, and the mean probability with which they were sampled.
+
+    Shares are means over the updates; the probability is a mean over those tokens, updates by their shares.
     """
-    if len(values_S) == blocks or len(values_S) % blocks:
-        return values_S
-    return np.array([_mean(block) for block in values_S.reshape(blocks, -1)])
+    shares = np.array([_number(row, "raised/tokens") for row in rows], float)
+    chances = np.array([_number(row, "raised/probability") for row in rows], float)
+    share, total = _mean(shares), np.nansum(shares)
+    return share, float(np.nansum(shares * chances) / total) if total > 0 else np.nan
 
 
-def figures_of(run: RunRecord, steps: int) -> dict[str, float]:
-    """The figures of a run of a study of ``steps``; NaN where the run does not say."""
-    curves = curves_of(run, steps)
-    reward, entropy = curves["reward"].value, curves["entropy"].value
-    first = first_entropy(run, max(1, len(run.steps) // steps))
-    last = first_and_last(entropy)[1]
+def update_mean(rows: Sequence[Row], metric: str) -> float:
+    """Mean of a metric over the updates that have it."""
+    return _mean(np.array([_number(row, metric) for row in rows], float))
+
+
+def figures_of(run: RunRecord) -> dict[str, float]:
+    """The figures of a run; NaN where it does not say."""
+    reward, entropy = (run.by_step(name).value for name in ("reward/mean", "policy/entropy"))
+    stale = stale_updates(run)
+    first, (best, last) = first_entropy(run), best_and_last(reward)
+    rounds = np.array([_number(row, "bapo/rounds") for row in stale], float)
+    tokens, probability = raised(stale)
     return {
-        "final_reward": first_and_last(reward)[1],
         "mean_reward": _mean(reward),
-        "drawdown": drawdown(reward),
+        "best_reward": best,
+        "final_reward": last,
         "collapsed": float(collapsed(reward)),
         "first_entropy": first,
-        "final_entropy": last,
-        "entropy_kept": last / first if first > 0 else np.nan,
-        "entropy_collapsed": float(last < ENTROPY_SHARE * first),
+        "entropy_kept": best_and_last(entropy)[1] / first if first > 0 else np.nan,
         "spikes": spike_rate(run),
-        "clipped": _mean(curves["clipped"].value),
-        "contribution": _mean(curves["contribution"].value),
-        "moved": _moved(run.by_update("bapo/rounds").value),
-        "clip_low": _mean(run.by_update("bapo/clip_low").value),
-        "clip_high": _mean(run.by_update("bapo/clip_high").value),
-        "staleness": _mean(run.by_step("staleness/mean").value),
+        "clipped": _mean(np.array([clipped(row) for row in stale], float)),
+        "positive_share": _mean(np.array([positive_share(row) for row in stale], float)),
+        "raised_tokens": tokens,
+        "raised_probability": probability,
+        "clip_low": update_mean(stale, "bapo/clip_low_negative"),
+        "clip_high": update_mean(stale, "bapo/clip_high_positive"),
+        "moved": _mean(np.where(np.isfinite(rounds), rounds > 0, np.nan)),
     }
 
 
-def curves_of(run: RunRecord, steps: int) -> dict[str, Series]:
-    """The curves of a run at the share of it that is done, 0 to 1; ``steps`` points if it has more."""
-    clipped = [run.by_step(f"bapo/clip_fraction_{side}").value for side in ("high", "low")]
-    values = {name: run.by_step(metric).value for name, metric in METRICS.items()} | {"clipped": sum(clipped)}
-    blocks = {name: in_blocks(np.asarray(value), steps) for name, value in values.items()}
-    return {name: Series(np.arange(1, len(value) + 1) / len(value), value) for name, value in blocks.items()}
+def curves_of(run: RunRecord) -> dict[str, np.ndarray]:
+    """The curves of a run, one value a step; bounds, share and clip fraction over its stale updates."""
+    curves = {
+        "reward": run.by_step("reward/mean").value,
+        "entropy": run.by_step("policy/entropy").value,
+        "grad_norm": run.by_step("policy/grad_norm").value,
+    }
+    by_step: dict[int, list[Row]] = {int(row["step"]): [] for row in run.steps}
+    for row in stale_updates(run):
+        by_step.setdefault(int(row["step"]), []).append(row)
+    rows = [by_step[int(row["step"])] for row in run.steps]
+    curves["clipped"] = np.array([_mean(np.array([clipped(one) for one in step], float)) for step in rows])
+    curves["positive_share"] = np.array(
+        [_mean(np.array([positive_share(one) for one in step], float)) for step in rows]
+    )
+    for name, metric in _UPDATE_CURVES.items():
+        curves[name] = np.array([update_mean(step, metric) for step in rows])
+    return curves
 
 
-def read_arm(arm: Arm, steps: int) -> ArmRecord:
-    """The record of an arm that is done, of a study of ``steps``."""
+def read_arm(arm: Arm) -> ArmRecord:
+    """The record of an arm that is done."""
     run = read_run(arm.run_dir)
-    evaluations = sorted(evaluation_means(arm.run_dir).items())
-    places = np.array([step for step, _ in evaluations], float) / arm.steps
-    held_out = Series(places, np.array([value for _, value in evaluations], float))
-    figures = figures_of(run, steps)
-    figures["held_out"] = float(held_out.value[-1]) if evaluations else np.nan
-    curves = curves_of(run, steps) | {"held_out": held_out}
-    return ArmRecord(arm.method, arm.setting, arm.seed, figures, curves)
+    evaluations = evaluation_means(arm.run_dir)
+    figures = figures_of(run) | {"held_out": evaluations.get(arm.steps, np.nan)}
+    curves = curves_of(run) | {"profile": ratio_profile(run, "probability").value}
+    return ArmRecord(arm.method, arm.passes, arm.seed, figures, curves)
 
 
-def _moved(rounds_U: np.ndarray) -> float:
-    """Share of the updates whose bounds left their starts."""
-    return _mean(np.where(np.isfinite(rounds_U), rounds_U > 0, np.nan))
+def _number(row: Row, metric: str) -> float:
+    value = row.get(metric)
+    return np.nan if value is None else float(value)
 
 
 def _mean(values: np.ndarray) -> float:

@@ -1,4 +1,4 @@
-"""Paired differences between two arms, seed by seed, and the verdict on a claim about them."""
+"""Paired differences between two arms, seed by seed: interval, p-value, and Holm's correction for several."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Literal
 
 CONFIDENCE = 0.95
 LEAST_PAIRS = 3
 """Two differences may be alike by luck, and their interval then says nothing."""
-Verdict = Literal["seen", "not seen", "opposite", "not distinguishable", "not tried", "does not apply"]
-"""``does not apply`` is for claims of bounds that move, where they rest, or the other way round."""
 
 
 @dataclass(frozen=True)
@@ -43,29 +40,32 @@ def paired_effect(differences: Sequence[float], confidence: float = CONFIDENCE) 
     return Effect(mean, mean - half, mean + half, count)
 
 
-def verdict(effect: Effect | None, claimed_sign: int, smallest: float) -> Verdict:
-    """What ``effect`` says of a claim that the difference has the sign ``claimed_sign`` (1 or -1).
+def p_value(differences: Sequence[float]) -> float | None:
+    """Two-sided p-value of Student's paired test that the mean difference is 0.
 
-    ``smallest`` is the least size that would matter, in the figure's units. With the interval turned so that
-    the claim points up, [low, high]:
-
-    - seen: low > 0 and high >= smallest (it is there, and may well be large enough to matter);
-    - opposite: high < 0 and low <= -smallest;
-    - not seen: otherwise, high < smallest (an effect as claimed that matters is ruled out, not the opposite);
-    - not distinguishable: all else, the interval holds both nothing and an effect that matters, or there are
-      fewer than ``LEAST_PAIRS`` seeds;
-    - not tried: no seed has both sides.
+    None for fewer than ``LEAST_PAIRS`` differences. Differences that are all equal: 0, or 1 if they are 0.
     """
-    if effect is None:
-        return "not tried"
-    if effect.pairs < LEAST_PAIRS:
-        return "not distinguishable"
-    low, high = sorted((claimed_sign * effect.low, claimed_sign * effect.high))
-    if low > 0 and high >= smallest:
-        return "seen"
-    if high < 0 and low <= -smallest:
-        return "opposite"
-    return "not seen" if high < smallest else "not distinguishable"
+    count = len(differences)
+    if count < LEAST_PAIRS:
+        return None
+    mean, spread = fmean(differences), stdev(differences)
+    if spread == 0:
+        return float(mean == 0)
+    return 2 * (1 - t_probability(abs(mean) * math.sqrt(count) / spread, count - 1))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values, in the order given (Holm 1979): all below 0.05 hold together at 5 %.
+
+    The k-th smallest of m (k from 0) is multiplied by m - k, made at least as large as those before it, and
+    at most 1.
+    """
+    adjusted = [0.0] * len(p_values)
+    largest = 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda one: p_values[one])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
+        adjusted[place] = largest
+    return adjusted
 
 
 def t_quantile(probability: float, freedom: int) -> float:

@@ -1,4 +1,4 @@
-"""The plan of a study: one `bapo train` command for each method, setting and seed, stored in study.json."""
+"""The plan of a study: one `bapo train` command for each method, passes and seed, stored in study.json."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from bapo_megatron.algo.losses import load_loss
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.validation import flat
@@ -16,20 +17,24 @@ from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.metrics_log import evaluation_means
-from benchmarks.study.methods import METHODS, SETTINGS, is_run, stand_in
+from benchmarks.study.methods import METHODS, is_run, passes_flags, work
 from benchmarks.study.options import StudyOptions
 
 PLAN = "study.json"
-_EVALUATIONS = (4, 3, 2, 1)
-"""Evaluations after the first, at equal distances: the first of these numbers that divides the steps."""
+DESIGN = "passes-1"
+"""Name of the design; folders of another one are refused."""
+SAMPLES = 4
+"""Least number of responses to each held-out problem: one each is too noisy to tell methods apart."""
+_CHECKPOINTS = (2, 1)
+"""Checkpoints of an arm, at equal distances: the first of these numbers that divides the steps."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm: a run of one method, setting and seed."""
+    """One arm: a run of one method, passes and seed."""
 
     method: str
-    setting: str
+    passes: int
     seed: int
     steps: int
     run_dir: Path
@@ -67,12 +72,13 @@ class StudyPlan:
 
     @property
     def steps(self) -> int:
-        """Steps of an arm; the matched control has more."""
+        """Steps of an arm."""
         return self.options.steps or self.base.steps
 
     def describe(self) -> dict[str, Any]:
         """What a continuation must share: base configuration, steps, and the command of each arm."""
         return {
+            "design": DESIGN,
             "steps": self.steps,
             "base": json.loads(json.dumps(flat(self.base), default=str)),
             "arms": {arm.name: list(arm.command) for arm in self.arms},
@@ -87,44 +93,46 @@ def make_study_plan(options: StudyOptions) -> StudyPlan:
     options.check()
     base = load_recipe(options.recipe, RunConfig)
     base.check()
-    pairs = dict.fromkeys(
-        (stand_in(method, setting), setting)
-        for setting in options.settings
+    for method in options.methods:
+        load_loss(METHODS[method].loss)  # before the first arm, not in it
+    arms = [
+        _arm(options, base, method, passes, seed)
+        for seed in options.seed_numbers
+        for passes in options.passes
         for method in options.methods
-        if is_run(stand_in(method, setting), setting)
-    )
-    arms = [_arm(options, base, *pair, seed) for seed in range(options.seeds) for pair in pairs]
+        if is_run(method, passes)
+    ]
     if not arms:
-        raise ConfigError("--methods and --settings leave no arm: `fresh_matched` needs the method grpo")
+        raise ConfigError("--methods and --passes leave no arm: at 1 and 2 passes only grpo runs")
     return StudyPlan(options, base, tuple(arms))
 
 
-def _arm(options: StudyOptions, base: RunConfig, method: str, setting: str, seed: int) -> Arm:
-    kind = SETTINGS[setting]
-    steps = kind.steps(options.steps or base.steps)
-    run_dir = options.folder / "arms" / f"{method}-{setting}-seed{seed}"
+def _arm(options: StudyOptions, base: RunConfig, method: str, passes: int, seed: int) -> Arm:
+    steps = options.steps or base.steps
+    run_dir = options.folder / "arms" / f"{method}-{passes}x-seed{seed}"
     flags = [
         f"--name={run_dir.name}",
         f"--run-dir={run_dir}",
         f"--seed={seed}",
         f"--steps={steps}",
         *METHODS[method].flags,
-        *kind.flags(base),
+        *passes_flags(passes),
         *_save_flags(base, steps),
     ]
     if options.lr is not None:
         flags.append(f"--optimizer.lr={options.lr}")
     command = ("train", str(options.recipe), *flags)
     evaluates = bool(base.evaluation.suites)
-    return Arm(method, setting, seed, steps, run_dir, command, kind.work(steps), evaluates)
+    return Arm(method, passes, seed, steps, run_dir, command, work(passes, steps), evaluates)
 
 
 def _save_flags(base: RunConfig, steps: int) -> list[str]:
-    """Evaluations, the last of them at the end, and a checkpoint with each."""
-    every = next(steps // count for count in _EVALUATIONS if steps % count == 0)
+    """Checkpoints, and evaluations of the first and the last weights."""
+    every = next(steps // count for count in _CHECKPOINTS if steps % count == 0)
     flags = [f"--checkpoint.every={every}"]
     if base.evaluation.suites:
-        flags.append(f"--evaluation.every={every}")
+        samples = max(base.evaluation.samples, SAMPLES)
+        flags += [f"--evaluation.every={steps}", f"--evaluation.samples={samples}"]
     return flags
 
 
@@ -145,11 +153,17 @@ def store_plan(plan: StudyPlan) -> None:
 def check_same_study(plan: StudyPlan) -> dict[str, Any]:
     """What study.json is to hold. ConfigError if the folder has a study whose arms were made otherwise.
 
-    Methods, settings and seeds may be added or left out: arms that are there stay.
+    Methods, passes and seeds may be added or left out: arms that are there stay.
     """
     path, ours = plan.options.folder / PLAN, plan.describe()
     if path.exists():
         stored = json.loads(path.read_text())
+        if stored.get("design") != DESIGN:
+            other = stored.get("design", "the first one")
+            raise ConfigError(
+                f"{path.parent} holds a study of another design ({other}; now {DESIGN}): "
+                "its arms cannot be mixed with these. Move it away, or give another --folder"
+            )
         if different := list(_differences(stored, ours, plan.options.analyse)):
             raise ConfigError(
                 f"the study in {path.parent} was started with other settings:\n"

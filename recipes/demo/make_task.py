@@ -13,6 +13,9 @@ make fewer slips.
 With ``--guesses 0 --rambles 0.7`` most solutions slip in a column, doubt it, begin again, slip again,
 and give up at the fifth attempt: wrong responses are the long ones, as on hard problems (Fig. 6 of the
 paper), and most tokens are negative.
+
+With ``--neutral CHARS`` a character at random ends each column instead of the comma: tokens that keep their
+entropy, whatever is learnt.
 """
 
 from __future__ import annotations
@@ -41,13 +44,16 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 
+BARE_TEMPLATE = "{%- for message in messages -%}{{ message['content'] }}{%- endfor -%}"
+"""The chat template of ``--bare``: the prompt is the sum alone, which is 18 tokens shorter."""
+
 DATA_SOURCE = "bapo_demo/addition"
 
 
 # --- the tokenizer and the model -----------------------------------------------------------------
 
 
-def make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def make_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     """Write a tokenizer whose tokens are the bytes of the text in Unicode's form NFC, with a chat template.
 
     ``<|im_end|>`` ends a turn. NFC is written down because transformers 5 puts it into every tokenizer that
@@ -62,7 +68,7 @@ def make_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bytes_only, eos_token=END, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     _name_the_class_for_all_versions(folder / "tokenizer_config.json")
     return tokenizer
@@ -152,6 +158,17 @@ def scratchpad(numbers: Sequence[int]) -> str:
     return "".join(columns) + rf"\boxed{{{sum(numbers)}}}"
 
 
+def with_neutral(solution: str, neutral: str, rng: np.random.Generator) -> str:
+    r"""The solution with one of the ``neutral`` characters at random in the place of each comma.
+
+    >>> with_neutral(scratchpad([47, 86]), ",;/|", np.random.default_rng(0))
+    '7+6+0=13|4+8+1=13/\\boxed{133}'
+    """
+    if len(neutral) < 2:
+        return solution
+    return "".join(neutral[rng.integers(len(neutral))] if char == "," else char for char in solution)
+
+
 # --- the problems --------------------------------------------------------------------------------
 
 
@@ -170,11 +187,18 @@ def make_problems(
 
 
 def add_solutions(
-    rows: list[dict[str, Any]], guesses: float, rambles: float = 0.0, seed: int = 0
+    rows: list[dict[str, Any]],
+    guesses: float,
+    rambles: float = 0.0,
+    seed: int = 0,
+    *,
+    attempts: tuple[int, int] = (5, 5),
+    neutral: str = ",",
 ) -> list[dict[str, Any]]:
     """The rows with a solution to imitate.
 
-    The share ``guesses`` is up to 5 off, the share ``rambles`` fails at length, the rest is worked out.
+    The share ``guesses`` is up to 5 off, the share ``rambles`` fails after the fewest to the most
+    ``attempts``, the rest is worked out. The ``neutral`` characters end columns.
     """
     rng = np.random.default_rng([seed, 1])
     habits = rng.random(len(rows))
@@ -185,9 +209,12 @@ def add_solutions(
         if habit < guesses:
             solution = rf"\boxed{{{sum(numbers) + error}}}"
         elif habit < guesses + rambles:
-            solution = ramble(numbers, rng)
+            fewest, most = attempts
+            count = fewest if fewest == most else int(rng.integers(fewest, most + 1))
+            solution = ramble(numbers, rng, count)
         else:
             solution = scratchpad(numbers)
+        solution = with_neutral(solution, neutral, rng)
         solved.append({**row, "extra_info": {**row["extra_info"], "solution": solution}})
     return solved
 
@@ -231,9 +258,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if min(args.guesses, args.rambles) < 0 or args.guesses + args.rambles > 1:
         parser.error("--guesses and --rambles are shares of the solutions: together at most 1")
+    if not 1 <= args.attempts[0] <= args.attempts[1]:
+        parser.error("--attempts FEWEST MOST: 1 or more, in this order")
     model_folder: Path = args.out / "model"
     model_folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(model_folder)
+    tokenizer = make_tokenizer(model_folder, BARE_TEMPLATE if args.bare else CHAT_TEMPLATE)
     shape = {
         name: getattr(args, name) for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "context")
     }
@@ -241,7 +270,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = {"warm_start": args.warm_start, "train": args.train, "eval": args.eval}
     digits = {"min_digits": args.min_digits, "max_digits": args.max_digits}
     splits = make_problems(sizes, **digits, addends=args.addends, seed=args.seed)
-    splits["warm_start"] = add_solutions(splits["warm_start"], args.guesses, args.rambles, args.seed)
+    habits = {"attempts": tuple(args.attempts), "neutral": args.neutral}
+    splits["warm_start"] = add_solutions(
+        splits["warm_start"], args.guesses, args.rambles, args.seed, **habits
+    )
     for split, rows in splits.items():
         write_jsonl(args.out / f"{split}.jsonl", rows)
     print(f"{args.out}: {model.num_parameters():,} parameters; problems: {sizes}")
@@ -254,6 +286,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--guesses", type=float, default=0.75, help="share of solutions that only guess")
     parser.add_argument("--rambles", type=float, default=0.0, help="share that fails after a long time")
+    parser.add_argument(
+        "--attempts", type=int, nargs=2, default=(5, 5), metavar=("FEWEST", "MOST"), help="of a ramble"
+    )
+    parser.add_argument("--neutral", default=",", help="characters that end a column, each as good")
+    parser.add_argument("--bare", action="store_true", help="prompts without the marks of a chat")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the problems")
     for flag, default, meaning in (
         ("--warm-start", 4000, "problems with solutions"),

@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.algo.losses.bapo import search
+from bapo_megatron.algo.losses.clip import search
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.errors import CheckpointError, ConfigError

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.algo.losses.bapo import search
+from bapo_megatron.algo.losses.clip import search
 from bapo_megatron.checkpoint.resume_check import Fingerprint, fingerprint_differences, state_fingerprint
 from bapo_megatron.config import (
     BatchConfig,

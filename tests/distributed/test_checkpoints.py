@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.algo.losses.bapo import search
+from bapo_megatron.algo.losses.clip import search
 from bapo_megatron.checkpoint import reader as checkpoint
 from bapo_megatron.checkpoint.writer import digest
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import balanced
-from bapo_megatron.algo.losses.bapo import contribution_fn, search
+from bapo_megatron.algo.losses.clip import contribution_fn, search
 from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config import (
     AlgorithmConfig,

@@ -99,7 +99,7 @@ def test_megatron_loads_it(family: str, layout: str, tmp_path: Path) -> None:
 
 def train_and_save(folder: Path, parallel: ParallelConfig, path: Path) -> dict[str, torch.Tensor]:
     from bapo_megatron.algo.bapo import grpo
-    from bapo_megatron.algo.losses.bapo import search
+    from bapo_megatron.algo.losses.clip import search
     from tests.support.bapo_objective import loss_fn
 
     policy = make_policy(folder, parallel, "bfloat16")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bapo_megatron.algo import sums, tokens
-from bapo_megatron.algo.bapo import paper
+from bapo_megatron.algo.bapo import eq8_literal
 from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig, BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
@@ -47,7 +47,7 @@ def waits(folder: Path, chunk_tokens: int, pack_tokens: int) -> list[Counter[str
     batch = BatchConfig(pack_tokens=pack_tokens, logprob_chunk_tokens=chunk_tokens)
     policy = MegatronPolicy(ModelConfig(folder, "float32"), ONE, batch, OptimizerConfig(), 10, 0.7)
     packs = pack_samples(random_samples(6), pack_tokens, layout=policy.pack_layout)
-    loss = build_loss(AlgorithmConfig(bounds=paper()))
+    loss = build_loss(AlgorithmConfig(bounds=eq8_literal()))
     objective, search = Objective(loss), loss.search
     assert search is not None
     found = []

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import Bounds, balanced
-from bapo_megatron.algo.losses.bapo import contribution_fn, search
+from bapo_megatron.algo.losses.clip import contribution_fn, search, search_groups
 from bapo_megatron.config import (
     AlgorithmConfig,
     BatchConfig,
@@ -22,7 +22,7 @@ from bapo_megatron.config import (
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.clip_bounds import Clipping
-from bapo_megatron.types import MicroBatch, TokenStats
+from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 from tests.support.bapo_objective import loss_fn
 from tests.support.models import FAMILIES, random_samples, save_tiny_model
 from tests.support.tiers import slow_but
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.distributed
 
 # A target that the random samples reach with both bounds inside their ranges.
 BOUNDS = dataclasses.replace(balanced(), target=0.4)
+GROUPED = dataclasses.replace(BOUNDS, scope="micro_batch", bounds_tokens=100)
 
 
 # An eps above every gradient makes Adam's steps proportional to them, so that weights can be compared: with
@@ -99,6 +100,9 @@ class Answer:
     """Sum of the log-probs of each sequence's response, in the order of the samples."""
     sums: torch.Tensor
     bounds: Bounds
+    grouped: list[Bounds]
+    """Bounds of each search group, in the order of the samples; empty where they are shuffled."""
+    grouped_loss: float
     losses: list[float]
     grad_norms: list[float]
     weights: dict[str, torch.Tensor]
@@ -125,19 +129,38 @@ def answer(folder: Path, samples: list[Sample], where: Layout, updates: int) -> 
         for row, start, length in pack.rows:
             log_probs[order[row]] = stats.log_prob_T[start : start + length].clone()
             entropies[order[row]] = stats.entropy_T[start : start + length].clone()
-    by_place = policy.token_sums(packs, sequence_sums)
+    by_place, for_groups, sums = summed_together(
+        policy, packs, sequence_sums, contribution_fn(GROUPED), contribution_fn(BOUNDS)
+    )
     sequences = torch.empty_like(by_place)
     sequences[torch.tensor(order)] = by_place
-    losses, norms, first = [], [], None
-    for _ in range(updates):
-        sums = policy.token_sums(packs, contribution_fn(BOUNDS))
-        found = search(sums, BOUNDS)
-        first = first or (sums, found.bounds)
-        result = policy.update(packs, loss_fn(found, BOUNDS, policy.version))
+    groups = search_groups(for_groups, GROUPED)
+    grouped_loss = float(policy.token_sums(packs, loss_fn(groups, GROUPED, policy.version))[0])
+    grouped = [] if where.shuffled else [one.bounds for one in groups.groups]
+    first = sums, search(sums, BOUNDS).bounds
+    losses, norms = [], []
+    for number in range(updates):
+        sums = policy.token_sums(packs, contribution_fn(BOUNDS)) if number else sums
+        result = policy.update(packs, loss_fn(search(sums, BOUNDS), BOUNDS, policy.version))
         losses.append(float(result.sums[0]))
         norms.append(result.grad_norm)
     weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
-    return Answer(log_probs, entropies, sequences, *first, losses, norms, weights)
+    return Answer(log_probs, entropies, sequences, *first, grouped, grouped_loss, losses, norms, weights)
+
+
+def summed_together(
+    policy: MegatronPolicy, packs: list[MicroBatch], *measures: TokenFn
+) -> list[torch.Tensor]:
+    """The sums of several measures, of one pass."""
+    sizes: list[int] = []
+
+    def measure(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
+        parts = [one(stats, batch) for one in measures]
+        sizes[:] = map(len, parts)
+        return torch.cat([part.double() for part in parts])
+
+    total = policy.token_sums(packs, measure)
+    return list(total.split(sizes))
 
 
 def sequence_sums(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
@@ -173,6 +196,7 @@ def reference(qwen2: Path, samples: list[Sample]) -> Answer:
     [found] = answers("one", qwen2, samples)
     assert found.bounds.reached
     assert 0.6 < found.bounds.low < 0.9
+    assert len({(one.low, one.high) for one in found.grouped}) > 1
     return found
 
 
@@ -191,6 +215,11 @@ def check_agreement(ranks: list[Answer], reference: Answer, samples: list[Sample
         torch.testing.assert_close(ours.sums, reference.sums, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(ours.sums, ranks[0].sums, rtol=0, atol=0)
         assert (ours.bounds.low, ours.bounds.high) == (reference.bounds.low, reference.bounds.high)
+        if ours.grouped:
+            assert [(one.low, one.high) for one in ours.grouped] == [
+                (one.low, one.high) for one in reference.grouped
+            ]
+            assert ours.grouped_loss == pytest.approx(reference.grouped_loss, rel=1e-5, abs=1e-5)
         assert ours.losses == pytest.approx(reference.losses, rel=1e-5, abs=1e-5)
         assert ours.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5)
         assert ours.weights.keys() == reference.weights.keys()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import Bounds, balanced
-from bapo_megatron.algo.losses.bapo import contribution_fn, search
+from bapo_megatron.algo.losses.clip import contribution_fn, search
 from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy

@@ -24,7 +24,7 @@ from bapo_megatron.data.packing import samples_of
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.train import train_on
 from bapo_megatron.trainer.clip_bounds import Clipping
-from bapo_megatron.trainer.old_log_probs import with_old_log_probs
+from bapo_megatron.trainer.corrections import with_old_log_probs
 from bapo_megatron.types import Group, Metrics, Prompt, Rollout, StepBatch
 from tests.support.metrics import known
 from tests.support.models import random_samples, save_tiny_model

@@ -7,19 +7,22 @@ rehearsals.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bapo_megatron.commands.plan.activations import kept
-from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape
+from bapo_megatron.commands.plan.job import Job, PlanOptions, shape_folder
 from bapo_megatron.commands.plan.memory import FIXED, host_bytes, stage_memory
+from bapo_megatron.commands.rehearse import RehearseOptions, packs_of, ranks_of
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.hf.config import read_model_shape
-from tests.support.forked_commands import start_bapo
+from bapo_megatron.rehearsal.processes import rehearse
+from bapo_megatron.rehearsal.records import RankRequest
+from bapo_megatron.rehearsal.results.summary import as_dict
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -41,19 +44,80 @@ BUDGETS = {
     "r1_distill_qwen_7b_8k": Budget(48.5, 34.4, 4),
     "octothinker_llama_3b": Budget(23.4, 14.5, 4),
     "r1_distill_qwen_32b": Budget(57.3, 24.7, 20),
-    "partial_rollout_7b": Budget(48.5, 34.4, 4),
 }
+SAME = ("partial_rollout_7b", "r1_distill_qwen_7b_8k")
+"""Two recipes of one rank: the first is not rehearsed."""
+
+
+@dataclass
+class Rehearsal:
+    """A job that is rehearsed as ``bapo rehearse`` does it, and what was found: its JSON."""
+
+    job: Job
+    folder: Path
+    """With the model's config.json."""
+    found: dict[str, Any] = field(default_factory=dict)
+
+    def requests(self) -> list[RankRequest]:
+        """The ranks that the command rehearses."""
+        options = RehearseOptions()
+        run = replace(self.job.run, model=replace(self.job.run.model, hf_path=self.folder))
+        packs = packs_of(self.job, options)
+        return [RankRequest(run, rank, packs) for rank in ranks_of(self.job, options)]
+
+
+def of_recipe(name: str) -> Rehearsal:
+    """A recipe as it is."""
+    path = ROOT / f"recipes/{name}.py"
+    run = load_recipe(path, RunConfig)
+    folder = shape_folder(path, run.model.hf_path)
+    return Rehearsal(Job(run, read_model_shape(folder), PlanOptions()), folder)
+
+
+def of_layers(shape: str, recompute: Any, context: int, layers: int, folder: Path) -> Rehearsal:
+    """A recipe of 64k tokens, with a few layers of another model, and as long sequences as it has GPUs."""
+    config = json.loads((ROOT / f"recipes/shapes/{shape}/config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    run = load_recipe(ROOT / "recipes/bp_math_32b_64k.py", RunConfig)
+    run = replace(
+        run,
+        model=replace(run.model, hf_path=folder),
+        parallel=replace(run.parallel, context=context),
+        batch=replace(run.batch, recompute=recompute, pack_tokens=8448 * context),
+        rollout=replace(run.rollout, max_response_tokens=4096 * context),
+    )
+    return Rehearsal(Job(run, read_model_shape(folder), PlanOptions()), folder)
+
+
+@pytest.fixture(scope="module")
+def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rehearsal]:
+    """All of this file in one go, as what they import takes as long as some of them."""
+    recipes = {name: of_recipe(name) for name in BUDGETS}
+    shapes = {
+        f"{case}, {layers} layers": of_layers(*case, layers, tmp_path_factory.mktemp("shape"))
+        for case in LAYERS
+        for layers in FEW
+    }
+    everything = recipes | shapes
+    results = rehearse([request for one in everything.values() for request in one.requests()], "te")
+    for one in everything.values():
+        ranks, results = results[: len(one.requests())], results[len(one.requests()) :]
+        assert [rank.error for rank in ranks] == [None] * len(ranks)
+        one.found = as_dict(ranks, one.job)
+    return everything
 
 
 @pytest.mark.parametrize("recipe", BUDGETS)
-def test_a_recipe_stays_within_its_budget_and_the_plan_agrees(recipe: str, tmp_path: Path) -> None:
-    budget, found = BUDGETS[recipe], rehearsed(recipe, tmp_path)
+def test_a_recipe_stays_within_its_budget_and_the_plan_agrees(
+    recipe: str, rehearsals: dict[str, Rehearsal]
+) -> None:
+    budget, found = BUDGETS[recipe], rehearsals[recipe].found
     peak_gb, kinds_gb = found["peak_gb"], found["ranks"][0]["kinds_gb"]["update 2"]
     assert found["misfits"] == []
     assert peak_gb["update 2"] < budget.update_gb + 2
     assert peak_gb["save"] < budget.save_gb + 2
     assert found["host_waits_per_update"] < budget.waits + 10
-    plan_of = job(ROOT / f"recipes/{recipe}.py")
+    plan_of = rehearsals[recipe].job
     plan = stage_memory(plan_of, 0)
     for kind in ("weights", "gradients", "optimizer"):
         assert getattr(plan, kind) == pytest.approx(1e9 * kinds_gb[kind], rel=0.001), kind
@@ -70,35 +134,28 @@ LAYERS = [
     ("Qwen3-32B", "selective", 8),
     ("DeepSeek-R1-Distill-Qwen-32B", "none", 1),
 ]
+FEW = 2, 4
 
 
-@pytest.mark.parametrize(("shape", "recompute", "context"), LAYERS)
-def test_a_layer_keeps_what_the_plan_says(shape: str, recompute: Any, context: int, tmp_path: Path) -> None:
-    """Bytes for each token, by which a model of eight layers keeps more than one of four."""
-    path = ROOT / "recipes/bp_math_32b_64k.py"
-    of_layers = json.loads((ROOT / f"recipes/shapes/{shape}/config.json").read_text())
-    flags = ["--parallel.context", context, "--batch.recompute", recompute, "--model.hf-path", tmp_path]
-    flags += ["--batch.pack-tokens", 8448 * context, "--rollout.max-response-tokens", 4096 * context]
-    found = []
-    for layers in (4, 8):
-        (tmp_path / "config.json").write_text(json.dumps({**of_layers, "num_hidden_layers": layers}))
-        [rank] = rehearsed("bp_math_32b_64k", tmp_path, *flags)["ranks"]
-        found.append(1e9 * rank["kinds_gb"]["update 2"]["activations"])
-    parallel = replace(load_recipe(path, RunConfig).parallel, context=context)
-    planned = kept(read_model_shape(tmp_path), parallel, 2, recompute, "te").layer
-    assert (found[1] - found[0]) / 4 / 8448 == pytest.approx(planned, rel=0.002)
+@pytest.mark.parametrize("case", LAYERS, ids=lambda case: "-".join(map(str, case)))
+def test_a_layer_keeps_what_the_plan_says(
+    case: tuple[str, Any, int], rehearsals: dict[str, Rehearsal]
+) -> None:
+    """Bytes for each token, by which a model of four layers keeps more than one of two."""
+    few, more = (rehearsals[f"{case}, {layers} layers"] for layers in FEW)
+    few_bytes, more_bytes = (
+        1e9 * one.found["ranks"][0]["kinds_gb"]["update 2"]["activations"] for one in (few, more)
+    )
+    run = more.job.run
+    planned = kept(more.job.shape, run.parallel, 2, run.batch.recompute, "te").layer
+    assert (more_bytes - few_bytes) / (FEW[1] - FEW[0]) / 8448 == pytest.approx(planned, rel=0.002)
 
 
-def job(recipe: Path) -> Job:
-    run = load_recipe(recipe, RunConfig)
-    return Job(run, find_shape(recipe, run.model.hf_path), PlanOptions())
-
-
-def rehearsed(recipe: str, folder: Path, *flags: object) -> dict[str, Any]:
-    """The JSON of ``bapo rehearse``."""
-    path = folder / "rehearsal.json"
-    command = start_bapo("rehearse", f"recipes/{recipe}.py", "--layers", "te", "--json", path, *flags)
-    said = command.communicate()[0].decode()
-    assert command.wait() == 0, said
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+def test_two_recipes_have_the_same_rank() -> None:
+    """What they differ in, no rank sees: when responses are sampled, and how often a batch is used."""
+    one, other = (load_recipe(ROOT / f"recipes/{name}.py", RunConfig) for name in SAME)
+    rollout = replace(
+        one.rollout, budget_tokens=other.rollout.budget_tokens, max_staleness=other.rollout.max_staleness
+    )
+    algorithm = replace(one.algorithm, reuse_epochs=other.algorithm.reuse_epochs)
+    assert replace(one, name=other.name, rollout=rollout, algorithm=algorithm) == other

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from tests.support.forked_commands import start_bapo
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
 RECIPE = """
 from dataclasses import replace
 from pathlib import Path
@@ -43,9 +41,9 @@ def test_the_demo_with_an_engine_of_its_own(tmp_path: Path) -> None:
     recipe, run_dir = tmp_path / "recipe.py", tmp_path / "run"
     recipe.write_text(RECIPE)
     flags = ["--run-dir", str(run_dir), "--rollout.custom-engine.copies=2"]
-    command = [sys.executable, "-m", "bapo_megatron.cli", "train", str(recipe), *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    command = start_bapo("train", recipe, *flags)
+    output, _ = command.communicate(timeout=400)
+    assert command.returncode == 0, output.decode()[-3000:]
     rows = list(read_jsonl(run_dir / "metrics.jsonl"))
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert {row["sampler/engines"] for row in rows} == {2.0}

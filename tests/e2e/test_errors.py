@@ -22,6 +22,10 @@ ROW = {
     "extra_info": {"index": 0},
 }
 
+FIXED = [
+    f"--algorithm.bounds.{end}" for end in ("low-start=0.8", "low-end=0.8", "high-start=1.2", "high-end=1.2")
+]
+
 pytestmark = pytest.mark.e2e
 
 
@@ -55,9 +59,14 @@ def message_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: s
     ("flags", "expected"),
     [
         (["--steps=0"], "steps=0 must be at least 1"),
-        (["--algorithm.loss=ppo"], "algorithm.loss='ppo' is unknown: give bapo"),
+        (["--algorithm.loss=ppo"], "algorithm.loss='ppo' is unknown: give "),
         (["--algorithm.loss=nowhere:Loss"], "algorithm.loss=nowhere:Loss: importing nowhere failed"),
-        (["--algorithm.loss=tests.support.cispo_loss:Cispo"], "set algorithm.bounds=fixed(low, high)"),
+        (["--algorithm.loss=cispo"], "algorithm.loss=cispo does not read that"),
+        (
+            ["--algorithm.loss=sapo", '--algorithm.loss-settings={"temperature": 2}'],
+            "algorithm.loss_settings.temperature=2: algorithm.loss=sapo has no such setting",
+        ),
+        (["--algorithm.loss-settings=[1]"], "[1] is no JSON object"),
         (["--steps=many"], "many"),
         (["--optimiser.lr=1"], "--optimizer.lr"),
         (["--rollout.group_sise=4"], "--rollout.group-size"),
@@ -70,6 +79,10 @@ def message_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: s
             "rounded up to a multiple of 4",
         ),
         (["--batch.hold-forwards", "--parallel.pipeline=2"], "batch.hold_forwards needs parallel.pipeline=1"),
+        (
+            ["--batch.hold-forwards", *FIXED],
+            "a search over a whole update, and algorithm.loss=clip with fixed bounds makes none",
+        ),
         (["--parallel.sequence", "--parallel.tensor=1"], "parallel.sequence needs parallel.tensor"),
         (
             ["--parallel.pipeline=2", "--parallel.virtual=3"],

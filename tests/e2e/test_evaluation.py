@@ -85,7 +85,7 @@ def test_killed_torn_and_continued(suites: Path, tmp_path: Path) -> None:
     rows = whole_responses(folder)
     summary = json.loads((folder / SUMMARY).read_text())
     right = sum(row["correct"] for row in rows) / len(rows)
-    assert 0.1 < right < 0.7, "the demo's policy is right in a third"
+    assert 0.1 < right < 0.7, f"the demo's policy is right in a third: {output[-500:]}\n{rows[:20]}"
     assert summary["metrics"][f"avg@{SAMPLES}"] == pytest.approx(right)
     assert summary["model"]["sha256"] == model_digest(POLICY)
     for row in rows:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked_commands import put_bapo_into, server
 from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.e2e
@@ -91,6 +92,16 @@ def copied(change: Change, workspace: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("change", [one for one in changes() if one.patches], ids=lambda one: one.title)
+def test_the_patches_of_the_page_fit(change: Change, tmp_path: Path) -> None:
+    """In the fast tier: most changes are tried in the slow one."""
+    copied(change, tmp_path)
+    paths = re.findall(r"^\+\+\+ b/(\S+)$", "\n".join(change.patches), re.MULTILINE)
+    assert paths
+    for path in paths:
+        assert (tmp_path / path).read_text() != (ROOT / path).read_text(), path
+
+
 QUICK = ("A loss", "A recipe")
 
 
@@ -101,7 +112,8 @@ QUICK = ("A loss", "A recipe")
 )
 def test_a_change_works_as_the_page_says(change: Change, tmp_path: Path) -> None:
     copied(change, tmp_path)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    put_bapo_into(tmp_path / "bin", tmp_path)
+    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": path, "OMP_NUM_THREADS": "1"}
     if (nemo_run := ROOT / ".venv-nemo-run/bin/python").is_file():
         environment.setdefault("BAPO_NEMO_RUN_PYTHON", str(nemo_run))
@@ -111,6 +123,7 @@ def test_a_change_works_as_the_page_says(change: Change, tmp_path: Path) -> None
             ["bash", "-euo", "pipefail", "-c", command],
             cwd=tmp_path,
             env=environment,
+            pass_fds=[server().fileno()],
             capture_output=True,
             text=True,
             timeout=600,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from benchmarks.study.options import RECIPE as STUDY
+from tests.support.forked_commands import ForkedCommand, start_bapo
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
-ARMS = [f"{method}-stale_3-seed{seed}" for seed in (0, 1) for method in ("grpo", "balanced")]
+ARMS = [f"{method}-4x-seed{seed}" for seed in (0, 1) for method in ("grpo", "paper")]
 
 RECIPE = """
 from dataclasses import replace
@@ -29,10 +30,10 @@ from bapo_megatron.config.recipe import load_recipe
 
 
 def recipe():
-    run = load_recipe(Path({root!r}) / "recipes/demo_study.py", RunConfig)
+    run = load_recipe(Path({recipe!r}), RunConfig)
     return replace(
         run,
-        rollout=replace(run.rollout, prompts_per_step=4, group_size=4, max_response_tokens=24),
+        rollout=replace(run.rollout, prompts_per_step=4, group_size=4, max_response_tokens=64),
         evaluation=replace(run.evaluation, suites=({suite!r},)),
     )
 """
@@ -42,22 +43,17 @@ def recipe():
 def command(tmp_path: Path) -> list[str]:
     """The study of a recipe with small batches and few held-out problems."""
     suite = tmp_path / "few.jsonl"
-    lines = (ROOT / "recipes/demo/eval.jsonl").read_text().splitlines(keepends=True)
-    suite.write_text("".join(lines[:8]))
+    [problems] = load_recipe(STUDY, RunConfig).evaluation.suites
+    lines = Path(problems).read_text().splitlines(keepends=True)
+    suite.write_text("".join(lines[:4]))
     recipe = tmp_path / "small.py"
-    recipe.write_text(RECIPE.format(root=str(ROOT), suite=str(suite)))
-    flags = ["--methods", "grpo", "balanced", "--settings", "stale_3", "--seeds=2", "--steps=1"]
+    recipe.write_text(RECIPE.format(recipe=str(STUDY), suite=str(suite)))
+    flags = ["--methods", "grpo", "paper", "--passes", "4", "--seeds=2", "--steps=1"]
     folder = [f"--recipe={recipe}", f"--folder={tmp_path / 'study'}"]
-    return [sys.executable, "-m", "bapo_megatron.cli", "study", "staleness", *flags, *folder]
+    return ["study", "staleness", *flags, *folder]
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-
-
-def wait_for(event: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+def wait_for(event: Callable[[], bool], process: ForkedCommand | None = None) -> None:
     deadline = time.monotonic() + 900
     while not event():
         assert process is None or process.poll() is None, process.communicate()[0][-3000:]
@@ -73,7 +69,7 @@ def exported(run_dir: Path) -> bool:
 def test_a_killed_study_goes_on_to_its_document(command: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "study"
     first = folder / "arms" / ARMS[0]
-    study = start(command)
+    study = start_bapo(*command)
     wait_for(lambda: exported(first), study)
     arms = psutil.Process(study.pid).children()
     os.kill(study.pid, signal.SIGKILL)
@@ -81,7 +77,7 @@ def test_a_killed_study_goes_on_to_its_document(command: list[str], tmp_path: Pa
     wait_for(lambda: not any(arm.is_running() and arm.status() != psutil.STATUS_ZOMBIE for arm in arms))
     before = (first / "metrics.jsonl").stat().st_mtime_ns
 
-    output = start(command).communicate(timeout=900)[0]
+    output = start_bapo(*command).communicate(timeout=900)[0].decode()
     assert "4 of 4 arms" in output, output[-3000:]
     assert (first / "metrics.jsonl").stat().st_mtime_ns == before
     assert f" {ARMS[0]} done" not in output
@@ -89,7 +85,8 @@ def test_a_killed_study_goes_on_to_its_document(command: list[str], tmp_path: Pa
     check_arms(folder)
     text = (folder / "study.md").read_text()
     assert "4 of 4 arms are done, 2 seeds of 1 step each" in text
-    assert "| stale_3 | balanced | 2 |" in text
+    assert "| 4x | `paper` | 0 of 2 |" in text
+    assert "- Not judged: gate entropy kept on-policy (1x) failed: not measured" in text
     assert len(list((folder / "figures").glob("*.png"))) == 7
 
 

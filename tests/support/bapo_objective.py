@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from bapo_megatron.algo.bapo import Bounds, BoundsConfig, clipped_tokens
-from bapo_megatron.algo.losses.bapo import BapoLoss, Found
+from bapo_megatron.algo.losses.clip import ClipLoss, Found
 from bapo_megatron.algo.measurements import clipping
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
@@ -15,7 +15,7 @@ from bapo_megatron.types import Metrics, TokenFn
 
 
 def objective(config: BoundsConfig) -> Objective:
-    return Objective(BapoLoss(AlgorithmConfig(bounds=config)))
+    return Objective(ClipLoss(AlgorithmConfig(bounds=config)))
 
 
 def loss_fn(found: Any, config: BoundsConfig, version: int) -> TokenFn:

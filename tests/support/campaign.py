@@ -28,6 +28,7 @@ from bapo_megatron import cli
 from bapo_megatron.rollout.sampler.step_batches import steps_in
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.accounts import check_run
+from tests.support.fork_server import import_all
 from tests.support.metrics import results
 from tests.support.processes import ranks_of, sampler_of
 from tests.support.raw_journal import keep_logs
@@ -226,10 +227,10 @@ def _harmed_life(
         time.sleep(0.05)
     target = min(before + chance.randrange(3), steps - 2)
     while not starting and life.code() is None and last_step(run_dir, "metrics.jsonl") < target:
-        time.sleep(0.02)
+        time.sleep(0.05)
     end = time.monotonic() + chance.uniform(0, spans_s[0] if starting else spans_s[1])
     while time.monotonic() < end and life.code() is None:
-        time.sleep(0.02)
+        time.sleep(0.05)
     if life.code() is not None:
         assert life.code() == 0, run_dir.with_suffix(".log").read_text()[-3000:]
         return  # it was done
@@ -250,6 +251,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="an empty folder for the runs, which stay there")
     given = parser.parse_args()
+    import_all()
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
         outcome = campaign(folder, given.kills, given.seed, lambda text: print(text, flush=True))

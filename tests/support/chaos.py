@@ -27,7 +27,8 @@ import psutil
 
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from tests.support.accounts import check_run
-from tests.support.processes import heed_ctrl_c, sampler_of, servers_of
+from tests.support.forked_commands import start_bapo
+from tests.support.processes import sampler_of, servers_of
 from tests.support.raw_journal import keeping_logs
 
 ROOT = Path(__file__).parents[2]
@@ -64,15 +65,8 @@ class Run:
 
     def start(self) -> None:
         """As a user, or a scheduler, would."""
-        command = [sys.executable, "-m", "bapo_megatron.cli", "train", str(RECIPE), *self._flags]
-        self.process = subprocess.Popen(
-            [*command, f"--run-dir={self.run_dir}"],
-            cwd=ROOT,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=heed_ctrl_c,
-        )
+        flags = (*self._flags, f"--run-dir={self.run_dir}")
+        self.process = start_bapo("train", RECIPE, *flags, log=self._log.fileno())
 
     @property
     def steps(self) -> int:

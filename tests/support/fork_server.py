@@ -2,9 +2,10 @@
 
 To import torch, Megatron and transformers takes ten seconds of a core, and a test starts several commands.
 ``python -m tests.support.fork_server FD`` serves a test process (forked_commands.py) through the socket FD.
-A request is a message of JSON with the arguments, the directory and the environment, and two descriptors: the
-command's output, and a socket that is told its process id and, when it has ended, its exit code. Commands
-have sessions of their own, and end with the server, which ends with the test process.
+A request is a message of JSON with the arguments, the directory, the environment and the source (the folder
+of another copy of the project, or empty), and two descriptors: the command's output, and a socket that is
+told its process id and, when it has ended, its exit code. Commands have sessions of their own, and end with
+the server, which ends with the test process.
 """
 
 from __future__ import annotations
@@ -20,15 +21,21 @@ import sys
 from contextlib import suppress
 
 from bapo_megatron.runtime.processes import die_with_parent
+from benchmarks.study.forked_sampler import fork_first_sampler
 
 _LONGEST = 1 << 20
 """Bytes of a request."""
 
 _IMPORTED = (
     *("bapo_megatron.train", "bapo_megatron.trainer.build", "bapo_megatron.trainer.preflight"),
-    *("transformers.models.auto.tokenization_auto", "torch.utils.tensorboard"),
+    *(
+        "torch.utils.tensorboard",
+        "bapo_megatron.commands.finish",
+        "bapo_megatron.rollout.engines.local.backend",
+    ),
 )
 """What commands import late, with all that these import."""
+_OURS = {"bapo_megatron", "benchmarks", "checkpoints_tools", "recipes", "slurm", "tests"}
 
 
 class ForkServer:
@@ -86,6 +93,8 @@ class ForkServer:
         os.environ.clear()
         os.environ.update(request["environment"])  # type: ignore[arg-type]
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if request["source"]:
+            import_from(str(request["source"]))
 
     def _collect(self, ended: int) -> None:
         pid, teller = self._running.pop(ended)
@@ -95,20 +104,29 @@ class ForkServer:
             teller.send(str(code).encode())
 
 
-def _import_all() -> None:
+def import_all() -> None:
     """What commands import, before they are asked for."""
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE")
     for module in _IMPORTED:
         importlib.import_module(module)
+    fork_first_sampler()
     gc.collect()
     gc.freeze()
+
+
+def import_from(source: str) -> None:
+    """Forget the project's modules: what is imported from now on is that of the folder ``source``."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
+        del sys.modules[name]
+    sys.path.insert(0, source)
+    importlib.import_module("benchmarks.study.forked_sampler").fork_first_sampler()
 
 
 def main() -> int:
     """See the top of the file. In a forked process: its command."""
     die_with_parent()
     server = ForkServer(socket.socket(fileno=int(sys.argv[1])))
-    _import_all()
+    import_all()
     arguments = server.next_command()
     if arguments is None:
         server.kill_all()

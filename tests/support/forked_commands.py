@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -43,6 +44,11 @@ class ForkedCommand:
         assert code is not None
         return code
 
+    def kill(self) -> None:
+        """SIGKILL to the command alone, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
     def communicate(self, timeout: float | None = None) -> tuple[bytes, None]:
         """All that it and its children have written, when they have ended."""
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -64,20 +70,49 @@ class ForkedCommand:
         return int(message)
 
 
-def start_bapo(*arguments: str | Path, directory: Path = ROOT) -> ForkedCommand:
-    """Start ``bapo ARGUMENTS`` with this process's environment."""
-    words = tuple(map(str, arguments))
+def start_bapo(*arguments: str | Path, directory: Path = ROOT, log: int | None = None) -> ForkedCommand:
+    """Start ``bapo ARGUMENTS`` with this process's environment. ``log``: a file that its output goes to."""
+    return _start(server(), tuple(map(str, arguments)), directory, log)
+
+
+def _start(
+    to: socket.socket, words: tuple[str, ...], directory: Path, log: int | None, source: str = ""
+) -> ForkedCommand:
     request = {"arguments": words, "directory": str(directory), "environment": dict(os.environ)}
     told, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    output, written = os.pipe()
-    socket.send_fds(_server(), [json.dumps(request).encode()], [written, theirs.fileno()])
+    output, written = os.pipe() if log is None else (-1, os.dup(log))
+    message = json.dumps({**request, "source": source}).encode()
+    socket.send_fds(to, [message], [written, theirs.fileno()])
     theirs.close()
     os.close(written)
     return ForkedCommand(words, told, output)
 
 
+def put_bapo_into(folder: Path, source: Path) -> None:
+    """Write a program ``bapo`` that has the fork server run that of the project's copy in ``source``.
+
+    For shells that inherit the descriptor of ``server``. Both outputs of a command go to the shell's first.
+    """
+    folder.mkdir()
+    script = folder / "bapo"
+    script.write_text(
+        f"#!{sys.executable} -SE\n"
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tests.support.forked_commands import forward\n"
+        f"sys.exit(forward({server().fileno()}, {str(source)!r}, sys.argv[1:]))\n"
+    )
+    script.chmod(0o755)
+
+
+def forward(descriptor: int, source: str, arguments: list[str]) -> int:
+    """Run a command of the copy in ``source`` by the fork server at ``descriptor``; its exit code."""
+    command = _start(socket.socket(fileno=descriptor), tuple(arguments), Path.cwd(), 1, source)
+    return command.wait()
+
+
 @cache
-def _server() -> socket.socket:
+def server() -> socket.socket:
     """The socket of this process's fork server, which ends when the socket closes."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.fork_server", str(theirs.fileno())]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.study.forked_sampler import SAMPLER, STANDBY
+
 
 def heed_ctrl_c() -> None:
     """Popen's ``preexec_fn`` for a test that sends SIGINT: where the tests run in the background (nohup, a
@@ -32,14 +34,19 @@ def sampler_of(pid: int) -> psutil.Process | None:
     """The process that samples beside rank 0 of the run whose first process is ``pid``."""
     for child in psutil.Process(pid).children(recursive=True):
         try:
-            if "bapo_megatron.rollout.sampler.process" in child.cmdline():
+            if "bapo_megatron.rollout.sampler.process" in child.cmdline() or _name(child) == SAMPLER:
                 return child
-        except psutil.Error:  # it has just ended
+        except (psutil.Error, OSError):  # it has just ended
             continue
     return None
 
 
 def ranks_of(pid: int) -> list[psutil.Process]:
-    """The training processes of the command ``pid``, by rank: its forks have its name."""
+    """The training processes of the command ``pid``, by rank: its forks have its command line."""
     command = psutil.Process(pid).cmdline()
-    return sorted((c for c in psutil.Process(pid).children() if c.cmdline() == command), key=lambda c: c.pid)
+    found = [c for c in psutil.Process(pid).children() if c.cmdline() == command]
+    return sorted((c for c in found if _name(c) not in (STANDBY, SAMPLER)), key=lambda c: c.pid)
+
+
+def _name(process: psutil.Process) -> str:
+    return Path(f"/proc/{process.pid}/comm").read_text().strip()

@@ -63,7 +63,7 @@ def small_run(folder: Path, parallel: ParallelConfig, layers: int = 2, **batch: 
         parallel=parallel,
         rollout=RolloutConfig(prompts_per_step=1, group_size=4, max_response_tokens=TOKENS - 8),
         algorithm=AlgorithmConfig(bounds=balanced(), updates_per_epoch=1),
-        batch=replace(BatchConfig(pack_tokens=TOKENS, logprob_chunk_tokens=64), **batch),
+        batch=replace(BatchConfig(pack_tokens=TOKENS, logprob_chunk_tokens=256), **batch),
     )
 
 
@@ -85,12 +85,16 @@ _OBJECTS = "objects"
 """The profiler's name of what exchanges objects."""
 
 
-def real_ranks(config: RunConfig, packs: int) -> list[tuple[dict[str, int], list[Call]]]:
+RealRank = tuple[dict[str, int], list[Call]]
+"""A rank's peaks by phase, in bytes, and its collectives."""
+
+
+def real_ranks(config: RunConfig, packs: int) -> list[RealRank]:
     """On every rank, on gloo: the peaks of torch's CPU allocator by phase, in bytes; and the collectives."""
     return run_layout(_real_rank, config.parallel, config, packs)
 
 
-def _real_rank(config: RunConfig, packs: int) -> tuple[dict[str, int], list[Call]]:
+def _real_rank(config: RunConfig, packs: int) -> RealRank:
     _report_every_thread()
     recorder = _Recorder()
     program = RankProgram(config, recorder.during)

@@ -29,7 +29,7 @@ SHARES_SERVERS = (
 APART = (
     *WAITING,
     *(f"tests/e2e/test_{name}.py" for name in ("runs", "interrupts", "extending")),
-    "tests/distributed/test_rehearsal",
+    "tests/distributed/test_rehearsal.py",
 )
 """Each test takes long, and what several share is made once a session (once.py)."""
 

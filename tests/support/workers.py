@@ -24,12 +24,20 @@ def run_layout(function: Callable[..., Any], parallel: ParallelConfig, *args: An
     A rank that raises fails the test with its traceback.
     """
     world = parallel.model_size * (parallel.data or 1)
-    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _worker, (function, parallel, args, world, port, folder), world, start_method="fork"
-        )
+        _start_at_a_free_port(lambda port: (function, parallel, args, world, port, folder), world)
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def _start_at_a_free_port(arguments: Callable[[int], tuple[Any, ...]], world: int) -> None:
+    """Start the ranks, again if another program has taken the port since it was found free."""
+    for attempts_left in (2, 1, 0):
+        try:
+            mp.start_processes(_worker, arguments(free_port()), world, start_method="fork")
+            return
+        except mp.ProcessRaisedException as error:
+            if not attempts_left or "cannot listen at" not in str(error):
+                raise
 
 
 def _worker(

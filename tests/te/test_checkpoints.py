@@ -106,7 +106,7 @@ def test_a_checkpoint_before_any_update(
 def load_and_update(folder: Path, samples: list[Sample], path: Path) -> list[tuple[float, float]]:
     """What two updates give on a policy that loads an untouched checkpoint."""
     from bapo_megatron.algo.bapo import grpo
-    from bapo_megatron.algo.losses.bapo import search
+    from bapo_megatron.algo.losses.clip import search
     from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig
     from bapo_megatron.data.packing import pack_samples
     from bapo_megatron.policy.megatron import MegatronPolicy

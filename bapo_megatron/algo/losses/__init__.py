@@ -10,20 +10,45 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from bapo_megatron.algo.bounds import BoundsConfig, fixed
+from bapo_megatron.algo.losses.settings import check_settings
 from bapo_megatron.algo.measurements import LossTerms, Measurement
+from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, ratio, unmasked
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 
-__all__ = ["LOSSES", "Loss", "LossTerms", "Search", "build_loss", "load_loss"]
+__all__ = [
+    "LOSSES",
+    "Loss",
+    "LossTerms",
+    "Search",
+    "TokenLoss",
+    "TokenRule",
+    "Tokens",
+    "build_loss",
+    "load_loss",
+]
 
-LOSSES = {"bapo": "bapo_megatron.algo.losses.bapo:BapoLoss"}
+LOSSES = {
+    "clip": "bapo_megatron.algo.losses.clip:ClipLoss",
+    "cispo": "bapo_megatron.algo.losses.cispo:Cispo",
+    "sapo": "bapo_megatron.algo.losses.sapo:Sapo",
+    "dppo_tv": "bapo_megatron.algo.losses.dppo:DppoTv",
+    "dppo_kl": "bapo_megatron.algo.losses.dppo:DppoKl",
+    "ce_gppo": "bapo_megatron.algo.losses.ce_gppo:CeGppo",
+    "aspo": "bapo_megatron.algo.losses.aspo:Aspo",
+    "maspo": "bapo_megatron.algo.losses.maspo:Maspo",
+    "gspo": "bapo_megatron.algo.losses.gspo:Gspo",
+    "m2po": "bapo_megatron.algo.losses.m2po:M2po",
+    "vespo": "bapo_megatron.algo.losses.vespo:Vespo",
+}
 """The registered names, and where their classes are."""
 
 
@@ -33,7 +58,7 @@ class Search:
 
     measure: TokenFn
     """Additive sums of one pack: a float64 vector of one length in all packs."""
-    find: Callable[[Tensor], Any]
+    find: Callable[..., Any]
     """What the loss gets as ``found``, from the sums of ``measure`` over all packs and ranks."""
     scope: Literal["update", "lagged", "micro_batch"]
     """Over which tokens ``measure`` is summed: see ``BoundsConfig.scope``."""
@@ -41,14 +66,23 @@ class Search:
     """Length of the vector of ``measure``; 0 if it depends on the update."""
     known: Any = None
     """``found`` where it is known without any sums; None where it is not."""
+    is_ratio: bool = False
+    """Whether ``found`` is the ratio or the mask of the loss itself. Then it is measured also where
+    ``algorithm.known_ratio`` takes the ratio as 1, but for ``old_log_probs=trainer``, where it is 1."""
+    carried: Callable[[Any], Any] | None = None
+    """What the next search of the same batch gets, as the second argument of ``find``, of what this one has
+    found: a value of plain JSON, which checkpoints keep. The first search of a batch gets None. Without it
+    ``find`` has one argument."""
 
 
 class Loss(ABC):
     """The loss of an update. It is made of the run's ``AlgorithmConfig``; ``terms`` is all it must have.
 
-    A constructor that cannot use a setting raises ConfigError. Parameters of a user's loss are arguments of
-    its constructor with defaults; ``narrow = functools.partial(MyLoss, width=0.1)`` in the same module names
-    another choice, ``package.module:narrow``.
+    A constructor that cannot use a setting raises ConfigError. The settings of a loss are the arguments of
+    its constructor after ``algorithm``, with defaults; ``algorithm.loss_settings`` gives them. Their
+    annotations state types and ranges, ``Annotated[float, Gt(0)]``, which are checked before work starts.
+    ``narrow = functools.partial(MyLoss, width=0.1)`` in the same module names another choice,
+    ``package.module:narrow``.
     """
 
     bounds: ClassVar[Literal["searched", "fixed", "unused"]] = "unused"
@@ -77,6 +111,71 @@ class Loss(ABC):
         """
 
 
+class Tokens(NamedTuple):
+    """The tokens of a pack as a ``TokenLoss`` sees them: float64 [T], without gradient, 0 where masked."""
+
+    log_ratio_T: Tensor
+    """log(pi / pi_old), nats."""
+    ratio_T: Tensor
+    """pi / pi_old, with log r clamped to ``LOG_RATIO_LIMIT``."""
+    advantage_T: Tensor
+    log_prob_T: Tensor
+    """log pi of the sampled token, nats."""
+    old_log_prob_T: Tensor
+    """log pi_old: the rollout's, or the trainer's own (``algorithm.old_log_probs``)."""
+    rollout_log_prob_T: Tensor
+    """log pi_rollout."""
+
+    @classmethod
+    def of(cls, stats: TokenStats, batch: MicroBatch) -> Tokens:
+        """The tokens of one pack."""
+        log_prob_T = stats.log_prob_T.detach()
+        log_ratio_T, *fields = unmasked(
+            batch.mask_T,
+            log_prob_T - batch.old_log_prob_T,
+            batch.advantage_T,
+            log_prob_T,
+            batch.old_log_prob_T,
+            batch.rollout_log_prob_T,
+        )
+        return cls(log_ratio_T, ratio(log_ratio_T), *fields)
+
+
+class TokenRule(NamedTuple):
+    """What a ``TokenLoss`` makes of each token: ``loss = -sum_t weight A value``."""
+
+    value_T: Tensor
+    """float64: what the advantage is multiplied with in the objective."""
+    factor_T: Tensor
+    """float64: the derivative of the value by log pi, ``g``; 0 where the token has no gradient."""
+    clipped_T: Tensor
+    """bool: the tokens that the loss clips or masks."""
+
+
+class TokenLoss(Loss):
+    """A loss in which a token's term depends on nothing but the token: subclasses define ``rule``.
+
+    The gradient is the rule's factor by construction, so a stop-gradient of a paper is a choice of the
+    factor: ``d loss / d log pi = -weight A g``. A token beyond ``LOG_RATIO_LIMIT`` has no gradient.
+    """
+
+    @abstractmethod
+    def rule(self, tokens: Tokens) -> TokenRule:
+        """Value, gradient factor and clipping of each token, without gradient."""
+
+    def terms(self, stats: TokenStats, batch: MicroBatch, found: None) -> LossTerms:
+        """Minus the weighted sum of the rule's values, with the rule's factors as derivatives."""
+        tokens = Tokens.of(stats, batch)
+        value_T, factor_T, clipped_T = self.rule(tokens)
+        live_T = batch.mask_T != 0
+        alive_T = live_T & (tokens.log_ratio_T.abs() <= LOG_RATIO_LIMIT)
+        factor_T = torch.where(alive_T, factor_T, 0.0)
+        log_prob_T, weight_T = unmasked(batch.mask_T, stats.log_prob_T, batch.weight_T)
+        step_T = log_prob_T - log_prob_T.detach()  # 0, with the gradient of log pi
+        loss = -(weight_T * tokens.advantage_T * (value_T + factor_T * step_T)).sum()
+        return LossTerms(loss, factor_T, clipped_T & live_T)
+
+
 class _LossSettings(Protocol):
     """The part of ``AlgorithmConfig`` that choosing a loss reads."""
 
@@ -85,11 +184,15 @@ class _LossSettings(Protocol):
         """A registered name, or ``package.module:Name``."""
 
     @property
+    def loss_settings(self) -> Mapping[str, Any]:
+        """Settings of the loss, by the names of its constructor's arguments."""
+
+    @property
     def bounds(self) -> BoundsConfig:
         """The clipping bounds."""
 
 
-def load_loss(name: str) -> Callable[[Any], Loss]:
+def load_loss(name: str) -> Callable[..., Loss]:
     """The loss class of a registered name or a dotted path. ConfigError that says why it cannot be had."""
     known = ", ".join(sorted(LOSSES))
     path = LOSSES.get(name, name)
@@ -105,13 +208,18 @@ def load_loss(name: str) -> Callable[[Any], Loss]:
         )
     if missing := sorted(cls.__abstractmethods__):
         raise ConfigError(f"algorithm.loss={name}: {cls.__name__} lacks {', '.join(missing)}: define it")
-    loss: Callable[[Any], Loss] = found
+    loss: Callable[..., Loss] = found
     return loss
 
 
 def build_loss(algorithm: _LossSettings) -> Loss:
-    """The loss of ``algorithm.loss``. ConfigError if it cannot be had, or would ignore settings of bounds."""
-    loss = load_loss(algorithm.loss)(algorithm)
+    """The loss of ``algorithm.loss`` with ``algorithm.loss_settings``.
+
+    ConfigError if it cannot be had, does not take a setting, or would ignore settings of bounds.
+    """
+    build = load_loss(algorithm.loss)
+    check_settings(algorithm.loss, build, algorithm.loss_settings)
+    loss = build(algorithm, **algorithm.loss_settings)
     bounds = algorithm.bounds
     if loss.bounds == "fixed" and (bounds.low_start, bounds.high_start) != (bounds.low_end, bounds.high_end):
         raise ConfigError(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bapo_megatron.algo.tokens import live_sum
+from bapo_megatron.algo.tokens import live_sum, ratio
 from bapo_megatron.types import Metrics, MicroBatch, TokenStats
 
 
@@ -102,3 +102,8 @@ def token_mean(name: str, values: Callable[[PackView], Tensor]) -> Measurement:
         return (live_sum(value, view.live_T) if whole else value.double().sum())[None]
 
     return Measurement(name, 1, sums, lambda sums, update: {name: float(sums) / update.tokens})
+
+
+def gate_mean(name: str) -> Measurement:
+    """The metric ``name`` of a loss with a soft gate: the mean of ``g / r``; without a gate ``g`` is r."""
+    return token_mean(name, lambda view: view.terms.gradient_T / ratio(view.log_ratio_T.double()))

@@ -32,10 +32,10 @@ def plan_command(arguments: Sequence[str]) -> int:
     recipe = recipe_path("plan", arguments)
     command = parse_flags("plan", recipe, PlanCommand(load_recipe(recipe, RunConfig)), arguments)
     command.options.check()
-    check_names(command.run)
     job = Job(command.run, find_shape(recipe, command.run.model.hf_path), command.options)
     if found := problems(job):
         raise ConfigError("\n".join(found))
+    check_names(command.run)
     plan = make_plan(job)
     fits = not any(plan.misfits())
     advice = [] if fits else smallest_changes(plan)

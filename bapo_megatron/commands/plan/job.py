@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import tyro
 from annotated_types import Ge, Gt, Le
 
+from bapo_megatron.algo.bounds import sum_count
 from bapo_megatron.commands.plan.hardware import GPUS, GPUS_PER_NODE, Gpu
 from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import out_of_range, raise_problems
@@ -168,6 +169,20 @@ class Job:
         """Tokens, prompts included, that an update trains on."""
         tokens = self.responses * (self.mean_prompt + self.mean_response)
         return tokens / self.run.algorithm.updates_per_epoch
+
+    @property
+    def responses_per_search(self) -> float | None:
+        """Responses that one search of the clipping bounds sees, on average; None where none is made."""
+        algorithm, bounds = self.run.algorithm, self.run.algorithm.bounds
+        if algorithm.loss != "clip" or sum_count(bounds) == 2:
+            return None
+        most = self.responses / algorithm.updates_per_epoch
+        if bounds.bounds_tokens and bounds.grouped:
+            return min(most, max(1.0, bounds.bounds_tokens / self.mean_response))
+        if bounds.scope == "micro_batch":
+            packed = self.run.batch.pack_tokens * self.replicas / (self.mean_prompt + self.mean_response)
+            return min(most, max(1.0, packed))
+        return most
 
     @property
     def micro_batches(self) -> int:

@@ -95,7 +95,7 @@ def _scores_again(job: Job) -> float:
 
 def _heads_twice(job: Job) -> bool:
     """Whether the output layer's forward pass runs twice: once to search the bounds, once for the loss."""
-    return job.run.batch.hold_forwards or job.run.algorithm.bounds.scope == "micro_batch"
+    return job.run.batch.hold_forwards or job.run.algorithm.bounds.sums_over == "micro_batch"
 
 
 def _seconds(job: Job, training: bool) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from bapo_megatron.algo.bounds import describe, low_values
 from bapo_megatron.commands.plan.activations import Recompute
 from bapo_megatron.commands.plan.advice import Change
 from bapo_megatron.commands.plan.hardware import GB
@@ -14,6 +15,8 @@ from bapo_megatron.commands.plan.plan import JobPlan
 from bapo_megatron.commands.plan.sizes import total_parameters
 from bapo_megatron.rollout.engines.timeouts import read_seconds
 
+_FEW_RESPONSES = 4
+"""Responses below which a search often sees one sign alone: of so many 1 in 8 times, by chance."""
 _PARTS = (
     ("weights", "weights"),
     ("gradients", "grads"),
@@ -33,6 +36,7 @@ def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]
     """The whole text of a plan."""
     sections = [
         _title(plan),
+        _bounds(plan.job),
         _memory(plan),
         _modes(plan),
         _host_and_sync(plan),
@@ -42,7 +46,7 @@ def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]
         *([_comparison(plan, others)] if others else []),
         _verdict(plan, advice),
     ]
-    return "\n\n".join("\n".join(section) for section in sections) + "\n"
+    return "\n\n".join(filter(None, ("\n".join(section) for section in sections))) + "\n"
 
 
 def layout_name(job: Job) -> str:
@@ -86,6 +90,24 @@ def _title(plan: JobPlan) -> Iterator[str]:
         f"{layout_name(job)}; packs of {batch.pack_tokens:,} tokens, {job.tokens:,.0f} a GPU; "
         f"recompute {batch.recompute}"
     )
+
+
+def _bounds(job: Job) -> Iterator[str]:
+    """The search of the clipping bounds, and whether it sees enough responses to have both signs."""
+    seen, bounds = job.responses_per_search, job.run.algorithm.bounds
+    if seen is None:
+        return
+    yield f"Clipping bounds: {describe(bounds)}"
+    yield f"  one search sees about {seen:,.1f} responses, if they have {job.mean_response:,.0f} tokens"
+    if seen < _FEW_RESPONSES:
+        yield (
+            f"  WARNING: if half of them are rewarded, {2 ** (1 - seen):.0%} of the searches see one sign "
+            f"alone and balance nothing: they"
+        )
+        yield (
+            f"  clip as fixed bounds of {low_values(bounds)[-1]:g} and {bounds.high_start:g} do. Raise "
+            f"algorithm.bounds.bounds_tokens, or set algorithm.bounds.scope=update"
+        )
 
 
 def _memory(plan: JobPlan) -> Iterator[str]:

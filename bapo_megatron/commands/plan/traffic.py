@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bapo_megatron.algo.bounds import sum_count
+from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.commands.plan.hardware import GPUS_PER_NODE
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.sizes import stage_parameters, total_parameters
@@ -45,15 +45,22 @@ def sync_traffic(job: Job) -> Traffic:
 def forward_passes(job: Job) -> float:
     """Number of forward-only passes of an update, a fraction where several updates share one.
 
-    The search of the clipping bounds over an update takes one, unless the bounds are fixed or
-    ``batch.hold_forwards`` keeps the training forward passes for it. The first update of a step may need
-    none, since its ratios are known; the plan counts the dearer updates. With ``old_log_probs`` "trainer",
-    pi_old takes one pass over the tokens of the step, shared by the ``reuse_epochs``.
+    A loss that must know something of a whole update (clipping bounds, the ratios of responses) takes one,
+    unless that is known, as fixed bounds are, or ``batch.hold_forwards`` keeps the training forward passes.
+    Of a loss by a dotted path one is counted.
+    The first update of a step may need none, since its ratios are known; the plan counts the dearer updates.
+    With ``old_log_probs`` "trainer", pi_old takes one pass over the tokens of the step, shared by the
+    ``reuse_epochs``. The off-policy sequence mask takes one of its own.
     """
     algorithm = job.run.algorithm
-    searched = algorithm.bounds.scope == "update" and sum_count(algorithm.bounds) > 2
-    bounds = 1.0 if searched and not job.run.batch.hold_forwards else 0.0
-    return bounds + (1 / algorithm.reuse_epochs if algorithm.old_log_probs == "trainer" else 0.0)
+    if ":" in algorithm.loss:  # it may be there on the machines of the run alone: the dearer case
+        searched = True
+    else:
+        search = build_loss(algorithm).search
+        searched = search is not None and search.known is None and search.scope == "update"
+    passes = 1.0 if searched and not job.run.batch.hold_forwards else 0.0
+    passes += 0.0 if algorithm.corrections.off_policy_delta is None else 1.0
+    return passes + (1 / algorithm.reuse_epochs if algorithm.old_log_probs == "trainer" else 0.0)
 
 
 def _on_link(job: Job, name: str, sent: float, ranks: int) -> Traffic:

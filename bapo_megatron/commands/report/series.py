@@ -110,7 +110,8 @@ def _entropy(rows: Sequence[Row]) -> float:
 
 def _tokens(row: Row) -> float:
     """The number of tokens of an update; 1 for logs without it, so that all updates weigh the same."""
-    return float(row.get("policy/tokens") or 1.0)
+    tokens = row.get("policy/tokens")
+    return 1.0 if tokens is None else float(tokens)
 
 
 def marks(run: RunRecord) -> list[Mark]:
@@ -134,6 +135,7 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
         return mean(known_values(run.steps, metric)[-figures["window"] :])
 
     high, low = final("bapo/clip_fraction_high"), final("bapo/clip_fraction_low")
+    c_low, c_high = bounds_in_force(run)
     norms = np.array(known_values(run.updates or run.steps, "policy/grad_norm"), dtype=float)
     norms = norms[np.isfinite(norms)]
     return {
@@ -146,6 +148,9 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
         "final response length": final("rollout/length_mean"),
         "final contribution of positives": final("bapo/contribution"),
         "final share of clipped tokens": None if high is None or low is None else high + low,
+        "c_high over positive tokens, after the first pass": c_high,
+        "c_low over negative tokens, after the first pass": c_low,
+        "updates of a batch (the paper's staleness)": passes(run),
         "mean staleness": mean(known_values(run.steps, "staleness/mean")),
         "Eq. 6 (covariance) against measurement, correlation": prediction(run).correlation,
         "Eq. 6 (effects) against measurement, correlation": prediction(run, reading="effect").correlation,
@@ -156,6 +161,34 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
         "resumes": len(run.resumed_at),
         "losses": sum(event.get("kind") in LOSS_EVENTS for event in run.events),
     }
+
+
+def passes(run: RunRecord) -> float | None:
+    """The paper's staleness (2x, 4x, 8x), updates of a batch: passes over it times its mini-batches."""
+    reuse, mini_batches = (
+        run.config.get(f"algorithm.{name}") for name in ("reuse_epochs", "updates_per_epoch")
+    )
+    return float(reuse * mini_batches) if reuse and mini_batches else None
+
+
+def bounds_in_force(run: RunRecord) -> tuple[float | None, float | None]:
+    """Means of c_low over negative and c_high over positive tokens, over the updates after the first pass.
+
+    In the first pass over a batch ratios are near 1 and no bound acts; a run without a second one has its
+    updates counted all. Logs of earlier versions have only the bounds of updates, which are weighted alike.
+    """
+    rows = run.updates or run.steps
+    rows = [row for row in rows if row.get("epoch")] or rows
+    sums = {"low_negative": [0.0, 0.0], "high_positive": [0.0, 0.0]}
+    for row in rows:
+        positive = row.get("bapo/positive_token_fraction") or 0.0
+        for (name, total), share in zip(sums.items(), (1 - positive, positive), strict=True):
+            value = row.get(f"bapo/clip_{name}", row.get(f"bapo/clip_{name.partition('_')[0]}"))
+            if value is not None:
+                total[0] += share * _tokens(row) * value
+                total[1] += share * _tokens(row)
+    low, high = (total / tokens if tokens else None for total, tokens in sums.values())
+    return low, high
 
 
 def by_staleness(run: RunRecord) -> list[tuple[str, list[float | None]]]:

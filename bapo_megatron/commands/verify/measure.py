@@ -6,11 +6,12 @@ The update changes the policy's weights: measure the totals last.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from bapo_megatron.algo.bapo import Bounds, contributions
-from bapo_megatron.algo.losses.bapo import BapoLoss, Found
+from bapo_megatron.algo.losses.clip import ClipLoss, Found
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.commands.verify.layout_reference import TokenAnswers, Totals
 from bapo_megatron.config import RunConfig
@@ -47,8 +48,8 @@ def measure_totals(
     bounds found, so that each quantity is judged by itself.
     """
     packs = _packs(policy, config, samples)
-    bounds = config.algorithm.bounds
-    loss = BapoLoss(config.algorithm)
+    bounds = replace(config.algorithm.bounds, bounds_tokens=None)
+    loss = ClipLoss(replace(config.algorithm, bounds=bounds))
     sums = policy.token_sums(packs, loss.search.measure)
     chosen = loss.search.find(sums)
     used = chosen if at is None else Found(at, contributions(sums, at, bounds))

@@ -199,6 +199,7 @@ def test_problems_name_field_and_value(change: dict[str, float], message: str) -
     [
         BoundsConfig(),
         bounds.paper(),
+        bounds.eq8_literal(),
         bounds.balanced(),
         bounds.published_code(),
         bounds.grpo(),
@@ -215,7 +216,8 @@ def test_presets_are_the_readings_they_are_named_after() -> None:
     def reading(config: BoundsConfig) -> tuple[str, ...]:
         return config.measure, config.share, config.weight, config.order, config.scope
 
-    assert reading(bounds.paper()) == (
+    assert reading(bounds.paper()) == ("gradient", "absolute", "uniform", "high_first", "micro_batch")
+    assert reading(bounds.eq8_literal()) == (
         "surrogate",
         "signed",
         "rollout_probability",
@@ -224,8 +226,15 @@ def test_presets_are_the_readings_they_are_named_after() -> None:
     )
     assert reading(bounds.balanced()) == ("gradient", "absolute", "uniform", "high_first", "update")
     assert reading(bounds.published_code()) == ("surrogate", "ratio", "uniform", "low_first", "micro_batch")
-    assert (bounds.paper().target, bounds.balanced().target) == (0.4, 0.4)
-    assert (bounds.paper().dual_clip, bounds.balanced().dual_clip) == (None, None)
+    for preset in (bounds.paper(), bounds.eq8_literal(), bounds.balanced()):
+        assert (preset.target, preset.dual_clip) == (0.4, None)
+
+
+def test_a_preset_is_named_and_another_config_is_not() -> None:
+    named = [bounds.paper, bounds.eq8_literal, bounds.balanced, bounds.published_code, bounds.grpo]
+    assert [bounds.preset_name(preset()) for preset in named] == [preset.__name__ for preset in named]
+    assert bounds.preset_name(BoundsConfig()) == "balanced"
+    assert bounds.preset_name(dataclasses.replace(bounds.paper(), target=0.5)) is None
 
 
 def test_published_code_has_the_ranges_of_its_yaml() -> None:

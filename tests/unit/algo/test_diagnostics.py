@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import BoundsConfig, fixed, grpo, published_code
-from bapo_megatron.algo.losses.bapo import BapoLoss
+from bapo_megatron.algo.losses.clip import ClipLoss
 from bapo_megatron.algo.measurements import PackView
 from bapo_megatron.algo.measurements.diagnostics import (
     QUADRANTS,
@@ -28,7 +28,7 @@ LN = math.log
 
 def sums_of(stats: TokenStats, batch: MicroBatch, config: BoundsConfig, version: int) -> torch.Tensor:
     """Of BAPO's loss at fixed bounds."""
-    loss = BapoLoss(AlgorithmConfig(bounds=config))
+    loss = ClipLoss(AlgorithmConfig(bounds=config))
     terms = loss.terms(stats, batch, loss.search.known)
     return diagnostic_sums(PackView(stats, batch, terms, loss.search.known, version))
 

@@ -1,20 +1,22 @@
-"""The door for other losses: CISPO in one file against a literal loop, a loss with a search, and refusals."""
+"""The door for losses: metrics that follow from CISPO's terms, users' losses, their settings, refusals."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pytest
 import torch
+from annotated_types import Gt
 from torch import Tensor
 
 from bapo_megatron.algo.bapo import BoundsConfig, balanced, clip_higher, fixed
 from bapo_megatron.algo.losses import LOSSES, Loss, LossTerms, Search, build_loss, load_loss
-from bapo_megatron.algo.losses.bapo import BapoLoss
+from bapo_megatron.algo.losses.clip import ClipLoss
+from bapo_megatron.algo.losses.settings import settings_of
 from bapo_megatron.algo.measurements import Measurement, token_mean
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.papo_schedule import PapoConfig
@@ -26,12 +28,17 @@ from tests.unit.algo.test_diagnostics import random_tokens
 from tests.unit.algo.test_objective import DUMMY, DUMMY_STATS, PACK, STATS, pack
 from tests.unit.trainer.test_clip_bounds import LN2, FakePolicy
 
-CISPO = "tests.support.cispo_loss:Cispo"
+if TYPE_CHECKING:
+    from bapo_megatron.config import RunConfig
+
 PACKS = [pack([1.0, -3.0], [-1.0, -2.0], [1.0, 1.0], [7, 7])]
 
 
-def algorithm(loss: str = CISPO, bounds: BoundsConfig | None = None, **rest: Any) -> AlgorithmConfig:
-    return AlgorithmConfig(loss=loss, bounds=fixed(0.8, 1.2) if bounds is None else bounds, **rest)
+def algorithm(loss: str = "cispo", bounds: BoundsConfig | None = None, **rest: Any) -> AlgorithmConfig:
+    """The settings of a run; CISPO's weight lies between 0.8 and 1.2."""
+    if loss == "cispo":
+        rest["loss_settings"] = {"ratio_low": 0.8, "ratio_high": 1.2}
+    return AlgorithmConfig(loss=loss, bounds=BoundsConfig() if bounds is None else bounds, **rest)
 
 
 def derivative(loss: Loss, stats: TokenStats, batch: MicroBatch, found: Any = None) -> Tensor:
@@ -41,35 +48,16 @@ def derivative(loss: Loss, stats: TokenStats, batch: MicroBatch, found: Any = No
     return log_prob_T.grad
 
 
-def literal_cispo(stats: TokenStats, batch: MicroBatch, low: float, high: float) -> tuple[float, list[float]]:
-    """The loss and its derivative by each token's log-prob, in a plain loop."""
-    loss, gradient = 0.0, []
-    for t in range(len(batch.mask_T)):
-        slope = 0.0
-        if batch.mask_T[t]:
-            ratio = math.exp(float(stats.log_prob_T[t]) - float(batch.old_log_prob_T[t]))
-            slope = -float(batch.weight_T[t]) * float(batch.advantage_T[t]) * min(max(ratio, low), high)
-            loss += slope * float(stats.log_prob_T[t])
-        gradient.append(slope)
-    return loss, gradient
-
-
-def test_cispo_is_its_literal_loop() -> None:
-    stats, batch = random_tokens(400, seed=3)
-    loss = build_loss(algorithm())
-    value, gradient = literal_cispo(stats, batch, 0.8, 1.2)
-    terms = loss.terms(stats, batch, None)
-    assert float(terms.loss) == pytest.approx(value, rel=1e-6)
-    assert derivative(loss, stats, batch).tolist() == pytest.approx(gradient, rel=1e-5)
-    assert int(terms.clipped_T.sum()) > 50
-
-
 @pytest.mark.parametrize(
     "settings",
-    [algorithm(), algorithm("bapo"), algorithm("bapo", dataclasses.replace(fixed(0.7, 1.1), dual_clip=1.3))],
+    [
+        algorithm(),
+        algorithm("clip", fixed(0.7, 1.1)),
+        algorithm("clip", dataclasses.replace(fixed(0.7, 1.1), dual_clip=1.3)),
+    ],
 )
 def test_the_factor_of_each_token_is_that_of_the_gradient(settings: AlgorithmConfig) -> None:
-    """d loss / d log pi = -weight A g, and no gradient where g is 0: what diagnostics go by."""
+    """Of CISPO and of fixed bounds, with a dual clip, too; of every loss's defaults: test_every_loss.py."""
     stats, batch = random_tokens(400, seed=4)
     loss = build_loss(settings)
     found = loss.search.known if loss.search else None
@@ -89,7 +77,7 @@ def test_metrics_follow_the_loss() -> None:
     metrics = objective.metrics(sums, None)
     assert float(sums[0]) == pytest.approx(-(0.5 * 1.2 * (LN2 - 1) - 4 * 0.8 * (-1 - LN2) + 3 * -2))
     expected = {
-        "cispo/factor": 1.0,
+        "cispo/weight": 1.0,
         "bapo/clip_fraction_high": 1 / 3,
         "bapo/clip_fraction_low": 1 / 3,
         "staleness/1/clipped": 1.0,
@@ -119,9 +107,58 @@ def test_a_loss_without_a_search_makes_no_pass_and_is_reweighted_by_papo() -> No
     assert losses == pytest.approx([first + second, 1.5 * first + 0.5 * second])
 
 
-def test_parameters_come_by_a_partial() -> None:
-    wide: Any = build_loss(algorithm("tests.support.cispo_loss:Wide"))
-    assert (wide.low, wide.high) == (0.4, 2.4)
+class Bounded(Loss):
+    """A user's loss that reads fixed bounds: REINFORCE with a weight between them."""
+
+    bounds = "fixed"
+
+    def __init__(self, algorithm: AlgorithmConfig, widening: Annotated[float, Gt(0)] = 1.0) -> None:
+        self.low = algorithm.bounds.low_start / widening
+        self.high = algorithm.bounds.high_start * widening
+
+    def terms(self, stats: TokenStats, batch: MicroBatch, found: None) -> LossTerms:
+        factor_T = (stats.log_prob_T - batch.old_log_prob_T).detach().exp().clamp(self.low, self.high)
+        loss = -(batch.weight_T * batch.advantage_T * factor_T * stats.log_prob_T).double().sum()
+        return LossTerms(loss, factor_T, torch.zeros_like(factor_T, dtype=torch.bool))
+
+
+Wide = functools.partial(Bounded, widening=2.0)
+BOUNDED, WIDE = f"{__name__}:Bounded", f"{__name__}:Wide"
+
+
+def test_settings_reach_the_constructor() -> None:
+    def low(loss: str, **settings: float) -> float:
+        built: Any = build_loss(algorithm(loss, fixed(0.8, 1.2), loss_settings=settings))
+        return float(built.low)
+
+    assert low(BOUNDED) == 0.8
+    assert low(BOUNDED, widening=4.0) == 0.2
+    assert low(WIDE) == 0.4
+    assert low(WIDE, widening=1.0) == 0.8
+    with pytest.raises(ConfigError, match=r"widening=0 must be above 0; .* float above 0, default 2.0$"):
+        low(WIDE, widening=0)
+
+
+class Untyped(Bounded):
+    """A user's loss without annotations, or with one that only a type checker can look up."""
+
+    def __init__(self, algorithm: RunConfig, width=2.0, name="a", needed=None, *, extra):  # type: ignore[no-untyped-def]
+        self.given = width, name, needed, extra
+
+
+def test_settings_without_annotations_take_the_type_of_their_default() -> None:
+    path = f"{__name__}:Untyped"
+    assert [one.name for one in settings_of(Untyped)] == ["width", "name", "needed", "extra"]
+    built: Any = build_loss(algorithm(path, fixed(0.8, 1.2), loss_settings={"width": 3, "extra": [1]}))
+    assert built.given == (3, "a", None, [1])
+    for settings, message in [
+        ({"extra": 1, "width": "x"}, r"width='x' has the wrong type; .* width: float, default 2.0$"),
+        ({"extra": 1, "name": 1}, r"name=1 has the wrong type"),
+        ({}, r"^algorithm.loss_settings.extra is missing: .* takes extra: Any, needed$"),
+        ({"extra": 1, "algorithm": 2}, r"algorithm=2: .* has no such setting"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            build_loss(algorithm(path, fixed(0.8, 1.2), loss_settings=settings))
 
 
 class SharedFactor(Loss):
@@ -171,15 +208,18 @@ def test_another_search_goes_the_ways_of_the_bounds(
 
 def test_what_a_registered_name_stands_for() -> None:
     assert all(issubclass(load_loss(name), Loss) for name in LOSSES)  # type: ignore[arg-type]
-    assert load_loss(AlgorithmConfig().loss) is BapoLoss
+    assert load_loss(AlgorithmConfig().loss) is ClipLoss
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ppo", r"algorithm.loss='ppo' is unknown: give bapo, or the path of a class as package.module:Name"),
-        ("tests.support.nothing:Cispo", r"algorithm.loss=tests.support.nothing:Cispo: importing .* failed"),
-        ("tests.support.cispo_loss:Gone", r"tests.support.cispo_loss has no class Gone"),
+        (
+            "ppo",
+            r"algorithm.loss='ppo' is unknown: give .*cispo, .*, or the path of a class as package.module:N",
+        ),
+        ("tests.support.nothing:Mine", r"algorithm.loss=tests.support.nothing:Mine: importing .* failed"),
+        ("bapo_megatron.algo.losses.cispo:Gone", r"bapo_megatron.algo.losses.cispo has no class Gone"),
         ("math:sqrt", r"algorithm.loss=math:sqrt: .* is no subclass of bapo_megatron.algo.losses.Loss"),
         (
             "bapo_megatron.algo.losses:Loss",
@@ -193,19 +233,22 @@ def test_a_loss_that_cannot_be_had_is_named(name: str, message: str) -> None:
 
 
 def test_a_loss_of_the_present_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Path(__file__).parents[2] / "support/cispo_loss.py"
-    (tmp_path / "my_cispo.py").write_text(source.read_text())
+    lines = ["from bapo_megatron.algo.losses.cispo import Cispo", "class Mine(Cispo): ..."]
+    (tmp_path / "my_cispo.py").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    assert load_loss("my_cispo:Cispo").__module__ == "my_cispo"
+    assert load_loss("my_cispo:Mine").__module__ == "my_cispo"
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (algorithm(bounds=balanced()), r"reads fixed bounds and searches none.* set algorithm.bounds=fixed"),
         (
-            algorithm(bounds=dataclasses.replace(clip_higher(), dual_clip=3.0, target=0.5)),
+            algorithm(BOUNDED, balanced()),
+            r"reads fixed bounds and searches none.* set algorithm.bounds=fixed",
+        ),
+        (
+            algorithm(BOUNDED, dataclasses.replace(clip_higher(), dual_clip=3.0, target=0.5)),
             r"^algorithm.bounds.target=0.5, algorithm.bounds.dual_clip=3.0: .* does not read that; leave",
         ),
         (

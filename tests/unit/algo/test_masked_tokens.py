@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bapo_megatron.algo import sums, tokens
-from bapo_megatron.algo.bapo import balanced, measured_sums, paper
+from bapo_megatron.algo.bapo import balanced, eq8_literal, measured_sums
 from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.algo.measurements import PackView, token_mean
 from bapo_megatron.algo.objective import Objective
@@ -52,7 +52,7 @@ def vector(config: AlgorithmConfig) -> torch.Tensor:
     return Objective(loss).token_fn(found, 8)(stats, batch)
 
 
-@pytest.mark.parametrize("bounds", [paper(), balanced()])
+@pytest.mark.parametrize("bounds", [eq8_literal(), balanced()])
 def test_the_vector_of_an_update_is_the_same(bounds: object, request: pytest.FixtureRequest) -> None:
     """To the rounding of float64 sums in another order, and finite."""
     selected = vector(AlgorithmConfig(bounds=bounds))
@@ -63,7 +63,7 @@ def test_the_vector_of_an_update_is_the_same(bounds: object, request: pytest.Fix
     torch.testing.assert_close(masked, selected, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("bounds", [paper(), balanced()])
+@pytest.mark.parametrize("bounds", [eq8_literal(), balanced()])
 def test_the_sums_of_the_search_are_the_same_to_the_bit(
     bounds: object, request: pytest.FixtureRequest
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bapo_megatron.algo.bapo import balanced, fixed, grpo, published_code
-from bapo_megatron.algo.losses.bapo import contribution_fn, search
+from bapo_megatron.algo.losses.clip import contribution_fn, search
 from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.bapo_objective import loss_fn, objective, update_metrics
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algo.bapo import balanced, grpo
-from bapo_megatron.algo.losses.bapo import contribution_fn, search
+from bapo_megatron.algo.losses.clip import contribution_fn, search
 from bapo_megatron.algo.papo import polarity, reweighted
 from bapo_megatron.algo.papo_schedule import BranchWeights, PapoConfig, PapoSchedule, phase
 from bapo_megatron.config import AlgorithmConfig

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_megatron.algo.bapo import balanced, grpo
+from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo, paper
+from bapo_megatron.algo.corrections.rejection import CorrectionsConfig
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.commands.plan import memory as plan_memory
 from bapo_megatron.commands.plan.activations import kept
@@ -265,6 +266,12 @@ def test_speed_adds_up() -> None:
         (AlgorithmConfig(grpo()), 0),
         (AlgorithmConfig(balanced(), old_log_probs="trainer"), 2),
         (AlgorithmConfig(grpo(), old_log_probs="trainer", reuse_epochs=4, updates_per_epoch=3), 0.25),
+        (AlgorithmConfig(grpo(), corrections=CorrectionsConfig(off_policy_delta=0.1)), 1),
+        (AlgorithmConfig(balanced(), corrections=CorrectionsConfig(off_policy_delta=0.1)), 2),
+        (AlgorithmConfig(loss="sapo"), 0),
+        (AlgorithmConfig(loss="gspo"), 1),
+        (AlgorithmConfig(loss="not_on_this_machine:Loss"), 1),
+        (AlgorithmConfig(replace(paper(), bounds_tokens=None)), 0),
     ],
 )
 def test_forward_only_passes_of_an_update(algorithm: AlgorithmConfig, passes: float) -> None:
@@ -424,6 +431,32 @@ def test_nodes_time_and_disk_of_the_whole_run() -> None:
     assert [duration(s) for s in (90, 7199, 7200, 172800)] == ["90 s", "120 minutes", "2.0 h", "2.0 days"]
 
 
+@pytest.mark.parametrize(
+    ("bounds", "responses", "says"),
+    [
+        (balanced(), 8.0, "balanced (gradient, absolute, uniform, high_first, update, target 0.4)"),
+        (
+            replace(balanced(), scope="micro_batch"),
+            1.0,
+            "100% of the searches see one sign alone and",
+        ),  # 16 / 16
+        (replace(balanced(), scope="micro_batch", bounds_tokens=28), 2.0, "50% of the searches see one sign"),
+        (replace(balanced(), scope="micro_batch", bounds_tokens=28), 2.0, "fixed bounds of 0.9 and 1.2 do."),
+        (replace(balanced(), scope="micro_batch", bounds_tokens=7), 1.0, "micro_batch of about 7 tokens"),
+        (paper(), 8.0, "Clipping bounds: paper (gradient, "),
+        (grpo(), None, ""),
+    ],
+)
+def test_searches_of_few_responses_are_said(bounds: BoundsConfig, responses: float, says: str) -> None:
+    """Eight responses of 14 tokens; a pack holds one and its prompt."""
+    plan = replace(job(), run=replace(job().run, algorithm=AlgorithmConfig(bounds=bounds)))
+    assert plan.responses_per_search == responses
+    text = plan_text(make_plan(plan), [], [])
+    assert says in text
+    assert ("WARNING" in text) == (responses is not None and responses < 4)
+    assert ("Clipping bounds" in text) == (responses is not None)
+
+
 def test_the_disk_of_a_run_by_hand() -> None:
     """One parameter in float32 takes 12 bytes of a checkpoint and 4 of an export."""
     run, count = job().run, total_parameters(SMALL)
@@ -461,4 +494,4 @@ def test_an_engine_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[
     assert bapo(["plan", "recipes/demo_cpu.py", "--rollout.engine", "sgalng"]) == 2
     assert "rollout.engine='sgalng' is unknown: give local, sglang" in capsys.readouterr().err
     assert bapo(["plan", "recipes/demo_cpu.py", "--algorithm.loss", "ppo"]) == 2
-    assert "algorithm.loss='ppo' is unknown: give bapo" in capsys.readouterr().err
+    assert "algorithm.loss='ppo' is unknown: give aspo, " in capsys.readouterr().err

@@ -43,7 +43,7 @@ BOUNDS: dict[str, BoundsConfig] = {
     f"{BASE}_grpo": grpo(),
     f"{BASE}_on_policy": grpo(),
     f"{BASE}_clip_higher": clip_higher(),
-    f"{BASE}_asymmetric": fixed(0.8, 2.0),
+    f"{BASE}_asymmetric": fixed(0.8, 1.5),
     "octothinker_llama_3b": replace(balanced(), low_start=0.8, high_end=2.0, target=0.45),
 }
 
@@ -141,7 +141,7 @@ def test_levels_of_staleness(variant: str, epochs: int, capsys: pytest.CaptureFi
         ),
         (
             f"{BASE}_asymmetric",
-            "--algorithm.bounds.low-start 0.4 --algorithm.bounds.low-end 0.4 "
+            "--algorithm.bounds.low-start 0.5 --algorithm.bounds.low-end 0.5 "
             "--algorithm.bounds.high-start 1.2 --algorithm.bounds.high-end 1.2",
         ),
     ],

@@ -13,10 +13,10 @@ from bapo_megatron.algo.bapo import contribution_sums
 from bapo_megatron.algo.bounds import (
     BoundsConfig,
     balanced,
+    eq8_literal,
     grpo,
     high_values,
     low_values,
-    paper,
     published_code,
     search_bounds,
 )
@@ -48,7 +48,7 @@ def test_lengths_run_from_one_response_token_to_the_longest() -> None:
     assert {sample.advantage > 0 for sample in samples} == {True, False}
 
 
-@pytest.mark.parametrize("bounds", [balanced(), paper(), published_code(), grpo()])
+@pytest.mark.parametrize("bounds", [balanced(), eq8_literal(), published_code(), grpo()])
 def test_no_ratio_is_near_a_candidate(bounds: BoundsConfig) -> None:
     ratios = np.concatenate([one.log_ratio_R for one in canary_sequences(SPEC, bounds)])
     edges = [*low_values(bounds), *high_values(bounds), *([bounds.dual_clip] if bounds.dual_clip else [])]
@@ -60,7 +60,7 @@ def test_no_ratio_is_near_a_candidate(bounds: BoundsConfig) -> None:
 
 SEARCHES = {
     "balanced": balanced(),
-    "paper": paper(),
+    "eq8_literal": eq8_literal(),
     "published_code": published_code(),
     "ratio": dataclasses.replace(balanced(), share="ratio"),
     "signed": dataclasses.replace(balanced(), share="signed"),

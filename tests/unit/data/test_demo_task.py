@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import unicodedata
 from pathlib import Path
 from types import ModuleType
@@ -175,6 +176,41 @@ def test_wrong_solutions_may_be_the_long_ones() -> None:
     }
     assert 0.65 < len(lengths[False]) / 600 < 0.75
     assert np.mean(lengths[False]) > 2.4 * np.mean(lengths[True])
+
+
+def test_neutral_characters_end_columns_and_change_no_answer() -> None:
+    problems = make_task.make_problems({"warm_start": 300})["warm_start"]
+    plain, mixed = (
+        [
+            row["extra_info"]["solution"]
+            for row in make_task.add_solutions(problems, 0.0, rambles=0.0, neutral=neutral)
+        ]
+        for neutral in (",", ",;/|")
+    )
+    assert [re.sub("[;/|]", ",", solution) for solution in mixed] == plain
+    counts = [sum(solution.count(char) for solution in mixed) for char in ",;/|"]
+    assert min(counts) > 0.8 * max(counts)
+
+
+def test_attempts_of_rambles_vary_if_asked() -> None:
+    problems = make_task.make_problems({"warm_start": 300})["warm_start"]
+    solved = make_task.add_solutions(problems, guesses=0.0, rambles=1.0, attempts=(2, 4))
+    assert {row["extra_info"]["solution"].count("?") for row in solved} == {2, 3, 4}
+
+
+def test_bare_prompts_are_the_sum_alone(tmp_path: Path) -> None:
+    tokenizer = make_task.make_tokenizer(tmp_path, make_task.BARE_TEMPLATE)
+    message = {"role": "user", "content": "32+58="}
+    assert tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True) == "32+58="
+
+
+@pytest.mark.parametrize("attempts", [("0", "2"), ("4", "2")])
+def test_impossible_attempts_are_refused(
+    attempts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        make_task.main(["--out", str(tmp_path), "--attempts", *attempts])
+    assert "--attempts" in capsys.readouterr().err
 
 
 def test_shares_above_one_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

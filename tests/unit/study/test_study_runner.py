@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def arms_in(folder: Path, *names: str) -> list[Arm]:
-    return [Arm("grpo", "fresh", 0, 3, folder / name, (name, str(folder / name))) for name in names]
+    return [Arm("grpo", 1, 0, 3, folder / name, (name, str(folder / name))) for name in names]
 
 
 def train(command: Sequence[str]) -> int:

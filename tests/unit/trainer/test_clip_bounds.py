@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo
-from bapo_megatron.config import AlgorithmConfig
-from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.config import AlgorithmConfig, BatchConfig, DataConfig, ModelConfig, RunConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.trainer.clip_bounds import Clipping, checked_loss
 from bapo_megatron.types import MicroBatch, SearchedLoss, TokenFn, TokenStats
 from tests.unit.algo.test_objective import pack
 
@@ -55,6 +57,32 @@ def chosen(bounds: BoundsConfig, on_policy: bool = False, **rest: Any) -> tuple[
     return loss, found, policy.passes
 
 
+LAGGED = AlgorithmConfig(bounds=dataclasses.replace(balanced(), scope="lagged"))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "serves"),
+    [
+        (AlgorithmConfig(bounds=balanced()), True),
+        (AlgorithmConfig(loss="gspo"), True),
+        (AlgorithmConfig(loss="cispo"), False),  # searches nothing
+        (AlgorithmConfig(bounds=grpo()), False),
+        (LAGGED, False),
+    ],
+)
+def test_forwards_are_held_for_a_search_over_the_update_alone(
+    algorithm: AlgorithmConfig, serves: bool
+) -> None:
+    run = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), algorithm=algorithm)
+    checked_loss(run)
+    held = dataclasses.replace(run, batch=BatchConfig(hold_forwards=True))
+    if serves:
+        checked_loss(held)
+    else:
+        with pytest.raises(ConfigError, match=r"^batch.hold_forwards serves .*algorithm.loss=.* makes none"):
+            checked_loss(held)
+
+
 def test_fixed_bounds_need_no_pass() -> None:
     _, found, passes = chosen(grpo())
     assert passes == []
@@ -78,6 +106,18 @@ def test_a_known_ratio_may_be_ignored() -> None:
     _, found, passes = chosen(balanced(), on_policy=True, known_ratio=False)
     assert passes == ["model"]
     assert found.bounds.high == 2.05
+
+
+@pytest.mark.parametrize(
+    ("old", "source", "moment"), [("rollout", "model", LN2**2), ("trainer", "rollouts", 0.0)]
+)
+def test_a_mask_that_is_the_loss_is_measured(old: Any, source: str, moment: float) -> None:
+    """Of M2PO: at ratio 2 engine and trainer differ, which the loss must see."""
+    policy = FakePolicy()
+    config = AlgorithmConfig(loss="m2po", old_log_probs=old)
+    _, found = Clipping(config).loss(policy, PACKS, on_policy=True)  # type: ignore[arg-type]
+    assert policy.passes == [source]
+    assert found.moment == pytest.approx(moment)
 
 
 @pytest.mark.parametrize(("scope", "hold"), [("update", True), ("micro_batch", False)])

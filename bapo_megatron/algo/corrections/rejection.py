@@ -1,0 +1,87 @@
+"""Corrections for data that another policy sampled: whole responses are rejected, or weighted, for any loss.
+
+They come before the packing, on the host: a rejected response is not trained on, so it is in no pack, no
+metric and no count that the loss is divided by. Two ratios decide, and each field says which is its own:
+
+- ``pi_old / pi_rollout``, trainer against engine at the beginning of a step: known before its updates;
+- ``pi / pi_rollout``, the policy in training: measured by a forward pass before an update.
+
+Plain Python. Legend: ``_N`` tokens of a response that are trained on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from annotated_types import Gt, Lt
+
+
+@dataclass(frozen=True)
+class CorrectionsConfig:
+    """Rejection of whole responses, with any loss; truncated importance weights are `importance_cap`."""
+
+    geometric_min: Annotated[float | None, Gt(0), Lt(1)] = None
+    """Reject a response if the geometric mean of its tokens' pi_old / pi_rollout is below this. Needs
+    `old_log_probs=trainer`, as the next three. None for no such limit."""
+    geometric_max: Annotated[float | None, Gt(1)] = None
+    """Reject a response if that mean is above this."""
+    worst_token_min: Annotated[float | None, Gt(0), Lt(1)] = None
+    """Reject a response if pi_old / pi_rollout of any of its tokens is below this; 1e-4 is a usual veto."""
+    worst_token_max: Annotated[float | None, Gt(1)] = None
+    """Reject a response if pi_old / pi_rollout of any of its tokens is above this."""
+    off_policy_delta: Annotated[float | None, Gt(0)] = None
+    """Off-policy sequence mask (DeepSeek-V3.2): reject a response with a negative advantage if the mean of
+    log(pi_rollout / pi) over its tokens is above this, in nats, with pi the policy in training. Costs one
+    forward pass in each update whose ratio is not known (`known_ratio`). None for no such mask."""
+
+    @property
+    def compares_old(self) -> bool:
+        """Whether pi_old / pi_rollout decides about any response."""
+        limits = (self.geometric_min, self.geometric_max, self.worst_token_min, self.worst_token_max)
+        return any(limit is not None for limit in limits)
+
+    @property
+    def rejects(self) -> bool:
+        """Whether any response may be rejected."""
+        return self.compares_old or self.off_policy_delta is not None
+
+
+def is_outside(log_ratio_N: np.ndarray, config: CorrectionsConfig) -> bool:
+    """Whether a response's ratios pi_old / pi_rollout lie outside the ranges: rejection sampling.
+
+    The range of the geometric mean is verl's ``rollout_rs=seq_mean_k1``, that of the worst token its former
+    veto (github.com/verl-project/verl, ``rollout_corr_helper.py``). A ratio on a limit is inside; a response
+    without tokens is, too. A nan is outside any limit.
+
+    Args:
+        log_ratio_N: ``log(pi_old / pi_rollout)``, nats.
+        config: the limits.
+    """
+    if not len(log_ratio_N):
+        return False
+    log_ratio_N = log_ratio_N.astype(np.float64)
+    mean = float(log_ratio_N.mean())
+    return not (
+        _within(mean, config.geometric_min, config.geometric_max)
+        and _within(float(log_ratio_N.min()), config.worst_token_min, None)
+        and _within(float(log_ratio_N.max()), None, config.worst_token_max)
+    )
+
+
+def _within(log_ratio: float, low: float | None, high: float | None) -> bool:
+    above = low is None or log_ratio >= math.log(low)
+    return above and (high is None or log_ratio <= math.log(high))
+
+
+def is_off_policy(advantage: float, mean_gap: float, delta: float) -> bool:
+    """Whether the off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556, Eq. 9) rejects a response.
+
+    Args:
+        advantage: of the response.
+        mean_gap: mean of ``log(pi_rollout / pi)`` over its tokens, nats; 0 without tokens.
+        delta: largest such mean of a response with a negative advantage, nats.
+    """
+    return advantage < 0 and not mean_gap <= delta  # nan is above any limit

@@ -1,0 +1,230 @@
+"""The clipped surrogate of PPO (Eq. 4) with searched or fixed bounds: BAPO's loss, GRPO's, clip-higher's.
+
+The presets of ``bapo_megatron.algo.bapo`` say which. Equation numbers are the paper's (arXiv 2510.18927).
+
+Legend: ``_T`` tokens of a pack, ``_G`` search groups of an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.algo.bapo import (
+    TokenBounds,
+    all_measures,
+    clipped_tokens,
+    contributions,
+    gradient_factor,
+    measured_sums,
+    policy_loss,
+)
+from bapo_megatron.algo.bounds import (
+    Bounds,
+    BoundsConfig,
+    high_values,
+    low_values,
+    positive_share,
+    search_bounds,
+    sum_count,
+)
+from bapo_megatron.algo.losses import Loss, LossTerms, Search
+from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, UpdateSums
+from bapo_megatron.algo.search_groups import group_count, group_of_tokens
+from bapo_megatron.algo.tokens import constant_on
+from bapo_megatron.types import Metrics, MicroBatch, TokenFn, TokenStats
+
+
+@dataclass(frozen=True)
+class Found:
+    """The bounds that a search has chosen, and the contribution there under every reading of Eq. 8."""
+
+    bounds: Bounds
+    contributions: dict[str, float]
+    one_sign: bool = False
+    """Whether the search saw tokens of one sign alone, and so had nothing to balance."""
+
+    def metrics(self) -> dict[str, float]:
+        """The bounds and contributions under their metric names."""
+        return {
+            "bapo/clip_low": self.bounds.low,
+            "bapo/clip_high": self.bounds.high,
+            "bapo/contribution": self.bounds.contribution,
+            "bapo/rounds": float(self.bounds.rounds),
+            "bapo/reached": float(self.bounds.reached),
+            **self.contributions,
+        }
+
+
+@dataclass(frozen=True)
+class GroupsFound:
+    """What the searches of an update have found, one for each of its search groups (``bounds_tokens``)."""
+
+    groups: tuple[Found, ...]
+
+
+def contribution_fn(config: BoundsConfig) -> TokenFn:
+    """The function that makes the sums of one pack for ``search``, or for ``search_groups``."""
+
+    def sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
+        log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
+        fields = (log_ratio_T, batch.advantage_T, batch.rollout_log_prob_T, batch.weight_T)
+        if not config.grouped or config.bounds_tokens is None:
+            return measured_sums(*fields, config)
+        group_T = group_of_tokens(batch, config.bounds_tokens)
+        return measured_sums(*fields, config, group_T, group_count(batch, config.bounds_tokens))
+
+    return sums
+
+
+def search(sums: Tensor, config: BoundsConfig, lowest: float | None = None) -> Found:
+    """Algorithm 1 on the (reduced) sums of ``contribution_fn``, from c_low ``lowest`` on if it is given."""
+    own = sums[: sum_count(config)]
+    bounds = search_bounds(own, config, lowest)
+    positive, negative = own.split([len(high_values(config)), len(low_values(config))])
+    return Found(bounds, contributions(sums, bounds, config), bool(positive.any()) != bool(negative.any()))
+
+
+def search_groups(sums: Tensor, config: BoundsConfig) -> GroupsFound:
+    """``search`` in each group, on the (reduced) sums of ``contribution_fn`` over the whole update."""
+    return GroupsFound(tuple(search(row, config) for row in sums.reshape(-1, _width(config))))
+
+
+def _width(config: BoundsConfig) -> int:
+    """Number of sums of one search."""
+    return len(all_measures(config)) * sum_count(config)
+
+
+def at_bounds(bounds: Bounds, sums: Tensor, config: BoundsConfig) -> Found:
+    """The same bounds judged by other (reduced) sums of ``contribution_fn``."""
+    rows = sums[: sum_count(config)].tolist()
+    highs = high_values(config)
+    positive = rows[highs.index(bounds.high)]
+    negative = rows[len(highs) + low_values(config).index(bounds.low)]
+    contribution = positive_share(positive, negative, config.share)
+    bounds = replace(bounds, contribution=contribution, reached=contribution >= config.target)
+    return Found(bounds, contributions(sums, bounds, config))
+
+
+class _ClipSettings(Protocol):
+    """The part of ``AlgorithmConfig`` that this loss reads."""
+
+    @property
+    def bounds(self) -> BoundsConfig:
+        """The clipping bounds."""
+
+
+class ClipLoss(Loss):
+    """The clipped surrogate at the bounds of an update, found by Algorithm 1 or fixed."""
+
+    bounds = "searched"
+    search: Search
+
+    def __init__(self, algorithm: _ClipSettings) -> None:
+        """Reads ``algorithm.bounds`` alone."""
+        self._config = config = algorithm.bounds
+        size = _width(config)
+        fixed = sum_count(config) == 2
+        self.search = Search(
+            contribution_fn(config),
+            lambda sums, lowest=None: (
+                search_groups(sums, config) if config.grouped else search(sums, config, lowest)
+            ),
+            config.sums_over,
+            0 if config.grouped else size,
+            known=search(torch.zeros(size, dtype=torch.float64), config) if fixed else None,
+            carried=(lambda found: found.bounds.low) if config.low_within_batch == "held" else None,
+        )
+        self.measurements = (
+            Measurement("bounds", 5 + 12, self._bounds_sums, self._bounds_metrics),
+            Measurement("bounds_in_force", 5, self._in_force_sums, _in_force_metrics),
+        )
+
+    def terms(self, stats: TokenStats, batch: MicroBatch, found: Found | GroupsFound) -> LossTerms:
+        """Eq. 4 at the bounds of ``found``."""
+        log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
+        bounds: Bounds | TokenBounds
+        if isinstance(found, GroupsFound):
+            bounds = TokenBounds.of([one.bounds for one in found.groups], self._group_T(batch))
+        else:
+            bounds = found.bounds
+        fields = (log_ratio_T.detach(), batch.advantage_T, batch.mask_T, bounds)
+        return LossTerms(
+            policy_loss(log_ratio_T, batch.advantage_T, batch.weight_T, bounds),
+            gradient_factor(*fields),
+            clipped_tokens(*fields),
+        )
+
+    def _group_T(self, batch: MicroBatch) -> Tensor:
+        """The search group of each token."""
+        assert self._config.bounds_tokens is not None
+        return group_of_tokens(batch, self._config.bounds_tokens)
+
+    def _of_tokens(self, view: PackView, value: Callable[[Found], float]) -> float | Tensor:
+        """``value`` of each token's search: a number where all have the same, else [T]."""
+        if not isinstance(view.found, GroupsFound):
+            return value(view.found)
+        table_G = constant_on(view.live_T.device, tuple(value(one) for one in view.found.groups))
+        return table_G[self._group_T(view.batch)]
+
+    def _bounds_sums(self, view: PackView) -> Tensor:
+        """Sums of the found bounds' metrics, each multiplied by the number of tokens that count."""
+        if isinstance(view.found, GroupsFound):
+            values = [tuple(one.metrics().values()) for one in view.found.groups]
+            rows = constant_on(view.live_T.device, tuple(chain.from_iterable(values))).reshape(
+                len(values), -1
+            )
+            tokens_G = rows.new_zeros(len(rows)).index_add_(
+                0, self._group_T(view.batch), view.live_T.double()
+            )
+            return torch.where(tokens_G[:, None] > 0, tokens_G[:, None] * rows, 0.0).sum(0)
+        of_all = constant_on(view.live_T.device, tuple(view.found.metrics().values()))
+        tokens = view.live_T.sum()
+        return torch.where(tokens > 0, tokens * of_all, 0.0)
+
+    def _bounds_metrics(self, sums: Tensor, update: UpdateSums) -> Metrics:
+        """The bounds of an update, judged by its own tokens, and their distance from the exact search's.
+
+        Where parts of the update had bounds of their own (``scope: micro_batch``) the means over the tokens
+        are logged. ``..._distance`` costs nothing: the update's own sums give the exact bounds.
+        """
+        measured, config = update.parts[SEARCH].reshape(-1, _width(self._config)).sum(0), self._config
+        exact = search(measured, config)
+        found: Found | GroupsFound | None = update.found
+        if isinstance(found, GroupsFound) or (found is None and config.scope == "micro_batch"):
+            means = (number / update.tokens for number in sums.tolist())
+            used = dict(zip(exact.metrics(), means, strict=True))
+        else:
+            found = found or exact  # searched while the update held its forward passes
+            used = at_bounds(found.bounds, measured, config).metrics()
+        return {
+            **used,
+            "bapo/clip_low_distance": used["bapo/clip_low"] - exact.bounds.low,
+            "bapo/clip_high_distance": used["bapo/clip_high"] - exact.bounds.high,
+        }
+
+    def _in_force_sums(self, view: PackView) -> Tensor:
+        """``[sum of c_low over negative tokens, their number, sum of c_high over positive ones, their number,
+        tokens whose search saw one sign]``."""
+        negative_T = (view.live_T & (view.batch.advantage_T < 0)).double()
+        positive_T = (view.live_T & (view.batch.advantage_T > 0)).double()
+        low = self._of_tokens(view, lambda found: found.bounds.low)
+        high = self._of_tokens(view, lambda found: found.bounds.high)
+        one_sign = self._of_tokens(view, lambda found: float(found.one_sign))
+        parts = (low * negative_T, negative_T, high * positive_T, positive_T, one_sign * view.live_T.double())
+        return torch.stack([part.sum() for part in parts])
+
+
+def _in_force_metrics(sums: Tensor, update: UpdateSums) -> Metrics:
+    """Means of the bounds over the tokens that they act on; the share of tokens whose search saw one sign."""
+    low, negative, high, positive, one_sign = sums.tolist()
+    return {
+        "bapo/clip_low_negative": low / negative if negative else None,
+        "bapo/clip_high_positive": high / positive if positive else None,
+        "bapo/one_sign_tokens": one_sign / update.tokens,
+    }

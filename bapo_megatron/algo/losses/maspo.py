@@ -1,0 +1,58 @@
+"""MASPO (arXiv 2602.17550, Sec. 4): a Gaussian gate on the ratio, wider for unlikely and for rewarded tokens.
+
+    loss = -sum_t weight A sg(F) r    with    F = exp(-(r - 1)^2 / (2 s^2))
+
+so ``g = F r``. ``F`` gates only tokens that the update has moved the way their advantage asks for (A > 0 and
+r > 1, or A < 0 and r < 1); elsewhere it is 1. Its width
+
+    s = clip(sigma pi_old^-alpha, sigma, 10) clip(h, 0.1, 10)
+    h = 1 + beta A for A > 0, 1 / (1 - beta A) for A < 0
+
+grows where a token was unlikely, and with the advantage, and shrinks for large negative advantages. ``sigma``
+is the paper's sigma_base. Formula, clips and defaults are those of the authors' code
+(github.com/FlyTune/MASPO-RL); it recommends ``alpha`` 0.3 to 0.5 and ``beta`` 0.03. The mean is over the
+tokens there: ``algorithm.loss_mean=token``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge, Gt
+
+from bapo_megatron.algo.losses import TokenLoss, TokenRule, Tokens
+from bapo_megatron.algo.measurements import gate_mean
+
+_WIDEST = 10.0
+"""Largest width from a token's probability."""
+_LEAST, _MOST = 0.1, 10.0
+"""Range of the factor from a token's advantage."""
+
+
+class Maspo(TokenLoss):
+    """The surrogate through a one-sided Gaussian gate; clips no token. Metric ``maspo/gate``, the mean F."""
+
+    measurements = (gate_mean("maspo/gate"),)
+
+    def __init__(
+        self,
+        algorithm: Any,
+        sigma: Annotated[float, Gt(0)] = 1.0,
+        alpha: Annotated[float, Ge(0)] = 0.3,
+        beta: Annotated[float, Ge(0)] = 0.03,
+    ) -> None:
+        """Takes the width of a certain token's gate, and how it depends on probability and advantage."""
+        super().__init__(algorithm)
+        self.sigma, self.alpha, self.beta = sigma, alpha, beta
+
+    def rule(self, tokens: Tokens) -> TokenRule:
+        """The gated ratio, with the gate as a constant."""
+        size_T = 1 + self.beta * tokens.advantage_T.abs()
+        risk_T = torch.where(tokens.advantage_T > 0, size_T, 1 / size_T).clamp(_LEAST, _MOST)
+        width_T = self.sigma * (-self.alpha * tokens.old_log_prob_T).exp()
+        width_T = width_T.clamp(self.sigma, max(self.sigma, _WIDEST)) * risk_T
+        distance_T = tokens.ratio_T - 1
+        gate_T = (-(distance_T**2) / (2 * width_T**2)).exp()
+        factor_T = torch.where(distance_T * tokens.advantage_T > 0, gate_T, 1.0) * tokens.ratio_T
+        return TokenRule(factor_T, factor_T, torch.zeros_like(factor_T, dtype=torch.bool))

@@ -1,0 +1,44 @@
+"""SAPO (arXiv 2511.20347, Eqs. 5 and 6): a soft gate about r = 1 in place of clipping.
+
+    loss = -sum_t weight A f(r)    with    f(r) = 4 / tau sigmoid(tau (r - 1))
+
+so ``g = 4 p (1 - p) r`` with ``p = sigmoid(tau (r - 1))`` (Eq. 8): 1 at r = 1, and falling on both sides. The
+temperature ``tau`` depends on the sign of the advantage; the larger one of negative advantages lets their
+gradient fall faster. Defaults are the paper's. Its mean is within each response first, then over responses:
+``algorithm.loss_mean=sequence``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Gt
+
+from bapo_megatron.algo.losses import TokenLoss, TokenRule, Tokens
+from bapo_megatron.algo.measurements import gate_mean
+
+
+class Sapo(TokenLoss):
+    """The surrogate through a sigmoid gate; clips no token. Metric ``sapo/gate``, the mean of ``g / r``."""
+
+    measurements = (gate_mean("sapo/gate"),)
+
+    def __init__(
+        self,
+        algorithm: Any,
+        temperature_positive: Annotated[float, Gt(0)] = 1.0,
+        temperature_negative: Annotated[float, Gt(0)] = 1.05,
+    ) -> None:
+        """Takes the temperatures of tokens with A > 0, and of the others."""
+        super().__init__(algorithm)
+        self.temperatures = temperature_positive, temperature_negative
+
+    def rule(self, tokens: Tokens) -> TokenRule:
+        """The gated ratio, and its derivative by log pi."""
+        positive, negative = self.temperatures
+        tau_T = torch.full_like(tokens.ratio_T, negative).masked_fill(tokens.advantage_T > 0, positive)
+        logit_T = tau_T * (tokens.ratio_T - 1)
+        value_T = 4 / tau_T * logit_T.sigmoid()
+        factor_T = 4 * logit_T.sigmoid() * (-logit_T).sigmoid() * tokens.ratio_T
+        return TokenRule(value_T, factor_T, torch.zeros_like(value_T, dtype=torch.bool))

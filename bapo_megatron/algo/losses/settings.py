@@ -1,0 +1,114 @@
+"""Settings of a loss: the keyword arguments of its constructor, checked before any work starts.
+
+A type or a range is what the argument's annotation says, ``Annotated[float, Gt(0)]``; an argument without an
+annotation takes the type of its default.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from typeguard import TypeCheckError, check_type
+
+from bapo_megatron.algo.ranges import range_problem, range_words
+from bapo_megatron.errors import ConfigError
+
+_FIELD = "algorithm.loss_settings"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a loss."""
+
+    name: str
+    annotation: Any
+    default: Any
+    """``inspect.Parameter.empty`` for a setting that must be given."""
+
+    @property
+    def needed(self) -> bool:
+        """Whether the setting has no default."""
+        return self.default is inspect.Parameter.empty
+
+    def __str__(self) -> str:
+        """What the setting takes: ``temperature: float above 0, default 1.0``."""
+        words = " ".join(filter(None, (_type_words(self.annotation), range_words(self.annotation))))
+        return f"{self.name}: {words}, " + ("needed" if self.needed else f"default {self.default!r}")
+
+    def problem(self, value: Any) -> str | None:
+        """What is wrong with a value, as the end of a sentence; None for a sound one."""
+        if isinstance(value, bool) and not {bool, Any} & set(_members(self.annotation)):
+            return "has the wrong type"  # for Python it is a number
+        try:
+            check_type(value, self.annotation)
+        except TypeCheckError:
+            return "has the wrong type"
+        return range_problem(value, self.annotation)
+
+
+def settings_of(build: Callable[..., Any]) -> list[Setting]:
+    """The settings of a loss, in order: the arguments of its constructor after ``algorithm``.
+
+    Args:
+        build: the class, or a ``functools.partial`` of it, whose choices are the defaults then.
+    """
+    parameters = list(inspect.signature(build).parameters.values())[1:]
+    cls: type = getattr(build, "func", build)  # type: ignore[arg-type]
+    hints = _hints(cls)
+    return [
+        Setting(one.name, hints.get(one.name, _type_of(one.default)), one.default)
+        for one in parameters
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+
+
+def check_settings(loss: str, build: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    """ConfigError with every setting that the loss named ``loss`` does not take, and what it takes."""
+    if problems := list(_problems(loss, settings_of(build), settings)):
+        raise ConfigError("\n".join(problems))
+
+
+def _problems(loss: str, taken: list[Setting], settings: Mapping[str, Any]) -> Iterator[str]:
+    known = {one.name: one for one in taken}
+    for name, value in settings.items():
+        if name not in known:
+            takes = "; ".join(map(str, taken)) or "none"
+            yield (
+                f"{_FIELD}.{name}={value!r}: algorithm.loss={loss} has no such setting, leave it out; "
+                f"its settings: {takes}"
+            )
+        elif problem := known[name].problem(value):
+            yield f"{_FIELD}.{name}={value!r} {problem}; algorithm.loss={loss} takes {known[name]}"
+    for one in taken:
+        if one.needed and one.name not in settings:
+            yield f"{_FIELD}.{one.name} is missing: algorithm.loss={loss} takes {one}"
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    """Annotations of the constructor's arguments; none if they name what cannot be looked up."""
+    try:
+        return get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]
+    except NameError:  # an import for the type checker alone
+        return {}
+
+
+def _type_of(default: Any) -> Any:
+    return Any if default in (None, inspect.Parameter.empty) else type(default)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The types that an annotation allows."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    union = get_origin(annotation) in (Union, types.UnionType)
+    return get_args(annotation) if union else (annotation,)
+
+
+def _type_words(annotation: Any) -> str:
+    return " or ".join(
+        "None" if one is type(None) else getattr(one, "__name__", str(one)) for one in _members(annotation)
+    )

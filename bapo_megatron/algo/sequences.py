@@ -1,0 +1,71 @@
+"""Sequence statistics: what losses and corrections know of whole responses, by one additive pass.
+
+A pack may hold a part of a response (chunks of the output layer, context-parallel ranks). So the sum of
+log r and the number of tokens of every sequence of the update are added up over packs and ranks first, and
+each token then gets its sequence's value by ``batch.sequence_T``. Nothing here waits for a GPU.
+
+Legend: ``_T`` tokens of a pack, ``_S`` sequences of the update.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.types import MicroBatch, TokenStats
+
+
+@torch.no_grad()
+def sequence_sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
+    """The sum of ``log r = log(pi / pi_old)`` and the number of tokens of each sequence: a ``TokenFn``.
+
+    Returns:
+        float64 [2 S]: the S sums in nats, then the S counts of tokens whose mask is not 0. Additive over
+        chunks, packs and ranks.
+    """
+    return sums_by_sequence(stats.log_prob_T - batch.old_log_prob_T, batch)
+
+
+@torch.no_grad()
+def sums_by_sequence(value_T: Tensor, batch: MicroBatch) -> Tensor:
+    """The sum of ``value_T`` over each sequence, and the number of its tokens: float64 [2 S], additive.
+
+    A token whose mask is 0 counts in neither, whatever it holds.
+    """
+    live_T = batch.mask_T != 0
+    pair = torch.stack([torch.where(live_T, value_T, 0.0).double(), live_T.double()])
+    sums = pair.new_zeros(2, batch.sequences + 1)  # the first column takes the tokens of no sequence
+    return sums.index_add_(1, batch.sequence_T + 1, pair)[:, 1:].flatten()
+
+
+def sequence_means(sums: Tensor) -> Tensor:
+    """The mean of each sequence, [S], from the (reduced) vector [2 S] of sums and counts; 0 without tokens.
+
+    Of ``sequence_sums`` it is the logarithm of the geometric mean of the sequence's ratios.
+    """
+    totals_S, tokens_S = sums.chunk(2)
+    return totals_S / tokens_S.clamp(min=1)
+
+
+class PerSequence:
+    """One number for each sequence of an update, of which each token gets its sequence's.
+
+    The numbers are copied once to each device on which they are asked for: a copy to a GPU makes the host
+    wait, and every chunk of a pack asks.
+    """
+
+    def __init__(self, values_S: Tensor) -> None:
+        """``values_S``: float64 [S], in the order of ``batch.sequence_T``."""
+        self.values_S = values_S
+        first = torch.cat(
+            [values_S.new_zeros(1), values_S]
+        )  # for the tokens of no sequence, whose index is -1
+        self._copies = {first.device: first}
+
+    def of_tokens(self, batch: MicroBatch, outside: float = 0.0) -> Tensor:
+        """The number of each token's sequence, [T]; ``outside`` where a token's mask is 0."""
+        device = batch.mask_T.device
+        if device not in self._copies:
+            self._copies[device] = next(iter(self._copies.values())).to(device)
+        values_T = self._copies[device][batch.sequence_T + 1]
+        return torch.where(batch.mask_T != 0, values_T, outside)

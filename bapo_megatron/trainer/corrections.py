@@ -1,0 +1,179 @@
+"""Corrections of an update for the policies behind its data: pi_old, importance weights, rejected responses.
+
+- With ``algorithm.old_log_probs=trainer`` pi_old, the denominator of the ratio in all updates of a step, is
+  computed by the trainer before them. The engine's log-probs differ a little from the trainer's, and those
+  of stale tokens a lot; so the ratio compares the trainer with itself, and a truncated importance weight,
+  by token or by response, may correct for the policy that sampled.
+- ``algorithm.corrections`` rejects whole responses (``algo/corrections/rejection.py``). They leave the update
+  before it is packed: no pass, no search, no metric and no mean sees them. All ranks decide alike.
+
+An update whose responses are all rejected takes no step, which is announced.
+
+Legend: ``_R`` tokens of a response, ``_N`` response tokens of all samples of the step, ``_S`` samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bapo_megatron.algo.corrections.importance_sampling import (
+    truncated_importance,
+    truncated_sequence_importance,
+)
+from bapo_megatron.algo.corrections.rejection import is_off_policy, is_outside
+from bapo_megatron.algo.sequences import sequence_means, sums_by_sequence
+from bapo_megatron.config import AlgorithmConfig
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.interfaces import Policy
+from bapo_megatron.types import Metrics, MicroBatch, TokenStats
+
+Groups = list[list[Sample]]
+
+METRICS = ("corrections/rejected_responses", "corrections/rejected_tokens", "corrections/weight")
+"""Names of the metrics of ``corrected``."""
+
+
+def with_old_log_probs(
+    policy: Policy,
+    groups: Sequence[Sequence[Sample]],
+    pack_tokens: int,
+    cap: float | None,
+    level: Literal["token", "sequence"] = "token",
+) -> Groups:
+    """The samples with log-probs under the present weights, and importance weights up to ``cap`` (None: no
+    weights), for each token or each response.
+
+    One forward pass, in which each rank computes its own packs; the result is equal on every rank, since
+    later updates shuffle the groups. Collective.
+    """
+    samples = [sample for group in groups for sample in group]
+    if not samples:
+        return []
+    old_log_probs = _log_probs(policy, samples, pack_tokens)
+    _finite(float(old_R[one.predicted_R].sum()) for one, old_R in zip(samples, old_log_probs, strict=True))
+    old = iter(old_log_probs)
+    return [[_with_old(sample, next(old), cap, level) for sample in group] for group in groups]
+
+
+def correction_metrics(algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """Names of the metrics of ``corrected`` in a run with these settings; none without corrections."""
+    return METRICS if algorithm.corrections.rejects or algorithm.importance_cap is not None else ()
+
+
+def corrected(
+    policy: Policy,
+    groups: Sequence[Sequence[Sample]],
+    algorithm: AlgorithmConfig,
+    pack_tokens: int,
+    on_policy: bool,
+) -> tuple[Groups, Metrics]:
+    """The groups of an update without their rejected responses, and the metrics ``correction_metrics``.
+
+    - ``corrections/rejected_responses``, ``.../rejected_tokens``: shares of the update's responses and
+      trained tokens
+    - ``corrections/weight``: mean importance weight of the tokens that are left; None where there are none
+
+    ``on_policy`` as in ``Clipping.loss``. Collective where a forward pass is made.
+    """
+    names = correction_metrics(algorithm)
+    if not names:
+        return [list(group) for group in groups], {}
+    config = algorithm.corrections
+    samples = [sample for group in groups for sample in group]
+    kept = [not (config.compares_old and is_outside(_old_ratio(sample), config)) for sample in samples]
+    if config.off_policy_delta is not None:
+        known = on_policy and algorithm.known_ratio
+        measured = [sample for sample, keep in zip(samples, kept, strict=True) if keep]
+        gaps = iter(_finite(_mean_gaps(policy, measured, pack_tokens, known)))
+        delta = config.off_policy_delta
+        kept = [
+            keep and not is_off_policy(sample.advantage, next(gaps), delta)
+            for sample, keep in zip(samples, kept, strict=True)
+        ]
+    left = iter(kept)
+    remaining = [[sample for sample in group if next(left)] for group in groups]
+    return remaining, dict(zip(names, _shares(samples, remaining), strict=True))
+
+
+def _shares(samples: Sequence[Sample], left: Groups) -> tuple[float | None, float | None, float | None]:
+    """The values of ``METRICS``, of an update's samples and those that are left of them."""
+    kept = [sample for group in left for sample in group]
+    before, after = (sum(int(one.predicted_R.sum()) for one in part) for part in (samples, kept))
+    weights = [one.importance_R[one.predicted_R] for one in kept if one.importance_R is not None]
+    weight = sum(float(weight_R.sum(dtype=np.float64)) for weight_R in weights) if weights else float(after)
+    return (
+        1 - len(kept) / len(samples) if samples else None,
+        1 - after / before if before else None,
+        weight / after if after else None,
+    )
+
+
+def _old_ratio(sample: Sample) -> np.ndarray:
+    """log(pi_old / pi_rollout) of the sample's trained tokens; pi_old is pi_rollout where none is given."""
+    if sample.old_log_probs_R is None:
+        return np.zeros(int(sample.predicted_R.sum()))
+    log_ratio_R = sample.old_log_probs_R.astype(np.float64) - sample.log_probs_R
+    log_ratio_N: np.ndarray = log_ratio_R[sample.predicted_R]
+    return log_ratio_N
+
+
+def _mean_gaps(policy: Policy, samples: Sequence[Sample], pack_tokens: int, known: bool) -> list[float]:
+    """Mean of log(pi_rollout / pi) over each sample's trained tokens, nats; 0 without tokens.
+
+    ``known``: pi is pi_old for all of them, which needs no pass of the model.
+    """
+    if not samples:
+        return []
+    packs = pack_samples(samples, pack_tokens, layout=policy.pack_layout)
+    sums = (policy.old_sums if known else policy.token_sums)(packs, _gap_sums)
+    return [float(mean) for mean in sequence_means(sums).tolist()]
+
+
+def _finite(values: Iterable[float]) -> list[float]:
+    """The values. FloatingPointError, on every rank, if one is not finite.
+
+    Its response would be rejected, and nobody would see that the weights are broken.
+    """
+    found = list(values)
+    if not all(map(math.isfinite, found)):
+        raise FloatingPointError(
+            "the log-probs of a response are not finite: the model's weights have overflowed"
+        )
+    return found
+
+
+def _gap_sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
+    return sums_by_sequence(batch.rollout_log_prob_T - stats.log_prob_T, batch)
+
+
+def _log_probs(policy: Policy, samples: Sequence[Sample], pack_tokens: int) -> list[np.ndarray]:
+    """The log-probs of each sample's response, float32 [R]."""
+    packs = pack_samples(samples, pack_tokens, layout=policy.pack_layout)
+    ends = np.cumsum([sample.response_tokens for sample in samples])
+    found_N = torch.zeros(int(ends[-1]))
+    for pack, stats in zip(packs, policy.log_probs(packs), strict=True):
+        for index, start, positions in pack.rows:
+            if positions:  # else no position predicts the response
+                tokens, end = samples[index].response_tokens, start + positions
+                found_N[ends[index] - tokens : ends[index]] = stats.log_prob_T[end - tokens : end]
+    # One replica has a sample's log-probs, the others zeros: the sum is exact.
+    return np.split(policy.sum_over_replicas(found_N).numpy(), ends[:-1])
+
+
+def _with_old(
+    sample: Sample, old_log_probs_R: np.ndarray, cap: float | None, level: Literal["token", "sequence"]
+) -> Sample:
+    importance_R = None
+    if cap is not None and level == "token":
+        importance_R = truncated_importance(old_log_probs_R, sample.log_probs_R, cap)
+    elif cap is not None:
+        pair = (old_log_probs_R, sample.log_probs_R)
+        importance_R = truncated_sequence_importance(*pair, sample.predicted_R, cap)
+    return replace(sample, old_log_probs_R=old_log_probs_R, importance_R=importance_R)

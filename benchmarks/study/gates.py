@@ -1,0 +1,93 @@
+"""The gates of a study: what must hold of GRPO alone before any method is judged against it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from benchmarks.study.measures import ArmRecord
+from benchmarks.study.methods import BASELINE, PRIMARY
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A range that the mean of a figure of GRPO's runs must lie in, at some number of passes."""
+
+    text: str
+    figure: str
+    """A key of ``ArmRecord.figures``."""
+    passes: int
+    low: float
+    high: float
+    paper: str
+    """What the paper shows, and where."""
+
+    @property
+    def range(self) -> str:
+        """The range in words."""
+        if self.high == math.inf:
+            return f"at least {self.low:g}"
+        return f"at most {self.high:g}" if self.low == -math.inf else f"{self.low:g} to {self.high:g}"
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """A gate and what was measured."""
+
+    gate: Gate
+    value: float
+    """Mean over the seeds; NaN if no run says."""
+    seeds: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether the mean lies in the range, ends included. What was not measured has not passed."""
+        return self.gate.low <= self.value <= self.gate.high
+
+    @property
+    def failure(self) -> str:
+        """Why no claim is judged, in a line."""
+        value = f"{self.value:.3g}" if math.isfinite(self.value) else "not measured"
+        return f"gate {self.gate.text} ({self.gate.passes}x) failed: {value}, must be {self.gate.range}"
+
+
+GATES = (
+    Gate("entropy kept on-policy", "entropy_kept", 1, 0.8, math.inf, "0.98 (Fig. 2)"),
+    Gate("entropy lost with reuse", "entropy_kept", 4, -math.inf, 0.7, "0.25 (Fig. 2)"),
+    Gate(
+        "share of seeds that collapse",
+        "collapsed",
+        PRIMARY,
+        0.5,
+        math.inf,
+        "the 8x run: 0.449 at step 63, 0.229 at step 118 (Fig. 2)",
+    ),
+    Gate("clipped tokens", "clipped", PRIMARY, 0.02, 0.06, "0.022 at 8x (Fig. 2)"),
+    Gate("positive share of the gradient", "positive_share", 2, 0.38, 0.45, "mean 0.427 at 2x (Figs. 4, 9)"),
+    Gate("tokens with a ratio above 1.2", "raised_tokens", PRIMARY, 0.01, math.inf, "0.033 (Fig. 10)"),
+    Gate(
+        "mean probability of those tokens when sampled",
+        "raised_probability",
+        PRIMARY,
+        -math.inf,
+        0.4,
+        "0.28 (Fig. 10)",
+    ),
+)
+"""All gates. Figures other than the reward and its entropy are of the stale updates."""
+
+
+def gate_results(records: Sequence[ArmRecord]) -> list[GateResult]:
+    """What GRPO's runs say of each gate."""
+    results = []
+    for gate in GATES:
+        values = [
+            record.figures[gate.figure]
+            for record in records
+            if (record.method, record.passes) == (BASELINE, gate.passes)
+        ]
+        known = [value for value in values if math.isfinite(value)]
+        results.append(GateResult(gate, fmean(known) if known else math.nan, len(known)))
+    return results

@@ -1,0 +1,68 @@
+"""The constant prose of a study's document: definitions and limits, never a result."""
+
+from benchmarks.study.contrasts import LEVEL, MATTERS
+from benchmarks.study.measures import COLLAPSE_SHARE, SPIKE_FACTOR, SPIKE_WINDOW
+from benchmarks.study.paired import LEAST_PAIRS
+
+METHOD = """\
+Every arm is an ordinary `bapo train` run of one recipe; `study.json` in the study's folder has all
+commands. Staleness is the number of passes over each batch, as the paper counts it: 1x is on-policy, at
+8x each batch makes eight updates, each of the whole batch. Methods share seeds, so they draw from one
+stream of prompts and begin with the same batch. What is judged, and how, was [written down
+before](study_plan.md)."""
+
+GATES = """\
+A method can be judged only where what it claims to cure is there. So GRPO alone must show, on average
+over its seeds, what the paper's GRPO shows. If one gate fails, no claim is judged."""
+
+PRIMARY = f"""\
+Mean reward over the run at 8x, `paper` (BAPO with a search in each micro-batch) minus the other, paired
+by seed: 95 % interval by Student's t, p-value of the paired test, and Holm's correction for the
+contrasts together. A difference is called better or worse if Holm's p is below {LEVEL:g}; from
+{MATTERS:g} on it matters. Fewer than {LEAST_PAIRS} seeds say nothing."""
+
+REPAIR = """\
+Of several methods tried, the best looks better than it is. So one half of the seeds chooses the best of
+our changes of the search, and the best pair of fixed bounds; the other half compares the two."""
+
+SECONDARY = """\
+Differences from GRPO at the same passes with 95 % intervals, paired by seed and not corrected for their
+number: at 5 %, about one in twenty excludes 0 by luck alone. *Entropy at equal reward* compares both
+arms where each first reaches the best reward that both reach, so that who learns less does not look as
+if it kept more."""
+
+DEFINITIONS = f"""\
+± is the standard deviation over seeds. Where a batch is used several times, clipped tokens, shares,
+bounds and ratios are means over the updates after the first pass: in the first pass every ratio is 1.
+
+- *Mean reward*: over all steps of the run. *Held-out*: share of the responses to the evaluation problems
+  that the last weights answer right.
+- *Collapse*: the reward ends below {COLLAPSE_SHARE:g} of its best running mean (a tenth of the steps, 1
+  to 5).
+- *Entropy kept*: running mean at the end over that of the first pass over the first batch.
+- *Spike*: an update whose gradient norm, before it is clipped, is above {SPIKE_FACTOR:g} times the
+  median of the updates at its place in the {SPIKE_WINDOW} steps before it.
+- *Clipped*: share of the tokens that the method's own loss clips or masks; some losses clip nothing.
+- *Positive share*: P / (P + N), the positive tokens' share of the gradient's mass.
+- *c_low*, *c_high*: means over the negative and over the positive tokens, on which they act. *Bounds
+  moved*: share of the updates whose search left its first bounds (in micro-batches: of which any search
+  did)."""
+
+SCOPE = """\
+Nothing, except this. If a method's mechanism is that clipping low-probability tokens costs entropy and
+balance, then it must act wherever its preconditions hold, and the gates say whether they hold here.
+Where they hold, a small run can show that the mechanism works, or that something simpler does as much.
+It cannot show how large the effect is for a model with a hundred thousand times the parameters,
+responses a hundred times as long, rewards that need reasoning, and learning rates a thousand times
+smaller; nor which learning rate a method would have had there. All methods have GRPO's learning rate,
+which favours methods as cautious as GRPO. Losses have the settings of their papers, which were found on
+other tasks."""
+
+QUICK = """\
+> **This is `--quick`**: three methods, two seeds. It shows that the study runs and what its pages look
+> like. It does not show which method is better: no gate and no contrast means anything with two seeds,
+> and none is judged."""
+
+CALIBRATION = """\
+> **This is a calibration**: GRPO alone, with seeds that the study does not use, to choose the learning
+> rate by the gates. Nothing is judged."""

@@ -1,0 +1,88 @@
+"""CPU mode: what megatron asks of a GPU, a rank without one gets on the CPU, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bapo_megatron.config import ParallelConfig
+from bapo_megatron.policy import device
+from tests.support.workers import run_layout
+
+pytestmark = pytest.mark.distributed
+
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+LIKE = torch.ones(2, 3)
+SPAN = (0.0, 1.0, 3)
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("empty", "ones", "rand", "randn", "zeros"), (2, 3)),
+    **dict.fromkeys(("empty_like", "ones_like", "rand_like", "randn_like", "zeros_like"), (LIKE,)),
+    **dict.fromkeys(("as_tensor", "asarray", "tensor"), ([1.0, 2.0],)),
+    **dict.fromkeys(("linspace", "logspace"), SPAN),
+    **dict.fromkeys(("arange", "eye", "randperm"), (3,)),
+    **dict.fromkeys(("tril_indices", "triu_indices"), (2, 3)),
+    "empty_strided": ((2, 3), (3, 1)),
+    "full": ((2, 3), 1.0),
+    "full_like": (LIKE, 1.0),
+    "normal": (0.0, 1.0, (2, 3)),
+    "randint": (0, 2, (2, 3)),
+    "randint_like": (LIKE, 2),
+    "scalar_tensor": (1.0,),
+}
+ALIKE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("new_empty", "new_ones", "new_zeros"), ((2, 3),)),
+    "new_full": ((2, 3), 1.0),
+    "new_tensor": ([1.0],),
+}
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cuda": lambda tensor: tensor.cuda(),
+    "cuda by number": lambda tensor: tensor.cuda(0, non_blocking=True),
+    "to a name": lambda tensor: tensor.to("cuda"),
+    "to a device": lambda tensor: tensor.to(torch.device("cuda", 0), torch.float64),
+    "to a keyword": lambda tensor: tensor.to(device="cuda:0", dtype=torch.float64),
+    "to another's": lambda tensor: tensor.to(LIKE),
+    "to a type": lambda tensor: tensor.to(torch.float64),
+    "a module's": lambda tensor: torch.nn.Linear(2, 3, device="cuda").to("cuda").cuda().weight,
+}
+
+
+taken_before = torch.empty
+"""As a default argument of megatron's, which is bound before the mode is on."""
+
+
+def on_cuda() -> dict[str, tuple[str, bool]]:
+    """The device of what each function makes or moves, and whether it is pinned."""
+    made = {name: getattr(torch, name)(*given, device="cuda") for name, given in ARGUMENTS.items()}
+    made |= {name: getattr(LIKE, name)(*given, device="cuda:0") for name, given in ALIKE.items()}
+    made |= {name: move(LIKE) for name, move in MOVES.items()}
+    made["taken before"] = taken_before(2, device="cuda")
+    made["pinned"] = torch.empty(2, pin_memory=True)
+    return {name: (tensor.device.type, tensor.is_pinned()) for name, tensor in made.items()}
+
+
+def names_of_types() -> tuple[object, ...]:
+    device.cpu_mode()  # again: it changes nothing twice
+    half = LIKE.to(torch.bfloat16)
+    return LIKE.type(), half.type(), LIKE.type(torch.float64).dtype, LIKE.to(half).dtype
+
+
+@WITHOUT_GPU
+def test_a_cuda_device_is_the_cpu() -> None:
+    [found] = run_layout(on_cuda, ParallelConfig())
+    assert found == dict.fromkeys([*ARGUMENTS, *ALIKE, *MOVES, "taken before", "pinned"], ("cpu", False))
+
+
+@WITHOUT_GPU
+def test_types_go_by_the_names_of_a_gpu() -> None:
+    """The distributed optimizer tells dtypes apart by them; conversions stay what they are."""
+    [found] = run_layout(names_of_types, ParallelConfig())
+    expected = ("torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", torch.float64, torch.bfloat16)
+    assert found == expected
+
+
+def test_the_process_of_the_tests_is_left_alone() -> None:
+    assert LIKE.type() == "torch.FloatTensor"

@@ -1,0 +1,416 @@
+"""Corrections: which responses are rejected and by which ratio, and what an update is then divided by."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bapo_megatron.algo.bapo import BoundsConfig, balanced, fixed
+from bapo_megatron.algo.corrections.importance_sampling import truncated_sequence_importance
+from bapo_megatron.algo.corrections.rejection import CorrectionsConfig, is_off_policy, is_outside
+from bapo_megatron.algo.losses import LOSSES, build_loss, load_loss
+from bapo_megatron.algo.papo_schedule import PapoConfig
+from bapo_megatron.config import AlgorithmConfig, DataConfig, ModelConfig, RunConfig
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.train import update
+from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.corrections import METRICS, corrected, correction_metrics, with_old_log_probs
+from bapo_megatron.types import MicroBatch, PackLayout, SearchedLoss, TokenFn, TokenStats, UpdateResult
+from tests.support.runs import run_of
+
+LN2 = math.log(2)
+
+
+class ShiftedPolicy:
+    """Log-probs that are the engine's plus what the response's first token id says, in units of ln 2 / 2."""
+
+    version = 7
+    pack_layout = PackLayout()
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.packs: list[MicroBatch] = []
+
+    def _stats(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
+        return [
+            TokenStats(b.rollout_log_prob_T + (b.label_T - 10) * LN2 / 2, torch.ones_like(b.mask_T))
+            for b in batches
+        ]
+
+    def log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
+        return self._stats(batches)
+
+    def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> torch.Tensor:
+        self.calls.append("old_sums")
+        stats = [TokenStats(b.old_log_prob_T, torch.ones_like(b.mask_T)) for b in batches]
+        return torch.stack([fn(*pair) for pair in zip(stats, batches, strict=True)]).sum(0)
+
+    def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> torch.Tensor:
+        self.calls.append("token_sums")
+        pairs = zip(self._stats(batches), batches, strict=True)
+        return torch.stack([fn(*pair) for pair in pairs]).sum(0)
+
+    def update(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> UpdateResult:
+        self.calls.append("update")
+        self.packs += batches
+        if isinstance(loss, SearchedLoss):
+            loss = loss.loss_of(self.token_sums(batches, loss.measure))
+        pairs = zip(self._stats(batches), batches, strict=True)
+        sums = torch.stack([loss(*pair) for pair in pairs]).sum(0)
+        self.version += 1
+        return UpdateResult(sums, 0.0, 1e-6)
+
+
+def sample(ids: list[int], advantage: float, version: int = 3, mask: list[bool] | None = None) -> Sample:
+    """A prompt of one token, a response whose token 10 + k has pi / pi_rollout = 2^(k / 2)."""
+    count = len(ids)
+    return Sample(
+        np.array([1, *ids], np.int32),
+        np.full(count, -3.0, np.float32),
+        np.full(count, version, np.int32),
+        advantage,
+        loss_mask_R=None if mask is None else np.array(mask),
+    )
+
+
+LOW, HIGH = [8, 8, 8], [12, 12]  # ratios 1/2 and 2 at every token
+GROUPS = [[sample(LOW, -1.0), sample(LOW, 1.0)], [sample(HIGH, -2.0), sample([10, 10], 2.0)]]
+
+
+def algorithm(**rest: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(**{"bounds": fixed(0.1, 10.0), **rest})
+
+
+def lengths(groups: Sequence[Sequence[Sample]]) -> list[list[int]]:
+    return [[one.response_tokens for one in group] for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("limits", "outside"),
+    [
+        ({}, False),
+        ({"geometric_min": 0.99}, False),  # the mean of ln 4, ln 1 and -ln 4 is 0
+        ({"geometric_max": 1.01}, False),
+        ({"worst_token_min": 0.26}, True),
+        ({"worst_token_min": 0.24}, False),
+        ({"worst_token_max": 3.9}, True),
+        ({"worst_token_max": 4.1}, False),
+        ({"worst_token_min": 0.24, "worst_token_max": 3.9}, True),
+    ],
+)
+def test_the_worst_token_and_the_mean_decide_each_by_its_range(
+    limits: dict[str, float], outside: bool
+) -> None:
+    assert is_outside(np.log([4.0, 1.0, 0.25]), CorrectionsConfig(**limits)) is outside
+
+
+def test_the_geometric_mean_by_hand() -> None:
+    """Of 4 and 1: 2, a limit that is met. Of 1/4 and 1: 1/2. A nan is outside, nothing is inside."""
+    config = CorrectionsConfig(geometric_min=0.5, geometric_max=2.0)
+    assert not is_outside(np.array([2 * LN2, 0.0]), config)
+    assert is_outside(np.array([2.01 * LN2, 0.0]), config)
+    assert not is_outside(np.array([-2 * LN2, 0.0]), config)
+    assert is_outside(np.array([-2.01 * LN2, 0.0]), config)
+    assert is_outside(np.array([math.nan, 0.0]), config)
+    assert not is_outside(np.array([]), config)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "gap", "rejected"),
+    [
+        (-1, 0.2, True),
+        (-1, 0.1, False),
+        (-1, -0.2, False),
+        (0, 0.2, False),
+        (1, 0.2, False),
+        (-1, math.nan, True),
+    ],
+)
+def test_deepseeks_mask_by_hand(advantage: float, gap: float, rejected: bool) -> None:
+    assert is_off_policy(advantage, gap, 0.1) is rejected
+
+
+def test_the_weight_of_a_response_is_the_product_of_its_trained_tokens() -> None:
+    """Ratios 2, 4 and (not trained) 100: 8, or the cap."""
+    log_ratio = np.log(np.array([2, 4, 100], np.float32))
+    trained = np.array([True, True, False])
+    for cap, weight in ((10.0, 8.0), (3.0, 3.0)):
+        found = truncated_sequence_importance(log_ratio - 3, np.full(3, -3.0, np.float32), trained, cap)
+        assert found.dtype == np.float32
+        assert found.tolist() == pytest.approx([weight] * 3)
+
+
+def with_old(level: str = "token", cap: float | None = None) -> list[list[Sample]]:
+    policy: Any = ShiftedPolicy()
+    return with_old_log_probs(policy, GROUPS, 64, cap, level)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("level", "weights"), [("token", [0.5, 0.5, 2.0, 1.0]), ("sequence", [1 / 8, 1 / 8, 3.0, 1])]
+)
+def test_importance_weights_by_token_and_by_response(level: str, weights: list[float]) -> None:
+    """Ratios 1/2 three times, 2 twice (a product of 4, capped at 3), and 1."""
+    for one, weight in zip(chain(*with_old(level, 3.0)), weights, strict=True):
+        assert one.importance_R is not None
+        assert one.importance_R.tolist() == pytest.approx([weight] * one.response_tokens)
+
+
+@pytest.mark.parametrize(
+    ("limits", "left"),
+    [
+        ({"geometric_min": 0.6}, [[], [2, 2]]),
+        ({"geometric_max": 1.9}, [[3, 3], [2]]),
+        ({"worst_token_min": 0.6, "worst_token_max": 1.9}, [[], [2]]),
+    ],
+)
+def test_rejection_by_the_ratio_at_the_beginning_of_a_step_needs_no_pass(
+    limits: dict[str, float], left: list[list[int]]
+) -> None:
+    settings = algorithm(old_log_probs="trainer", corrections=CorrectionsConfig(**limits))
+    policy: Any = ShiftedPolicy()
+    groups, metrics = corrected(policy, with_old(), settings, 64, False)
+    assert (lengths(groups), policy.calls) == (left, [])
+    kept = [*chain(*left)]
+    assert metrics == pytest.approx(
+        dict(zip(METRICS, (1 - len(kept) / 4, 1 - sum(kept) / 10, 1.0), strict=True))
+    )
+
+
+@pytest.mark.parametrize(
+    ("rest", "on_policy", "left", "calls"),
+    [
+        ({}, False, [[3], [2, 2]], ["token_sums"]),
+        ({}, True, [[3, 3], [2, 2]], ["old_sums"]),
+        ({"known_ratio": False}, True, [[3], [2, 2]], ["token_sums"]),
+    ],
+)
+def test_deepseeks_mask_takes_the_policy_in_training(
+    rest: dict[str, Any], on_policy: bool, left: list[list[int]], calls: list[str]
+) -> None:
+    """Only the first response has A < 0 and a gap of +ln 2; pi_old is pi_rollout, so its known gap is 0."""
+    settings = algorithm(corrections=CorrectionsConfig(off_policy_delta=0.1), **rest)
+    policy: Any = ShiftedPolicy()
+    groups, metrics = corrected(policy, GROUPS, settings, 64, on_policy)
+    assert (lengths(groups), policy.calls) == (left, calls)
+    assert metrics["corrections/rejected_tokens"] == pytest.approx(1 - sum(chain(*left)) / 10)
+
+
+def test_deepseeks_mask_compares_with_the_engine_not_with_pi_old() -> None:
+    """pi_old is pi, so at a known ratio the gap is that of trainer and engine."""
+    settings = algorithm(old_log_probs="trainer", corrections=CorrectionsConfig(off_policy_delta=0.1))
+    policy: Any = ShiftedPolicy()
+    groups, _ = corrected(policy, with_old(), settings, 64, True)
+    assert (lengths(groups), policy.calls) == ([[3], [2, 2]], ["old_sums"])
+
+
+def test_both_masks_together_measure_what_the_first_one_leaves() -> None:
+    """The third response is rejected by its mean ratio of 2, the first by its gap."""
+    both = CorrectionsConfig(geometric_max=1.9, off_policy_delta=0.1)
+    settings = algorithm(old_log_probs="trainer", corrections=both)
+    policy: Any = ShiftedPolicy()
+    groups, metrics = corrected(policy, with_old(), settings, 64, False)
+    assert (lengths(groups), policy.calls) == ([[3], [2]], ["token_sums"])
+    assert metrics["corrections/rejected_responses"] == 0.5
+
+
+def test_tokens_that_are_not_trained_on_decide_nothing() -> None:
+    """The tool's token has ratio 2^45; the mean of the others is 1."""
+    one = sample([10, 100, 10], -1.0, mask=[True, False, True])
+    settings = algorithm(
+        old_log_probs="trainer",
+        corrections=CorrectionsConfig(geometric_max=1.1, worst_token_max=1.1, off_policy_delta=0.01),
+    )
+    policy: Any = ShiftedPolicy()
+    [[old]] = with_old_log_probs(policy, [[one]], 64, 2.0, "sequence")
+    groups, metrics = corrected(policy, [[old]], settings, 64, False)
+    assert lengths(groups) == [[3]]
+    assert metrics == dict(zip(METRICS, (0.0, 0.0, 1.0), strict=True))
+
+
+def run(settings: AlgorithmConfig, groups: list[list[Sample]], hold: bool = False) -> tuple[Any, Any]:
+    """One update of a run; its metrics and its policy."""
+    policy: Any = ShiftedPolicy()
+    config = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), algorithm=settings)
+    config = dataclasses.replace(config, batch=dataclasses.replace(config.batch, pack_tokens=64))
+    return update(run_of(config, policy, Clipping(settings, hold)), groups, 7), policy
+
+
+@pytest.mark.parametrize("mean", ["token", "sequence"])
+def test_rejected_responses_leave_every_count(mean: Any) -> None:
+    """What is left trains as if the rejected response had never been sampled.
+
+    Loss of a mean over tokens: -(3 * 1/2 * 1 + 2 * 2 * -2 + 2 * 2) / 7, over responses: -(1/2 - 4 + 2) / 3.
+    """
+    masked = algorithm(loss_mean=mean, corrections=CorrectionsConfig(off_policy_delta=0.1))
+    metrics, policy = run(masked, GROUPS)
+    plain, fewer = run(algorithm(loss_mean=mean), [GROUPS[0][1:], GROUPS[1]])
+    assert metrics["policy/tokens"] == 7.0
+    assert metrics["policy/loss"] == pytest.approx((8 - 1.5 - 4) / 7 if mean == "token" else 1.5 / 3)
+    assert {name: metrics[name] for name in plain} == plain
+    for name in ("mask_T", "weight_T", "advantage_T", "sequence_T"):
+        ours, theirs = (torch.cat([getattr(p, name) for p in one.packs]) for one in (policy, fewer))
+        assert torch.equal(ours, theirs)
+    assert metrics["corrections/rejected_responses"] == 0.25
+    assert metrics["corrections/rejected_tokens"] == pytest.approx(0.3)
+
+
+def settings_of(loss: str, scope: Any, **rest: Any) -> AlgorithmConfig:
+    """A run with this loss, at bounds that it reads."""
+    kind = load_loss(loss).bounds  # type: ignore[attr-defined]
+    searched = dataclasses.replace(balanced(), scope=scope)
+    bounds = {"searched": searched, "fixed": fixed(0.8, 1.2), "unused": BoundsConfig()}[kind]
+    return AlgorithmConfig(loss=loss, bounds=bounds, **rest)
+
+
+@pytest.mark.parametrize("papo", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "scope", "hold"),
+    [
+        *((loss, "update", hold) for loss in sorted(LOSSES) for hold in (False, True)),
+        *((AlgorithmConfig().loss, scope, False) for scope in ("micro_batch", "lagged")),
+    ],
+)
+def test_corrections_combine_with_every_loss_and_every_way_of_its_search(
+    loss: str, scope: str, hold: bool, papo: bool
+) -> None:
+    """Whatever is searched is searched among the responses that are left."""
+    rest: dict[str, Any] = {"polarity": PapoConfig(papo)}
+    masked = settings_of(loss, scope, corrections=CorrectionsConfig(off_policy_delta=0.1), **rest)
+    metrics, _ = run(masked, GROUPS, hold)
+    plain, _ = run(settings_of(loss, scope, **rest), [GROUPS[0][1:], GROUPS[1]], hold)
+    assert {name: metrics[name] for name in plain} == plain
+    assert metrics["corrections/rejected_responses"] == 0.25
+
+
+class Recording:
+    """A recorder that keeps what it is told of rejected updates."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int]] = []
+
+    def all_rejected(self, update: int, responses: int) -> None:
+        self.told.append((update, responses))
+
+
+def test_an_update_whose_responses_are_all_rejected_takes_no_step_and_says_so() -> None:
+    """Policy, version, lagged bounds and PAPO's memory stay; of its metrics only the corrections' exist."""
+    settings = AlgorithmConfig(
+        bounds=dataclasses.replace(balanced(), scope="lagged"),
+        polarity=PapoConfig(True, memory=0.0),
+        corrections=CorrectionsConfig(off_policy_delta=0.1),
+        loss_mean="sequence",
+    )
+    policy: Any = ShiftedPolicy()
+    config = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), algorithm=settings)
+    config = dataclasses.replace(config, batch=dataclasses.replace(config.batch, pack_tokens=64))
+    clipping = Clipping(settings)
+    made = run_of(config, policy, clipping)
+    made.recorder = recorder = Recording()  # type: ignore[assignment]
+    update(made, GROUPS, 7)
+    before = clipping.state()
+    metrics = update(made, [[sample(LOW, -1.0), sample(LOW, -2.0)]], 7)
+    assert recorder.told == [(9, 2)]
+    assert clipping.state() == before
+    assert (policy.version, policy.calls.count("update"), metrics["version"]) == (8, 1, 8)
+    there = {name: value for name, value in metrics.items() if value is not None}
+    assert there == {"version": 8, "policy/tokens": 0.0, METRICS[0]: 1.0, METRICS[1]: 1.0}
+    assert {"policy/grad_norm", "policy/lr"} <= metrics.keys()
+    later = update(made, GROUPS, 7)
+    assert later["version"] == 9
+    assert metrics.keys() <= later.keys()
+
+
+class BrokenPolicy(ShiftedPolicy):
+    """One whose log-prob of a token is nan."""
+
+    def _stats(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
+        found = super()._stats(batches)
+        found[-1].log_prob_T[0] = math.nan
+        return found
+
+
+@pytest.mark.parametrize("limit", [{"off_policy_delta": 0.1}, {"worst_token_min": 0.1}])
+def test_broken_weights_end_the_run_instead_of_rejecting_their_responses(limit: dict[str, float]) -> None:
+    policy: Any = BrokenPolicy()
+    source = "trainer" if "worst_token_min" in limit else "rollout"
+    settings = algorithm(old_log_probs=source, corrections=CorrectionsConfig(**limit))
+    with pytest.raises(FloatingPointError, match="have overflowed"):
+        groups = GROUPS
+        if source == "trainer":
+            groups = with_old_log_probs(policy, GROUPS, 64, None)
+        corrected(policy, groups, settings, 64, False)
+
+
+def test_a_run_without_corrections_has_no_metrics_of_them() -> None:
+    assert correction_metrics(AlgorithmConfig()) == ()
+    assert correction_metrics(AlgorithmConfig(importance_cap=2.0, old_log_probs="trainer")) == METRICS
+    policy: Any = ShiftedPolicy()
+    assert corrected(policy, GROUPS, AlgorithmConfig(), 64, False) == (GROUPS, {})
+    assert not run(algorithm(), GROUPS)[0].keys() & set(METRICS)
+
+
+def test_the_mean_weight_is_that_of_the_tokens_that_are_left() -> None:
+    """Without the last group's first response: (3 + 3) * 1/2 and 2 * 1 of 8 tokens."""
+    settings = algorithm(
+        old_log_probs="trainer", importance_cap=3.0, corrections=CorrectionsConfig(geometric_max=1.9)
+    )
+    policy: Any = ShiftedPolicy()
+    _, metrics = corrected(policy, with_old(cap=3.0), settings, 64, False)
+    assert metrics["corrections/weight"] == pytest.approx(5 / 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            AlgorithmConfig(importance_level="sequence"),
+            "importance_level=sequence needs algorithm.importance_cap",
+        ),
+        (
+            AlgorithmConfig(corrections=CorrectionsConfig(geometric_max=1.1)),
+            r"corrections.geometric_max=1.1 limits pi_old / pi_rollout, which is 1 .*: set that to trainer",
+        ),
+        (
+            AlgorithmConfig(corrections=CorrectionsConfig(geometric_min=1.5), old_log_probs="trainer"),
+            "algorithm.corrections.geometric_min=1.5 must be above 0 and below 1",
+        ),
+        (
+            AlgorithmConfig(corrections=CorrectionsConfig(off_policy_delta=0.0)),
+            "algorithm.corrections.off_policy_delta=0.0 must be above 0",
+        ),
+    ],
+)
+def test_settings_that_would_do_nothing_or_reject_all_are_refused(
+    settings: AlgorithmConfig, message: str
+) -> None:
+    config = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), algorithm=settings)
+    with pytest.raises(ConfigError, match=message):
+        config.check()
+
+
+def test_vespo_refuses_a_second_importance_weight() -> None:
+    settings = AlgorithmConfig(loss="vespo", importance_cap=2.0, old_log_probs="trainer")
+    with pytest.raises(
+        ConfigError, match=r"importance_cap=2.0 would weigh vespo's loss beside W: leave it out"
+    ):
+        build_loss(settings)
+
+
+def test_a_first_token_that_nothing_predicts_is_in_no_statistic() -> None:
+    """A sample without a prompt: its first token is in no pack."""
+    one = dataclasses.replace(sample([14, 10], 1.0), token_ids=np.array([14, 10], np.int32))
+    assert one.predicted_R.tolist() == [False, True]
+    [pack] = pack_samples([one], 64)
+    assert int(pack.mask_T.sum()) == 1

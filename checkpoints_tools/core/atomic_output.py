@@ -80,10 +80,10 @@ def atomic_output(output: Path) -> Iterator[Path]:
     folder = temporary_folder(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     _clear(folder)
-    lock = None
+    lock = _FolderLock(folder)
     try:
         try:
-            lock = _begin(folder)
+            _begin(folder, lock)
             yield folder
             _publish(folder, output)
         except OSError as error:
@@ -92,16 +92,15 @@ def atomic_output(output: Path) -> Iterator[Path]:
             raise ConfigError(
                 f"{_FULL[error.errno]}: output {output} was not written, and nothing of it was left"
             ) from error
+    except _Taken:
+        raise
     except BaseException:  # also a signal, at whatever moment
-        if lock is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
-            with suppress(_Taken):
-                _clear(folder)
+        lock.release()
+        with suppress(_Taken):
+            _clear(folder, ignore_errors=True)
         raise
     finally:
-        if lock is not None:
-            os.close(lock)
+        lock.release()
 
 
 class _Taken(ConfigError):
@@ -111,41 +110,56 @@ class _Taken(ConfigError):
         super().__init__(f"another process is writing {folder}: wait for it, or end it")
 
 
-def _clear(folder: Path) -> None:
+class _FolderLock:
+    """The lock on a folder, which one process can hold. A signal at any moment loses no open descriptor: it
+    would hold the lock as long as the process lives, against this process, too."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: list[int] = []
+
+    def take(self) -> None:
+        """Lock the folder, or raise ``_Taken``."""
+        try:
+            # One call in C: no signal handler runs between the opening and the note of it.
+            self._open.extend(map(os.open, [self._folder], [os.O_RDONLY]))
+        except FileNotFoundError:
+            raise _Taken(self._folder) from None
+        try:
+            fcntl.flock(self._open[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise _Taken(self._folder) from None
+        except OSError:
+            pass  # some network file systems lock no folders; there a second run is the user's to avoid
+        if not _is_still(self._folder, self._open[0]):  # removed, and perhaps made anew, since it was opened
+            self.release()
+            raise _Taken(self._folder)
+
+    def release(self) -> None:
+        """Give the lock back, if it is held."""
+        while self._open:
+            os.close(self._open.pop())
+
+
+def _clear(folder: Path, ignore_errors: bool = False) -> None:
     """Remove what a killed run has left. Locked meanwhile, so that nobody else begins in it."""
     if folder.exists():
-        lock = _lock(folder)
+        lock = _FolderLock(folder)
         try:
-            shutil.rmtree(folder)
+            lock.take()
+            shutil.rmtree(folder, ignore_errors=ignore_errors)
         finally:
-            os.close(lock)
+            lock.release()
 
 
-def _begin(folder: Path) -> int:
+def _begin(folder: Path, lock: _FolderLock) -> None:
     """Make the folder and lock it."""
     try:
         folder.mkdir()
-        return _lock(folder)
     except FileExistsError:  # made by one that began at the same moment
         raise _Taken(folder) from None
-
-
-def _lock(folder: Path) -> int:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        raise _Taken(folder) from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise _Taken(folder) from None
-    except OSError:
-        pass  # some network file systems lock no folders; there a second run is the user's to avoid
-    if not _is_still(folder, descriptor):  # removed, and perhaps made anew, since it was opened
-        os.close(descriptor)
-        raise _Taken(folder)
-    return descriptor
+    lock.take()
 
 
 def _is_still(folder: Path, descriptor: int) -> bool:

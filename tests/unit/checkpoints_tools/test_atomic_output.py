@@ -182,14 +182,19 @@ def test_a_term_signal_cleans_up(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_signal_before_the_lock_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("locked", [False, True])
+def test_a_signal_around_the_lock_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool
+) -> None:
+    """Just before, or just after and before anything else."""
     flock, calls = atomic_output.fcntl.flock, []
 
     def told_once(descriptor: int, how: int) -> None:
         calls.append(how)
+        if locked or len(calls) > 1:
+            flock(descriptor, how)
         if len(calls) == 1:
             raise SystemExit(143)
-        flock(descriptor, how)
 
     monkeypatch.setattr(atomic_output.fcntl, "flock", told_once)
     with pytest.raises(SystemExit), atomic_output.atomic_output(tmp_path / "output"):
@@ -203,20 +208,20 @@ def test_what_another_began_at_the_same_moment_is_left_alone(
 ) -> None:
     """It comes between this one's look and its mkdir; this one may get a signal then, too."""
     output, begin = tmp_path / "output", atomic_output._begin
-    locks: list[int] = []
+    theirs = atomic_output._FolderLock(temporary_folder(output))
 
-    def too_late(folder: Path) -> int:
-        locks.append(begin(folder))
+    def too_late(folder: Path, ours: atomic_output._FolderLock) -> None:
+        begin(folder, theirs)
         (folder / "theirs").touch()
         if told:
             raise SystemExit(143)
-        return begin(folder)
+        begin(folder, ours)
 
     monkeypatch.setattr(atomic_output, "_begin", too_late)
     with pytest.raises(SystemExit if told else ConfigError), atomic_output.atomic_output(output):
         pass
     assert (temporary_folder(output) / "theirs").exists()
-    os.close(locks[0])
+    theirs.release()
 
 
 def test_a_lock_on_a_folder_that_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +236,7 @@ def test_a_lock_on_a_folder_that_is_gone_is_none(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(atomic_output.fcntl, "flock", made_anew)
     with pytest.raises(ConfigError, match="another process"):
-        atomic_output._lock(folder)
+        atomic_output._FolderLock(folder).take()
 
 
 def test_a_signal_between_the_renames_brings_the_old_output_back(

@@ -95,7 +95,7 @@ def check_same_run(config: RunConfig) -> None:
 
 def changes(config: RunConfig, stored: dict[str, Any]) -> list[Change]:
     """Fields of ``config`` that differ from a stored configuration, sorted by name."""
-    ours = _plain_values(config)
+    ours = plain_values(config)
     return [
         (name, stored.get(name), ours.get(name))
         for name in sorted(stored.keys() | ours.keys())
@@ -133,7 +133,7 @@ def check_partial_step(changed: list[Change], config: RunConfig) -> None:
 
 def store_config(config: RunConfig) -> None:
     """Write the resolved configuration into the run directory."""
-    stored = {"format": FORMAT, "config": _plain_values(config)}
+    stored = {"format": FORMAT, "config": plain_values(config)}
     write_atomically(RunPaths(config.directory).config, json.dumps(stored, indent=2) + "\n")
 
 
@@ -152,9 +152,18 @@ def read_config(directory: Path, announce: bool = False) -> dict[str, Any] | Non
         raise ConfigError(f"{path} cannot be read: {error!r}") from None
     if version != FORMAT:
         raise ConfigError(f"{path} has run format {version}, this version of the program reads {FORMAT}")
-    return {**_ADDED, **with_current_names(config, announce)}
+    return with_present_fields(config, announce)
 
 
-def _plain_values(config: RunConfig) -> dict[str, Any]:
+def with_present_fields(stored: dict[str, Any], announce: bool = False) -> dict[str, Any]:
+    """A stored configuration with the fields of today: former names made present ones, added ones filled in.
+
+    ``announce``: print a notice of each former name.
+    """
+    return {**_ADDED, **with_current_names(stored, announce)}
+
+
+def plain_values(config: RunConfig) -> dict[str, Any]:
+    """The values of a configuration by dotted names, as JSON has them."""
     values: dict[str, Any] = json.loads(json.dumps(flat(config), default=str))
     return values

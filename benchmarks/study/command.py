@@ -14,9 +14,9 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 from benchmarks.study.forked_sampler import fork_first_sampler
 from benchmarks.study.lives import Life, Main
-from benchmarks.study.measures import read_arm
 from benchmarks.study.options import StudyOptions
 from benchmarks.study.plan import Arm, StudyPlan, check_same_study, make_study_plan, store_plan
+from benchmarks.study.results import store_results, stored_arms
 from benchmarks.study.runner import Failure, log_of, run_arms
 
 USAGE = "usage: bapo study staleness [flags]; `bapo study staleness --help` lists them"
@@ -34,13 +34,14 @@ def study_command(arguments: Sequence[str], main: Main) -> int:
         raise ConfigError(USAGE)
     options = tyro.cli(StudyOptions, prog="bapo study staleness", args=list(arguments[1:])).resolved()
     plan = make_study_plan(options)
+    stored = stored_arms(plan)
     if options.analyse:
         check_same_study(plan)
         write_study(plan, [])
         return 0
     store_plan(plan)
     with only_writer(options.folder):
-        failures = _run(plan, main)
+        failures = _run([arm for arm in plan.arms if arm.name not in stored], options.parallel, main)
         write_study(plan, failures)
     if failures:
         names = ", ".join(failure.arm.name for failure in failures)
@@ -48,28 +49,31 @@ def study_command(arguments: Sequence[str], main: Main) -> int:
     return 1 if failures else 0
 
 
-def _run(plan: StudyPlan, main: Main) -> list[Failure]:
-    """The arms that are not done, each in a fork of this process, which has imported what they need.
+def _run(arms: Sequence[Arm], parallel: int, main: Main) -> list[Failure]:
+    """Run the arms that are not done, each in a fork of this process, which has imported what they need.
 
     Without the import each arm would repeat it: 7 of the 28 CPU seconds of an arm of one step. Its sampler is
     forked as well.
     """
     import_module("bapo_megatron.train")
     fork_first_sampler()
-    threads = max(1, (os.cpu_count() or 1) // plan.options.parallel)
+    threads = max(1, (os.cpu_count() or 1) // parallel)
 
     def start(arm: Arm) -> Life:
         return Life(main, arm.command, Path(log_of(arm)), threads)
 
-    return run_arms(plan.arms, start, plan.options.parallel, lambda text: print(text, flush=True))
+    return run_arms(arms, start, parallel, lambda text: print(text, flush=True))
 
 
 def write_study(plan: StudyPlan, failures: Sequence[Failure]) -> None:
-    """The document of the arms that are done, and its pictures beside it. ConfigError if there are none."""
+    """The document of the arms that are done, with its results and its pictures beside it.
+
+    ConfigError if there are none.
+    """
     from benchmarks.study.pages.document import document
     from benchmarks.study.pages.figures import draw_study
 
-    records = [read_arm(arm) for arm in plan.arms if arm.is_done()]
+    records = store_results(plan)
     if not records:
         first = f" ({failures[0].arm.name}: {failures[0].reason})" if failures else ""
         raise ConfigError(f"no arm of the study in {plan.options.folder} is done: nothing to write{first}")

@@ -48,12 +48,18 @@ class StudyOptions:
     analyse: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Run nothing; write the document of the arms that are done, also while others run."""
     write: Path | None = None
-    """Path of the document. None: FOLDER/study.md. Its pictures lie beside it, in figures/."""
+    """Path of the document. None: FOLDER/study.md. Beside it lie its pictures, in figures/, and the results of
+    all arms, as .jsonl: arms that stand there are not run again."""
 
     @property
     def document(self) -> Path:
         """Path of the document."""
         return self.write or self.folder / "study.md"
+
+    @property
+    def results(self) -> Path:
+        """Path of the results of all arms, from which the document is computed."""
+        return self.document.with_suffix(".jsonl")
 
     @property
     def seed_numbers(self) -> range:

@@ -9,9 +9,9 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from bapo_megatron.algo.losses import load_loss
+from bapo_megatron.checkpoint.run_directory import plain_values, with_present_fields
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
-from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import read_jsonl
@@ -80,7 +80,7 @@ class StudyPlan:
         return {
             "design": DESIGN,
             "steps": self.steps,
-            "base": json.loads(json.dumps(flat(self.base), default=str)),
+            "base": plain_values(self.base),
             "arms": {arm.name: list(arm.command) for arm in self.arms},
         }
 
@@ -158,28 +158,37 @@ def check_same_study(plan: StudyPlan) -> dict[str, Any]:
     path, ours = plan.options.folder / PLAN, plan.describe()
     if path.exists():
         stored = json.loads(path.read_text())
-        if stored.get("design") != DESIGN:
-            other = stored.get("design", "the first one")
-            raise ConfigError(
-                f"{path.parent} holds a study of another design ({other}; now {DESIGN}): "
-                "its arms cannot be mixed with these. Move it away, or give another --folder"
-            )
-        if different := list(_differences(stored, ours, plan.options.analyse)):
-            raise ConfigError(
-                f"the study in {path.parent} was started with other settings:\n"
-                + "\n".join(different)
-                + "\ngive them as they were to continue it, or another --folder to start anew"
-            )
+        check_same_settings(stored, ours, f"in {path.parent}", any_place=plan.options.analyse)
         ours["arms"] = stored["arms"] | ours["arms"]
     return ours
 
 
-def _differences(stored: dict[str, Any], ours: dict[str, Any], analyse: bool) -> list[str]:
-    """One line for each. An analysis may come from another checkout: its files lie elsewhere."""
-    look = _place_in_checkout if analyse else lambda value: value
+def check_same_settings(stored: dict[str, Any], ours: dict[str, Any], where: str, any_place: bool) -> None:
+    """ConfigError if arms of two descriptions (``StudyPlan.describe``) cannot be one study's.
+
+    ``any_place``: they may come from another checkout, whose files lie elsewhere.
+    """
+    if stored.get("design") != DESIGN:
+        other = stored.get("design", "the first one")
+        raise ConfigError(
+            f"the study {where} is of another design ({other}; now {DESIGN}): its arms cannot be mixed with "
+            "these. Move it away, or write and work elsewhere (--folder, --write)"
+        )
+    if different := list(_differences(stored, ours, any_place)):
+        raise ConfigError(
+            f"the study {where} was started with other settings:\n"
+            + "\n".join(different)
+            + "\ngive them as they were to continue it, or start anew elsewhere (--folder, --write)"
+        )
+
+
+def _differences(stored: dict[str, Any], ours: dict[str, Any], any_place: bool) -> list[str]:
+    """One line for each."""
+    look = place_in_checkout if any_place else lambda value: value
     found = [("--steps", stored["steps"], ours["steps"])]
-    names = sorted(stored["base"].keys() | ours["base"].keys())
-    base, now = ({name: look(one["base"].get(name)) for name in names} for one in (stored, ours))
+    stored_base = with_present_fields(stored["base"])
+    names = sorted(stored_base.keys() | ours["base"].keys())
+    base, now = ({name: look(one.get(name)) for name in names} for one in (stored_base, ours["base"]))
     found += [(f"recipe: {name}", base[name], now[name]) for name in names]
     for name in sorted(stored["arms"].keys() & ours["arms"].keys()):
         then, now = (_flags(arms["arms"][name]) for arms in (stored, ours))
@@ -188,10 +197,10 @@ def _differences(stored: dict[str, Any], ours: dict[str, Any], analyse: bool) ->
     return list(dict.fromkeys(lines))  # each once, whatever the number of arms
 
 
-def _place_in_checkout(value: Any) -> Any:
+def place_in_checkout(value: Any) -> Any:
     """The end of an absolute path: demo/policy."""
     if isinstance(value, list):
-        return [_place_in_checkout(one) for one in value]
+        return [place_in_checkout(one) for one in value]
     is_absolute = isinstance(value, str) and value.startswith("/")
     return "/".join(Path(value).parts[-2:]) if is_absolute else value
 
@@ -199,4 +208,4 @@ def _place_in_checkout(value: Any) -> Any:
 def _flags(command: list[str]) -> dict[str, str]:
     """Values by flag, without places: a study may be moved. What its recipe says is compared by itself."""
     pairs = (part.partition("=")[::2] for part in command[2:])
-    return {flag: value or "on" for flag, value in pairs if flag not in ("--run-dir", "--steps")}
+    return {flag: value or "on" for flag, value in pairs if flag not in ("--run-dir", "--name", "--steps")}

@@ -70,9 +70,11 @@ def document(
 def _summary(plan: StudyPlan, records: Sequence[ArmRecord], failures: Sequence[Failure]) -> str:
     """The count of arms that are done, missing and failed."""
     seeds, steps = plan.options.seeds, plan.steps
+    results = plan.options.results.name
     lines = [
         f"Written by `bapo study staleness`: {len(records)} of {len(plan.arms)} arms are done, "
-        f"{seeds} seed{'s' if seeds > 1 else ''} of {steps} step{'s' if steps > 1 else ''} each."
+        f"{seeds} seed{'s' if seeds > 1 else ''} of {steps} step{'s' if steps > 1 else ''} each. "
+        f"All numbers and pictures are computed from [{results}]({results}), one line for each arm."
     ]
     if missing := len(plan.arms) - len(records) - len(failures):
         lines.append(f"**Not run: {missing}.** What follows is from those that are done.")

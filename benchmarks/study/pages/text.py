@@ -5,8 +5,8 @@ from benchmarks.study.measures import COLLAPSE_SHARE, SPIKE_FACTOR, SPIKE_WINDOW
 from benchmarks.study.paired import LEAST_PAIRS
 
 METHOD = """\
-Every arm is an ordinary `bapo train` run of one recipe; `study.json` in the study's folder has all
-commands. Staleness is the number of passes over each batch, as the paper counts it: 1x is on-policy, at
+Every arm is an ordinary `bapo train` run of one recipe, with the command that its line of the results
+has. Staleness is the number of passes over each batch, as the paper counts it: 1x is on-policy, at
 8x each batch makes eight updates, each of the whole batch. Methods share seeds, so they draw from one
 stream of prompts and begin with the same batch. What is judged, and how, was [written down
 before](study_plan.md)."""

@@ -150,7 +150,7 @@ def test_a_folder_of_another_design_is_refused(tmp_path: Path) -> None:
     (tmp_path / PLAN).write_text(older)
     plan = make_study_plan(replace(SMALL, folder=tmp_path))
     for use in (store_plan, check_same_study):
-        with pytest.raises(ConfigError, match="holds a study of another design .the first one; now passes-1"):
+        with pytest.raises(ConfigError, match="study in .* is of another design .the first one; now passes-1"):
             use(plan)
     assert (tmp_path / PLAN).read_text() == older
 
@@ -165,7 +165,7 @@ def test_a_folder_of_another_design_is_refused(tmp_path: Path) -> None:
 def test_a_study_does_not_mix(changed: dict[str, float], named: str, tmp_path: Path) -> None:
     store_plan(make_study_plan(replace(SMALL, folder=tmp_path)))
     before = (tmp_path / PLAN).read_bytes()
-    with pytest.raises(ConfigError, match="another --folder") as refused:
+    with pytest.raises(ConfigError, match="start anew elsewhere") as refused:
         store_plan(make_study_plan(replace(SMALL, folder=tmp_path, **changed)))  # type: ignore[arg-type]
     assert str(refused.value).count(named) == 1
     assert (tmp_path / PLAN).read_bytes() == before

@@ -1,0 +1,136 @@
+"""The results file of a study: what it holds, which arms it spares, and that the document is computed from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.errors import ConfigError
+from benchmarks.study import command
+from benchmarks.study.command import study_command
+from benchmarks.study.options import StudyOptions
+from benchmarks.study.plan import Arm, StudyPlan, make_study_plan
+from benchmarks.study.results import store_results, stored_arms
+
+OPTIONS = StudyOptions(methods=("grpo",), passes=(1, 8), seeds=2, steps=2)
+
+
+def finish(arm: Arm, reward: float) -> None:
+    """Make the run directory of an arm that is done."""
+    arm.run_dir.mkdir(parents=True, exist_ok=True)
+    rows = [{"step": 1, "reward/mean": 0.0}, {"step": 2, "reward/mean": reward}]
+    evaluation = {"step": 2, "eval/mean": 0.5}
+    event = {"kind": "export", "step": 2}
+    for name, lines in (("metrics", rows), ("evaluations", [evaluation]), ("events", [event])):
+        (arm.run_dir / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> StudyPlan:
+    """Three of its four arms are done."""
+    plan = make_study_plan(replace(OPTIONS, folder=tmp_path / "study", write=tmp_path / "docs/study.md"))
+    (tmp_path / "docs").mkdir()
+    for arm in plan.arms[:3]:
+        finish(arm, 2 / 3)
+    return plan
+
+
+def lines_of(plan: StudyPlan) -> list[str]:
+    return plan.options.results.read_text().splitlines()
+
+
+def test_what_is_read_back_is_what_was_stored(plan: StudyPlan) -> None:
+    records = store_results(plan)
+    assert [(one.method, one.passes, one.seed) for one in records] == [
+        ("grpo", 1, 0),
+        ("grpo", 8, 0),
+        ("grpo", 1, 1),
+    ]
+    for one in records:
+        assert one.figures["mean_reward"] == 0.33333
+        assert one.figures["held_out"] == 0.5
+        assert math.isnan(one.figures["clipped"])
+        assert one.curves["reward"].tolist() == [0.0, 0.66667]
+        assert math.isnan(one.curves["entropy"][0])
+    assert len(lines_of(plan)) == 1 + 3
+
+
+def test_it_names_no_place(plan: StudyPlan, tmp_path: Path) -> None:
+    store_results(plan)
+    text = "\n".join(lines_of(plan))
+    assert str(tmp_path) not in text
+    assert str(plan.options.recipe.parent) not in text
+    assert '"demo/policy_study"' in text
+
+
+def test_arms_in_the_file_are_not_run_again(plan: StudyPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their run directories are gone, or on another machine."""
+    store_results(plan)
+    elsewhere = plan.options.folder.with_name("elsewhere")
+    run: list[str] = []
+
+    def finish_all(arms: list[Arm], *_: object) -> list[object]:
+        run.extend(arm.name for arm in arms)
+        for arm in arms:
+            finish(arm, 0.5)
+        return []
+
+    monkeypatch.setattr(command, "_run", finish_all)
+    flags = ["--methods", "grpo", "--passes", "1", "8", "--seeds=2", "--steps=2"]
+    places = [f"--folder={elsewhere}", f"--write={plan.options.document}"]
+    assert study_command(["staleness", *flags, *places], lambda _: 0) == 0
+    assert run == ["grpo-8x-seed1"]
+    assert len(lines_of(plan)) == 1 + 4
+    assert "4 of 4 arms are done" in plan.options.document.read_text()
+
+
+def test_other_arms_stay(plan: StudyPlan) -> None:
+    store_results(plan)
+    before = lines_of(plan)
+    other = make_study_plan(replace(plan.options, methods=("paper",), passes=(8,), seeds=1))
+    [arm] = other.arms
+    finish(arm, 0.5)
+    assert [one.method for one in store_results(other)] == ["paper"]
+    after = lines_of(plan)
+    assert set(before) < set(after)
+    order = [(line["seed"], line["passes"], line["method"]) for line in map(json.loads, after[1:])]
+    assert order == sorted(order)
+
+
+def test_an_arm_that_was_made_anew_counts(plan: StudyPlan) -> None:
+    store_results(plan)
+    finish(plan.arms[0], 1.0)
+    assert store_results(plan)[0].figures["mean_reward"] == 0.5
+
+
+def test_other_settings_are_refused(plan: StudyPlan) -> None:
+    store_results(plan)
+    for changed, named in (
+        ({"steps": 3}, "--steps: 2 in the study, 3 now"),
+        ({"lr": 3e-4}, "--optimizer.lr: None in the study, 0.0003 now"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            stored_arms(make_study_plan(replace(plan.options, **changed)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[]\n" + text,
+        lambda text: text.replace('"command"', '"order"'),
+    ],
+)
+def test_a_broken_file_is_refused(plan: StudyPlan, harm) -> None:  # type: ignore[no-untyped-def]
+    store_results(plan)
+    path = plan.options.results
+    path.write_text(harm(path.read_text()))
+    broken = path.read_text()
+    with pytest.raises(ConfigError, match=r"study\.jsonl is not a study's results"):
+        store_results(plan)
+    assert path.read_text() == broken

@@ -48,8 +48,8 @@ class StudyOptions:
     analyse: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Run nothing; write the document of the arms that are done, also while others run."""
     write: Path | None = None
-    """Path of the document. None: FOLDER/study.md. Beside it lie its pictures, in figures/, and the results of
-    all arms, as .jsonl: arms that stand there are not run again."""
+    """Path of the document. None: FOLDER/study.md. Beside it lie its pictures, in figures/, and the results
+    of all arms, as .jsonl: arms that stand there are not run again."""
 
     @property
     def document(self) -> Path:

@@ -1,4 +1,4 @@
-"""The results file of a study: what it holds, which arms it spares, and that the document is computed from it."""
+"""The results file of a study: what it holds, and which arms it spares."""
 
 from __future__ import annotations
 

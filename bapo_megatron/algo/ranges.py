@@ -1,14 +1,17 @@
-"""Ranges of numbers that annotations state, as ``Annotated[float, Gt(0)]``: in words, and checked."""
+"""Types and ranges that annotations state, as ``Annotated[float, Gt(0)]``: in words, and checked."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import operator
+import types
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
+from typeguard import TypeCheckError, check_type
 
 _LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool]]] = {
     Ge: ("at least", operator.ge),
@@ -16,6 +19,46 @@ _LIMITS: dict[type, tuple[str, Callable[[Any, Any], bool]]] = {
     Le: ("at most", operator.le),
     Lt: ("below", operator.lt),
 }
+
+_TYPES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    Path: "a path",
+    tuple: "a list",
+    list: "a list",
+    dict: "a table",
+    type(None): "None",
+}
+
+
+def type_problem(value: Any, annotation: Any) -> str | None:
+    """What is wrong with the type of a value, as the end of a sentence; None if it is the annotation's."""
+    allowed = members(annotation)
+    wrong = isinstance(value, bool) and not {bool, Any} & set(allowed)  # which for Python is a number
+    try:
+        check_type(value, annotation)
+    except TypeCheckError:
+        wrong = True
+    if not wrong:
+        return None
+    return f"must be {' or '.join(map(_in_words, allowed))}"
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    plain = get_origin(kind) or kind
+    return _TYPES[plain] if plain in _TYPES else str(getattr(plain, "__name__", plain))
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The types that an annotation allows: those of a union, or itself."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    union = get_origin(annotation) in (Union, types.UnionType)
+    return get_args(annotation) if union else (annotation,)
 
 
 def range_words(annotation: Any) -> str:

@@ -35,15 +35,10 @@ def recipe_path(command: str, arguments: Sequence[str]) -> Path:
 
 def parse_flags(command: str, recipe: Path, default: C, arguments: Sequence[str]) -> C:
     """The dataclass ``default`` with its fields overridden by the flags after the recipe."""
-    import tyro
+    from bapo_megatron.config.flags import parse_options
 
-    return tyro.cli(
-        type(default),
-        prog=f"bapo {command} {recipe}",
-        description=f"Defaults are those of {recipe}.",
-        default=default,
-        args=list(arguments[1:]),
-    )
+    described = f"Defaults are those of {recipe}."
+    return parse_options(type(default), f"bapo {command} {recipe}", arguments[1:], default, described)
 
 
 def check_names(config: RunConfig) -> None:

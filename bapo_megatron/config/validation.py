@@ -10,10 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
-from typeguard import TypeCheckError, check_type
-
 from bapo_megatron.algo.bounds import BoundsConfig
-from bapo_megatron.algo.ranges import range_problem
+from bapo_megatron.algo.ranges import range_problem, type_problem
 from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig
 from bapo_megatron.config.sections import (
@@ -46,10 +44,8 @@ def raise_problems(problems: list[str]) -> None:
 def wrong_types(config: object) -> Iterator[str]:
     """Fields whose value does not have the annotated type: recipes, unlike flags, can set such values."""
     for path, value, annotation in _fields(config):
-        try:
-            check_type(value, annotation)
-        except TypeCheckError as error:
-            yield f"{path}={value!r}: {error}"
+        if problem := type_problem(value, annotation):
+            yield f"{path}={value!r} {problem}"
 
 
 def out_of_range(config: object) -> Iterator[str]:

@@ -7,6 +7,9 @@ from typing import Any
 
 from bapo_megatron.data.rows import Row
 
+_RAW = {"problem", "question"}
+"""Columns of a dataset that has not been prepared."""
+
 
 class RowError(Exception):
     """Error for an invalid dataset row. Callers add the file and the row's number."""
@@ -23,6 +26,11 @@ def field_of(row: Row, name: str, kind: type, kind_name: str) -> Any:
 
 def messages_of(row: Row) -> list[dict[str, str]]:
     """The chat messages of ``prompt``. RowError if there are none or one is empty."""
+    if "prompt" not in row and _RAW & {name.lower() for name in row}:
+        raise RowError(
+            f"prompt is missing; the row has {', '.join(sorted(row))}: `bapo data prepare FILE --output DIR` "
+            f"makes of such rows what a run reads"
+        )
     messages: list[dict[str, str]] = field_of(row, "prompt", list, "a list of {role, content}")
     if not messages:
         raise RowError("prompt is empty; it must hold at least one message {role, content}")

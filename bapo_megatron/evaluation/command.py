@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import tyro
-
+from bapo_megatron.config.flags import parse_options
 from bapo_megatron.errors import refuse_arguments
 from bapo_megatron.evaluation.comparison import compare
 from bapo_megatron.evaluation.options import EvalOptions
@@ -21,7 +20,7 @@ def eval_command(arguments: Sequence[str]) -> None:
     if arguments[:1] == ["compare"]:
         _compare(arguments[1:])
         return
-    options = tyro.cli(EvalOptions, prog="bapo eval", args=list(arguments))
+    options = parse_options(EvalOptions, "bapo eval", arguments)
     print(results_text(evaluate(options)), end="")
 
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-import tyro
-
 from bapo_megatron.checkpoint.run_directory import only_writer
+from bapo_megatron.config.flags import parse_options
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 from benchmarks.study.forked_sampler import fork_first_sampler
@@ -32,7 +31,7 @@ def study_command(arguments: Sequence[str], main: Main) -> int:
             print(USAGE)
             return 0
         raise ConfigError(USAGE)
-    options = tyro.cli(StudyOptions, prog="bapo study staleness", args=list(arguments[1:])).resolved()
+    options = parse_options(StudyOptions, "bapo study staleness", arguments[1:]).resolved()
     plan = make_study_plan(options)
     stored = stored_arms(plan)
     if options.analyse:

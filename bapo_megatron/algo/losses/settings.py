@@ -7,14 +7,11 @@ annotation takes the type of its default.
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
-from typeguard import TypeCheckError, check_type
-
-from bapo_megatron.algo.ranges import range_problem, range_words
+from bapo_megatron.algo.ranges import members, range_problem, range_words, type_problem
 from bapo_megatron.errors import ConfigError
 
 _FIELD = "algorithm.loss_settings"
@@ -41,13 +38,7 @@ class Setting:
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value, as the end of a sentence; None for a sound one."""
-        if isinstance(value, bool) and not {bool, Any} & set(_members(self.annotation)):
-            return "has the wrong type"  # for Python it is a number
-        try:
-            check_type(value, self.annotation)
-        except TypeCheckError:
-            return "has the wrong type"
-        return range_problem(value, self.annotation)
+        return type_problem(value, self.annotation) or range_problem(value, self.annotation)
 
 
 def settings_of(build: Callable[..., Any]) -> list[Setting]:
@@ -100,15 +91,7 @@ def _type_of(default: Any) -> Any:
     return Any if default in (None, inspect.Parameter.empty) else type(default)
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
-    """The types that an annotation allows."""
-    if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    union = get_origin(annotation) in (Union, types.UnionType)
-    return get_args(annotation) if union else (annotation,)
-
-
 def _type_words(annotation: Any) -> str:
     return " or ".join(
-        "None" if one is type(None) else getattr(one, "__name__", str(one)) for one in _members(annotation)
+        "None" if one is type(None) else getattr(one, "__name__", str(one)) for one in members(annotation)
     )

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from typeguard import TypeCheckError, check_type
-
+from bapo_megatron.algo.ranges import type_problem
 from bapo_megatron.commands.plan.hardware import GPUS
 from bapo_megatron.errors import ConfigError
 
 _TIME = re.compile(r"(\d+-)?\d{1,3}(:\d\d){1,2}|\d+-\d{1,2}|\d+")
+_EXAMPLES = {"time": ', in quotes: "24:00:00" is 24 hours, and Slurm takes "24" for 24 minutes'}
 _NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
 
 
@@ -147,13 +147,8 @@ def _problems(kind: type, found: Mapping[str, Any], prefix: str) -> Iterator[str
 
 
 def _wrong_type(name: str, value: Any, hint: Any) -> Iterator[str]:
-    given = tuple(value) if isinstance(value, list) else value
-    if isinstance(value, bool) and hint in (int, int | None, float):  # which Python takes for a number
-        given = str(value)
-    try:
-        check_type(given, hint)
-    except TypeCheckError as error:
-        yield f"{name} = {value!r}: {error}"
+    if problem := type_problem(tuple(value) if isinstance(value, list) else value, hint):
+        yield f"{name} = {value!r} {problem}{_EXAMPLES.get(name, '')}"
 
 
 def _mistakes(cluster: ClusterFile) -> Iterator[str]:

@@ -16,7 +16,7 @@ from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape, shape_folder
 from bapo_megatron.commands.plan.plan import make_plan
 from bapo_megatron.commands.plan.sizes import run_folder_bytes
-from bapo_megatron.commands.plan.table import nodes_text
+from bapo_megatron.commands.plan.summary import nodes_text, summary
 from bapo_megatron.commands.rehearse import RehearseOptions, rehearse_job
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
@@ -124,10 +124,14 @@ class ClusterJob:
         }
         return list(missing_mounts(needed, self.cluster.mounts))
 
-    @property
-    def nodes(self) -> str:
-        """The job's nodes in words."""
-        return nodes_text(self.trainer_nodes, self.cluster.rollout_nodes)
+    def summary(self) -> list[str]:
+        """The job in a few lines: those of `bapo plan`, or its nodes alone where the GPUs or the model's
+        config.json are not known here."""
+        nodes = nodes_text(self.trainer_nodes, self.cluster.rollout_nodes)
+        try:
+            return list(summary(make_plan(self.planned()), nodes))
+        except ConfigError as error:
+            return [f"Nodes: {nodes}", f"No plan: {error}"]
 
     def warnings(self) -> Iterator[str]:
         """Warnings about what works, and may surprise."""

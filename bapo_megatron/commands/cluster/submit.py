@@ -80,7 +80,7 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
     for warning in check_job(job, command.force, command.rehearse, command.dry_run):
         print(f"warning: {warning}", file=sys.stderr)
     if command.dry_run:
-        print(job.nodes, file=sys.stderr)
+        print("\n".join(job.summary()), file=sys.stderr)
     return launch(job, command.dry_run)
 
 

@@ -148,13 +148,11 @@ def facts_of(config: RunConfig) -> Facts:
 
 
 def _load(recipe: Path, flags: Sequence[str]) -> RunConfig:
-    import tyro
-
+    from bapo_megatron.commands.recipe_flags import parse_flags
     from bapo_megatron.config import RunConfig
     from bapo_megatron.config.recipe import load_recipe
 
-    default = load_recipe(recipe, RunConfig)
-    return tyro.cli(RunConfig, prog=f"bapo doctor {recipe}", default=default, args=list(flags))
+    return parse_flags("doctor", recipe, load_recipe(recipe, RunConfig), [str(recipe), *flags])
 
 
 def read_model_config(folder: Path) -> dict[str, Any] | None:

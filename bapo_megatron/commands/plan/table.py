@@ -1,4 +1,4 @@
-"""The text of a plan for people: one row a stage, then traffic, speed, engines, and the verdict."""
+"""The text of a plan for people: summary, one row a stage, traffic, speed, engines, and what would fit."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import activation_bytes, optimizer_bytes, sync_bytes
 from bapo_megatron.commands.plan.plan import JobPlan
 from bapo_megatron.commands.plan.sizes import total_parameters
+from bapo_megatron.commands.plan.summary import summary
 from bapo_megatron.rollout.engines.timeouts import read_seconds
 
 _FEW_RESPONSES = 4
@@ -36,6 +37,7 @@ def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]
     """The whole text of a plan."""
     sections = [
         _title(plan),
+        summary(plan),
         _bounds(plan.job),
         _memory(plan),
         _modes(plan),
@@ -55,28 +57,6 @@ def layout_name(job: Job) -> str:
     virtual = f" x {p.virtual}" if p.virtual > 1 else ""
     sequence = " + SP" if p.sequence else ""
     return f"TP {p.tensor}{sequence}, PP {p.pipeline}{virtual}, CP {p.context}, DP {job.replicas}"
-
-
-def nodes_text(train: int, sample: int) -> str:
-    """The nodes of a job and their sum: `8 nodes train + 8 nodes sample = 16 nodes`."""
-
-    def named(count: int) -> str:
-        return f"{count} node{'' if count == 1 else 's'}"
-
-    verb = "trains" if train == 1 else "train"
-    if not sample:
-        return f"{named(train)} {verb}"
-    return f"{named(train)} {verb} + {named(sample)} {'samples' if sample == 1 else 'sample'} = " + named(
-        train + sample
-    )
-
-
-def duration(seconds: float) -> str:
-    """A duration in the unit that suits it: seconds, minutes, hours or days."""
-    for size, name, digits in ((86400, "days", 1), (3600, "h", 1), (60, "minutes", 0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.{digits}f} {name}"
-    return f"{seconds:,.0f} s"
 
 
 def _title(plan: JobPlan) -> Iterator[str]:
@@ -213,17 +193,6 @@ def _engines(plan: JobPlan) -> Iterator[str]:
         f"{plan.job.mean_response:,.0f} tokens take {e.step_seconds:,.0f} s, one of full length alone "
         f"{e.longest_seconds:,.0f} s"
     )
-    yield f"Estimate of a step, sampling and training in turns: {plan.step_seconds:,.0f} s"
-    run = plan.job.run
-    if plan.step_seconds < float("inf"):
-        yield (
-            f"  {run.steps} steps: {duration(plan.run_seconds)}; a checkpoint every "
-            f"{duration(plan.checkpoint_seconds)}, {min(run.steps, run.checkpoint.every)} steps"
-        )
-    yield (
-        f"Disk: the run's folder needs {plan.disk / GB:,.0f} GB for checkpoints, one more than are kept, and "
-        f"weights; rollouts and logs come on top"
-    )
 
 
 def _comparison(plan: JobPlan, others: Sequence[JobPlan]) -> Iterator[str]:
@@ -247,17 +216,8 @@ def _comparison(plan: JobPlan, others: Sequence[JobPlan]) -> Iterator[str]:
 
 
 def _verdict(plan: JobPlan, advice: Sequence[Change]) -> Iterator[str]:
-    misfits = list(plan.misfits())
-    engine = plan.engine_misfit()
+    misfits, engine = list(plan.misfits()), plan.engine_misfit()
     if not misfits and not engine:
-        peak = max(stage.peak for stage in plan.stages)
-        yield (
-            f"FITS: at most {peak / GB:.1f} GB a GPU, {peak / plan.job.gpu.memory:.0%} of "
-            f"{plan.job.gpu.memory / GB:.0f}"
-        )
-        if plan.job.servers_problem:  # for which `bapo train` alone would refuse it
-            yield "Its servers need nodes of their own: rollout_nodes in a cluster file, or sglang.urls"
-            yield nodes_text(plan.trainer_nodes, plan.server_nodes)
         return
     yield "DOES NOT FIT"
     yield from (f"  {line}" for line in (*misfits, *filter(None, [engine])))

@@ -64,7 +64,7 @@ class Card:
         self.kept += 1
         self.by_data_source[problem.data_source] += 1
         self.forgeable += forgeable_tests(problem.ground_truth) > 0
-        self.by_ability["code" if problem.is_code else "math"] += 1
+        self.by_ability[problem.ability] += 1
 
     def drop(self, row: Dropped) -> None:
         """Count a row that is left out, and keep the first of each reason as examples."""

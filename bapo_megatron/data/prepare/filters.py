@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +18,10 @@ from bapo_megatron.reward.functions import ground_truth_check
 
 Filter = Callable[[Problem], str | None]
 """Gives the reason why a problem is left out, or None. RowError if the row is no problem at all."""
+
+_SENTENCE = re.compile(r"(?<![\\\w])[A-Za-z]{2,}(?:[ ,]+[A-Za-z]{2,}){2,}(?!\w)")
+"""Three words in a row; names of LaTeX commands are none."""
+_TEXT = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|operatorname)\s*\{[^{}]*\}")
 
 INVALID = "invalid"
 """The reason of rows that are no problem at all."""
@@ -91,12 +96,27 @@ def length_filter(tokenizer: Any, most: int, lengths: Counter[int]) -> Filter:
     return why
 
 
-def scorable() -> Filter:
-    """A filter that leaves out what no reward function can score: an answer that is no mathematics, or tests
-    that are none."""
-    check = ground_truth_check("math_or_code")
-    assert check is not None
-    return lambda problem: check(problem.ground_truth)
+def scorable(reward: str) -> Filter:
+    """A filter that leaves out what the reward function cannot score: for a built-in one an answer that is no
+    mathematics, or tests that are none. A user's function is not asked."""
+    check = ground_truth_check(reward)
+    if check is None:
+        return lambda _problem: None
+
+    def why(problem: Problem) -> str | None:
+        if reward != "code" and not problem.is_code and (words := _SENTENCE.search(_outside_text(problem))):
+            return (
+                f"its answer has the words {words[0]!r}, and math-verify would read letters: mend it, or "
+                f"prepare the data for a reward of your own (--reward module:function)"
+            )
+        return check(problem.ground_truth)
+
+    return why
+
+
+def _outside_text(problem: Problem) -> str:
+    r"""The ground truth without what ``\text{...}`` holds, which is read as text."""
+    return _TEXT.sub(" 0 ", problem.ground_truth)
 
 
 class TypesOfExtraInfo:

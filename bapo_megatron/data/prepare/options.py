@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from bapo_megatron.config.validation import raise_problems
+from bapo_megatron.config.validation import REWARD_FUNCTIONS, raise_problems
 
 DATA_FILE, CARD_FILE, CARD_TEXT = "data.jsonl", "card.json", "README.md"
 """The files of a prepared folder: problems, data card, data card as text."""
@@ -38,6 +38,13 @@ class PrepareOptions:
     """Words of an n-gram, for `against`."""
     ngram_share: float = 0.3
     """A question that has this share of an evaluation problem's n-grams is left out."""
+    reward: str = "math_or_code"
+    """The run's reward.function. With one of your own, as module:function, ground truths may be any text, and
+    prompts stay as they are."""
+    question_column: str | None = None
+    """Column of the question. None: `problem` or `question`, or `prompt` in rows with `reward_model`."""
+    answer_column: str | None = None
+    """Column of the answer. None: `answer`, or the last box in `solution`."""
     instruct: bool = True
     """Prompts that do not ask for a box, or a fenced block, get a sentence that does. Off, they stay as they
     are: for a base model."""
@@ -54,16 +61,24 @@ class PrepareOptions:
     """Largest difficulty that is kept. With 15 what the model never solves is left out."""
     max_invalid: float = 0.05
     """Nothing is written if a larger share of the rows is invalid: the schema is probably another."""
-    overwrite: Annotated[bool, tyro.conf.FlagConversionOff] = False
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace an earlier output."""
 
     def check(self) -> None:
         """Raise ConfigError with every field that is out of range."""
         raise_problems(list(self._problems()))
 
+    @property
+    def own_reward(self) -> bool:
+        """Whether the reward function is the user's."""
+        return ":" in self.reward
+
     def _problems(self) -> Iterator[str]:
         if not self.sources:
             yield "sources: none is given; name a file or a dataset of the hub"
+        if not self.own_reward and self.reward not in REWARD_FUNCTIONS:
+            names = ", ".join(REWARD_FUNCTIONS)
+            yield f"reward={self.reward} must be one of {names}, or your own as module:function"
         if self.ngram_words < 1:
             yield f"ngram_words={self.ngram_words} must be at least 1"
         if not 0 < self.ngram_share <= 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from bapo_megatron.data.fields import RowError
@@ -27,7 +28,7 @@ from bapo_megatron.data.prepare.filters import (
     scorable,
 )
 from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
-from bapo_megatron.data.prepare.problems import Problem, problem_of
+from bapo_megatron.data.prepare.problems import Problem, problem_of, with_columns
 from bapo_megatron.data.prepare.sources import Source, open_source
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -49,7 +50,7 @@ def prepare(options: PrepareOptions) -> Card:
     card = Card(sources=[], options=options)
     filters = _filters(options, duplicates, card)
     for source in sources:
-        rows = sum(_shown(duplicates, read) for read in _problems(source, options.instruct))
+        rows = sum(_shown(duplicates, read) for read in _problems(source, options))
         card.sources.append({"name": source.name, "sha256": source.digest(), "rows": rows})
     with new_folder(options.output) as folder:
         card.sha256 = _write(folder / DATA_FILE, sources, filters, card)
@@ -69,10 +70,14 @@ def check_dataset_output(output: Path, overwrite: bool) -> None:
         raise ConfigError(f"output={output} exists: name another, or give --overwrite")
 
 
-def _problems(source: Source, instruct: bool) -> Iterator[Read]:
+def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> Iterator[Read]:
+    """The rows of a source as problems. ``renamed``: it has the columns that the options name."""
+    instruct = options.instruct and not options.own_reward
+    names = {options.question_column: "problem", options.answer_column: "answer"} if renamed else {}
     for number, row in enumerate(source.rows()):
         try:
-            yield source, number, problem_of(row, source.name, number, instruct)
+            problem = problem_of(with_columns(row, names), source.name, number, instruct)
+            yield source, number, replace(problem, own_reward=options.own_reward)
         except RowError as error:
             yield source, number, error
 
@@ -97,7 +102,7 @@ def _filters(options: PrepareOptions, duplicates: Duplicates, card: Card) -> lis
         problems = [problem for text in options.against for problem in _evaluation_set(text, options, card)]
         index = Contamination(problems, options.ngram_words, options.ngram_share)
         found.append(("contaminated", contamination_filter(index)))
-    found.append((INVALID, scorable()))
+    found.append((INVALID, scorable(options.reward)))
     if options.tokenizer is not None:
         tokenizer = load_tokenizer(options.tokenizer)
         found.append(("too long", length_filter(tokenizer, options.max_prompt_tokens, card.lengths)))
@@ -113,7 +118,7 @@ def _evaluation_set(text: str, options: PrepareOptions, card: Card) -> Iterator[
             f"give the path of its file"
         )
     source, rows = open_source(str(path), options.split, None), 0
-    for _, number, problem in _problems(source, options.instruct):
+    for _, number, problem in _problems(source, options, renamed=False):
         if isinstance(problem, RowError):
             raise ConfigError(f"against: {path}, row {number} (the first is 0): {problem}")
         rows += 1
@@ -126,7 +131,7 @@ def _write(path: Path, sources: list[Source], filters: list[tuple[str, Filter]],
     digest, types = hashlib.sha256(), TypesOfExtraInfo()
     with path.open("wb") as file:
         for source in sources:
-            for _, number, problem in _problems(source, card.options.instruct):
+            for _, number, problem in _problems(source, card.options):
                 if isinstance(problem, RowError):
                     card.drop(Dropped(INVALID, source.name, number, str(problem), ""))
                 elif reason := first_reason(problem, filters):
@@ -153,4 +158,4 @@ def _check_result(card: Card, options: PrepareOptions) -> None:
         )
     if not card.kept:
         told = ", ".join(f"{name} {count}" for name, count in card.dropped.items()) or "there are none"
-        raise ConfigError(f"no row of {rows} is left ({told}); nothing was written")
+        raise ConfigError(f"no row of {rows} is left ({told}); nothing was written{first}")

@@ -2,7 +2,8 @@ r"""Schema adapters: a row of any known dataset schema to a problem in the one f
 
 Chat rows (Skywork-OR1-RL-Data, DAPO-Math-17k, this project's own) have ``prompt``, as messages or as text,
 and ``reward_model.ground_truth``. Plain rows (DeepScaleR, MATH-500, AIME) have ``problem`` or ``question``
-and ``answer``, or a ``solution`` that ends with a box. Names may be capitalised.
+and ``answer`` (GSM8K's ends with ``#### 72``), or a ``solution`` that ends with a box. Names may be
+capitalised.
 
 The reward functions read an answer in ``\boxed{}``, or a program in a fenced block. A prompt that does not
 ask for that gets one sentence that does. DAPO's own sentences, which ask for a line "Answer:", are removed.
@@ -24,6 +25,7 @@ MATH_INSTRUCTION = r"Please reason step by step, and put your final answer withi
 CODE_INSTRUCTION = "Write one Python program, and put it into a ```python block at the end of your answer."
 
 _QUESTION, _ANSWER, _SOLUTION = ("problem", "question"), "answer", "solution"
+_GSM8K = re.compile(r"\n####\s*(\S[^\n]*?)\s*\Z")
 _ANSWER_LINE = re.compile(
     r"\s*solve the following math problem step by step\.[^\n]*\n+(.*?)\n+remember to put your answer on its "
     r"own line after \"answer:\"\.?\s*",
@@ -46,21 +48,46 @@ class Problem:
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any]
+    own_reward: bool = False
+    """Whether a reward function of the user's judges it."""
 
     @property
     def is_code(self) -> bool:
         """Whether the problem's ground truth is the tests of a program."""
         return is_tests(self.ground_truth)
 
+    @property
+    def ability(self) -> str:
+        """The kind of problem: ``math``, ``code``, or ``other``."""
+        if self.own_reward:
+            return "other"
+        return "code" if self.is_code else "math"
+
     def row(self) -> Row:
         """The problem as a row of data.jsonl."""
         return {
             "data_source": self.data_source,
             "prompt": self.messages,
-            "ability": "code" if self.is_code else "math",
+            "ability": self.ability,
             "reward_model": {"ground_truth": self.ground_truth, "style": "rule"},
             "extra_info": self.extra_info,
         }
+
+
+def with_columns(row: Row, names: Mapping[str | None, str]) -> Row:
+    """The row with the user's columns, the keys of ``names`` (None: none), under the names of a plain row.
+
+    RowError if it has no such column.
+    """
+    row = dict(row)
+    for column, name in names.items():
+        if column is None:
+            continue
+        if column not in row:
+            raise RowError(f"it has no column {column}; its columns are {', '.join(sorted(row))}")
+        row = {other: value for other, value in row.items() if other.lower() != name or other == column}
+        row[name] = row.pop(column)
+    return row
 
 
 def problem_of(row: Row, source: str, number: int, instruct: bool = True) -> Problem:
@@ -109,13 +136,22 @@ def _plain(row: Row, source: str, number: int, instruct: bool) -> Problem:
 def _answer(row: Mapping[str, Any]) -> str:
     """The answer: ``answer``, a text or a whole number; else what is boxed last in ``solution``."""
     answer = row.get(_ANSWER)
+    if answer is None and row.get(_SOLUTION) is None:
+        raise RowError("it has neither an answer nor a solution")
     if answer is None and isinstance(row.get(_SOLUTION), str):
         answer = last_boxed(row[_SOLUTION])
         if answer is None:
             raise RowError("it has no answer, and its solution has no \\boxed{}")
     if isinstance(answer, int) and not isinstance(answer, bool):
         answer = str(answer)
-    return ground_truth_of({"reward_model": {"ground_truth": answer}})
+    if isinstance(answer, str) and (final := _GSM8K.search(f"\n{answer}")):
+        answer = final[1]
+    try:
+        return ground_truth_of({"reward_model": {"ground_truth": answer}})
+    except RowError:
+        raise RowError(
+            f"its answer is {answer!r}; it must be one text, not empty, or a whole number"
+        ) from None
 
 
 def _problem(

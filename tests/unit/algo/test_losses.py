@@ -152,8 +152,8 @@ def test_settings_without_annotations_take_the_type_of_their_default() -> None:
     built: Any = build_loss(algorithm(path, fixed(0.8, 1.2), loss_settings={"width": 3, "extra": [1]}))
     assert built.given == (3, "a", None, [1])
     for settings, message in [
-        ({"extra": 1, "width": "x"}, r"width='x' has the wrong type; .* width: float, default 2.0$"),
-        ({"extra": 1, "name": 1}, r"name=1 has the wrong type"),
+        ({"extra": 1, "width": "x"}, r"width='x' must be a number; .* width: float, default 2.0$"),
+        ({"extra": 1, "name": 1}, r"name=1 must be text"),
         ({}, r"^algorithm.loss_settings.extra is missing: .* takes extra: Any, needed$"),
         ({"extra": 1, "algorithm": 2}, r"algorithm=2: .* has no such setting"),
     ]:

@@ -37,7 +37,7 @@ def test_tables_become_fields(tmp_path: Path) -> None:
     [
         ("partion = 'x'\n", "partion is unknown; did you mean partition?"),
         ("[budgets]\ncrashs = 1\n", "budgets.crashs is unknown; did you mean budgets.crash?"),
-        ("qos = 3\n", "qos = 3: int"),
+        ("qos = 3\n", "qos = 3 must be text or None"),
         ("rollout_nodes = true\n", "rollout_nodes = True"),
         ("gpu = 'h100'\n", "gpu = 'h100' is unknown; did you mean h100-80gb?"),
         ("trainer_nodes = 0\n", "trainer_nodes = 0 must be at least 1"),
@@ -72,6 +72,16 @@ def test_times_as_slurm_takes_them(tmp_path: Path, time: str) -> None:
     path = tmp_path / "c.toml"
     path.write_text(WHOLE.replace("1:00:00", time))
     assert load_cluster(path).time == time
+
+
+def test_a_time_without_quotes(tmp_path: Path) -> None:
+    """In quotes it would be 24 minutes, which is said."""
+    path = tmp_path / "c.toml"
+    path.write_text(WHOLE.replace('"1:00:00"', "24"))
+    with pytest.raises(
+        ConfigError, match='time = 24 must be text, in quotes: "24:00:00" is 24 hours, and Slurm'
+    ):
+        load_cluster(path)
 
 
 def test_a_time_that_is_none(tmp_path: Path) -> None:

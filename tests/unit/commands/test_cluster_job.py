@@ -36,7 +36,7 @@ def job(cluster: ClusterFile | None = None, **parallel: object) -> ClusterJob:
 def test_nodes_follow_from_the_layout() -> None:
     large = job()
     assert (large.trainer_nodes, large.processes, large.servers_per_node) == (8, 64, 2)
-    assert large.nodes == "8 nodes train + 8 nodes sample = 16 nodes"
+    assert large.summary()[1] == "Nodes: 8 nodes train + 8 nodes sample = 16 nodes"
     assert [(group["role"], group["nodes"], group["tasks"]) for group in large.groups()] == [
         ("trainer", 8, 8),
         ("rollout", 8, 1),
@@ -167,6 +167,18 @@ def test_the_run_directory_is_given_once(flags: tuple[str, ...]) -> None:
     assert shlex.split(there.arguments()) == [str(LARGE), "--seed", "2", "--run-dir", str(ROOT / "x")]
 
 
+def test_a_summary_without_a_plan() -> None:
+    """The cluster file does not name its GPUs, or the model's folder is on the nodes alone."""
+    unknown = job(replace(pyxis(), gpu=None))
+    nodes = "Nodes: 8 nodes train + 8 nodes sample = 16 nodes"
+    assert unknown.summary() == [
+        nodes,
+        "No plan: the cluster file does not say which `gpu` its nodes have: add it",
+    ]
+    config = replace(unknown.config, model=replace(unknown.config.model, hf_path=Path("on/the/nodes")))
+    assert "has no config.json" in replace(job(), config=config).summary()[1]
+
+
 def test_a_dry_run_says_how_many_nodes_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,7 +192,10 @@ def test_a_dry_run_says_how_many_nodes_it_takes(
     assert (
         submit(SubmitCommand(LARGE, file, True, False, ()), load_recipe(LARGE, RunConfig)) == "the script\n"
     )
-    assert "8 nodes train + 4 nodes sample = 12 nodes\n" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "\nNodes: 8 nodes train + 4 nodes sample = 12 nodes\n" in said
+    for line in ("FITS: ", "Step: ", "First checkpoint: step 10", "Disk: "):
+        assert f"\n{line}" in f"\n{said}"
 
 
 def test_a_group_of_one_node_is_warned_of() -> None:

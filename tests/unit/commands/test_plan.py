@@ -28,7 +28,8 @@ from bapo_megatron.commands.plan.sizes import (
     total_parameters,
 )
 from bapo_megatron.commands.plan.speed import recompute_share, speed
-from bapo_megatron.commands.plan.table import duration, nodes_text, plan_text
+from bapo_megatron.commands.plan.summary import duration, nodes_text, summary
+from bapo_megatron.commands.plan.table import plan_text
 from bapo_megatron.commands.plan.traffic import forward_passes, update_traffic
 from bapo_megatron.config import (
     AlgorithmConfig,
@@ -420,15 +421,41 @@ def test_nodes_time_and_disk_of_the_whole_run() -> None:
     assert plan.checkpoint_seconds == 10 * plan.step_seconds
     parameters = total_parameters(BIG)
     assert plan.disk == parameters * (3 * 14 + 3 * 2)
-    text = plan_text(plan, [], [])
-    assert "8 nodes train + 8 nodes sample = 16 nodes\n" in text
-    assert f"500 steps: {plan.run_seconds / 86400:.1f} days; a checkpoint every " in text
-    assert f"the run's folder needs {plan.disk / 1e9:,.0f} GB" in text
+    lines = plan_text(plan, [], []).splitlines()[3:8]
+    assert lines == list(summary(plan))
+    peak = max(stage.peak for stage in plan.stages) / 1e9
+    assert lines[0].startswith(f"FITS: at most {peak:.1f} GB of a GPU's 80 (h100-80gb), ")
+    assert lines[1].startswith("Nodes: 8 nodes train + 8 nodes sample = 16 nodes; servers need nodes")
+    assert lines[2].endswith(f"; 500 steps take {plan.run_seconds / 86400:.1f} days (estimates)")
+    assert lines[3] == f"First checkpoint: step 10, after {plan.checkpoint_seconds / 3600:.1f} h"
+    assert lines[4].startswith(f"Disk:  {plan.disk / 1e9:,.0f} GB")
     run = replace(planned().run, steps=4)
     short = make_plan(replace(planned(), run=run))
     assert short.checkpoint_seconds == short.run_seconds == 4 * short.step_seconds
     assert nodes_text(1, 0) == "1 node trains"
     assert [duration(s) for s in (90, 7199, 7200, 172800)] == ["90 s", "120 minutes", "2.0 h", "2.0 days"]
+
+
+def test_the_nodes_of_a_summary() -> None:
+    """A split of one node, servers that run already, and the nodes of a cluster file."""
+    split = load_recipe(RECIPES / "r1_distill_qwen_7b_8k.py", RunConfig)
+    shape = find_shape(RECIPE, split.model.hf_path)
+
+    def nodes(run: RunConfig, *given: str) -> str:
+        return list(summary(make_plan(Job(run, shape, PlanOptions())), *given))[1]
+
+    assert nodes(split) == "Nodes: 1, of whose GPUs 4 train and 4 sample"
+    sglang = replace(split.rollout.sglang, urls=("http://n1:30000",))
+    assert nodes(replace(split, rollout=replace(split.rollout, sglang=sglang))) == "Nodes: 1 node trains"
+    assert nodes(split, "3 nodes train") == "Nodes: 3 nodes train"
+
+
+def test_engines_that_cannot_sample_have_no_step_time() -> None:
+    run = planned().run
+    small = replace(run, rollout=replace(run.rollout, sglang=replace(run.rollout.sglang, tensor=1)))
+    lines = list(summary(make_plan(replace(planned(), run=small))))
+    assert lines[0].startswith("DOES NOT FIT")
+    assert len(lines) == 5
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,9 @@ def test_programs_are_asked_for_as_a_block() -> None:
     [
         ({"text": "hello"}, "its fields are text"),
         ({"problem": " ", "answer": "1"}, "the problem is ' '"),
-        ({"problem": GOATS}, "None"),
+        ({"problem": GOATS}, "it has neither an answer nor a solution"),
+        ({"problem": GOATS, "answer": ""}, "its answer is ''; it must be one text"),
+        ({"problem": GOATS, "answer": 1.5}, "its answer is 1.5; it must be one text"),
         ({"problem": GOATS, "solution": "none"}, "no \\boxed"),
         ({"problem": GOATS, "answer": True}, "True"),
         (skywork(GOATS, '["1", "2"]'), "2 answers"),
@@ -158,6 +160,76 @@ def test_what_is_wrong_with_a_row(row: dict[str, Any], why: str) -> None:
     with pytest.raises(RowError) as caught:
         problem_of(row, "x", 0)
     assert why in str(caught.value)
+
+
+# --- answers that are not mathematics, other columns ------------------------------------------------
+
+
+def test_gsm8k() -> None:
+    """Its answer is a solution that ends with a line of its own."""
+    assert (
+        problem_of({"question": GOATS, "answer": "12 + 7 = <<12+7=19>>19\n#### 19"}, "x", 0).ground_truth
+        == "19"
+    )
+    assert problem_of({"question": GOATS, "answer": "####  1,900 "}, "x", 0).ground_truth == "1,900"
+    assert problem_of({"question": GOATS, "answer": "a #### b"}, "x", 0).ground_truth == "a #### b"
+
+
+@pytest.mark.parametrize("answer", ["Paris, the city of light", "it is not possible"])
+def test_words_are_no_mathematics(tmp_path: Path, answer: str) -> None:
+    """math-verify reads a product of letters, and finds none like it in what a policy writes."""
+    rows = [{"question": "The capital?", "answer": answer}, {"question": GOATS, "answer": "19"}]
+    card = prepared(tmp_path, rows, max_invalid=1.0)
+    assert card.kept == 1
+    assert "has the words" in card.invalid[0].why
+    assert "--reward module:function" in card.invalid[0].why
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"\text{all of the above}",
+        "x = 3 or x = 5",
+        r"\frac{1}{2} \text{ cups of tea}",
+        r"\sin x \cos y \tan z",
+    ],
+)
+def test_mathematics_with_words_stays(tmp_path: Path, answer: str) -> None:
+    assert prepared(tmp_path, [{"question": "What?", "answer": answer}]).kept == 1
+
+
+def test_a_reward_of_ones_own_takes_any_text(tmp_path: Path) -> None:
+    """The module is on the machines of the run; prompts stay as they are."""
+    rows = [{"question": "The capital?", "answer": "Paris, the city of light"}]
+    card = prepared(tmp_path, rows, reward="my_rewards:same_words")
+    assert card.by_ability == {"other": 1}
+    [row] = [json.loads(line) for line in (tmp_path / "out" / DATA_FILE).read_text().splitlines()]
+    assert row["prompt"] == [{"role": "user", "content": "The capital?"}]
+    assert row["reward_model"]["ground_truth"] == "Paris, the city of light"
+    assert row["ability"] == "other"
+
+
+def test_columns_of_ones_own(tmp_path: Path) -> None:
+    row = {"Title": "t", "Body": GOATS, "problem": "no", "Target": 19}
+    card = prepared(tmp_path, [row], question_column="Body", answer_column="Target")
+    assert card.kept == 1
+    [made] = [json.loads(line) for line in (tmp_path / "out" / DATA_FILE).read_text().splitlines()]
+    assert made["prompt"][0]["content"].startswith(GOATS)
+    assert made["reward_model"]["ground_truth"] == "19"
+    assert made["extra_info"] == {"row": 0, "title": "t"}
+
+
+def test_a_column_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="row 0: it has no column body; its columns are answer, question"):
+        prepared(tmp_path, [{"question": GOATS, "answer": "19"}], question_column="body")
+
+
+def test_a_run_says_how_raw_rows_are_prepared(tmp_path: Path) -> None:
+    source = write(tmp_path / "raw.jsonl", [{"Question": GOATS, "answer": "19"}])
+    with pytest.raises(
+        ConfigError, match="has Question, answer: `bapo data prepare FILE --output DIR` makes"
+    ):
+        load_prompts(Path(source), load_tokenizer(MODEL), 64)
 
 
 # --- normal forms and n-grams --------------------------------------------------------------------
@@ -376,6 +448,7 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name(tmp_path: Path, monkeypatch: 
     [
         ({"ngram_share": 0.0}, "ngram_share=0.0"),
         ({"ngram_words": 0}, "ngram_words=0"),
+        ({"reward": "mine"}, "reward=mine must be one of math, code, math_or_code, or your own as module:"),
         ({"max_invalid": 2.0}, "max_invalid=2.0"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
         ({"min_difficulty": 1.0}, "need difficulty"),
@@ -397,4 +470,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "left out: 1 duplicate" in told
     assert run(["data", "prepare", source, "--output", str(tmp_path / "out")]) == 2
     assert "--overwrite" in capsys.readouterr().err
+    assert run(["data", "prepare", source, "--output", str(tmp_path / "out"), "--overwrite"]) == 0
     assert run(["data"]) == 2

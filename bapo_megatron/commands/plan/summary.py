@@ -1,0 +1,69 @@
+"""The five lines of a plan that a person acts on: fit, nodes, step, first checkpoint, disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite
+
+from bapo_megatron.commands.plan.hardware import GB, GPUS_PER_NODE
+from bapo_megatron.commands.plan.plan import JobPlan
+
+
+def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
+    """The five lines. ``nodes``: those of a cluster file, in place of the plan's own."""
+    job, run = plan.job, plan.job.run
+    verdict = "DOES NOT FIT" if any(plan.misfits()) or plan.engine_misfit() else "FITS"
+    peak = max(stage.peak for stage in plan.stages)
+    yield (
+        f"{verdict}: at most {peak / GB:.1f} GB of a GPU's {job.gpu.memory / GB:.0f} ({job.gpu.name}), "
+        f"{plan.host / GB:,.0f} GB of a node's {job.gpu.host_memory / GB:,.0f}"
+    )
+    yield f"Nodes: {nodes or _nodes(plan)}"
+    if isfinite(plan.step_seconds):
+        yield (
+            f"Step:  {plan.step_seconds:,.0f} s, of which training {plan.train_seconds:,.0f} s, the rest "
+            f"sampling; {run.steps} steps take {duration(plan.run_seconds)} (estimates)"
+        )
+        steps = min(run.steps, run.checkpoint.every)
+        yield f"First checkpoint: step {steps}, after {duration(plan.checkpoint_seconds)}"
+    else:
+        yield "Step:  no estimate, for no engine can sample"
+        yield f"First checkpoint: step {min(run.steps, run.checkpoint.every)}"
+    yield f"Disk:  {plan.disk / GB:,.0f} GB for checkpoints and weights; rollouts and logs come on top"
+
+
+def nodes_text(train: int, sample: int) -> str:
+    """The nodes of a job and their sum: `8 nodes train + 8 nodes sample = 16 nodes`."""
+
+    def named(count: int) -> str:
+        return f"{count} node{'' if count == 1 else 's'}"
+
+    verb = "trains" if train == 1 else "train"
+    if not sample:
+        return f"{named(train)} {verb}"
+    return f"{named(train)} {verb} + {named(sample)} {'samples' if sample == 1 else 'sample'} = " + named(
+        train + sample
+    )
+
+
+def duration(seconds: float) -> str:
+    """A duration in the unit that suits it: seconds, minutes, hours or days."""
+    for size, name, digits in ((86400, "days", 1), (3600, "h", 1), (60, "minutes", 0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.{digits}f} {name}"
+    return f"{seconds:,.0f} s"
+
+
+def _nodes(plan: JobPlan) -> str:
+    """The nodes, and what a reader must do for those that sample."""
+    job, engines = plan.job, plan.engines
+    if job.servers_problem:  # for which `bapo train` alone would refuse it
+        return (
+            f"{nodes_text(plan.trainer_nodes, plan.server_nodes)}; servers need nodes of their own: "
+            f"rollout_nodes in a cluster file, or sglang.urls"
+        )
+    if job.run.rollout.engine != "sglang" or job.run.rollout.sglang.urls:
+        return nodes_text(plan.trainer_nodes, 0)
+    if job.gpus + engines.gpus <= GPUS_PER_NODE:
+        return f"1, of whose GPUs {job.gpus} train and {engines.gpus} sample"
+    return f"{nodes_text(plan.trainer_nodes, 0)}; {engines.gpus} GPUs of the first sample"

@@ -1,0 +1,96 @@
+"""Command lines: the flags of every command, read into a dataclass by tyro.
+
+Beside tyro's own form, ``--section.field VALUE``, two habits work: Hydra's ``section.field=VALUE``, and a
+value after a switch (``--overwrite true``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+C = TypeVar("C")
+
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def parse_options(
+    kind: type[C],
+    prog: str,
+    arguments: Sequence[str],
+    default: C | None = None,
+    description: str | None = None,
+) -> C:
+    """The dataclass ``kind``, or ``default`` with some fields overridden, as the arguments say.
+
+    Ends the process with exit code 2 for a flag that does not exist or has no such value, with 0 for --help.
+    """
+    import tyro
+
+    args = in_tyros_form(kind, arguments)
+    if default is None:
+        return tyro.cli(kind, prog=prog, description=description, args=args)
+    return tyro.cli(kind, prog=prog, description=description, args=args, default=default)
+
+
+def in_tyros_form(kind: type, arguments: Sequence[str]) -> list[str]:
+    """The arguments, with ``name=VALUE`` and the values of switches as tyro takes them.
+
+    ``name=VALUE`` is a flag if ``kind`` has that field, or its section: the name of a file may have a ``=``.
+    """
+    flags = {flag.name: flag for flag in _flags_of(kind)}
+    sections = {name.partition(".")[0] for name in flags if "." in name}
+    found: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        name = name.removeprefix("--").replace("-", "_")
+        is_flag = word.startswith("--")
+        if equals and not word.startswith("-") and (name in flags or name.partition(".")[0] in sections):
+            word, is_flag = f"--{word}", True
+        flag = flags.get(name) if is_flag else None
+        if flag is not None and flag.is_switch:
+            if not equals and rest and rest[0].lower() in _TRUTH:
+                value = rest.pop(0)
+            if value.lower() in _TRUTH:
+                found += flag.switched(_TRUTH[value.lower()])
+                continue
+        found.append(word)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flag:
+    """A flag of a command, as tyro names it."""
+
+    name: str
+    """Dotted, with underscores: ``checkpoint.keep_last``."""
+    is_switch: bool
+    has_opposite: bool
+    """Whether a switch has its ``--no-`` form."""
+
+    def switched(self, on: bool) -> list[str]:
+        """The switch, on or off."""
+        section, dot, last = self.name.rpartition(".")
+        if on or self.has_opposite:
+            return [f"--{section}{dot}{'' if on else 'no-'}{last}"]
+        return []
+
+
+def _flags_of(kind: type, prefix: str = "") -> Iterator[_Flag]:
+    """The flags of all leaf fields of nested dataclasses."""
+    from tyro import conf
+
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        hint, notes = hints[field.name], tuple[Any, ...]()
+        if get_origin(hint) is Annotated:
+            hint, *rest = get_args(hint)
+            notes = tuple(rest)
+        name = next((note.name for note in notes if isinstance(getattr(note, "name", None), str)), field.name)
+        if dataclasses.is_dataclass(hint):
+            yield from _flags_of(hint, f"{prefix}{name}." if name else prefix)  # type: ignore[arg-type]
+        else:
+            yield _Flag(prefix + name, hint is bool, conf.FlagCreatePairsOff not in notes)

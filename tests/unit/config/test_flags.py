@@ -1,0 +1,112 @@
+"""Command lines: Hydra's form, values after switches, and what is none of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import tyro
+
+from bapo_megatron.commands.plan.command import PlanCommand
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.flags import in_tyros_form, parse_options
+from bapo_megatron.config.recipe import load_recipe
+
+DEMO = Path("recipes/demo_cpu.py")
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A section."""
+
+    keep_last: int = 1
+    is_on: bool = True
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Fields without a prefix."""
+
+    stage: int | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """All kinds of fields."""
+
+    sources: tyro.conf.Positional[tuple[str, ...]]
+    steps: int = 3
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    inner: Inner = field(default_factory=Inner)
+    flat: Annotated[Flat, tyro.conf.arg(name="")] = field(default_factory=Flat)
+
+
+def parsed(*arguments: str) -> Options:
+    return parse_options(Options, "bapo test", ["a.jsonl", *arguments])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--inner.keep-last", "7"],
+        ["--inner.keep_last=7"],
+        ["inner.keep_last=7"],
+        ["inner.keep-last=7"],
+    ],
+)
+def test_hydras_form(arguments: list[str]) -> None:
+    assert parsed(*arguments).inner.keep_last == 7
+
+
+def test_fields_without_a_section() -> None:
+    found = parsed("steps=5", "stage=2")
+    assert (found.steps, found.flat.stage) == (5, 2)
+
+
+@pytest.mark.parametrize("yes", ["true", "True", "1", "yes"])
+@pytest.mark.parametrize("form", ["--{0}={1}", "--{0} {1}", "{0}={1}"])
+@pytest.mark.parametrize("name", ["overwrite", "json"])
+def test_a_value_after_a_switch(name: str, form: str, yes: str) -> None:
+    found = parsed(*form.format(name, yes).split())
+    assert {"overwrite": found.overwrite, "json": found.as_json}[name]
+    off = parsed(*form.format(name, "false").split())
+    assert not off.overwrite
+    assert not off.as_json
+
+
+@pytest.mark.parametrize("off", [["--inner.is-on=false"], ["inner.is_on=False"], ["--inner.no-is-on"]])
+def test_a_switch_of_a_section(off: list[str]) -> None:
+    assert not parsed(*off).inner.is_on
+    assert parsed("--inner.is_on").inner.is_on
+
+
+def test_a_switch_takes_no_other_word() -> None:
+    """What follows may be another argument."""
+    assert in_tyros_form(Options, ["--overwrite", "b.jsonl"]) == ["--overwrite", "b.jsonl"]
+    assert parsed("--overwrite").overwrite
+
+
+def test_the_name_of_a_file_may_have_an_equals_sign() -> None:
+    assert parsed("lr=3.jsonl", "/data/a=b").sources == ("a.jsonl", "lr=3.jsonl", "/data/a=b")
+
+
+def test_a_wrong_name_gets_a_proposal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parsed("inner.keep_lasst=7")
+    assert end.value.code == 2
+    assert "--inner.keep-last" in capsys.readouterr().err
+
+
+def test_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    default = load_recipe(DEMO, RunConfig)
+    words = ["algorithm.reuse_epochs=3", "logging.tensorboard=false", "--optimizer.lr", "1e-3"]
+    found = parse_options(RunConfig, "bapo train", words, default)
+    assert (found.algorithm.reuse_epochs, found.logging.tensorboard, found.optimizer.lr) == (3, False, 1e-3)
+    words = ["batch.pack_tokens=512", "--json", "true", "gpu=h200-141gb"]
+    plan = parse_options(PlanCommand, "bapo plan", words, PlanCommand(default))
+    assert plan.run.batch.pack_tokens == 512
+    assert plan.options.as_json
+    assert plan.options.gpu == "h200-141gb"

@@ -93,7 +93,7 @@ def test_what_the_plan_says_of_its_servers_is_what_a_run_accepts(
     assert bapo(["plan", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     bapo(["plan", str(path)])
-    said = "Its servers need nodes of their own" in capsys.readouterr().out
+    said = "servers need nodes of their own" in capsys.readouterr().out
     alone = STATED[path.stem][1] == 4  # GPUs of a node of eight; the others are for servers
     assert said == (found["servers_problem"] is not None) == (not alone)
 

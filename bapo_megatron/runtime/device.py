@@ -76,6 +76,16 @@ def wants_cpu() -> bool:
     return asked == "cpu"
 
 
+def should_have_gpu() -> bool:
+    """Whether this machine, or this job, has GPUs that are to be used, by their signs alone."""
+    return not wants_cpu() and any(gpu_signs())
+
+
+def sglang_install() -> str:
+    """The command that installs the tested SGLang for this machine."""
+    return "make cluster" if should_have_gpu() else "make sglang"
+
+
 def prepare_device() -> None:
     """Set this process's environment, which its children inherit, before torch is imported.
 

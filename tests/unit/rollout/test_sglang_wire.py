@@ -17,6 +17,7 @@ from bapo_megatron.hf.stream_writer import write_shards
 from bapo_megatron.rollout.engines.sglang.server_process import server_command, sglang_python
 from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
+from bapo_megatron.runtime import device
 from bapo_megatron.types import GenerateRequest, SamplingParams
 from tests.support.models import save_tiny_model
 
@@ -206,11 +207,31 @@ def test_a_shard_of_types_that_no_model_has(tmp_path: Path) -> None:
 def test_a_missing_environment_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BAPO_SGLANG_PYTHON", raising=False)
+    monkeypatch.setattr(device, "gpu_signs", lambda: iter([]))
     with pytest.raises(ConfigError, match=r"no interpreter at .venv-sglang/bin/python: `make sglang`"):
+        sglang_python()
+    monkeypatch.setattr(device, "gpu_signs", lambda: iter(["/dev/nvidia0 exists"]))
+    with pytest.raises(ConfigError, match=r"no interpreter at .venv-cluster-sglang/.*: `make cluster`"):
         sglang_python()
     monkeypatch.setenv("BAPO_SGLANG_PYTHON", str(tmp_path / "absent"))
     with pytest.raises(ConfigError, match="absent"):
         sglang_python()
+
+
+def test_the_environment_with_cuda_comes_first_on_a_machine_with_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BAPO_SGLANG_PYTHON", raising=False)
+    for folder in (".venv-sglang", ".venv-cluster-sglang"):
+        (tmp_path / folder / "bin").mkdir(parents=True)
+        (tmp_path / folder / "bin/python").touch()
+    monkeypatch.setattr(device, "gpu_signs", lambda: iter([]))
+    assert sglang_python() == tmp_path / ".venv-sglang/bin/python"
+    monkeypatch.setattr(device, "gpu_signs", lambda: iter(["/dev/nvidia0 exists"]))
+    assert sglang_python() == tmp_path / ".venv-cluster-sglang/bin/python"
+    monkeypatch.setenv("BAPO_DEVICE", "cpu")
+    assert sglang_python() == tmp_path / ".venv-sglang/bin/python"
 
 
 def test_the_command_alone_outlives_the_shell_that_started_it() -> None:

@@ -24,7 +24,12 @@ from bapo_megatron.rollout.engines.sglang.authorization import servers_key_file
 from bapo_megatron.rollout.engines.sglang.requirements import FP32_HEAD, IN_PLACE, RESERVED_TOKENS, flag
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_FILE_VARIABLE
 from bapo_megatron.runtime.child_process import ChildProcess
-from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
+from bapo_megatron.runtime.device import (
+    ALLOCATOR_VARIABLE,
+    GROWING_SEGMENTS,
+    sglang_install,
+    should_have_gpu,
+)
 
 PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
 _CPU_LAUNCHER = Path(on_cpu.__file__).with_name("launch.py")
@@ -144,13 +149,19 @@ def _is_of_launcher(name: str) -> bool:
 def sglang_python(given: Path | None = None) -> Path:
     """The interpreter of the environment that SGLang is installed in."""
     named = given or (Path(os.environ[PYTHON_VARIABLE]) if PYTHON_VARIABLE in os.environ else None)
-    path = named or Path(".venv-sglang/bin/python")
+    own = [Path(folder) / "bin/python" for folder in _environments()]
+    path = named or next((python for python in own if python.is_file()), own[0])
     if not path.is_file():
         raise ConfigError(
-            f"no interpreter at {path}: `make sglang` installs SGLang into .venv-sglang; an environment "
-            f"elsewhere is named by {PYTHON_VARIABLE}"
+            f"no interpreter at {path}: `{sglang_install()}` installs SGLang into {own[0].parents[1]}; an "
+            f"environment elsewhere is named by {PYTHON_VARIABLE}"
         )
     return path.absolute()
+
+
+def _environments() -> list[str]:
+    """Folders of this checkout that may hold SGLang for this machine, the right one first."""
+    return [".venv-cluster-sglang", ".venv-sglang"] if should_have_gpu() else [".venv-sglang"]
 
 
 class ServerProcess(ChildProcess):

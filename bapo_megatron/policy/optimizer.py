@@ -12,10 +12,14 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from bapo_megatron.config import OptimizerConfig
+from bapo_megatron.policy.host_optimizer import put_on_host
 
 
 def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.dtype) -> Any:
-    """Megatron's optimizer over the DDP-wrapped chunks; biases and norms have no weight decay."""
+    """Megatron's optimizer over the DDP-wrapped chunks; biases and norms have no weight decay.
+
+    With ``optimizer.device=cpu`` its state and its steps are on the host.
+    """
     settings = megatron_optimizer.OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -29,7 +33,11 @@ def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    return megatron_optimizer.get_megatron_optimizer(settings, list(model), use_gloo_process_groups=False)
+    build = megatron_optimizer.get_megatron_optimizer
+    optimizer = build(settings, list(model), use_gloo_process_groups=False)
+    if config.device == "cpu":
+        put_on_host(optimizer, config)
+    return optimizer
 
 
 def clipped_step(optimizer: Any, clip_grad: float) -> float:

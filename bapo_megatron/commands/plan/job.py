@@ -129,6 +129,11 @@ class Job:
         return self.replicas * self.parallel.context
 
     @property
+    def host_optimizer(self) -> bool:
+        """Whether the optimizer's state is in host memory."""
+        return self.run.optimizer.device == "cpu"
+
+    @property
     def element(self) -> int:
         """Bytes of a weight or an activation."""
         return _BYTES[self.run.model.dtype]

@@ -19,6 +19,7 @@ FIXED = 3 * GB
 # Estimate: what the caching allocator loses to fragments of blocks that come and go.
 FRAGMENTATION = 0.05
 _SOFTMAX_LOGITS = 1 << 27  # policy/output_head.py
+_BUCKET = 1 << 26  # policy/host_optimizer.py
 PACK_COLUMNS = 4 * 8 + 5 * 4 + 4
 """Bytes of a token's columns on the device (``types.COLUMNS``): four int64, five float32, one int32."""
 
@@ -35,7 +36,7 @@ class StageMemory:
     gradients: float
     """The float32 buffer of all gradients."""
     optimizer: float
-    """This rank's shard of the master weights and of Adam's moments."""
+    """This rank's shard of the master weights and of Adam's moments; 0 with ``optimizer.device=cpu``."""
     activations: float
     """Activations saved for the backward passes in flight, and those of the one layer that is recomputed."""
     workspace: float
@@ -67,7 +68,7 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
     """The memory of one GPU of pipeline stage ``stage``."""
     parameters = stage_parameters(job.shape, job.parallel, stage)
     weights, gradients = parameters.total * job.element, parameters.total * _FP32
-    optimizer = optimizer_bytes(job, parameters.total)
+    optimizer = 0.0 if job.host_optimizer else optimizer_bytes(job, parameters.total)
     flight = _waiting(job, stage)
     activations = activation_bytes(job, stage, spec)
     workspace, head, buffers = _workspace(job), _head(job, stage), _buffers(job)
@@ -90,8 +91,9 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
 
 
 def optimizer_bytes(job: Job, parameters: int) -> float:
-    """Optimizer states of one rank: float32 moments of Adam, and master weights if weights are bfloat16."""
-    copies = 2 if job.element == _FP32 else 3
+    """Optimizer states of one rank: float32 moments of Adam, and master weights if weights are bfloat16 or
+    the states are on the host."""
+    copies = 2 if job.element == _FP32 and not job.host_optimizer else 3
     return copies * _FP32 * parameters / job.optimizer_shards
 
 
@@ -125,13 +127,19 @@ def host_bytes(job: Job) -> float:
 
     Master weight, moments and weight are 12 + b bytes a parameter, which the ranks of DP x CP share
     (``policy/state/optimizer_state.py``). Parameters are written whole: a rank may write one more than its
-    share, at most the largest.
+    share, at most the largest. An optimizer on the host is there all the time, and once more while a save
+    lasts (the writer sees its memory as it was, and updates change their own) or a load, which also holds one
+    state more.
     """
     largest = max(
         stage_parameters(job.shape, job.parallel, stage).total for stage in range(job.parallel.pipeline)
     )
     share = (3 * _FP32 + job.element) * largest / job.optimizer_shards
-    return (share + 3 * _cut_parameter(job)) * job.gpus_on_node
+    rank = share + 3 * _cut_parameter(job)
+    if job.host_optimizer:
+        buffers = 2 * (_FP32 + job.element) * min(_BUCKET, largest)
+        rank += optimizer_bytes(job, largest) + _FP32 * largest / job.optimizer_shards + buffers
+    return rank * job.gpus_on_node
 
 
 def _workspace(job: Job) -> float:

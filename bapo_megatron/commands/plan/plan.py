@@ -8,6 +8,7 @@ from typing import Any
 
 from bapo_megatron.commands.plan.engines import EnginePlan, engines
 from bapo_megatron.commands.plan.hardware import GB, GPUS_PER_NODE
+from bapo_megatron.commands.plan.host_update import HostUpdate, host_update
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import StageMemory, host_bytes, stage_memory
 from bapo_megatron.commands.plan.sizes import run_folder_bytes
@@ -27,6 +28,8 @@ class JobPlan:
     engines: EnginePlan
     host: float
     """Bytes of host memory that a node needs while it saves."""
+    host_update: HostUpdate | None
+    """An optimizer step on the host; None if it is on the GPU."""
 
     @property
     def budget(self) -> float:
@@ -41,7 +44,8 @@ class JobPlan:
     @property
     def train_seconds(self) -> float:
         """Seconds that all updates of a step take."""
-        return self.job.updates * self.speed.update_seconds
+        stepping = self.host_update.seconds if self.host_update else 0.0
+        return self.job.updates * (self.speed.update_seconds + stepping)
 
     @property
     def step_seconds(self) -> float:
@@ -122,6 +126,7 @@ def make_plan(job: Job) -> JobPlan:
         sync=sync_traffic(job),
         engines=engines(job),
         host=host_bytes(job),
+        host_update=host_update(job),
     )
 
 

@@ -175,6 +175,12 @@ def _speed(plan: JobPlan) -> Iterator[str]:
         f"An update of {s.micro_batches} packs a replica: {s.update_seconds:,.0f} s, of which "
         f"{s.forward_seconds:,.0f} s forward only; {job.updates} a step: {plan.train_seconds:,.0f} s"
     )
+    if host := plan.host_update:
+        yield (
+            f"  and {host.seconds:,.1f} s to step {host.elements / 1e9:,.2f} B elements a GPU on the host: "
+            f"AdamW {host.step_seconds:,.1f} s, beside it gradients {host.fetch_seconds:,.1f} s and weights "
+            f"{host.send_seconds:,.1f} s over PCIe"
+        )
 
 
 def _engines(plan: JobPlan) -> Iterator[str]:

@@ -140,12 +140,15 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def bit_sum(values: Tensor, first: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """The digest of a flat piece of a shard that begins at its element ``first``: one int64."""
+    """The digest of a flat piece of a shard that begins at its element ``first``: one int64.
+
+    ``values`` may be on another device than the factors, where the sum is taken.
+    """
     bits = values.view(_INTEGERS[values.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    total = torch.zeros((), dtype=torch.int64, device=rows.device)
     done = 0
     for row, column, count, width in _rectangles(first, values.numel(), columns.numel()):
-        block = bits[done : done + count * width].view(count, width).long()
+        block = bits[done : done + count * width].to(rows.device).view(count, width).long()
         total += ((block * columns[column : column + width]).sum(1) * rows[row : row + count]).sum()
         done += count * width
     return total

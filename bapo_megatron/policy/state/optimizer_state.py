@@ -162,8 +162,9 @@ def _exchange(optimizer: Any, placed: list[Placement], kept: dict[int, Tensor]) 
     lengths = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
     sent = torch.empty(sum(lengths), dtype=torch.float32, device=device)
     received = torch.empty(sum(incoming), dtype=torch.float32, device=device)
-    if tensors := [tensor for tensors in outgoing for tensor in tensors]:
-        torch.cat(tensors, out=sent)
+    tensors = [tensor for tensors in outgoing for tensor in tensors]
+    for place, tensor in zip(sent.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+        place.copy_(tensor)  # the state may be on the host
     if size > 1:
         dist.all_to_all_single(received, sent, incoming, lengths, group=group)
     return list(received.split(incoming))

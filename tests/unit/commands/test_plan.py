@@ -18,6 +18,7 @@ from bapo_megatron.commands.plan import memory as plan_memory
 from bapo_megatron.commands.plan.activations import kept
 from bapo_megatron.commands.plan.advice import fastest_layouts, problems, smallest_changes
 from bapo_megatron.commands.plan.engines import cache_bytes_per_token, engines
+from bapo_megatron.commands.plan.host_update import host_update
 from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape, in_flight, slots
 from bapo_megatron.commands.plan.memory import host_bytes, optimizer_bytes, stage_memory
 from bapo_megatron.commands.plan.plan import make_plan
@@ -37,6 +38,7 @@ from bapo_megatron.config import (
     CheckpointConfig,
     DataConfig,
     ModelConfig,
+    OptimizerConfig,
     ParallelConfig,
     RolloutConfig,
     RunConfig,
@@ -170,6 +172,35 @@ def test_memory_by_hand() -> None:
     assert host_bytes(job()) == 14 * 2952
     # Two ranks on a node share it; each may write the largest parameter (256) beyond its half.
     assert host_bytes(job(ParallelConfig(data=2))) == 14 * 2952 + 2 * 12 * 256
+
+
+def test_an_optimizer_on_the_host_by_hand() -> None:
+    """No state on the GPU. On the host 12 B for good; while a checkpoint is written or read 12 + 2 B more,
+    and a state of 4 B; two pinned buffers of gradients and of weights, here of the whole rank."""
+    one = job()
+    host = replace(one, run=replace(one.run, optimizer=OptimizerConfig(device="cpu")))
+    memory, before = stage_memory(host, 0), stage_memory(one, 0)
+    assert memory.optimizer == 0
+    assert before.training - memory.training == before.saving - memory.saving == 12 * 2952
+    assert host_bytes(host) == (12 + 14 + 4 + 2 * (4 + 2)) * 2952
+    float32 = replace(host, run=replace(host.run, model=ModelConfig(Path("model"), "float32")))
+    assert optimizer_bytes(float32, 2952) == 12 * 2952  # weights on the GPU are not the host's masters
+
+
+def test_the_time_of_a_step_on_the_host_by_hand() -> None:
+    """28 B an element at half of 614 GB/s, shared by a node's ranks; 4 and 2 B at half of 64 GB/s."""
+    shared = job(ParallelConfig(data=2))
+    assert host_update(shared) is None
+    host = replace(shared, run=replace(shared.run, optimizer=OptimizerConfig(device="cpu")))
+    found = host_update(host)
+    assert found is not None
+    assert found.elements == 2952 / 2
+    assert found.step_seconds == pytest.approx(28 * 2952 / 307e9)
+    assert (found.fetch_seconds, found.send_seconds) == pytest.approx((2 * 2952 / 32e9, 2952 / 32e9))
+    assert found.seconds == found.step_seconds
+    plan, without = make_plan(host), make_plan(shared)
+    assert plan.train_seconds - without.train_seconds == pytest.approx(host.updates * found.seconds)
+    assert "to step 0.00 B elements a GPU on the host" in plan_text(plan, [], [])
 
 
 def test_chunks_of_logits_by_hand() -> None:

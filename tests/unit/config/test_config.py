@@ -272,6 +272,7 @@ def test_a_run_is_continued_only_with_its_own_settings(tmp_path: Path) -> None:
         ("rollout", {"sglang": SglangConfig(urls=("http://x:1",), tensor=4, sync="broadcast")}, True),
         ("rollout", {"sglang": SglangConfig(on_update="in_place")}, False),
         ("data", {"path": Path("elsewhere")}, False),
+        ("optimizer", {"device": "cpu"}, True),
     ],
 )
 def test_how_a_run_is_operated_may_change(

@@ -1,0 +1,235 @@
+"""The optimizer on the host: master weights and moments in its memory, AdamW on its cores.
+
+A GPU keeps weights and gradients alone: 12 bytes a parameter less, divided by DP x CP. Gradients are
+reduced, measured and clipped on the GPU as ever. Then, bucket by bucket, they are copied to the host, AdamW
+steps there, and the new weights are copied back in the model's type, into the buffer that megatron gathers
+from. While the cores step one bucket, streams of their own carry the gradients of the next and the weights
+of the last.
+
+    GPU    gradients 0   1   2   ...        weights    0   1   2
+    cores                step 0   1   2   ...
+
+Megatron's own ``HybridDeviceOptimizer`` is not used: after a load without optimizer state it steps on the
+weights from before the load (Megatron-LM, pull request 5071).
+
+Masters and moments are in pageable memory. A checkpoint is written by a fork, which sees pageable memory as
+it was; pinned memory it would share with the updates that follow. Only the buffers of a bucket are pinned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
+from torch import Tensor
+
+from bapo_megatron.config import OptimizerConfig
+
+_FUSED = {"fused": True, "foreach": False}
+"""One pass over each parameter, by all cores."""
+BUCKET = 2**26
+"""Elements that are copied and stepped at a time: 256 MiB of gradients in each of two pinned buffers."""
+
+
+def put_on_host(optimizer: Any, config: OptimizerConfig) -> None:
+    """Move the state of a chain of megatron's ``DistributedOptimizer`` to the host, and its steps with it."""
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:
+            _put_part_on_host(part, config)
+
+
+class _Shard:
+    """This rank's share of a parameter. Megatron measures and clips ``grad`` as it does a parameter's."""
+
+    def __init__(self, master: Tensor, weights: Tensor) -> None:
+        self.master = master
+        """float32, on the host: the parameter that AdamW steps."""
+        self.weights = weights
+        """On the device, in the model's type: a view of what the ranks gather after the step."""
+        self.grad: Tensor | None = None
+        """float32, on the device: a view of the reduced gradients."""
+
+
+def _put_part_on_host(part: Any, config: OptimizerConfig) -> None:
+    shards: dict[Tensor, _Shard] = {}
+    pairs = (
+        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+        (part.model_fp32_groups, part.shard_fp32_groups),
+    )
+    for model_groups, master_groups in pairs:
+        for parameters, masters in zip(model_groups, master_groups, strict=True):
+            for place, parameter in enumerate(parameters):
+                shard = _shard_of(part, parameter, masters[place])
+                shards[masters[place]] = shard
+                masters[place] = shard.master
+                if hasattr(parameter, "main_param"):
+                    parameter.main_param = shard.master
+    adam = HostAdamW(part.optimizer.param_groups, shards, config)
+    part.optimizer = adam
+    for group_range, group in zip(part.opt_group_ranges, adam.param_groups, strict=True):
+        group_range["orig_group"]["params"] = group["params"]  # or the old masters would live on
+    part.get_parameters = lambda: adam.shards
+    part._copy_model_grads_to_main_grads = lambda: _take_gradients(part, pairs, adam)
+    part._copy_main_params_to_model_params = lambda: None  # each bucket has been copied by the step
+
+
+def _shard_of(part: Any, parameter: Tensor, master: Tensor) -> _Shard:
+    """The shard of a parameter whose master weights are ``master`` until now."""
+    place = part._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+    buffer, _, bucket = part.model_param_gbuf_map[parameter]
+    weights = part.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
+    host = torch.empty(master.shape, dtype=torch.float32, device="cpu")
+    shard = _Shard(host.copy_(master.detach()), weights)
+    for owner in (shard, host):
+        copy_tensor_model_parallel_attributes(owner, master)
+        if hasattr(master, "shared"):
+            owner.shared = master.shared  # type: ignore[union-attr]
+    return shard
+
+
+def _take_gradients(part: Any, pairs: Any, adam: HostAdamW) -> None:
+    """Note where the reduced gradients are: nothing is copied before they are clipped."""
+    by_master = {shard.master: shard for shard in adam.shards}
+    for model_groups, master_groups in pairs:
+        for parameters, masters in zip(model_groups, master_groups, strict=True):
+            for parameter, master in zip(parameters, masters, strict=True):
+                place = part._get_model_param_range_map(parameter)["param"]
+                by_master[master].grad = parameter.main_grad.view(-1)[place.start : place.end]
+
+
+class HostAdamW(torch.optim.AdamW):
+    """AdamW whose parameters are on the host, and gradients and weights on the device."""
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], shards: dict[Tensor, _Shard], config: OptimizerConfig
+    ) -> None:
+        """``groups``: those of the optimizer that this one replaces; ``shards``: by their old parameters."""
+        self.shards = [shards[parameter] for group in groups for parameter in group["params"]]
+        moved = [{**g, **_FUSED, "params": [shards[p].master for p in g["params"]]} for g in groups]
+        betas = (config.beta1, config.beta2)
+        super().__init__(moved, config.lr, betas, config.eps, config.weight_decay, **_FUSED)
+        self._copies = _Copies(self.shards)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of all parameters, bucket by bucket; the new weights are on the device when it returns."""
+        del closure
+        copies = self._copies
+        with own_cores():
+            copies.begin()
+            for bucket in range(len(copies.buckets)):
+                copies.fetch(bucket + 1)
+                for shard, gradient in copies.gradients(bucket):
+                    shard.master.grad = gradient
+                super().step()  # of those that have a gradient
+                for shard in copies.buckets[bucket]:
+                    shard.master.grad = shard.grad = None
+                copies.send(bucket)
+            copies.end()
+
+
+class _Copies:
+    """The copies of buckets between device and host: two buffers for each direction, a stream for each."""
+
+    def __init__(self, shards: Sequence[_Shard]) -> None:
+        self.buckets = buckets_of(shards, BUCKET)
+        self._device = shards[0].weights.device if shards else torch.device("cpu")
+        self._streams = {way: self._new_stream() for way in ("fetch", "send")}
+        self._done: dict[tuple[str, int], Any] = {}
+        """Events of copies that may still run, by direction and buffer."""
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+
+    def begin(self) -> None:
+        """Begin to fetch the first bucket, when the work of the current stream is done."""
+        if self._streams["fetch"] is not None:
+            self._streams["fetch"].wait_stream(torch.cuda.current_stream(self._device))
+        self.fetch(0)
+
+    def fetch(self, bucket: int) -> None:
+        """Begin to copy a bucket's gradients to the host, if there is such a bucket."""
+        if bucket < len(self.buckets):
+            with self._copying("fetch", bucket):
+                for shard, gradient in self._views("fetch", bucket):
+                    assert shard.grad is not None
+                    gradient.copy_(shard.grad, non_blocking=True)
+
+    def gradients(self, bucket: int) -> Iterator[tuple[_Shard, Tensor]]:
+        """The gradients of a bucket, once they are on the host."""
+        self._wait("fetch", bucket)
+        return self._views("fetch", bucket)
+
+    def send(self, bucket: int) -> None:
+        """Round the master weights of a bucket, and begin to copy them to the device."""
+        self._wait("send", bucket)
+        for shard, weights in self._views("send", bucket):
+            weights.copy_(shard.master)
+        with self._copying("send", bucket):
+            for shard, weights in self._views("send", bucket):
+                shard.weights.copy_(weights, non_blocking=True)
+
+    def end(self) -> None:
+        """Have the current stream wait for the weights."""
+        if self._streams["send"] is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._streams["send"])
+
+    def _views(self, way: str, bucket: int) -> Iterator[tuple[_Shard, Tensor]]:
+        """Each shard of a bucket with its part of the buffer."""
+        shards = self.buckets[bucket]
+        dtype = torch.float32 if way == "fetch" else shards[0].weights.dtype
+        key = (way, bucket % 2)
+        needed = sum(shard.master.numel() for shard in shards)
+        if key not in self._buffers or self._buffers[key].numel() < needed:
+            pinned = self._device.type == "cuda"
+            self._buffers[key] = torch.empty(needed, dtype=dtype, device="cpu", pin_memory=pinned)
+        parts = self._buffers[key][:needed].split([shard.master.numel() for shard in shards])
+        return zip(shards, parts, strict=True)
+
+    @contextmanager
+    def _copying(self, way: str, bucket: int) -> Iterator[None]:
+        stream = self._streams[way]
+        if stream is None:
+            yield
+            return
+        with torch.cuda.stream(stream):
+            yield
+            self._done[way, bucket % 2] = stream.record_event()
+
+    def _wait(self, way: str, bucket: int) -> None:
+        """Until the last copy through a bucket's buffer is done."""
+        if event := self._done.pop((way, bucket % 2), None):
+            event.synchronize()
+
+    def _new_stream(self) -> Any:
+        return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+
+def buckets_of(shards: Sequence[_Shard], most: int) -> list[list[_Shard]]:
+    """The shards in order, in buckets of at most ``most`` elements or one shard, with weights of one type."""
+    buckets: list[list[_Shard]] = []
+    held = 0
+    for shard in shards:
+        size = shard.master.numel()
+        alike = bool(buckets) and buckets[-1][0].weights.dtype == shard.weights.dtype
+        if not alike or held + size > most:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(shard)
+        held += size
+    return buckets
+
+
+@contextmanager
+def own_cores() -> Iterator[None]:
+    """Let torch use the cores of this rank. torchrun gives a rank one thread: there they are its share of the
+    node's. Slurm and `bapo train` have said how many before."""
+    before, ranks = torch.get_num_threads(), os.environ.get("LOCAL_WORLD_SIZE")
+    if ranks is not None:
+        torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // int(ranks)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,205 @@
+"""``optimizer.device=cpu``: the updates, checkpoints and digests of an optimizer that is with the model."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bapo_megatron.algo.bapo import grpo
+from bapo_megatron.algo.losses.clip import search
+from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig
+from bapo_megatron.data.packing import Sample, pack_samples
+from bapo_megatron.policy import host_optimizer
+from bapo_megatron.policy.host_optimizer import HostAdamW
+from bapo_megatron.policy.megatron import MegatronPolicy
+from tests.distributed.test_layouts import layout
+from tests.support.bapo_objective import loss_fn
+from tests.support.models import random_samples, save_tiny_model
+from tests.support.saves import complete
+from tests.support.tiers import slow_but
+from tests.support.workers import run_layout
+
+pytestmark = pytest.mark.distributed
+
+FEW = 300
+"""Elements of a bucket: then each matrix of a tiny model is one."""
+UPDATES = 3
+Weights = dict[str, torch.Tensor]
+Digests = dict[str, list[str]]
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("qwen2", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return random_samples(12, seed=3)
+
+
+def build(folder: Path, text: str, dtype: str, device: str) -> MegatronPolicy:
+    """A policy whose gradients are clipped, with a schedule and weight decay.
+
+    Its eps is above every gradient, so that steps are proportional to them: with a small one the sign of a
+    gradient that is nearly zero decides.
+    """
+    optimizer = OptimizerConfig(
+        1.0,
+        eps=1.0,
+        warmup_updates=2,
+        clip_grad=0.01,
+        device=device,  # type: ignore[arg-type]
+    )
+    batch = BatchConfig(pack_tokens=96, logprob_chunk_tokens=40)
+    return MegatronPolicy(ModelConfig(folder, dtype), layout(text).parallel, batch, optimizer, 8)
+
+
+def train(policy: MegatronPolicy, samples: list[Sample], updates: int = UPDATES) -> list[float]:
+    """The gradient norms of some updates."""
+    packs = pack_samples(samples, 96, "token", policy.pack_layout)
+    loss = loss_fn(search(torch.zeros(8, dtype=torch.float64), grpo()), grpo(), 0)
+    return [policy.update(packs, loss).grad_norm for _ in range(updates)]
+
+
+def outcome(
+    folder: Path, samples: list[Sample], text: str, dtype: str, device: str, bucket: int
+) -> tuple[list[float], Weights, int]:
+    """Gradient norms and weights after the updates, and the number of buckets."""
+    host_optimizer.BUCKET = bucket
+    policy = build(folder, text, dtype, device)
+    norms = train(policy, samples)
+    [part] = policy._optimizer.chained_optimizers
+    buckets = len(part.optimizer._copies.buckets) if isinstance(part.optimizer, HostAdamW) else 0
+    return norms, {name: tensor.clone() for name, tensor in policy.hf_weights()}, buckets
+
+
+LAYOUTS = ["one", "tp2-sp-pp2", "dp2-cp2", "tp2", "pp2-vpp2", "dp3", "tp2-sp-cp2", "dp2-tp2-sp"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("text", slow_but(LAYOUTS, "one", "dp2-cp2"))
+def test_updates_are_those_of_the_models_device(
+    text: str, dtype: str, qwen2: Path, samples: list[Sample]
+) -> None:
+    """Torch's fused AdamW rounds otherwise than its plain one, by the last bits."""
+    parallel = layout(text).parallel
+    plain = run_layout(outcome, parallel, qwen2, samples, text, dtype, "model", FEW)
+    host = run_layout(outcome, parallel, qwen2, samples, text, dtype, "cpu", FEW)
+    # One rounding of bfloat16, where the last bit of a master weight decides it.
+    near = {"rtol": 2**-7, "atol": 1e-6} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-7}
+    for (norms, weights, none), (host_norms, host_weights, buckets) in zip(plain, host, strict=True):
+        assert none == 0
+        assert buckets > 2
+        assert host_norms == pytest.approx(norms, rel=1e-3 if dtype == "bfloat16" else 1e-5)
+        assert weights.keys() == host_weights.keys()
+        for name, tensor in weights.items():
+            torch.testing.assert_close(host_weights[name], tensor, **near)
+
+
+def masters_alive(folder: Path) -> tuple[int, int]:
+    """The masters that megatron made on the device, and how many of them are still there."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    build_shard = host_optimizer._shard_of
+
+    def noted(part: Any, parameter: torch.Tensor, master: torch.Tensor) -> Any:
+        made.append(weakref.ref(master))
+        return build_shard(part, parameter, master)
+
+    host_optimizer._shard_of = noted
+    policy = build(folder, "one", "bfloat16", "cpu")
+    gc.collect()
+    found = len(made), sum(one() is not None for one in made)
+    del policy
+    return found
+
+
+def test_the_device_keeps_no_master(qwen2: Path) -> None:
+    """Megatron holds its masters in several places."""
+    [(made, alive)] = run_layout(masters_alive, layout("one").parallel, qwen2)
+    assert made > 20
+    assert alive == 0
+
+
+def test_the_size_of_a_bucket_changes_no_bit(qwen2: Path, samples: list[Sample]) -> None:
+    parallel = layout("dp2").parallel
+    small = run_layout(outcome, parallel, qwen2, samples, "dp2", "bfloat16", "cpu", FEW)
+    large = run_layout(outcome, parallel, qwen2, samples, "dp2", "bfloat16", "cpu", 2**26)
+    for (norms, weights, many), (large_norms, large_weights, one) in zip(small, large, strict=True):
+        assert many > one == 1
+        assert norms == large_norms
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, large_weights[name])
+
+
+def save(folder: Path, samples: list[Sample], text: str, dtype: str, device: str, path: Path) -> Digests:
+    policy = build(folder, text, dtype, device)
+    train(policy, samples, 2)
+    digests = policy.state_digest()
+    saving = policy.save(path)
+    train(policy, samples, 1)  # while the fork writes
+    complete(saving)
+    return digests
+
+
+def load(
+    folder: Path, samples: list[Sample], text: str, dtype: str, device: str, path: Path
+) -> tuple[Digests, list[float], Weights]:
+    """The digests after the load, then one more update."""
+    policy = build(folder, text, dtype, device)
+    policy.load(path, 2)
+    digests = policy.state_digest()
+    norms = train(policy, samples, 1)
+    dist.barrier()
+    return digests, norms, {name: tensor.clone() for name, tensor in policy.hf_weights()}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wrote", "reads"),
+    slow_but(
+        [
+            (dtype, wrote, reads)
+            for dtype in ("float32", "bfloat16")
+            for wrote in (("one", "cpu"), ("dp2-cp2", "cpu"), ("tp2-sp-pp2", "model"))
+            for reads in (("dp3", "cpu"), ("tp2-pp2", "model"))
+        ],
+        ("bfloat16", ("dp2-cp2", "cpu"), ("tp2-pp2", "model")),
+        ("bfloat16", ("tp2-sp-pp2", "model"), ("dp3", "cpu")),
+    ),
+    ids=str,
+)
+def test_checkpoints_move_between_host_and_device(
+    dtype: str,
+    wrote: tuple[str, str],
+    reads: tuple[str, str],
+    qwen2: Path,
+    samples: list[Sample],
+    tmp_path: Path,
+) -> None:
+    """Every bit of weights, masters and moments comes back, at other layouts; training went on meanwhile."""
+    path = tmp_path / "checkpoint"
+    (text, device), (other, onto) = wrote, reads
+    saved = run_layout(save, layout(text).parallel, qwen2, samples, text, dtype, device, path)
+    found = run_layout(load, layout(other).parallel, qwen2, samples, other, dtype, onto, path)
+    assert all(digests == saved[0] for digests in saved)
+    assert all(digests == saved[0] for digests, _, _ in found)
+    assert saved[0]["step"] == ["2"]
+
+
+def test_a_loaded_state_is_what_the_next_update_steps_from(
+    qwen2: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    """Not the weights from before the load, nor their moments."""
+    path, parallel = tmp_path / "checkpoint", layout("one").parallel
+    run_layout(save, parallel, qwen2, samples, "one", "float32", "cpu", path)
+    [(_, norms, weights)] = run_layout(load, parallel, qwen2, samples, "one", "float32", "cpu", path)
+    [(all_norms, expected, _)] = run_layout(outcome, parallel, qwen2, samples, "one", "float32", "cpu", 2**26)
+    assert norms == all_norms[-1:]
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, expected[name])

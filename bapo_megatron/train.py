@@ -20,6 +20,7 @@ from bapo_megatron.trainer.checkpointing import (
 )
 from bapo_megatron.trainer.corrections import corrected, correction_metrics, with_old_log_probs
 from bapo_megatron.trainer.evaluation import evaluate_if_due
+from bapo_megatron.trainer.profile import profiled
 from bapo_megatron.trainer.recorder import StepClock, check_engine_gap, check_one_sign, step_metrics
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.types import Metrics, MicroBatch, StepBatch
@@ -32,10 +33,11 @@ def train(run: Run) -> None:
         clock = StepClock()
         batch = next_batch(run, step)
         clock.lap("rollout")
-        updates = train_on(run, step, batch)
-        clock.lap("update")
-        run.sync.push(run.policy, step)
-        clock.lap("sync")
+        with profiled(run.config, step):
+            updates = train_on(run, step, batch)
+            clock.lap("update")
+            run.sync.push(run.policy, step)
+            clock.lap("sync")
         if run.recorder:
             corrections = correction_metrics(run.config.algorithm)
             names = [*run.clip_bounds.objective.metric_names(), *corrections]

@@ -30,6 +30,9 @@ _ADDED: dict[str, Any] = {
     "algorithm.bounds.low_within_batch": "searched",
     "algorithm.importance_level": "token",
     "optimizer.device": "model",
+    "profile.steps": [],
+    "profile.ranks": [0],
+    "profile.memory": False,
     "accept_resume_mismatch": [],
     "rollout.sglang.api_key_file": None,
     "rollout.sglang.require_api_key": False,
@@ -44,7 +47,7 @@ Change = tuple[str, Any, Any]
 _STEPS = "steps"
 _MAY_CHANGE = (
     *(_STEPS, "name", "run_dir", "allow_change", "accept_resume_mismatch", "hang_minutes"),
-    *("parallel.", "checkpoint.", "logging.", "evaluation.", "batch.", "optimizer.device"),
+    *("parallel.", "checkpoint.", "logging.", "evaluation.", "batch.", "optimizer.device", "profile."),
     *("algorithm.gap_", "algorithm.on_gap"),
     *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),
     "reward.allow_weak_sandbox",

@@ -3,7 +3,7 @@
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig as PolarityConfig
 from bapo_megatron.config.engine import EngineConfig
-from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig
+from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig, ProfileConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.config.run import RunConfig, SftConfig
 from bapo_megatron.config.sections import (
@@ -31,6 +31,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PolarityConfig",
+    "ProfileConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

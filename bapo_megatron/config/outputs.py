@@ -1,4 +1,4 @@
-"""The sections of a run's configuration about its outputs: checkpoints, evaluations, logs."""
+"""The sections of a run's configuration about its outputs: checkpoints, evaluations, profiles, logs."""
 
 from __future__ import annotations
 
@@ -43,6 +43,18 @@ class EvaluationConfig:
     """Sampling temperature. None: that of the rollouts."""
     max_response_tokens: Annotated[int | None, Ge(1)] = None
     """Longest response, in tokens. None: that of the rollouts."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Profiles of single steps, in profile/ of the run directory."""
+
+    steps: tuple[int, ...] = ()
+    """Steps whose updates and weight sync are traced by torch's profiler."""
+    ranks: tuple[int, ...] = (0,)
+    """Ranks that are traced."""
+    memory: bool = False
+    """Put allocations into the trace, and on a GPU write a memory snapshot."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig
+from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig, ProfileConfig
 from bapo_megatron.config.sections import (
     AlgorithmConfig,
     BatchConfig,
@@ -33,6 +33,7 @@ from bapo_megatron.config.validation import (
     out_of_range,
     pack_problems,
     parallel_problems,
+    profile_problems,
     raise_problems,
     range_problems,
     reward_problems,
@@ -73,6 +74,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def directory(self) -> Path:
@@ -123,6 +125,7 @@ class RunConfig:
         yield from checkpoint_problems(self.checkpoint, self.evaluation)
         yield from range_problems(self.data, self.optimizer)
         yield from mismatch_problems(self.accept_resume_mismatch)
+        yield from profile_problems(self.profile, self.steps)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.ranges import range_problem, type_problem
 from bapo_megatron.config.engine import EngineConfig
-from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig
+from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, ProfileConfig
 from bapo_megatron.config.sections import (
     AlgorithmConfig,
     BatchConfig,
@@ -176,6 +176,13 @@ def checkpoint_problems(checkpoint: CheckpointConfig, evaluation: EvaluationConf
             f"evaluation.every={evaluation.every} is no multiple of checkpoint.every={every}: then "
             "checkpoint.keep_best would look at weights that have no checkpoint"
         )
+
+
+def profile_problems(profile: ProfileConfig, steps: int) -> Iterator[str]:
+    """Steps that the run does not have."""
+    for step in profile.steps:
+        if not 1 <= step <= steps:
+            yield f"profile.steps has {step}: the run has steps 1 to {steps}"
 
 
 def mismatch_problems(accepted: tuple[str, ...]) -> Iterator[str]:

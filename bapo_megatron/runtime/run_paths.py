@@ -86,6 +86,8 @@ class RunPaths:
         """Checkpoints as Hugging Face folders."""
         self.report = root / "report"
         """The page and plots of ``bapo report``."""
+        self.profile = root / "profile"
+        """Traces and memory snapshots of steps."""
         self.logs = root / "logs"
         """Logs of servers, and of Slurm jobs (JOB/RESTART/)."""
         self.engines = root / "engines"
@@ -108,6 +110,10 @@ class RunPaths:
     def step_export(self, step: int) -> Path:
         """The Hugging Face folder of the checkpoint of ``step``."""
         return self.step_exports / step_name(step)
+
+    def profile_of(self, step: int, rank: int, kind: str) -> Path:
+        """A profile of a rank's part of ``step``: ``kind`` is the end of its name."""
+        return self.profile / f"{step_name(step)}_rank_{rank}.{kind}"
 
     def server_log(self, number: int) -> Path:
         """The log of a rollout server that the run started."""

@@ -51,6 +51,7 @@ def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callabl
     yield lambda: _check_context(config)
     yield lambda: check_same_run(config)
     yield lambda: _check_engine(config)
+    yield lambda: _check_profile(config)
     if config.rollout.replay is not None:
         yield lambda: _check_replay(config)
     elif read_dataset:
@@ -128,6 +129,15 @@ def _check_engine(config: RunConfig) -> None:
         gpus = torch.cuda.device_count() if has_cuda() else 0
         training = data_parallel_size(parallel, launched_world_size()) * parallel.model_size if gpus else 0
         backend.check(config.rollout, gpus, training)
+
+
+def _check_profile(config: RunConfig) -> None:
+    """ConfigError for ranks to profile that the run does not have."""
+    if config.profile.steps:
+        ranks = data_parallel_size(config.parallel, launched_world_size()) * config.parallel.model_size
+        for rank in config.profile.ranks:
+            if not 0 <= rank < ranks:
+                raise ConfigError(f"profile.ranks has {rank}: the run has ranks 0 to {ranks - 1}")
 
 
 def _check_replay(config: RunConfig) -> None:

@@ -1,0 +1,63 @@
+"""Profiles of chosen steps: torch profiler traces and GPU memory snapshots, in profile/ of the run directory.
+
+A trace covers the updates of a step and its weight sync; chrome://tracing and ui.perfetto.dev open it. A
+snapshot has every allocation with its stack; pytorch.org/memory_viz opens it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity
+
+from bapo_megatron.config import RunConfig
+from bapo_megatron.policy.device import has_cuda
+from bapo_megatron.runtime.run_paths import RunPaths
+
+_ENTRIES = 1_000_000
+"""Allocations that a snapshot remembers, the newest."""
+
+
+@contextmanager
+def profiled(config: RunConfig, step: int) -> Iterator[None]:
+    """Profile the block, if step and rank are among those of ``config.profile``; its files follow its end."""
+    profile, rank = config.profile, dist.get_rank()
+    if step not in profile.steps or rank not in profile.ranks:
+        yield
+        return
+    paths = RunPaths(config.directory)
+    paths.profile.mkdir(exist_ok=True)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_cuda() else [])]
+    with (
+        _snapshot(paths.profile_of(step, rank, "memory.pickle"))
+        if profile.memory and has_cuda()
+        else nullcontext()
+    ):
+        with torch.profiler.profile(activities=activities, profile_memory=profile.memory) as trace:
+            yield
+        with _whole(paths.profile_of(step, rank, "trace.json.gz")) as path:
+            trace.export_chrome_trace(str(path))
+
+
+@contextmanager
+def _snapshot(path: Path) -> Iterator[None]:
+    """Remember the allocations of the block, and write them."""
+    torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
+    try:
+        yield
+        with _whole(path) as part:
+            torch.cuda.memory._dump_snapshot(str(part))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """Another name to write under; the file gets its own when it is whole."""
+    part = path.with_name(f".{path.name}")
+    yield part
+    part.rename(path)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from bapo_megatron.evaluation.statistics import standard_deviation
 from benchmarks.study.measures import ArmRecord
 from benchmarks.study.methods import BASELINE, PRIMARY
 
@@ -40,6 +41,15 @@ class GateResult:
     value: float
     """Mean over the seeds; NaN if no run says."""
     seeds: int
+    error: float = math.nan
+    """Standard error of ``value``; NaN of fewer than two seeds. It is shown, and decides nothing."""
+
+    @property
+    def shown(self) -> str:
+        """The value with its standard error, in words."""
+        if not math.isfinite(self.value):
+            return "not measured"
+        return f"{self.value:.3g}" + (f" ± {self.error:.2g}" if math.isfinite(self.error) else "")
 
     @property
     def passed(self) -> bool:
@@ -49,8 +59,7 @@ class GateResult:
     @property
     def failure(self) -> str:
         """Why no claim is judged, in a line."""
-        value = f"{self.value:.3g}" if math.isfinite(self.value) else "not measured"
-        return f"gate {self.gate.text} ({self.gate.passes}x) failed: {value}, must be {self.gate.range}"
+        return f"gate {self.gate.text} ({self.gate.passes}x) failed: {self.shown}, must be {self.gate.range}"
 
 
 GATES = (
@@ -89,5 +98,6 @@ def gate_results(records: Sequence[ArmRecord]) -> list[GateResult]:
             if (record.method, record.passes) == (BASELINE, gate.passes)
         ]
         known = [value for value in values if math.isfinite(value)]
-        results.append(GateResult(gate, fmean(known) if known else math.nan, len(known)))
+        error = standard_deviation(known) / math.sqrt(len(known)) if len(known) > 1 else math.nan
+        results.append(GateResult(gate, fmean(known) if known else math.nan, len(known), error))
     return results

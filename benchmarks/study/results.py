@@ -51,7 +51,7 @@ def stored_arms(plan: StudyPlan) -> dict[str, Line]:
 
 
 def store_results(plan: StudyPlan) -> list[ArmRecord]:
-    """Add the plan's arms that are done to its results file, and read all of the plan's arms from there.
+    """Add the plan's arms that are done to its results file; then all of the plan's arms, read from there.
 
     An arm with a run directory is read from it, though the file may have it, too. Arms of other plans stay.
     """
@@ -64,6 +64,12 @@ def store_results(plan: StudyPlan) -> list[ArmRecord]:
         lines = [head, *(arms[name] for name in sorted(arms, key=lambda name: _order(arms[name])))]
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         write_atomically(plan.options.results, text)
+    return read_results(plan)
+
+
+def read_results(plan: StudyPlan) -> list[ArmRecord]:
+    """The records of the plan's arms that its results file has."""
+    arms = stored_arms(plan)
     return [_record(arms[arm.name]) for arm in plan.arms if arm.name in arms]
 
 

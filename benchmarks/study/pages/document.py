@@ -102,6 +102,7 @@ def _answer(plan: StudyPlan, records: Sequence[ArmRecord], gates: Sequence[GateR
     if failed := _failed_gates(gates):
         yield "**Not judged.** What the methods are to cure did not happen here as it does in the paper:"
         yield "\n".join(f"- Not judged: {one.failure}" for one in failed)
+        yield text.UNJUDGED
         return
     yield "All gates hold. At 8 passes over each batch, by the mean reward of the run:"
     yield "\n".join(f"- {_sentence(one)}" for one in primary(records))
@@ -156,7 +157,7 @@ def _gates(gates: Sequence[GateResult]) -> str:
             one.gate.text,
             f"GRPO, {name_of(one.gate.passes)}",
             one.gate.range,
-            f"{one.value:.3g}" if np.isfinite(one.value) else "not measured",
+            one.shown,
             str(one.seeds),
             "holds" if one.passed else "**fails**",
             one.gate.paper,

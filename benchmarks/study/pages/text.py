@@ -13,7 +13,12 @@ before](study_plan.md)."""
 
 GATES = """\
 A method can be judged only where what it claims to cure is there. So GRPO alone must show, on average
-over its seeds, what the paper's GRPO shows. If one gate fails, no claim is judged."""
+over its seeds, what the paper's GRPO shows. If one gate fails, no claim is judged. ± is the standard error
+of the mean; it moves no limit."""
+
+UNJUDGED = """\
+The differences below are measured all the same, with their intervals. They hold for this task; whether
+they would hold where all gates do, this study does not say."""
 
 PRIMARY = f"""\
 Mean reward over the run at 8x, `paper` (BAPO with a search in each micro-batch) minus the other, paired

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from bapo_megatron.errors import ConfigError
 from benchmarks.study import command
 from benchmarks.study.command import study_command
 from benchmarks.study.options import StudyOptions
+from benchmarks.study.pages.document import document
 from benchmarks.study.plan import Arm, StudyPlan, make_study_plan
-from benchmarks.study.results import store_results, stored_arms
+from benchmarks.study.results import read_results, store_results, stored_arms
 
+PUBLISHED = Path(__file__).parents[3] / "docs/study.md"
 OPTIONS = StudyOptions(methods=("grpo",), passes=(1, 8), seeds=2, steps=2)
 
 
@@ -134,3 +137,12 @@ def test_a_broken_file_is_refused(plan: StudyPlan, harm) -> None:  # type: ignor
     with pytest.raises(ConfigError, match=r"study\.jsonl is not a study's results"):
         store_results(plan)
     assert path.read_text() == broken
+
+
+def test_the_published_document_is_what_its_results_say() -> None:
+    """`bapo study staleness --analyse --write docs/study.md` writes it anew. Its arms' settings are today's."""
+    plan = make_study_plan(StudyOptions(write=PUBLISHED))
+    text = PUBLISHED.read_text()
+    pictures = {file: title for title, file in re.findall(r"^!\[(.*)\]\((.*)\)$", text, re.MULTILINE)}
+    assert all((PUBLISHED.parent / file).is_file() for file in pictures)
+    assert document(plan, read_results(plan), [], pictures) == text

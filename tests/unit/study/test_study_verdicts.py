@@ -66,10 +66,14 @@ def test_all_gates_hold_by_hand() -> None:
 @pytest.mark.parametrize(
     ("figure", "value", "message"),
     [
-        ("entropy_kept", 0.79, r"gate entropy kept on-policy \(1x\) failed: 0.79, must be at least 0.8"),
-        ("entropy_kept", 0.81, r"entropy lost with reuse \(4x\) failed: 0.81, must be at most 0.7"),
-        ("collapsed", 0.0, r"collapse \(8x\) failed: 0, must be at least 0.5"),
-        ("clipped", 0.019, r"clipped tokens \(8x\) failed: 0.019, must be 0.02 to 0.06"),
+        (
+            "entropy_kept",
+            0.79,
+            r"gate entropy kept on-policy \(1x\) failed: 0.79 ± [^,]+, must be at least 0.8",
+        ),
+        ("entropy_kept", 0.81, r"entropy lost with reuse \(4x\) failed: 0.81 ± [^,]+, must be at most 0.7"),
+        ("collapsed", 0.0, r"collapse \(8x\) failed: 0 ± [^,]+, must be at least 0.5"),
+        ("clipped", 0.019, r"clipped tokens \(8x\) failed: 0.019 ± [^,]+, must be 0.02 to 0.06"),
         ("clipped", 0.061, "0.061"),
         ("positive_share", 0.46, "must be 0.38 to 0.45"),
         ("raised_tokens", 0.0099, "must be at least 0.01"),
@@ -80,6 +84,17 @@ def test_all_gates_hold_by_hand() -> None:
 def test_a_gate_fails(figure: str, value: float, message: str) -> None:
     failed = [one.failure for one in gate_results(grpo_runs(**{figure: value})) if not one.passed]
     assert any(re.search(message, one) for one in failed)
+
+
+def test_the_standard_error_of_a_gate_by_hand() -> None:
+    """Shares 0.38, 0.40 and 0.45: mean 0.41, squared distances 9, 1 and 16 e-4; sqrt(13e-4 / 3) = 0.0208."""
+    shares = enumerate((0.38, 0.40, 0.45))
+    runs = [record("grpo", 2, seed, 0.1, positive_share=share) for seed, share in shares]
+    [found] = [one for one in gate_results(runs) if one.gate.figure == "positive_share"]
+    assert found.error == pytest.approx(math.sqrt(13e-4 / 3))
+    assert found.shown == "0.41 ± 0.021"
+    [alone] = [one for one in gate_results(runs[:1]) if one.gate.figure == "positive_share"]
+    assert alone.shown == "0.38"
 
 
 def test_the_ends_of_a_range_pass_and_other_methods_do_not_count() -> None:
@@ -195,7 +210,8 @@ def test_the_document_tells_the_verdicts_first(plan: StudyPlan) -> None:
 def test_a_failed_gate_judges_nothing(plan: StudyPlan) -> None:
     runs = [one for one in better_paper() if one.method != "grpo"] + grpo_runs(clipped=0.001)
     text = told(plan, runs)
-    assert "- Not judged: gate clipped tokens (8x) failed: 0.001, must be 0.02 to 0.06" in text
+    assert re.search(r"- Not judged: gate clipped tokens \(8x\) failed: 0.001 ± [^,]+, must be 0.02 to", text)
+    assert "The differences below are measured all the same" in text
     assert "better**" not in text
     assert "worse" not in text.split("## All methods")[0].split("## The gates")[0]
     assert text.count("| not judged |") == 3

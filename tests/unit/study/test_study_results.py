@@ -140,7 +140,7 @@ def test_a_broken_file_is_refused(plan: StudyPlan, harm) -> None:  # type: ignor
 
 
 def test_the_published_document_is_what_its_results_say() -> None:
-    """`bapo study staleness --analyse --write docs/study.md` writes it anew. Its arms' settings are today's."""
+    """`bapo study staleness --analyse --write docs/study.md` writes it anew. Its settings are today's."""
     plan = make_study_plan(StudyOptions(write=PUBLISHED))
     text = PUBLISHED.read_text()
     pictures = {file: title for title, file in re.findall(r"^!\[(.*)\]\((.*)\)$", text, re.MULTILINE)}

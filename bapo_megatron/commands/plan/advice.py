@@ -41,7 +41,7 @@ def smallest_changes(plan: JobPlan) -> list[Change]:
     """The smallest change that makes training fit, and the smallest one on the same GPUs if it is another.
 
     The smallest has the fewest flags, then the fewest GPUs, then the least GPU time for each token with no
-    communication hidden.
+    communication hidden and with the optimizer's step, if that is on the host.
     Empty if none was found.
     """
     best: dict[bool, tuple[tuple[int, int, float], Change]] = {}
@@ -71,9 +71,13 @@ def fastest_layouts(plan: JobPlan, count: int) -> list[JobPlan]:
 
 
 def _neighbours(job: Job) -> Iterator[Job]:
-    """Variants of the job: settings changed towards less memory, CP and DP in both directions."""
+    """Variants of the job: settings changed towards less memory, CP and DP in both directions; the optimizer
+    on the host with nothing but recomputation beside it."""
     p, batch = job.parallel, job.run.batch
     modes = _MODES[_MODES.index(batch.recompute) :]
+    on_host = replace(job, run=replace(job.run, optimizer=replace(job.run.optimizer, device="cpu")))
+    for mode in modes:
+        yield _with(on_host, p, False, recompute=mode)
     tensors = [n for n in (p.tensor, 2 * p.tensor, 4 * p.tensor, 8 * p.tensor) if n <= _MOST_TENSOR]
     for mode, tensor, sequence, context, pipeline, data, chunk, shortest in product(
         modes,

@@ -44,8 +44,12 @@ class JobPlan:
     @property
     def train_seconds(self) -> float:
         """Seconds that all updates of a step take."""
-        stepping = self.host_update.seconds if self.host_update else 0.0
-        return self.job.updates * (self.speed.update_seconds + stepping)
+        return self.job.updates * (self.speed.update_seconds + self.stepping_seconds)
+
+    @property
+    def stepping_seconds(self) -> float:
+        """Seconds of an optimizer step on the host; 0 where it is on the GPU, and takes next to nothing."""
+        return self.host_update.seconds if self.host_update else 0.0
 
     @property
     def step_seconds(self) -> float:
@@ -81,7 +85,7 @@ class JobPlan:
     @property
     def cost(self) -> float:
         """GPU-seconds for each token, with no communication hidden; ``bapo plan`` ranks layouts by it."""
-        busy = self.speed.update_seconds + self.speed.link_seconds
+        busy = self.speed.update_seconds + self.speed.link_seconds + self.stepping_seconds
         return busy / self.speed.update_seconds / self.speed.tokens_per_second
 
     def misfits(self) -> Iterator[str]:

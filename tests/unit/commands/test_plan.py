@@ -411,6 +411,16 @@ def test_advice_fits_and_is_small() -> None:
     assert len(same.flags) > 1
 
 
+def test_the_optimizer_on_the_host_is_advised() -> None:
+    """Two nodes at CP 2, recomputed: 74 GB of 72, with the optimizer's state on the host 50."""
+    plan = planned("context=2")
+    run = replace(plan.run, batch=replace(plan.run.batch, recompute="selective"))
+    over = make_plan(replace(plan, run=run))
+    assert list(over.misfits())
+    [change] = smallest_changes(over)
+    assert (change.flags, change.gpus) == (["--optimizer.device cpu"], 16)
+
+
 def test_comparison_is_sorted_and_fits() -> None:
     plans = fastest_layouts(make_plan(planned()), 5)
     assert len(plans) == 5

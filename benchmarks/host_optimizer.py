@@ -103,8 +103,8 @@ def rows(elements: int, times: dict[str, list[float]]) -> list[str]:
 
 NOTE = (
     "",
-    "*host* also copies the gradients in and the weights, rounded to bfloat16, out: 14 bytes an element",
-    "more, which beside a GPU are PCIe's. docs/planning.md has what follows for nodes of GPUs.",
+    "*host* also rounds the weights to bfloat16, and copies gradients in and weights out; beside a GPU the",
+    "copies go over PCIe. docs/planning.md has what follows for nodes of GPUs.",
 )
 
 

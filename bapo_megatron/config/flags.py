@@ -7,11 +7,13 @@ value after a switch (``--overwrite true``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 C = TypeVar("C")
 
+_DOTTED = re.compile(r"\w+(\.\w+)+")
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -37,7 +39,8 @@ def parse_options(
 def in_tyros_form(kind: type, arguments: Sequence[str]) -> list[str]:
     """The arguments, with ``name=VALUE`` and the values of switches as tyro takes them.
 
-    ``name=VALUE`` is a flag if ``kind`` has that field, or its section: the name of a file may have a ``=``.
+    ``name=VALUE`` is a flag if ``kind`` has that field, or its section, and it is no flag's value: the name
+    of a file may have a ``=``.
     """
     flags = {flag.name: flag for flag in _flags_of(kind)}
     sections = {name.partition(".")[0] for name in flags if "." in name}
@@ -48,7 +51,8 @@ def in_tyros_form(kind: type, arguments: Sequence[str]) -> list[str]:
         name, equals, value = word.partition("=")
         name = name.removeprefix("--").replace("-", "_")
         is_flag = word.startswith("--")
-        if equals and not word.startswith("-") and (name in flags or name.partition(".")[0] in sections):
+        known = name in flags or (name.partition(".")[0] in sections and bool(_DOTTED.fullmatch(name)))
+        if equals and not word.startswith("-") and known and not _wants_value(found, flags):
             word, is_flag = f"--{word}", True
         flag = flags.get(name) if is_flag else None
         if flag is not None and flag.is_switch:
@@ -59,6 +63,13 @@ def in_tyros_form(kind: type, arguments: Sequence[str]) -> list[str]:
                 continue
         found.append(word)
     return found
+
+
+def _wants_value(before: Sequence[str], flags: Mapping[str, _Flag]) -> bool:
+    """Whether the last of the words ``before`` is a flag whose value is still to come."""
+    last = before[-1] if before else ""
+    flag = flags.get(last.removeprefix("--").replace("-", "_"))
+    return last.startswith("--") and flag is not None and not flag.is_switch
 
 
 @dataclasses.dataclass(frozen=True)

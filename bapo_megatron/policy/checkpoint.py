@@ -165,6 +165,7 @@ def _create_state(wrapper: Any) -> None:
     """Make the moments and the count of steps, which no Adam makes before its first step."""
     if isinstance(wrapper.optimizer, torch.optim.AdamW):
         _create_adam_state(wrapper.optimizer)
+        _note_step(wrapper.optimizer)
     elif wrapper.init_state_fn is not None:
         wrapper.init_state_fn(wrapper.optimizer, wrapper.config)
         for group in wrapper.optimizer.param_groups:
@@ -193,7 +194,19 @@ def _supply_step(wrapper: Any, adam: torch.optim.Optimizer) -> None:
     wrapper._set_main_param_and_optimizer_states = with_step
 
 
+def _note_step(adam: torch.optim.Optimizer) -> None:
+    """Write the count of steps where FusedAdam has it: with Transformer Engine megatron looks nowhere else,
+    and then an AdamW is that of ``optimizer.device=cpu``."""
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            group["step"] = int(adam.state[parameter]["step"])
+
+
 def _give_each_its_step(adam: torch.optim.Optimizer) -> None:
-    """Repair 3: megatron gives all parameters one ``step`` tensor; torch would advance it once for each."""
-    for state in adam.state.values():
-        state["step"] = state["step"].clone()
+    """Repair 3: megatron gives all parameters one ``step`` tensor, which torch would advance once for each;
+    with Transformer Engine it gives them none. Its groups have the count that was loaded."""
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            if group.get("step") is None:
+                raise RuntimeError("the checkpoint does not say how many steps its optimizer has made")
+            adam.state[parameter]["step"] = torch.tensor(float(group["step"]))

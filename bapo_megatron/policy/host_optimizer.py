@@ -141,7 +141,7 @@ class _Copies:
         self._streams = {way: self._new_stream() for way in ("fetch", "send")}
         self._done: dict[tuple[str, int], Any] = {}
         """Events of copies that may still run, by direction and buffer."""
-        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def begin(self) -> None:
         """Begin to fetch the first bucket, when the work of the current stream is done."""
@@ -180,11 +180,12 @@ class _Copies:
         """Each shard of a bucket with its part of the buffer."""
         shards = self.buckets[bucket]
         dtype = torch.float32 if way == "fetch" else shards[0].weights.dtype
-        key = (way, bucket % 2)
+        key = (way, bucket % 2, dtype)
         needed = sum(shard.master.numel() for shard in shards)
-        if key not in self._buffers or self._buffers[key].numel() < needed:
+        if key not in self._buffers:
+            most = max(sum(shard.master.numel() for shard in one) for one in self.buckets)
             pinned = self._device.type == "cuda"
-            self._buffers[key] = torch.empty(needed, dtype=dtype, device="cpu", pin_memory=pinned)
+            self._buffers[key] = torch.empty(most, dtype=dtype, device="cpu", pin_memory=pinned)
         parts = self._buffers[key][:needed].split([shard.master.numel() for shard in shards])
         return zip(shards, parts, strict=True)
 

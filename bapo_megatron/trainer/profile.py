@@ -6,8 +6,9 @@ snapshot has every allocation with its stack; pytorch.org/memory_viz opens it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -30,7 +31,6 @@ def profiled(config: RunConfig, step: int) -> Iterator[None]:
         yield
         return
     paths = RunPaths(config.directory)
-    paths.profile.mkdir(exist_ok=True)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_cuda() else [])]
     with (
         _snapshot(paths.profile_of(step, rank, "memory.pickle"))
@@ -57,7 +57,13 @@ def _snapshot(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """Another name to write under; the file gets its own when it is whole."""
+    """Another name to write under; the file gets its own when it is whole. An error ends in a warning."""
     part = path.with_name(f".{path.name}")
-    yield part
-    part.rename(path)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        yield part
+        part.rename(path)
+    except (OSError, RuntimeError) as error:  # a full disk must not end a run for a picture of it
+        print(f"warning: {path} was not written: {error}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)

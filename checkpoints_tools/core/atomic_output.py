@@ -111,8 +111,8 @@ class _Taken(ConfigError):
 
 
 class _FolderLock:
-    """The lock on a folder, which one process can hold. A signal at any moment loses no open descriptor: it
-    would hold the lock as long as the process lives, against this process, too."""
+    """The lock on a folder, which one process can hold. A signal while it is taken loses no open descriptor:
+    that would hold the lock as long as the process lives, against this process, too."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -139,7 +139,9 @@ class _FolderLock:
     def release(self) -> None:
         """Give the lock back, if it is held."""
         while self._open:
-            os.close(self._open.pop())
+            with suppress(OSError):  # closed already, when a signal came before the next line
+                os.close(self._open[-1])
+            self._open.pop()
 
 
 def _clear(folder: Path, ignore_errors: bool = False) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import distrib_optimizer
 
 from bapo_megatron.algo.bapo import grpo
 from bapo_megatron.algo.losses.clip import search
@@ -138,8 +139,17 @@ def test_the_size_of_a_bucket_changes_no_bit(qwen2: Path, samples: list[Sample])
             assert torch.equal(tensor, large_weights[name])
 
 
-def save(folder: Path, samples: list[Sample], text: str, dtype: str, device: str, path: Path) -> Digests:
+def as_with_transformer_engine() -> None:
+    """Let megatron save and load as on a GPU's node, where FusedAdam counts its steps in its groups."""
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def save(
+    folder: Path, samples: list[Sample], text: str, dtype: str, device: str, path: Path, te: bool = False
+) -> Digests:
     policy = build(folder, text, dtype, device)
+    if te:
+        as_with_transformer_engine()
     train(policy, samples, 2)
     digests = policy.state_digest()
     saving = policy.save(path)
@@ -149,10 +159,12 @@ def save(folder: Path, samples: list[Sample], text: str, dtype: str, device: str
 
 
 def load(
-    folder: Path, samples: list[Sample], text: str, dtype: str, device: str, path: Path
+    folder: Path, samples: list[Sample], text: str, dtype: str, device: str, path: Path, te: bool = False
 ) -> tuple[Digests, list[float], Weights]:
     """The digests after the load, then one more update."""
     policy = build(folder, text, dtype, device)
+    if te:
+        as_with_transformer_engine()
     policy.load(path, 2)
     digests = policy.state_digest()
     norms = train(policy, samples, 1)
@@ -190,6 +202,27 @@ def test_checkpoints_move_between_host_and_device(
     assert all(digests == saved[0] for digests in saved)
     assert all(digests == saved[0] for digests, _, _ in found)
     assert saved[0]["step"] == ["2"]
+
+
+@pytest.mark.parametrize("reads", ["cpu", "model"])
+@pytest.mark.parametrize("wrote", ["cpu", "model"])
+def test_steps_are_counted_with_transformer_engine_too(
+    wrote: str, reads: str, qwen2: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    """Megatron then saves and loads the count of the groups alone. Saved again, it has gone on."""
+    path, parallel = tmp_path / "checkpoint", layout("one").parallel
+    [digests] = run_layout(save, parallel, qwen2, samples, "one", "bfloat16", wrote, path, True)
+    [(loaded, norms, weights)] = run_layout(
+        load, parallel, qwen2, samples, "one", "bfloat16", reads, path, True
+    )
+    assert loaded == digests
+    assert loaded["step"] == ["2"]
+    [(all_norms, expected, _)] = run_layout(
+        outcome, parallel, qwen2, samples, "one", "bfloat16", wrote, 2**26
+    )
+    assert norms == all_norms[-1:]
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=2**-7, atol=1e-6)
 
 
 def test_a_loaded_state_is_what_the_next_update_steps_from(

@@ -1,8 +1,10 @@
 """Duration of an optimizer step on the host (``optimizer.device=cpu``): AdamW, and copies over PCIe.
 
-An element costs 28 bytes of host memory traffic: gradient, master weight and two moments are read, the last
-three are written. Copies of gradients and weights run beside it, bucket by bucket, so the slowest of the
-three takes the time.
+An element costs 40 bytes of host memory traffic. AdamW reads gradient, master weight and two moments and
+writes the last three, 28; rounding the new weight reads 4 and writes 2; the copies over PCIe write the
+gradient and read the weight, 6. The copies run beside the cores, bucket by bucket, so the slower takes the
+time. Left out: the first and the last bucket's copies, and the pages that are copied in the first step after
+a checkpoint has begun.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.sizes import stage_parameters
 
-_STEP_BYTES = 28
+_STEP_BYTES = 40
 _REACHED = 0.5
 """Assumed share of the data sheets' rates that is reached."""
 
@@ -24,7 +26,7 @@ class HostUpdate:
     elements: float
     """Elements of a rank's share."""
     step_seconds: float
-    """AdamW, with all ranks of a node at once."""
+    """AdamW and rounding, with all ranks of a node at once."""
     fetch_seconds: float
     """Gradients to the host."""
     send_seconds: float

@@ -137,7 +137,8 @@ def host_bytes(job: Job) -> float:
     share = (3 * _FP32 + job.element) * largest / job.optimizer_shards
     rank = share + 3 * _cut_parameter(job)
     if job.host_optimizer:
-        buffers = 2 * (_FP32 + job.element) * min(_BUCKET, largest)
+        bucket = max(_BUCKET, largest_parameter(job.shape) / job.parallel.tensor)
+        buffers = 2 * (_FP32 + job.element) * min(bucket, largest / job.optimizer_shards)
         rank += optimizer_bytes(job, largest) + _FP32 * largest / job.optimizer_shards + buffers
     return rank * job.gpus_on_node
 

@@ -19,8 +19,9 @@ from bapo_megatron.reward.functions import ground_truth_check
 Filter = Callable[[Problem], str | None]
 """Gives the reason why a problem is left out, or None. RowError if the row is no problem at all."""
 
-_SENTENCE = re.compile(r"(?<![\\\w])[A-Za-z]{2,}(?:[ ,]+[A-Za-z]{2,}){2,}(?!\w)")
-"""Three words in a row; names of LaTeX commands are none."""
+_RUN = re.compile(r"(?<![\\\w])[A-Za-z]{2,}(?:[ ,]+[A-Za-z]{2,}){2,}(?!\w)")
+_WORD = re.compile(r"[a-z]{3}")
+"""Of three words in a row one must have three small letters: ``AB, BC, CA`` are segments."""
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|operatorname)\s*\{[^{}]*\}")
 
 INVALID = "invalid"
@@ -104,9 +105,9 @@ def scorable(reward: str) -> Filter:
         return lambda _problem: None
 
     def why(problem: Problem) -> str | None:
-        if reward != "code" and not problem.is_code and (words := _SENTENCE.search(_outside_text(problem))):
+        if reward != "code" and not problem.is_code and (words := _sentence(problem.ground_truth)):
             return (
-                f"its answer has the words {words[0]!r}, and math-verify would read letters: mend it, or "
+                f"its answer has the words {words!r}, and math-verify would read letters: mend it, or "
                 f"prepare the data for a reward of your own (--reward module:function)"
             )
         return check(problem.ground_truth)
@@ -114,9 +115,12 @@ def scorable(reward: str) -> Filter:
     return why
 
 
-def _outside_text(problem: Problem) -> str:
-    r"""The ground truth without what ``\text{...}`` holds, which is read as text."""
-    return _TEXT.sub(" 0 ", problem.ground_truth)
+def _sentence(answer: str) -> str | None:
+    r"""Three or more words in a row; None if there are none. What ``\text{...}`` holds is read as text, and
+    names of LaTeX commands are none."""
+    while (outside := _TEXT.sub(" 0 ", answer)) != answer:
+        answer = outside
+    return next((run[0] for run in _RUN.finditer(answer) if _WORD.search(run[0])), None)
 
 
 class TypesOfExtraInfo:

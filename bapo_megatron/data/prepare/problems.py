@@ -25,6 +25,8 @@ MATH_INSTRUCTION = r"Please reason step by step, and put your final answer withi
 CODE_INSTRUCTION = "Write one Python program, and put it into a ```python block at the end of your answer."
 
 _QUESTION, _ANSWER, _SOLUTION = ("problem", "question"), "answer", "solution"
+_OF_CHATS = ("prompt", "reward_model")
+"""Columns by which a row is known as a chat row."""
 _GSM8K = re.compile(r"\n####\s*(\S[^\n]*?)\s*\Z")
 _ANSWER_LINE = re.compile(
     r"\s*solve the following math problem step by step\.[^\n]*\n+(.*?)\n+remember to put your answer on its "
@@ -77,9 +79,11 @@ class Problem:
 def with_columns(row: Row, names: Mapping[str | None, str]) -> Row:
     """The row with the user's columns, the keys of ``names`` (None: none), under the names of a plain row.
 
-    RowError if it has no such column.
+    It is a plain row then, whatever else it has. RowError if it has no such column.
     """
-    row = dict(row)
+    if not any(names):
+        return row
+    row = {name: value for name, value in row.items() if name in names or name.lower() not in _OF_CHATS}
     for column, name in names.items():
         if column is None:
             continue

@@ -93,6 +93,20 @@ def test_the_name_of_a_file_may_have_an_equals_sign() -> None:
     assert parsed("lr=3.jsonl", "/data/a=b").sources == ("a.jsonl", "lr=3.jsonl", "/data/a=b")
 
 
+@pytest.mark.parametrize("value", ["inner.keep_last=5", "steps=5", "inner.d/x=1"])
+def test_the_value_of_a_flag_is_no_flag(value: str) -> None:
+    assert in_tyros_form(Options, ["--sources", value, "--steps", "2"]) == [
+        "--sources",
+        value,
+        "--steps",
+        "2",
+    ]
+
+
+def test_a_path_that_begins_like_a_section_is_none() -> None:
+    assert parsed("inner.d/x=1").sources == ("a.jsonl", "inner.d/x=1")
+
+
 def test_a_wrong_name_gets_a_proposal(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parsed("inner.keep_lasst=7")

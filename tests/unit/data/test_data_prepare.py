@@ -192,6 +192,8 @@ def test_words_are_no_mathematics(tmp_path: Path, answer: str) -> None:
         "x = 3 or x = 5",
         r"\frac{1}{2} \text{ cups of tea}",
         r"\sin x \cos y \tan z",
+        "AB, BC, CA",
+        r"\frac{ab}{cd} \cdot ef gh ij",
     ],
 )
 def test_mathematics_with_words_stays(tmp_path: Path, answer: str) -> None:
@@ -217,6 +219,20 @@ def test_columns_of_ones_own(tmp_path: Path) -> None:
     assert made["prompt"][0]["content"].startswith(GOATS)
     assert made["reward_model"]["ground_truth"] == "19"
     assert made["extra_info"] == {"row": 0, "title": "t"}
+
+
+def test_columns_of_ones_own_beside_those_of_a_chat_row(tmp_path: Path) -> None:
+    """They are what the user asked for."""
+    row = {**skywork("Another question?", "5"), "q2": GOATS, "a2": "19"}
+    card = prepared(tmp_path, [row], question_column="q2", answer_column="a2")
+    assert card.kept == 1
+    [made] = [json.loads(line) for line in (tmp_path / "out" / DATA_FILE).read_text().splitlines()]
+    assert made["prompt"][0]["content"].startswith(GOATS)
+    assert made["reward_model"]["ground_truth"] == "19"
+    text = {"prompt": GOATS, "solution": "so \\boxed{19}", "reward_model": {"ground_truth": "5"}}
+    card = prepared(tmp_path, [text], question_column="prompt", overwrite=True)
+    [made] = [json.loads(line) for line in (tmp_path / "out" / DATA_FILE).read_text().splitlines()]
+    assert made["reward_model"]["ground_truth"] == "19"
 
 
 def test_a_column_that_is_not_there(tmp_path: Path) -> None:

@@ -75,6 +75,18 @@ def test_buckets_by_hand() -> None:
     assert buckets_of([], 5) == []
 
 
+def test_weights_of_several_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each type has buffers of its own: the third bucket would else be rounded in the first one's."""
+    monkeypatch.setattr(host_optimizer, "BUCKET", 1)
+    types = (torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16)
+    shards = [shard([1.000877], dtype) for dtype in types]
+    for one in shards:
+        one.grad = torch.ones(1)
+    adam_of(shards, lr=1e-4).step()
+    for one in shards:
+        assert torch.equal(one.weights, one.master.to(one.weights.dtype))
+
+
 class Machine:
     """A GPU's streams and events as a log of what was asked, in order."""
 

@@ -149,19 +149,14 @@ def _is_of_launcher(name: str) -> bool:
 def sglang_python(given: Path | None = None) -> Path:
     """The interpreter of the environment that SGLang is installed in."""
     named = given or (Path(os.environ[PYTHON_VARIABLE]) if PYTHON_VARIABLE in os.environ else None)
-    own = [Path(folder) / "bin/python" for folder in _environments()]
-    path = named or next((python for python in own if python.is_file()), own[0])
+    own = Path(".venv-cluster-sglang" if should_have_gpu() else ".venv-sglang")
+    path = named or own / "bin/python"
     if not path.is_file():
         raise ConfigError(
-            f"no interpreter at {path}: `{sglang_install()}` installs SGLang into {own[0].parents[1]}; an "
-            f"environment elsewhere is named by {PYTHON_VARIABLE}"
+            f"no interpreter at {path}: `{sglang_install()}` installs SGLang into {own}; an environment "
+            f"elsewhere is named by {PYTHON_VARIABLE}"
         )
     return path.absolute()
-
-
-def _environments() -> list[str]:
-    """Folders of this checkout that may hold SGLang for this machine, the right one first."""
-    return [".venv-cluster-sglang", ".venv-sglang"] if should_have_gpu() else [".venv-sglang"]
 
 
 class ServerProcess(ChildProcess):

@@ -81,11 +81,6 @@ def should_have_gpu() -> bool:
     return not wants_cpu() and any(gpu_signs())
 
 
-def sglang_install() -> str:
-    """The command that installs the tested SGLang for this machine."""
-    return "make cluster" if should_have_gpu() else "make sglang"
-
-
 def prepare_device() -> None:
     """Set this process's environment, which its children inherit, before torch is imported.
 

@@ -15,8 +15,13 @@ from bapo_megatron.commands.doctor.recipe import Facts, read_model_config
 from bapo_megatron.commands.doctor.rows import DoctorRow, State
 from bapo_megatron.commands.doctor.server_keys import key_check
 from bapo_megatron.commands.doctor.tested import SGLANG, pins
-from bapo_megatron.rollout.engines.sglang.requirements import FP32_HEAD, IN_PLACE, RESERVED_TOKENS, flag
-from bapo_megatron.runtime.device import sglang_install
+from bapo_megatron.rollout.engines.sglang.requirements import (
+    FP32_HEAD,
+    IN_PLACE,
+    RESERVED_TOKENS,
+    flag,
+    install_command,
+)
 
 SECTION = "servers"
 _SAME_SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -127,7 +132,7 @@ def _other_program(url: str) -> DoctorRow:
         known = " ".join(str(worker.get("url")) for worker in workers if isinstance(worker, dict))
         fix = f"name its servers (docs/router.md): --rollout.sglang.urls {known}".rstrip()
         return DoctorRow(SECTION, url, "problem", "a router, which takes no weights", "an SGLang server", fix)
-    fix = f"correct rollout.sglang.urls, or update SGLang there: {sglang_install()}"
+    fix = f"correct rollout.sglang.urls, or update SGLang there: {install_command()}"
     return DoctorRow(SECTION, url, "problem", "answers, and has no /ready", "an SGLang server", fix)
 
 
@@ -147,7 +152,7 @@ def _setting_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[Do
     """Rows of settings under which the server's samples would not follow the policy."""
     version, tested = _text(server.get("version")), pins(SGLANG).get("sglang")
     if version is not None:
-        fix = f"{sglang_install()} installs the tested version; the wire format may differ in others"
+        fix = f"{install_command()} installs the tested version; the wire format may differ in others"
         state: State = "ok" if version == tested else "optional"
         yield DoctorRow(SECTION, url, state, f"SGLang {version}", f"tested: {tested}", fix)
     dtype = server.get("dtype")

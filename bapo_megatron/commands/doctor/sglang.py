@@ -8,8 +8,9 @@ from pathlib import Path
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
 from bapo_megatron.commands.doctor.tested import SGLANG, TRAINING, pins
+from bapo_megatron.rollout.engines.sglang.requirements import install_command
 from bapo_megatron.runtime.child_process import CommandResult, run_command
-from bapo_megatron.runtime.device import sglang_install, should_have_gpu
+from bapo_megatron.runtime.device import should_have_gpu
 
 SECTION = "SGLang"
 DEADLINE_S = 30.0
@@ -42,13 +43,13 @@ def sglang_rows(required: bool, given: Path | None = None) -> Iterator[DoctorRow
 
         python = sglang_python(given)
     except Exception as error:  # ConfigError, or whatever a broken package of this environment raises
-        yield DoctorRow(SECTION, "interpreter", missing(required), one_line(error), use, sglang_install())
+        yield DoctorRow(SECTION, "interpreter", missing(required), one_line(error), use, install_command())
         return
     child = run_command([str(python), "-I", "-c", _ASK, *PACKAGES], DEADLINE_S)
     versions = _versions(child.output)
     if child.ended or versions is None:
         found = f"{_shown(python)}: {one_line(child.reason() or 'no answer')}"
-        yield DoctorRow(SECTION, "interpreter", missing(required), found, use, sglang_install())
+        yield DoctorRow(SECTION, "interpreter", missing(required), found, use, install_command())
         return
     yield DoctorRow(SECTION, "interpreter", "ok", f"{_shown(python)}, Python {versions['python']}", use)
     tested = {"torch": pins(TRAINING).get("torch"), **pins(SGLANG)}
@@ -73,7 +74,7 @@ def sglang_package_row(
     """One package of SGLang's environment. Its wire format changes between versions: others are untested."""
     purpose = "" if needed else "for docs/router.md, "
     said = f"{purpose}tested: {tested}"
-    fix = f"{sglang_install()} installs the tested versions"
+    fix = f"{install_command()} installs the tested versions"
     if version is None:
         return DoctorRow(SECTION, name, missing(required and needed), "not installed", said, fix)
     if version.partition("+")[0] != tested:

@@ -8,11 +8,10 @@ from typing import Any
 
 from bapo_megatron.commands.plan.engines import EnginePlan, engines
 from bapo_megatron.commands.plan.hardware import GB, GPUS_PER_NODE
-from bapo_megatron.commands.plan.host_update import HostUpdate, host_update
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import StageMemory, host_bytes, stage_memory
 from bapo_megatron.commands.plan.sizes import run_folder_bytes
-from bapo_megatron.commands.plan.speed import Speed, speed
+from bapo_megatron.commands.plan.speed import HostUpdate, Speed, host_update, speed
 from bapo_megatron.commands.plan.traffic import Traffic, sync_traffic, update_traffic
 
 

@@ -18,7 +18,6 @@ from bapo_megatron.commands.plan import memory as plan_memory
 from bapo_megatron.commands.plan.activations import kept
 from bapo_megatron.commands.plan.advice import fastest_layouts, problems, smallest_changes
 from bapo_megatron.commands.plan.engines import cache_bytes_per_token, engines
-from bapo_megatron.commands.plan.host_update import host_update
 from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape, in_flight, slots
 from bapo_megatron.commands.plan.memory import host_bytes, optimizer_bytes, stage_memory
 from bapo_megatron.commands.plan.plan import make_plan
@@ -28,7 +27,7 @@ from bapo_megatron.commands.plan.sizes import (
     stage_parameters,
     total_parameters,
 )
-from bapo_megatron.commands.plan.speed import recompute_share, speed
+from bapo_megatron.commands.plan.speed import host_update, recompute_share, speed
 from bapo_megatron.commands.plan.summary import duration, nodes_text, summary
 from bapo_megatron.commands.plan.table import plan_text
 from bapo_megatron.commands.plan.traffic import forward_passes, update_traffic

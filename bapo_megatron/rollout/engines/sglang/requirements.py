@@ -1,4 +1,7 @@
-"""What a run requires of an SGLang server's settings. Imports nothing, for the doctor of a bare machine."""
+"""What a run requires of SGLang: its installation, its servers' settings. Imports no package, for the doctor
+of a bare machine."""
+
+from bapo_megatron.runtime.device import should_have_gpu
 
 FP32_HEAD = "enable_fp32_lm_head"
 """The setting of servers of bfloat16 models: logits are float32 from the matmul on, as the trainer's are."""
@@ -20,6 +23,11 @@ SGLang ends a request at context - 2 - input new tokens (``init_req_max_new_toke
 ``max_req_len`` is context - 1) and refuses an input of context - 6 tokens or more (``max_req_input_len`` in
 tp_worker.py). The last token of a sequence of n may be asked for with an input of n - 1, so n + 6 would do.
 """
+
+
+def install_command() -> str:
+    """The command that installs the tested SGLang for this machine."""
+    return "make cluster" if should_have_gpu() else "make sglang"
 
 
 def flag(setting: str) -> str:

@@ -21,13 +21,18 @@ import bapo_megatron.rollout.engines.sglang_launch as with_key
 from bapo_megatron.config import RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.authorization import servers_key_file
-from bapo_megatron.rollout.engines.sglang.requirements import FP32_HEAD, IN_PLACE, RESERVED_TOKENS, flag
+from bapo_megatron.rollout.engines.sglang.requirements import (
+    FP32_HEAD,
+    IN_PLACE,
+    RESERVED_TOKENS,
+    flag,
+    install_command,
+)
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_FILE_VARIABLE
 from bapo_megatron.runtime.child_process import ChildProcess
 from bapo_megatron.runtime.device import (
     ALLOCATOR_VARIABLE,
     GROWING_SEGMENTS,
-    sglang_install,
     should_have_gpu,
 )
 
@@ -153,7 +158,7 @@ def sglang_python(given: Path | None = None) -> Path:
     path = named or own / "bin/python"
     if not path.is_file():
         raise ConfigError(
-            f"no interpreter at {path}: `{sglang_install()}` installs SGLang into {own}; an environment "
+            f"no interpreter at {path}: `{install_command()}` installs SGLang into {own}; an environment "
             f"elsewhere is named by {PYTHON_VARIABLE}"
         )
     return path.absolute()

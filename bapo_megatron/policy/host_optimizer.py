@@ -56,24 +56,26 @@ class _Shard:
 
 def _put_part_on_host(part: Any, config: OptimizerConfig) -> None:
     shards: dict[Tensor, _Shard] = {}
-    pairs = (
-        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
-        (part.model_fp32_groups, part.shard_fp32_groups),
+    owners: list[tuple[_Shard, Any]] = []
+    groups = zip(
+        [*part.model_float16_groups, *part.model_fp32_groups],
+        [*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups],
+        strict=True,
     )
-    for model_groups, master_groups in pairs:
-        for parameters, masters in zip(model_groups, master_groups, strict=True):
-            for place, parameter in enumerate(parameters):
-                shard = _shard_of(part, parameter, masters[place])
-                shards[masters[place]] = shard
-                masters[place] = shard.master
-                if hasattr(parameter, "main_param"):
-                    parameter.main_param = shard.master
+    for parameters, masters in groups:
+        for number, parameter in enumerate(parameters):
+            shard = _shard_of(part, parameter, masters[number])
+            shards[masters[number]] = shard
+            owners.append((shard, parameter))
+            masters[number] = shard.master
+            if hasattr(parameter, "main_param"):
+                parameter.main_param = shard.master
     adam = HostAdamW(part.optimizer.param_groups, shards, config)
     part.optimizer = adam
     for group_range, group in zip(part.opt_group_ranges, adam.param_groups, strict=True):
         group_range["orig_group"]["params"] = group["params"]  # or the old masters would live on
     part.get_parameters = lambda: adam.shards
-    part._copy_model_grads_to_main_grads = lambda: _take_gradients(part, pairs, adam)
+    part._copy_model_grads_to_main_grads = lambda: _take_gradients(part, owners)
     part._copy_main_params_to_model_params = lambda: None  # each bucket has been copied by the step
 
 
@@ -91,14 +93,14 @@ def _shard_of(part: Any, parameter: Tensor, master: Tensor) -> _Shard:
     return shard
 
 
-def _take_gradients(part: Any, pairs: Any, adam: HostAdamW) -> None:
-    """Note where the reduced gradients are: nothing is copied before they are clipped."""
-    by_master = {shard.master: shard for shard in adam.shards}
-    for model_groups, master_groups in pairs:
-        for parameters, masters in zip(model_groups, master_groups, strict=True):
-            for parameter, master in zip(parameters, masters, strict=True):
-                place = part._get_model_param_range_map(parameter)["param"]
-                by_master[master].grad = parameter.main_grad.view(-1)[place.start : place.end]
+def _take_gradients(part: Any, owners: Sequence[tuple[_Shard, Any]]) -> None:
+    """Note where the reduced gradients are: nothing is copied before they are clipped.
+
+    ``owners``: each shard with the model's parameter that it is of.
+    """
+    for shard, parameter in owners:
+        place = part._get_model_param_range_map(parameter)["param"]
+        shard.grad = parameter.main_grad.view(-1)[place.start : place.end]
 
 
 class HostAdamW(torch.optim.AdamW):

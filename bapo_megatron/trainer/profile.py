@@ -32,11 +32,8 @@ def profiled(config: RunConfig, step: int) -> Iterator[None]:
         return
     paths = RunPaths(config.directory)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_cuda() else [])]
-    with (
-        _snapshot(paths.profile_of(step, rank, "memory.pickle"))
-        if profile.memory and has_cuda()
-        else nullcontext()
-    ):
+    remembers = profile.memory and has_cuda()
+    with _snapshot(paths.profile_of(step, rank, "memory.pickle")) if remembers else nullcontext():
         with torch.profiler.profile(activities=activities, profile_memory=profile.memory) as trace:
             yield
         with _whole(paths.profile_of(step, rank, "trace.json.gz")) as path:

@@ -39,6 +39,8 @@ def study_command(arguments: Sequence[str], main: Main) -> int:
         write_study(plan, [])
         return 0
     store_plan(plan)
+    if stored:
+        print(f"{len(stored)} arms have their results in {options.results}")
     with only_writer(options.folder):
         failures = _run([arm for arm in plan.arms if arm.name not in stored], options.parallel, main)
         write_study(plan, failures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -37,6 +38,9 @@ T = TypeVar("T")
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_LISTENERS_PORTS = range(10_000, 25_000)
+_RANDOM = random.SystemRandom()
+"""Not the seeded one: forked processes, and runs of one seed, would all try the same ports."""
 _GRACE_S = 10.0
 """For the other ranks to say why, once one of them has failed."""
 
@@ -284,7 +288,13 @@ def gather(value: T) -> list[T]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody uses now, and that no outgoing connection is given before its taker listens.
+
+    The kernel takes the ports of outgoing connections from 32768 on (ip_local_port_range). OSError if none is
+    found.
+    """
+    for port in _RANDOM.sample(_LISTENERS_PORTS, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no free TCP port between {_LISTENERS_PORTS.start} and {_LISTENERS_PORTS.stop}")

@@ -16,7 +16,7 @@ import pytest
 
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.runtime import distributed
-from bapo_megatron.runtime.distributed import gloo_interface, launched_world_size
+from bapo_megatron.runtime.distributed import free_port, gloo_interface, launched_world_size
 
 ROOT = Path(__file__).parents[3]
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -45,6 +45,26 @@ def step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames gpu[07-08]" ] && printf "gpu07\\ngpu08\\n"\n')
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_can_be_given() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = {free_port() for _ in range(200)}
+    assert all(1024 < port < first for port in ports)
+    assert len(ports) > 180, "two programs that ask at the same time would be told the same"
+
+
+def test_a_port_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as one, socket.socket() as other:
+        for taken in (one, other):
+            taken.bind(("127.0.0.1", 0))
+        used, free = one.getsockname()[1], other.getsockname()[1]
+        other.close()
+        monkeypatch.setattr(distributed._RANDOM, "sample", lambda _ports, _count: [used, free])
+        assert free_port() == free
+        monkeypatch.setattr(distributed._RANDOM, "sample", lambda _ports, _count: [used])
+        with pytest.raises(OSError, match="no free TCP port"):
+            free_port()
 
 
 def test_nobody() -> None:

@@ -34,6 +34,10 @@ _ADDED: dict[str, Any] = {
     "profile.ranks": [0],
     "profile.memory": False,
     "accept_resume_mismatch": [],
+    "parallel.offload": False,
+    "rollout.sglang.colocated": False,
+    "rollout.sglang.release_minutes": 2.0,
+    "rollout.sglang.kept_gb": 6.0,
     "rollout.sglang.api_key_file": None,
     "rollout.sglang.require_api_key": False,
 }

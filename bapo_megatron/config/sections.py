@@ -75,6 +75,10 @@ class ParallelConfig:
     """Longest wait for another rank in a collective. While rank 0 waits for samples the ranks meet every few
     seconds: that does not count."""
 
+    offload: bool = False
+    """While engines sample, keep the policy's weights and optimizer state in host memory, and no gradients at
+    all: for colocated servers."""
+
     @property
     def model_size(self) -> int:
         """Processes that hold one replica of the model: TP x PP x CP."""

@@ -21,7 +21,7 @@ from bapo_megatron.trainer.checkpointing import (
 from bapo_megatron.trainer.corrections import corrected, correction_metrics, with_old_log_probs
 from bapo_megatron.trainer.evaluation import evaluate_if_due
 from bapo_megatron.trainer.profile import profiled
-from bapo_megatron.trainer.recorder import StepClock, check_engine_gap, check_one_sign, step_metrics
+from bapo_megatron.trainer.records.recorder import StepClock, check_engine_gap, check_one_sign, step_metrics
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.types import Metrics, MicroBatch, StepBatch
 

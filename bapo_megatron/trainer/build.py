@@ -18,8 +18,8 @@ from bapo_megatron.runtime.preemption import PreemptionSignal
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.watchdog import Watchdog
 from bapo_megatron.trainer.clip_bounds import Clipping
-from bapo_megatron.trainer.metrics_log import evaluation_means
-from bapo_megatron.trainer.recorder import Recorder
+from bapo_megatron.trainer.records.metrics_log import evaluation_means
+from bapo_megatron.trainer.records.recorder import Recorder
 from bapo_megatron.trainer.resume import (
     PartialStep,
     ResumePoint,

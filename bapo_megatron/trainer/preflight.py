@@ -25,7 +25,7 @@ from bapo_megatron.rollout.sampler.step_batches import step_path, steps_in
 from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.clip_bounds import checked_loss
-from bapo_megatron.trainer.metrics_log import check_logging
+from bapo_megatron.trainer.records.metrics_log import check_logging
 from bapo_megatron.trainer.sampling import load_problems, load_suites
 from bapo_megatron.trainer.sft import load_solutions
 

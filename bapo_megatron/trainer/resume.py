@@ -17,7 +17,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ResumeError
 from bapo_megatron.interfaces import Policy, Sampler
 from bapo_megatron.runtime.distributed import is_main, share
-from bapo_megatron.trainer.metrics_log import evaluation_means
+from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from bapo_megatron.types import Metrics
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from bapo_megatron.commands.report.data import RunRecord, read_run
 from bapo_megatron.commands.report.series import ratio_profile
 from bapo_megatron.runtime.jsonl_log import Row
-from bapo_megatron.trainer.metrics_log import evaluation_means
+from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from benchmarks.study.plan import Arm
 
 SPIKE_FACTOR = 3.0

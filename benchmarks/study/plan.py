@@ -16,7 +16,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.metrics_log import evaluation_means
+from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from benchmarks.study.methods import METHODS, is_run, passes_flags, work
 from benchmarks.study.options import StudyOptions
 

@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from bapo_megatron.config import run as config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.jsonl_log import read_jsonl
-from bapo_megatron.trainer import metrics_log
-from bapo_megatron.trainer.metrics_log import MetricsLog, check_logging, evaluation_means
+from bapo_megatron.trainer.records import metrics_log
+from bapo_megatron.trainer.records.metrics_log import MetricsLog, check_logging, evaluation_means
 
 FILES_ONLY = config.LoggingConfig(tensorboard=False)
 

@@ -8,7 +8,7 @@ from io import StringIO
 
 import pytest
 
-from bapo_megatron.trainer.progress import Progress, plain_line, sparkline
+from bapo_megatron.trainer.records.progress import Progress, plain_line, sparkline
 from bapo_megatron.types import Metrics
 
 METRICS: Metrics = {

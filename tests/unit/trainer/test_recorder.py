@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.trainer.recorder import StepClock, check_one_sign, step_metrics
+from bapo_megatron.trainer.records.recorder import StepClock, check_one_sign, step_metrics
 from bapo_megatron.types import StepBatch
 from tests.support.bapo_objective import objective
 

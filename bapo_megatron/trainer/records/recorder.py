@@ -17,8 +17,8 @@ from bapo_megatron.errors import GapError
 from bapo_megatron.runtime.distributed import share
 from bapo_megatron.runtime.jsonl_log import EventLog
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.metrics_log import MetricsLog
-from bapo_megatron.trainer.progress import Progress
+from bapo_megatron.trainer.records.metrics_log import MetricsLog
+from bapo_megatron.trainer.records.progress import Progress
 from bapo_megatron.types import Metrics, StepBatch
 
 

@@ -33,6 +33,7 @@ def train(run: Run) -> None:
         clock = StepClock()
         batch = next_batch(run, step)
         clock.lap("rollout")
+        run.time_sharing.train()
         with profiled(run.config, step):
             updates = train_on(run, step, batch)
             clock.lap("update")
@@ -41,7 +42,8 @@ def train(run: Run) -> None:
         if run.recorder:
             corrections = correction_metrics(run.config.algorithm)
             names = [*run.clip_bounds.objective.metric_names(), *corrections]
-            run.recorder.step(step, updates, step_metrics(batch, updates, clock, names))
+            metrics = step_metrics(batch, updates, clock, names)
+            run.recorder.step(step, updates, {**metrics, **run.time_sharing.metrics()})
         check_one_sign(step, updates, run.recorder)
         check_engine_gap(run.config.algorithm, step, updates, run.recorder)
         if _is_due(run, step):

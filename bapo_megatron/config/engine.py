@@ -25,6 +25,15 @@ class EngineConfig:
     """Longest wait for a server to load new weights."""
     lost_minutes: Annotated[float, Gt(0)] = 30.0
     """Longest wait while no server works; then the run saves a checkpoint and ends."""
+    colocated: bool = False
+    """Time-sharing: the servers are on the GPUs that train. They give up their memory while the policy
+    trains, and get its weights when they sample again. `parallel.offload` takes the policy out of the way."""
+    release_minutes: Annotated[float, Gt(0)] = 2.0
+    """Longest wait until the driver says that the memory of colocated servers is free. Then they are ended,
+    and started again when they are to sample."""
+    kept_gb: Annotated[float, Gt(0)] = 6.0
+    """Most memory in GB (10^9 bytes) that colocated servers may keep on a GPU while the policy trains: CUDA's
+    context, buffers of kernels and of NCCL."""
     sync: Literal["disk", "broadcast"] = "disk"
     """How weights reach the servers. `disk`: a folder in the run directory, which they must see. `broadcast`:
     over NCCL between GPUs, gloo on a CPU; from disk after all, if that fails."""
@@ -44,3 +53,10 @@ class EngineConfig:
                 yield f"urls: {url!r} is no address; write it as http://HOST:PORT"
         if len(set(self.urls)) < len(self.urls):
             yield f"urls names a server twice: {', '.join(sorted(self.urls))}"
+        if self.colocated and self.urls:
+            yield (
+                f"colocated: the run must start the servers itself, to end those that keep their memory; "
+                f"leave out urls={', '.join(self.urls)}"
+            )
+        if self.colocated and self.sync != "disk":
+            yield f"colocated needs sync=disk, not {self.sync}: NCCL has no two ranks on one GPU"

@@ -30,15 +30,6 @@ class SglangConfig(EngineConfig):
     """The first GPU of the first server that the run starts."""
     memory_fraction: Annotated[float, Gt(0), Lt(1)] = 0.85
     """Share of a GPU's memory for weights and KV cache."""
-    colocated: bool = False
-    """Time-sharing: the servers are on the GPUs that train. They give up their memory while the policy
-    trains, and get its weights when they sample again. `parallel.offload` takes the policy out of the way."""
-    release_minutes: Annotated[float, Gt(0)] = 2.0
-    """Longest wait until the driver says that the memory of colocated servers is free. Then they are ended,
-    and started again when they are to sample."""
-    kept_gb: Annotated[float, Gt(0)] = 6.0
-    """Most memory in GB (10^9 bytes) that colocated servers may keep on a GPU while the policy trains: CUDA's
-    context, buffers of kernels and of NCCL."""
     context: int | None = None
     """Longest sequence of prompt and response in tokens. None: the longest of the run. Servers are started
     with a few tokens more, which SGLang reserves."""
@@ -67,25 +58,13 @@ class SglangConfig(EngineConfig):
                 f"flags: {keys[0].split('=')[0]} would show the key to every user of the machine in the list "
                 "of processes: write it into a file of mode 0600, and name that with api_key_file"
             )
-        yield from self._colocation_problems()
+        if self.colocated and self.on_update != "retract":
+            yield (
+                f"colocated with on_update={self.on_update}: there are no keys and values to keep, because "
+                f"their memory is released; leave on_update out"
+            )
         if self.context is not None and self.context < longest_request:
             yield (
                 f"context={self.context} is less than data.max_prompt_tokens and the longest response of "
                 f"training and evaluations together, {longest_request}: raise it, or leave it out"
-            )
-
-    def _colocation_problems(self) -> Iterator[str]:
-        if not self.colocated:
-            return
-        if self.urls:
-            yield (
-                f"colocated: the run must start the servers itself, to end those that keep their memory; "
-                f"leave out urls={', '.join(self.urls)}"
-            )
-        if self.sync != "disk":
-            yield f"colocated needs sync=disk, not {self.sync}: NCCL has no two ranks on one GPU"
-        if self.on_update != "retract":
-            yield (
-                f"colocated with on_update={self.on_update}: there are no keys and values to keep, because "
-                f"their memory is released; leave on_update out"
             )

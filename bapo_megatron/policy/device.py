@@ -7,6 +7,7 @@ dozen places; ``cpu_mode`` serves those requests with the CPU, for the calling t
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -79,6 +80,19 @@ def release_cached_memory() -> None:
     """
     if has_cuda():
         torch.cuda.empty_cache()
+
+
+def free_gpu_bytes() -> int | None:
+    """Bytes that are free on this process's GPU, as the driver says; None without a GPU.
+
+    What torch's allocator keeps for later, in any process, is not free.
+    """
+    return int(torch.cuda.mem_get_info()[0]) if has_cuda() else None
+
+
+def gpu_name() -> str:
+    """This process's GPU, by node and number, for messages."""
+    return f"{socket.gethostname()}, GPU {torch.cuda.current_device()}" if has_cuda() else "the CPU"
 
 
 def cpu_mode() -> None:

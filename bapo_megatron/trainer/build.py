@@ -13,6 +13,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.interfaces import Policy, Sampler, WeightSync
 from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.runtime.distributed import is_main
 from bapo_megatron.runtime.preemption import PreemptionSignal
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -27,6 +28,7 @@ from bapo_megatron.trainer.resume import (
     find_resume_point,
 )
 from bapo_megatron.trainer.sampling import build_weight_sync, open_sampler
+from bapo_megatron.trainer.time_sharing import TimeSharing
 
 
 @dataclass
@@ -37,6 +39,7 @@ class Run:
     policy: Policy
     clip_bounds: Clipping
     sync: WeightSync
+    time_sharing: TimeSharing
     checkpoints: CheckpointStore
     sampler: Sampler | None
     """Rank 0's; the other ranks receive its batches."""
@@ -69,7 +72,7 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
         policy.load(saved.policy, saved.trainer["version"])
         clip_bounds.load_state(saved.trainer["clipping"])
     with ExitStack() as opened:
-        recorder = exports = sampler = None
+        recorder = exports = sampler = servers = None
         if is_main():
             recorder = opened.enter_context(_recorder(config, point))
             every = config.checkpoint.export_every
@@ -77,7 +80,7 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
             opened.enter_context(closing(exports))
         store = _checkpoint_store(config, point, exports)
         if recorder and point.has_work:
-            sampler = opened.enter_context(open_sampler(config, recorder.event))
+            sampler, servers = opened.enter_context(open_sampler(config, recorder.event))
             sampler.start(point.first_step, saved.trainer["sampler"] if saved else None)
         on_event = recorder.event if recorder else lambda _event: None
         sync = build_weight_sync(
@@ -87,9 +90,11 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
             for event in check_restored(config, policy, sampler, saved):
                 on_event(event)
         sync.push(policy, point.first_step - 1)
+        client = sampler if isinstance(sampler, SamplerClient) else None
+        time_sharing = TimeSharing(config, policy, client, servers, on_event)
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
         yield Run(
-            *(config, policy, clip_bounds, sync, store, sampler, recorder, exports),
+            *(config, policy, clip_bounds, sync, time_sharing, store, sampler, recorder, exports),
             *(point.first_step, point.has_work, point.partial_step, preemption, watchdog),
         )
 

@@ -24,6 +24,7 @@ WAIT_S = 5.0
 def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) -> None:
     """Begin to write the checkpoint after ``step``, or after the ``partial`` next step. Collective."""
     start = perf_counter()
+    run.time_sharing.train()
     finalize_checkpoint(run, wait=True)  # the one before
     sampler = share(run.sampler.state() if run.sampler else None)
     state = {
@@ -86,7 +87,7 @@ def wait_for_sampler(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
     while True:
         stop_if_preempted(run, step)
         finalize_checkpoint(run)
-        answer = share(_answer_or_error(run.sampler, ask) if run.sampler else None)
+        answer = _answer(run, ask)
         if answer == "weights":
             run.sync.push(run.policy, step)
         elif isinstance(answer, RunStopped):
@@ -96,8 +97,16 @@ def wait_for_sampler(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
             return answer
 
 
+def _answer(run: Run, ask: Callable[[Sampler], Any]) -> Any:
+    """The sampler's answer, or the RunStopped that it raised, on every rank. Engines get the GPUs first."""
+    try:
+        run.time_sharing.sample()
+    except RunStopped as stopped:
+        return stopped
+    return share(_answer_or_error(run.sampler, ask) if run.sampler else None)
+
+
 def _answer_or_error(sampler: Sampler, ask: Callable[[Sampler], Any]) -> Any:
-    """The sampler's answer, or the RunStopped that it raised, so that all ranks can raise it."""
     try:
         return ask(sampler)
     except RunStopped as stopped:

@@ -18,6 +18,7 @@ from bapo_megatron.interfaces import Sampler, WeightSync
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.reward.functions import ground_truth_check
+from bapo_megatron.rollout.engines.backend import EngineServers
 from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.process import Setup
@@ -30,10 +31,10 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 
 @contextmanager
-def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[Sampler]:
-    """The sampler of a run, with the servers that the run starts. Rank 0 alone has one."""
+def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler, EngineServers]]:
+    """The sampler of a run, and the servers that the run starts for it. Rank 0 alone has them."""
     if config.rollout.replay is not None:
-        yield ReplaySampler(config.rollout.replay)
+        yield ReplaySampler(config.rollout.replay), EngineServers()
         return
     tokenizer = load_tokenizer(config.model.hf_path)
     problems = load_problems(config.data, config.reward.function, tokenizer)
@@ -50,7 +51,7 @@ def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[Sampler]:
 
         setup = Setup(config, problems, tuple(servers.urls), str(select_device()), suites)
         with closing(SamplerClient(setup, on_sampler_event)) as sampler:
-            yield sampler
+            yield sampler, servers
 
 
 def load_problems(data: DataConfig, reward_function: str, tokenizer: Any) -> PromptSet:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from bapo_megatron.interfaces import Engine
+from bapo_megatron.interfaces import Engine, ReleasesMemory
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
 from bapo_megatron.types import GenerateRequest, Generation
 
@@ -55,6 +55,23 @@ class BlockingEngine:
         folder = self._staging.write(weights, version)
         self._wait(self.engine.load(folder, version, self._confirm))
         self.weight_version = self._wait(self.engine.weight_version())
+
+    def release_memory(self) -> None:
+        self._wait(self._releasing.release_memory())
+
+    def wake(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """With weights from a folder, as in a run."""
+        folder = self._staging.write(weights, version)
+        self._wait(self._releasing.wake(folder, version, self._confirm))
+        self.weight_version = self._wait(self.engine.weight_version())
+
+    def is_alive(self) -> bool:
+        return self._wait(self.engine.is_alive())
+
+    @property
+    def _releasing(self) -> ReleasesMemory:
+        assert isinstance(self.engine, ReleasesMemory)
+        return self.engine
 
     async def _confirm(self, digest: str) -> None:
         self.digests.append(digest)

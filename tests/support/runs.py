@@ -8,6 +8,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.runtime.watchdog import Watchdog
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.time_sharing import TimeSharing
 
 
 class Asked:
@@ -32,6 +33,7 @@ def run_of(config: RunConfig, policy: Any, clip_bounds: Clipping, checkpoints: A
         policy=policy,
         clip_bounds=clip_bounds,
         sync=nothing,
+        time_sharing=TimeSharing(config, policy, None, None, lambda _event: None),
         checkpoints=checkpoints,
         sampler=None,
         recorder=None,

@@ -6,7 +6,7 @@ A backend is a folder of this room, or a user's own class that `rollout.engine` 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import Any
 
@@ -29,6 +29,21 @@ class EngineServers:
 
     def heed(self, event: dict[str, Any]) -> None:
         """Act on an event of the sampler's process, such as ``engine_hangs``."""
+
+    # Time-sharing: colocated servers are held from the beginning, until `start`.
+
+    def hold(self) -> None:
+        """Start none again that ends, until ``start``: its GPU is the policy's now."""
+
+    def running(self) -> list[str]:
+        """Addresses of those whose process lives; while they are held none is a new process."""
+        return list(self.urls)
+
+    def end(self, spared: Collection[str] = ()) -> None:
+        """End all but those at the addresses ``spared``, and wait until they are gone."""
+
+    def start(self) -> None:
+        """Start those that do not run, and keep them running. Waits for them only the first time."""
 
 
 class EngineBackend(ABC):

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.interfaces import ReleasesMemory
 from bapo_megatron.rollout.engines.backend import EngineBackend
 from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
@@ -53,8 +54,14 @@ async def open_pool(
     rollout = config.rollout
     backend = engine_backend(rollout.engine)
     engines = await backend.open(config, urls, device, opened)
+    colocated = rollout.engine_config.colocated
+    if colocated and not all(isinstance(engine, ReleasesMemory) for engine in engines):
+        raise ConfigError(
+            f"rollout.engine={rollout.engine} with colocated=true: its engines cannot release their memory "
+            f"(interfaces.ReleasesMemory); leave colocated out"
+        )
     timeouts = EngineTimeouts(update_s=60 * rollout.engine_config.update_minutes)
     most = max_in_flight or backend.max_in_flight(rollout)
-    pool = EnginePool(engines, most, report, timeouts, backend.has_prefix_cache(rollout))
+    pool = EnginePool(engines, most, report, timeouts, backend.has_prefix_cache(rollout), held=colocated)
     opened.push_async_callback(pool.close)
     return pool

@@ -40,6 +40,8 @@ class EngineSlot:
     """When it came, or came back."""
     is_busy: bool = False
     """Weights are on their way to it."""
+    is_held: bool = False
+    """It takes no request and no weights: the GPU is the policy's (time-sharing)."""
     pause_s: float = 0.0
     """Extra wait before the engine is tried again: it failed soon after it had come."""
     loads: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -55,6 +55,8 @@ class SamplerClient:
         self._start_arguments: tuple[int, dict[str, Any] | None] = (1, None)
         """The arguments of ``start`` for the next process."""
         self._weights: tuple[Path, int, int] | None = None
+        self._is_held = setup.config.rollout.engine_config.colocated
+        """Whether engines are held back, as by a process that was started."""
         self._deaths = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")  # one call at a time
         self._is_set_up = False
@@ -93,6 +95,28 @@ class SamplerClient:
             self._weights = None  # no folder holds the weights that the engines will have
         return self._thread.submit(self._exchange, method, *arguments)
 
+    def release(self) -> list[str]:
+        """Have colocated engines give up their memory, and hold all back; names of those that have.
+
+        Of the others, all if the process dies meanwhile, nobody knows what memory they hold.
+        """
+        self._is_held = True
+        names: list[str] = self._call("release")
+        return names
+
+    def wake(self, names: Sequence[str]) -> list[str]:
+        """Let engines that have released their memory sample again; names of those that do.
+
+        None if the process dies meanwhile: nobody knows then what memory they hold.
+        """
+        woken: list[str] | None = self._call("wake", names)
+        return woken or []
+
+    def admit(self) -> None:
+        """Hold no engine back any more."""
+        self._is_held = False
+        self._call("admit")
+
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, needed if the journal is lost; empty if the sampler has ended."""
         try:
@@ -124,7 +148,7 @@ class SamplerClient:
                 return self._exchange(method, *arguments)
             except SamplerDied as death:
                 self._restart(str(death))
-                if method in ("start", "load_weights"):  # they are part of a restart
+                if method in ("start", "load_weights", "wake"):  # the first two are part of a restart
                     return None
 
     def _exchange(self, method: str, *arguments: Any) -> Any:
@@ -162,6 +186,8 @@ class SamplerClient:
                 self._exchange("start", *self._start_arguments)
                 if self._weights is not None:
                     self._exchange("load_weights", *self._weights)
+                if not self._is_held:
+                    self._exchange("admit")
                 return
             except SamplerDied as death:
                 why = str(death)

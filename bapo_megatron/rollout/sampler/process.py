@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import uvloop
 
-from bapo_megatron.config import RunConfig
+from bapo_megatron.config import EngineConfig, RunConfig
 from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.data.suites import Suite
 from bapo_megatron.errors import ConfigError, RunStopped
@@ -67,11 +67,13 @@ class Service:
     def __init__(
         self,
         sampler: GroupSampler,
-        broadcast: PoolBroadcast,
+        pool: EnginePool,
+        config: EngineConfig,
         held_out: HeldOut,
         events: list[dict[str, Any]],
     ) -> None:
-        self._sampler, self._broadcast, self._held_out = sampler, broadcast, held_out
+        self._sampler, self._pool, self._held_out = sampler, pool, held_out
+        self._broadcast = PoolBroadcast(pool, config)
         self._events = events
 
     async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -89,6 +91,9 @@ class Service:
             "receive": self._broadcast.receive,
             "finish": self._finish,
             "fail": self._broadcast.fail,
+            "release": self._pool.release,
+            "wake": self._pool.wake,
+            "admit": self._admit,
         }
         try:
             reply: tuple[Any, ...] = ("ok", await methods[method](*arguments))
@@ -128,6 +133,9 @@ class Service:
         self._sampler.record_weights(version, step)
         self._held_out.begin()
         return digest
+
+    async def _admit(self) -> None:
+        self._pool.admit()
 
     async def _state(self) -> dict[str, Any]:
         return self._sampler.state()
@@ -178,7 +186,7 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
             await asyncio.to_thread(pipe.recv)  # whatever the trainer calls first
             send(pipe, (*_failed(error), events))
             return
-        service = Service(sampler, PoolBroadcast(pool, setup.config.rollout.engine_config), held_out, events)
+        service = Service(sampler, pool, setup.config.rollout.engine_config, held_out, events)
         while True:
             try:
                 call = await asyncio.to_thread(pipe.recv)

@@ -50,6 +50,7 @@ def events() -> list[dict[str, Any]]:
 @pytest.fixture
 def supervisor(config: RunConfig, events: list[dict[str, Any]]) -> Iterator[ServerSupervisor]:
     made = ServerSupervisor(config, 0, False, events.append)
+    made.start()
     made.wait_ready(60)
     yield made
     made.stop()
@@ -106,6 +107,8 @@ def test_a_server_that_still_starts_does_not_hang(
         servers, "server_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"]
     )
     supervisor = ServerSupervisor(config, 0, False, events.append)
+    supervisor.start()
+    until(lambda: supervisor.is_running)
     first = pid_of(supervisor)
     time.sleep(0.5)
     supervisor.restart("no answer for 120 s")
@@ -152,9 +155,57 @@ def test_a_server_that_cannot_be_started_at_all_is_told_at_once(
 ) -> None:
     monkeypatch.setattr(servers, "server_command", lambda *_: ["/nowhere/python"])
     supervisor = ServerSupervisor(config, 0, False, events.append)
+    supervisor.start()
     with pytest.raises(RuntimeError, match=r"/nowhere/python could not be started: .*No such file"):
         supervisor.wait_ready(1)
     supervisor.stop()
+
+
+def test_a_held_server_that_ends_stays_away_until_it_is_started(
+    supervisor: ServerSupervisor, events: list[dict[str, Any]]
+) -> None:
+    """Its GPU belongs to the policy meanwhile. The others live on: they sleep."""
+    run_servers = RunServers([supervisor.url], [supervisor], events.append)
+    first = pid_of(supervisor)
+    run_servers.hold()
+    run_servers.end(spared=[supervisor.url])
+    assert run_servers.running() == [supervisor.url]
+    assert pid_of(supervisor) == first
+    run_servers.end()
+    assert run_servers.running() == []
+    until(lambda: any(event["kind"] == "server_ended" for event in events))
+    time.sleep(1.0)  # ten times the pause before it would be started again
+    assert run_servers.running() == []
+    run_servers.start()
+    until(lambda: run_servers.running() == [supervisor.url])
+    assert pid_of(supervisor) != first
+
+
+def test_a_held_server_that_is_killed_by_another_stays_away(supervisor: ServerSupervisor) -> None:
+    supervisor.hold()
+    os.killpg(pid_of(supervisor), signal.SIGKILL)
+    until(lambda: not supervisor.is_running)
+    time.sleep(1.0)
+    assert not supervisor.is_running
+
+
+def test_a_run_stops_while_its_servers_are_held(supervisor: ServerSupervisor) -> None:
+    supervisor.hold()
+    supervisor.end()
+    supervisor.stop()
+    assert not supervisor.is_running
+
+
+def test_colocated_servers_are_started_when_they_are_to_sample(
+    config: RunConfig, events: list[dict[str, Any]]
+) -> None:
+    sglang = dataclasses.replace(config.rollout.sglang, colocated=True)
+    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, sglang=sglang))
+    with servers_of(config, False, events.append) as found:
+        assert found.running() == []
+        found.start()
+        assert found.running() == found.urls
+    assert found.running() == []
 
 
 def test_who_is_to_end_a_server_of_somebody_else(

@@ -124,14 +124,34 @@ class SglangEngine:
             await self._check_settings()
             self._inflight.close_gate()
             await self.server.pause(self._on_update)
-            flush = self._on_update == "retract"
-            await self.server.update_from_disk(folder, version, flush, timeout)
-            found = await self.weight_version()
-            if found != version:
-                raise ServerError(f"{self.name}: says it has weights {found} after it was sent {version}")
-            await confirm(await self.server.checksum(timeout))
+            await self._take(folder, version, confirm, timeout, flush=self._on_update == "retract")
             if self._paused_at is None:
                 await self._resume()
+
+    async def release_memory(self) -> None:
+        """End the requests in flight, and give up the GPU memory of weights and caches; ``wake`` ends it.
+
+        The server may answer before the memory is free: ask the driver.
+        """
+        async with self._one_control:
+            await self._abort()
+            self._inflight.close_gate()
+            await self.server.pause("retract")
+            await self.server.release_memory(self._deadlines.update_s)
+
+    async def wake(self, folder: Path, version: int, confirm: Confirm) -> None:
+        """``load`` on a server that has released its memory. Nothing is sampled before ``confirm``.
+
+        After an error, end the server: what of its memory it has is unknown.
+        """
+        timeout = await asyncio.to_thread(load_seconds, folder, self._deadlines.update_s)
+        async with self._one_control:
+            await self.server.resume_model_memory(timeout)
+            # The cache is empty since the release, and to empty it again would write to memory that is gone.
+            await self._take(folder, version, confirm, timeout, flush=False)
+            await self.server.resume_cache_memory(timeout)
+            self._paused_at = None
+            await self._resume()
 
     async def leave_group(self, name: str, timeout_s: float) -> None:
         """Leave the group, if the server is in one of that name."""
@@ -176,6 +196,14 @@ class SglangEngine:
 
     async def close(self) -> None:
         """Nothing to release: the server keeps running."""
+
+    async def _take(self, folder: Path, version: int, confirm: Confirm, timeout: float, flush: bool) -> None:
+        """Load weights into the paused server, and have them confirmed."""
+        await self.server.update_from_disk(folder, version, flush, timeout)
+        found = await self.weight_version()
+        if found != version:
+            raise ServerError(f"{self.name}: says it has weights {found} after it was sent {version}")
+        await confirm(await self.server.checksum(timeout))
 
     async def _check_settings(self) -> None:
         """ServerError if requests would be kept in place by a server that is not made for it.

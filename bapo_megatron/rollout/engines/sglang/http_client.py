@@ -20,6 +20,9 @@ PauseMode = Literal["in_place", "retract"]
 _LONG_REPLY_BYTES = 500_000
 """Bytes of some ten thousand tokens. A thread reads replies that long: it takes milliseconds."""
 
+_MODEL_MEMORY, _CACHE_MEMORY = ("weights", "cuda_graph"), "kv_cache"
+"""The tags of SGLang's memory."""
+
 _KEEP_IDLE_S = 2.0
 """A connection is used again for so long. Less than the 5 s after which a server of uvicorn closes it: a
 request that is sent at that moment fails as if the server had died (`Crossed`)."""
@@ -212,6 +215,22 @@ class SglangServer:
     async def flush_cache(self) -> None:
         """Empty the prefix cache. Refused while a request runs; those that were retracted do not count."""
         await self._post("/flush_cache", {})
+
+    async def release_memory(self, timeout: float) -> None:
+        """Give up the memory of weights, CUDA graphs and KV cache. It must be paused, and its batch empty: an
+        assertion of SGLang ends the server if not. It may answer before the memory is free."""
+        await self._post("/release_memory_occupation", {"tags": [*_MODEL_MEMORY, _CACHE_MEMORY]}, timeout)
+
+    async def resume_model_memory(self, timeout: float) -> None:
+        """Take back the memory of weights and CUDA graphs. What the weights are is undefined: load some.
+
+        A server that has not released it, or has resumed it already, ends.
+        """
+        await self._post("/resume_memory_occupation", {"tags": [*_MODEL_MEMORY]}, timeout)
+
+    async def resume_cache_memory(self, timeout: float) -> None:
+        """Take back the memory of the KV cache, which is empty."""
+        await self._post("/resume_memory_occupation", {"tags": [_CACHE_MEMORY]}, timeout)
 
     async def set_version(self, version: int) -> None:
         """Say from now on that the weights are of ``version``; also of later tokens of requests in flight."""

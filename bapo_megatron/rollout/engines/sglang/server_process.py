@@ -77,6 +77,8 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
         *("--tp-size", str(sglang.tensor)),
         *("--mem-fraction-static", str(sglang.memory_fraction)),
         *("--context-length", str(context)),
+        # On a CPU nothing is saved: SGLang then plays what it would do on a GPU.
+        *(("--enable-memory-saver",) if cuda and sglang.colocated else ()),
         *more_flags(sglang),
     ]
 

@@ -1,0 +1,74 @@
+"""A real server that gives up its memory while the policy trains, and wakes with new weights.
+
+On a CPU SGLang keeps the memory, but checks, empties and refuses what it does on a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.interfaces import ReleasesMemory
+from bapo_megatron.rollout.engines.requests import limits_of
+from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
+
+from .blocking import BlockingEngine
+from .conftest import Servers
+from .test_engine_contract import FOREVER, assert_from_model, mixed_requests, request, tensors
+
+MakeModel = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def model(make_model: MakeModel) -> Path:
+    return make_model("qwen2")
+
+
+@pytest.fixture
+def own(servers: Servers, model: Path, tmp_path: Path) -> Iterator[BlockingEngine]:
+    """On a server that a test may bring to its end."""
+    process = servers.start(model)
+    process.wait_ready(600)
+
+    async def make() -> SglangEngine:
+        return SglangEngine(SglangServer(process.url, HttpSessions()), limits_of(model))
+
+    engine = BlockingEngine(make, model, tmp_path / "weights")
+    yield engine
+    process.stop(seconds=1)
+
+
+def test_a_server_sleeps_and_wakes_with_new_weights(own: BlockingEngine, make_model: MakeModel) -> None:
+    """In use when it has to go: what it has sampled comes back, and what wakes has no trace of it."""
+    assert isinstance(own.engine, ReleasesMemory)
+    for version in (1, 2):
+        new = make_model("qwen2", seed=version)
+        running = own.begin([request(n, [n + 2, 3], new=FOREVER, seed=n) for n in range(6)])
+        while not own.generate([request("probe", new=2)])[0].token_ids_R.size:
+            time.sleep(0.01)
+        own.release_memory()
+        answers = running.result(timeout=60)
+        assert {answer.finish_reason for answer in answers} == {"abort"}
+        assert sum(len(answer.token_ids_R) for answer in answers) > 0
+        assert own.is_alive(), "a server that sleeps answers all the same"
+        later = own.begin([request("later", new=4)])
+        time.sleep(0.3)
+        assert not later.done(), "a request was answered without weights"
+        own.wake(tensors(new), version)
+        assert own.weight_version == version
+        assert later.result(timeout=60)[0].versions_R.tolist() == [version] * 4
+        asked = mixed_requests(8)
+        assert_from_model(new, asked, own.generate(asked))
+    assert own.digests[0] != own.digests[1]
+
+
+@pytest.mark.slow
+def test_a_server_that_has_not_slept_ends_when_it_is_woken(own: BlockingEngine, model: Path) -> None:
+    """Why nobody may guess whether a server sleeps: a wrong guess costs it."""
+    with pytest.raises(ServerError):
+        own.wake(tensors(model), 1)
+    assert not own.is_alive()

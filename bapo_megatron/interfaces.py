@@ -84,14 +84,15 @@ class Policy(Protocol):
     def hf_weights(self) -> NamedTensors:
         """All weights, whole, tensor by tensor. Every rank of a replica must run the iterator to its end."""
 
-    def offload(self) -> None:
-        """Leave the GPU: weights and optimizer state to host memory, gradients to nowhere. Idempotent.
+    def offload(self) -> int:
+        """Give up the device's memory while engines sample on it; the bytes that are freed.
 
-        Until ``reload`` nothing else may be called but what needs no weights.
+        The host keeps what is needed. Until ``reload`` whatever reads weights or optimizer raises
+        RuntimeError. A checkpoint that is being written is not disturbed. Does nothing the second time.
         """
 
     def reload(self) -> None:
-        """Come back after ``offload``, bit for bit. Idempotent."""
+        """Undo ``offload``, bit for bit. Does nothing if it was not called."""
 
     def save(self, path: Path) -> Saving:
         """Begin to write a checkpoint of model, optimizer and schedule as they are now. Collective."""
@@ -169,20 +170,6 @@ class ReceivesBroadcast(Engine, Protocol):
 
     async def resume_after_update(self) -> None:
         """Sample again, unless ``pause`` holds. Requests in flight continue under the new weights."""
-
-
-@runtime_checkable
-class ReleasesMemory(Engine, Protocol):
-    """An ``Engine`` that gives up its GPU memory while the policy trains on the same GPU (time-sharing).
-
-    After an error of either call what it holds is unknown: its server must be ended.
-    """
-
-    async def release_memory(self) -> None:
-        """End the requests in flight and give up the memory. It may return before the memory is free."""
-
-    async def wake(self, folder: Path, version: int, confirm: Confirm) -> None:
-        """Take the memory back, with the weights of an HF folder as by ``load``, and sample again."""
 
 
 class Sampler(Protocol):

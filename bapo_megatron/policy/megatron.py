@@ -34,6 +34,7 @@ from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clip
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.passes import Passes
 from bapo_megatron.policy.state.bit_digest import state_digest
+from bapo_megatron.policy.state.offload import Offload
 from bapo_megatron.policy.weight_map import WeightMap
 from bapo_megatron.types import MicroBatch, PackLayout, SearchedLoss, TokenFn, TokenStats, UpdateResult
 
@@ -81,6 +82,7 @@ class MegatronPolicy:
         head = OutputHead(temperature, batch.chunk_tokens(has_cuda()), group)
         self._passes = Passes(self._model, chunks[-1], head, self.device)
         self._config.grad_scale_func = self._optimizer.scale_loss
+        self._offload = Offload(self._model, self._optimizer, self.device)
 
     @property
     def data_rank(self) -> int:
@@ -104,6 +106,7 @@ class MegatronPolicy:
 
     def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
         """Forward-only pass: the sum of ``fn`` over the packs of all ranks, float64. Collective."""
+        self._offload.check_loaded("token_sums")
         return self._passes.forward(batches, fn)
 
     def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
@@ -112,6 +115,7 @@ class MegatronPolicy:
 
     def log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
         """Log-probs and entropies of this rank's packs, in full on every rank of the replica."""
+        self._offload.check_loaded("log_probs")
         return self._passes.stats(batches)
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
@@ -132,6 +136,7 @@ class MegatronPolicy:
         A loss or a gradient that is not finite, on any rank, raises FloatingPointError on all of them; the
         weights stay as they were.
         """
+        self._offload.check_loaded("update")
         for chunk in self._model:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -150,19 +155,34 @@ class MegatronPolicy:
 
     def state_digest(self) -> dict[str, list[str]]:
         """Digests of the bits of weights and optimizer (``state/bit_digest.py``). Collective."""
+        self._offload.check_loaded("state_digest")
         return state_digest(self._weights, self._optimizer)
 
     def hf_weights(self) -> NamedTensors:
         """All weights under their HF names, whole, on every rank. Collective."""
+        self._offload.check_loaded("hf_weights")
         return self._weights.gather()
+
+    def offload(self) -> int:
+        """Move weights and optimizer state to the host and free the gradients; the bytes freed here.
+
+        Until ``reload`` whatever needs them raises RuntimeError. Not collective.
+        """
+        return self._offload.offload()
+
+    def reload(self) -> None:
+        """Bring back what ``offload`` has moved, bit for bit. Not collective."""
+        self._offload.reload()
 
     def save(self, path: Path) -> BackgroundSave:
         """Begin an asynchronous save of model and optimizer into ``path`` (torch_dist format). Collective."""
+        self._offload.check_loaded("save")
         release_cached_memory()
         return megatron_checkpoint.save(path, self._model, self._optimizer)
 
     def load(self, path: Path, version: int) -> None:
         """Load a checkpoint that ``save`` wrote at ``version``, in any parallel layout. Collective."""
+        self._offload.check_loaded("load")
         megatron_checkpoint.load(path, self._model, self._optimizer)
         self.version = version
         self._schedule.num_steps = 0

@@ -165,7 +165,7 @@ def test_a_held_server_that_ends_stays_away_until_it_is_started(
     supervisor: ServerSupervisor, events: list[dict[str, Any]]
 ) -> None:
     """Its GPU belongs to the policy meanwhile. The others live on: they sleep."""
-    run_servers = RunServers([supervisor.url], [supervisor], events.append)
+    run_servers = RunServers([supervisor.url], [supervisor], events.append, 60)
     first = pid_of(supervisor)
     run_servers.hold()
     run_servers.end(spared=[supervisor.url])

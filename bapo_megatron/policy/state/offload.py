@@ -1,0 +1,139 @@
+"""The policy's memory, given up while engines sample on its GPUs: a copy on the host takes its place.
+
+A tensor is a view of a storage. A storage of size zero has no memory, yet its views remain; when it gets
+memory again, wherever that lies, all of them are valid again: parameters, megatron's buckets, ``main_grad``,
+the ranges of the distributed optimizer, master weights of float32 models, the host optimizer's weights.
+
+    weights, master weights, moments    copied to the host, freed; the same bits come back
+    gradients                           freed; they come back with any values: an update begins with zeros
+
+Megatron's own offloading is not used. It replaces the tensors of masters and moments, so that the masters of
+float32 models are views of the model's weights no longer, and pins new host memory each time.
+
+Host memory comes in blocks that are kept for the next time: torch rounds each pinned block up to a power of
+two, and these are one. The writer of a checkpoint, a fork, reads none of them: it has copies of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor, UntypedStorage
+
+from bapo_megatron.policy.device import has_cuda, release_cached_memory
+from bapo_megatron.policy.host_optimizer import HostAdamW
+
+BLOCK = 2**28
+"""Bytes of a block of host memory."""
+_ALIGNMENT = 512
+"""Each storage's copy begins at a multiple of these bytes: torch's own alignment on a GPU."""
+
+
+class Offload:
+    """The device memory of a model and its optimizer: freed by ``offload``, filled again by ``reload``."""
+
+    def __init__(self, model: Sequence[Any], optimizer: Any, device: torch.device) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self._blocks: list[Tensor] = []
+        self._copied: list[tuple[UntypedStorage, int]] = []
+        """Storages whose bytes are on the host, with their sizes, in the order of the host's bytes."""
+        self._dropped: list[tuple[UntypedStorage, int]] = []
+        """The gradients' storages, with their sizes, while they have no memory."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the copies have taken, for good."""
+        return sum(block.nbytes for block in self._blocks)
+
+    def check_loaded(self, what: str) -> None:
+        """RuntimeError if the policy's memory is given up: ``what`` would read it."""
+        if self._copied:
+            raise RuntimeError(f"{what}: the policy is offloaded; call reload() first")
+
+    def offload(self) -> int:
+        """Give up the memory; the bytes that are freed. Does nothing where it is given up already."""
+        if self._copied:
+            return 0
+        self._optimizer.zero_grad()
+        copied = _sized(state_tensors(self._model, self._optimizer, self._device))
+        for data, block in self._pieces(copied):
+            block.copy_(data, non_blocking=True)
+        self._synchronize()
+        self._copied, self._dropped = copied, _sized(_gradients(self._model))
+        for storage, _ in (*self._copied, *self._dropped):
+            storage.resize_(0)
+        parallel_state.get_global_memory_buffer().buffer.clear()
+        release_cached_memory()
+        return sum(size for _, size in (*self._copied, *self._dropped))
+
+    def reload(self) -> None:
+        """Take the memory back and fill it. Does nothing where it is there.
+
+        torch.OutOfMemoryError if the device has not enough; then it may be called again.
+        """
+        for storage, size in (*self._copied, *self._dropped):
+            storage.resize_(size)
+        for data, block in self._pieces(self._copied):
+            data.copy_(block, non_blocking=True)
+        self._synchronize()
+        self._copied, self._dropped = [], []
+
+    def _pieces(self, storages: Sequence[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The storages' bytes piece by piece, each with its place on the host."""
+        place = 0
+        for storage, size in storages:
+            data, first = bytes_of(storage, self._device), 0
+            while first < size:
+                number, start = divmod(place, BLOCK)
+                length = min(size - first, BLOCK - start)
+                yield data[first : first + length], self._block(number)[start : start + length]
+                first, place = first + length, place + length
+            place = -(-place // _ALIGNMENT) * _ALIGNMENT
+
+    def _block(self, number: int) -> Tensor:
+        """The block of this number, made when it is asked for first."""
+        if number == len(self._blocks):
+            self._blocks.append(torch.empty(BLOCK, dtype=torch.uint8, device="cpu", pin_memory=has_cuda()))
+        return self._blocks[number]
+
+    @staticmethod
+    def _synchronize() -> None:
+        if has_cuda():
+            torch.cuda.synchronize()
+
+
+def state_tensors(model: Sequence[Any], optimizer: Any, device: torch.device) -> Iterator[Tensor]:
+    """Weights, the model's other tensors, master weights and moments, as far as they are on ``device``."""
+    for chunk in model:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            yield buffer.param_data
+        yield from chunk.module.parameters()
+        yield from chunk.module.buffers()
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer or isinstance(part.optimizer, HostAdamW):
+            continue
+        for group in part.optimizer.param_groups:
+            for master in group["params"]:
+                state = part.optimizer.state.get(master, {}).values()
+                yield master
+                yield from (one for one in state if isinstance(one, Tensor) and one.device == device)
+
+
+def bytes_of(storage: UntypedStorage, device: torch.device) -> Tensor:
+    """All bytes of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload,no-any-return]
+
+
+def _gradients(model: Sequence[Any]) -> Iterator[Tensor]:
+    for chunk in model:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            yield buffer.grad_data
+
+
+def _sized(tensors: Iterator[Tensor]) -> list[tuple[UntypedStorage, int]]:
+    """The tensors' storages, each once, with their sizes in bytes."""
+    storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return [(storage, storage.nbytes()) for storage in storages.values()]

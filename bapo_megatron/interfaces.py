@@ -172,6 +172,20 @@ class ReceivesBroadcast(Engine, Protocol):
         """Sample again, unless ``pause`` holds. Requests in flight continue under the new weights."""
 
 
+@runtime_checkable
+class ReleasesMemory(Engine, Protocol):
+    """An ``Engine`` that gives up its GPU memory while the policy trains on the same GPU (time-sharing).
+
+    After an error of either call what it holds is unknown: its server must be ended.
+    """
+
+    async def release_memory(self) -> None:
+        """End the requests in flight and give up the memory. It may return before the memory is free."""
+
+    async def wake(self, folder: Path, version: int, confirm: Confirm) -> None:
+        """Take the memory back, with the weights of an HF folder as by ``load``, and sample again."""
+
+
 class Sampler(Protocol):
     """The rollout sampler: turns prompts into finished, rewarded groups. Lives on rank 0."""
 

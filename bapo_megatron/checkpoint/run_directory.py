@@ -22,6 +22,9 @@ from bapo_megatron.runtime.run_paths import RunPaths
 FORMAT = 2
 """Version of the directory's layout; a directory of another version is refused."""
 
+_SAMPLES_ONLY = "rollout_only"
+"""Entry of config.json beside the configuration: whether ``bapo train --rollout-only`` has made the run."""
+
 _ADDED: dict[str, Any] = {
     "algorithm.loss": "clip",
     "algorithm.loss_settings": {},
@@ -84,11 +87,13 @@ def only_writer(directory: Path) -> Iterator[None]:
         yield
 
 
-def check_same_run(config: RunConfig) -> None:
+def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
     """Check that the run directory was started with these settings, except those that may change on a resume.
 
-    ConfigError with every other difference; a directory without a finished step fits any settings.
+    ConfigError with every other difference; a directory without a finished step fits any settings. Also if
+    one of a training run and of ``--rollout-only``, ``samples_only``, would continue the other.
     """
+    _check_kind(config.directory, samples_only)
     stored = read_config(config.directory, announce=True)
     metrics = RunPaths(config.directory).metrics
     if stored is None or not metrics.exists() or metrics.stat().st_size == 0:
@@ -101,6 +106,23 @@ def check_same_run(config: RunConfig) -> None:
             + "\ngive them as they were to continue it, or another --run-dir to start anew\n"
             + "to change them in this run: --allow-change "
             + " ".join(name for name, *_ in different)
+        )
+
+
+def _check_kind(directory: Path, samples_only: bool) -> None:
+    """Check that the directory is not of the other kind: of training, or of ``--rollout-only``."""
+    paths = RunPaths(directory)
+    stored = _stored(directory) or {}
+    if stored.get(_SAMPLES_ONLY) and not samples_only:
+        raise ConfigError(
+            f"{directory} holds the rollouts of a run with --rollout-only, which training would mix with its "
+            f"own: give another --run-dir. --train-only {directory} trains on them"
+        )
+    traces = (paths.config, paths.metrics, paths.checkpoints, paths.journal)
+    if samples_only and not stored.get(_SAMPLES_ONLY) and any(path.exists() for path in traces):
+        raise ConfigError(
+            f"{directory} is the directory of a training run, which --rollout-only would damage: give "
+            f"another --run-dir"
         )
 
 
@@ -142,9 +164,10 @@ def check_partial_step(changed: list[Change], config: RunConfig) -> None:
         )
 
 
-def store_config(config: RunConfig) -> None:
-    """Write the resolved configuration into the run directory."""
-    stored = {"format": FORMAT, "config": plain_values(config)}
+def store_config(config: RunConfig, samples_only: bool = False) -> None:
+    """Write the resolved configuration into the run directory. ``samples_only``: of ``--rollout-only``."""
+    kind = {_SAMPLES_ONLY: True} if samples_only else {}
+    stored = {"format": FORMAT, **kind, "config": plain_values(config)}
     write_atomically(RunPaths(config.directory).config, json.dumps(stored, indent=2) + "\n")
 
 
@@ -153,17 +176,23 @@ def read_config(directory: Path, announce: bool = False) -> dict[str, Any] | Non
 
     ``announce``: print a notice of each former name.
     """
+    stored = _stored(directory)
+    return with_present_fields(stored["config"], announce) if stored else None
+
+
+def _stored(directory: Path) -> dict[str, Any] | None:
+    """What ``store_config`` wrote; None if there is no run."""
     path = RunPaths(directory).config
     if not path.exists():
         return None
     try:
-        stored = json.loads(path.read_text())
-        version, config = stored["format"], stored["config"]
+        stored: dict[str, Any] = json.loads(path.read_text())
+        version, _ = stored["format"], stored["config"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read: {error!r}") from None
     if version != FORMAT:
         raise ConfigError(f"{path} has run format {version}, this version of the program reads {FORMAT}")
-    return with_present_fields(config, announce)
+    return stored
 
 
 def with_present_fields(stored: dict[str, Any], announce: bool = False) -> dict[str, Any]:

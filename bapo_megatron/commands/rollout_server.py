@@ -12,7 +12,11 @@ from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand, se
 
 
 def rollout_server_command(arguments: Sequence[str]) -> None:
-    """Start the server, and wait until it ends."""
+    """Start the server, and wait until it ends.
+
+    ``--rollout-only`` changes nothing here: a Slurm job gives its servers the flags of its trainer.
+    """
+    arguments = [word for word in arguments if word not in ("--rollout-only", "--rollout_only")]
     recipe = recipe_path("rollout-server", arguments)
     default = ServeCommand(load_recipe(recipe, RunConfig))
     command = parse_flags("rollout-server", recipe, default, arguments)

@@ -3,59 +3,102 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from bapo_megatron.cli import quiet
-from bapo_megatron.commands.recipe_flags import recipe_config
 
 if TYPE_CHECKING:
     from bapo_megatron.config import RunConfig
+    from bapo_megatron.runtime.preemption import PreemptionSignal
 
 
-def train_command(arguments: Sequence[str]) -> None:
-    """Check the run, then train: as this rank of a launcher, or in processes that this one starts."""
+def train_command(arguments: Sequence[str]) -> int | None:
+    """Check the run, then train, or with ``--rollout-only`` sample: as this rank of a launcher, or in
+    processes that this one starts. The exit code; None for 0."""
     from bapo_megatron.checkpoint.run_directory import check_writable
-    from bapo_megatron.config import RunConfig
+    from bapo_megatron.commands.train_flags import train_flags
     from bapo_megatron.policy.layout import data_parallel_size
     from bapo_megatron.runtime.distributed import launched_world_size, run_processes
-    from bapo_megatron.trainer.preflight import check_run
+    from bapo_megatron.trainer.preflight import check_rollout_only, check_run
 
-    config = recipe_config("train", RunConfig, arguments)
+    config, samples_only = train_flags("train", arguments)
     launched = launched_world_size()
     first = launched is None or os.environ["RANK"] == "0"
-    data = data_parallel_size(config.parallel, launched)
-    check_run(config, read_dataset=first)
-    check_writable(config.directory)
-    if launched is not None:
-        train_process(config)
+    if samples_only:
+        processes, process = 1, rollout_only_process
+        check_rollout_only(config, read_dataset=first)
     else:
-        run_processes(train_process, (config,), data * config.parallel.model_size)
+        processes = data_parallel_size(config.parallel, launched) * config.parallel.model_size
+        process = train_process
+        check_run(config, read_dataset=first)
+    check_writable(config.directory)
+    try:
+        if launched is not None:
+            process(config)
+        else:
+            run_processes(process, (config,), processes)
+    except KeyboardInterrupt:
+        if not samples_only:
+            raise
+        print("\nstopped; the same command goes on after the steps that are sampled", file=sys.stderr)
+        return 130
+    return None
 
 
 def train_process(config: RunConfig) -> None:
     """One rank of a training run, from its process group to its end."""
-    from contextlib import nullcontext
-
-    from bapo_megatron.checkpoint.run_directory import only_writer
     from bapo_megatron.commands.finish import finish
     from bapo_megatron.policy.layout import parallel_processes
-    from bapo_megatron.runtime.distributed import is_main
-    from bapo_megatron.runtime.out_of_memory import naming_memory
-    from bapo_megatron.runtime.preemption import PreemptionSignal
-    from bapo_megatron.runtime.storage import writing
     from bapo_megatron.train import train
     from bapo_megatron.trainer.build import open_run
 
-    quiet()
-    preemption = PreemptionSignal()
     with (
-        preemption.heeding(),
-        naming_memory(),
-        writing("a file of the run, or its output,", config.directory),
+        _heeding(config) as preemption,
         parallel_processes(config.parallel),
-        only_writer(config.directory) if is_main() else nullcontext(),
+        _only_writer(config),
         open_run(config, preemption) as run,
     ):
         train(run)
         finish(run)
+
+
+def rollout_only_process(config: RunConfig) -> None:
+    """One rank of a run with ``--rollout-only``. Those that a launcher has started beside rank 0 wait."""
+    from bapo_megatron.runtime.distributed import process_group
+    from bapo_megatron.trainer.rollout_only import sample_steps
+
+    with (
+        _heeding(config) as preemption,
+        process_group("gloo", config.parallel.timeout_minutes),
+        _only_writer(config),
+    ):
+        sample_steps(config, preemption)
+
+
+@contextmanager
+def _heeding(config: RunConfig) -> Iterator[PreemptionSignal]:
+    """The signals that ask this process to stop; errors of memory and storage are named within the block."""
+    from bapo_megatron.runtime.out_of_memory import naming_memory
+    from bapo_megatron.runtime.preemption import PreemptionSignal
+    from bapo_megatron.runtime.storage import writing
+
+    quiet()
+    preemption = PreemptionSignal()
+    written = writing("a file of the run, or its output,", config.directory)
+    with preemption.heeding(), naming_memory(), written:
+        yield preemption
+
+
+@contextmanager
+def _only_writer(config: RunConfig) -> Iterator[None]:
+    """The lock of the run directory, which rank 0 holds."""
+    from contextlib import nullcontext
+
+    from bapo_megatron.checkpoint.run_directory import only_writer
+    from bapo_megatron.runtime.distributed import is_main
+
+    with only_writer(config.directory) if is_main() else nullcontext():
+        yield

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Literal
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Gt
 
@@ -60,3 +60,8 @@ class EngineConfig:
             )
         if self.colocated and self.sync != "disk":
             yield f"colocated needs sync=disk, not {self.sync}: NCCL has no two ranks on one GPU"
+
+    def without_trainer(self) -> Self:
+        """These settings where no policy trains: engines have their GPUs for themselves, and get weights once,
+        from a folder."""
+        return replace(self, sync="disk", colocated=False)

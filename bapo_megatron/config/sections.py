@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -174,6 +174,14 @@ class RolloutConfig:
         """Settings of the chosen engine: the field of its name, or `custom_engine`, or the defaults."""
         chosen = self.custom_engine if ":" in self.engine else getattr(self, self.engine, None)
         return chosen if isinstance(chosen, EngineConfig) else EngineConfig()
+
+    def without_trainer(self) -> RolloutConfig:
+        """These settings where no policy trains beside the engines."""
+        name = "custom_engine" if ":" in self.engine else self.engine
+        if not isinstance(getattr(self, name, None), EngineConfig):
+            return self
+        engine: dict[str, Any] = {name: self.engine_config.without_trainer()}
+        return replace(self, **engine)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,20 @@ def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callabl
         yield lambda: load_suites(config.evaluation, data.max_prompt_tokens, tokenizer())
 
 
+def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
+    """ConfigError with the first problem that would stop a run of ``--rollout-only``, which has no layout."""
+    config.check()
+    check_logging(config.logging)
+    _check_reward(config)
+    tokenizer = check_model(config.model, ParallelConfig())
+    _check_context(config)
+    check_same_run(config, samples_only=True)
+    engine_backend(config.rollout.engine).check(config.rollout, _gpus())
+    if read_dataset:
+        _check_sandbox(config)
+        load_problems(config.data, config.reward.function, tokenizer)
+
+
 def _check_reward(config: RunConfig) -> None:
     if not is_built_in(config.reward.function):
         load_function(config.reward.function)
@@ -126,9 +140,14 @@ def _check_engine(config: RunConfig) -> None:
     """ConfigError if there is no such engine, or the run samples and the engine lacks what it needs."""
     backend, parallel = engine_backend(config.rollout.engine), config.parallel
     if config.rollout.replay is None:
-        gpus = torch.cuda.device_count() if has_cuda() else 0
+        gpus = _gpus()
         training = data_parallel_size(parallel, launched_world_size()) * parallel.model_size if gpus else 0
         backend.check(config.rollout, gpus, training)
+
+
+def _gpus() -> int:
+    """GPUs of this machine."""
+    return torch.cuda.device_count() if has_cuda() else 0
 
 
 def _check_profile(config: RunConfig) -> None:

@@ -18,16 +18,13 @@ _PATIENCE_S = 30.0
 def submit_command(arguments: Sequence[str]) -> None:
     """``bapo submit RECIPE --cluster FILE``: submit a run as a Slurm job, or print its script."""
     from bapo_megatron.commands.cluster.submit import USAGE, SubmitCommand, submit
-    from bapo_megatron.commands.recipe_flags import parse_flags
-    from bapo_megatron.config import RunConfig
-    from bapo_megatron.config.recipe import load_recipe
+    from bapo_megatron.commands.train_flags import train_flags
 
     if {"-h", "--help"} & set(arguments):
         print(f"{USAGE}\n\n`bapo train RECIPE --help` lists the flags; docs/operations.md the cluster file.")
         return
     command = SubmitCommand.of(arguments)
-    default = load_recipe(command.recipe, RunConfig)
-    config = parse_flags("submit", command.recipe, default, [str(command.recipe), *command.flags])
+    config, _ = train_flags("submit", [str(command.recipe), *command.flags])
     print(submit(command, config), end="")
 
 

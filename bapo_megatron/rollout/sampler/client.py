@@ -86,6 +86,16 @@ class SamplerClient:
         self._weights = (folder, version, step)
         self._call("load_weights", folder, version, step)
 
+    def keep_weights(self, step: int) -> None:
+        """Sample for the next step from the same weights: ``step`` has not changed them. Nothing is loaded.
+
+        For a run that trains nothing.
+        """
+        assert self._weights is not None
+        folder, version, _ = self._weights
+        self._weights = (folder, version, step)
+        self._call("keep_weights", version, step)
+
     def tell(self, method: str, *arguments: Any) -> Future[Any]:
         """Begin a call that is part of a broadcast of weights. The future fails if an engine does.
 

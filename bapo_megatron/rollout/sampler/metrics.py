@@ -46,9 +46,11 @@ def rollout_metrics(scored: Sequence[GroupSummary], kept: int, reward: RewardCon
     correct_by_group = np.split(correct, np.cumsum([len(group.rewards) for group in groups])[:-1])
     return {
         "reward/mean": _mean(rewards),
+        "reward/correct_fraction": _mean(correct),
         "reward/solved_none": _mean(np.array([not one.any() for one in correct_by_group])),
         "reward/solved_all": _mean(np.array([one.all() for one in correct_by_group])),
         "reward/failures": float(sum(len(group.failures) for group in groups)),
+        "reward/timeouts": float(sum(group.failures.count("time") for group in groups)),
         "rollout/groups_sampled": float(len(groups)),
         "rollout/groups": float(kept),
         "rollout/length_mean": _mean(lengths),

@@ -83,6 +83,7 @@ class Service:
             "next_batch": self._next_batch,
             "evaluated": self._evaluated,
             "load_weights": self._load_weights,
+            "keep_weights": self._keep_weights,
             "state": self._state,
             "checkpointed": self._sampler.checkpointed,
             "gather": self._broadcast.gather,
@@ -122,6 +123,9 @@ class Service:
         self._held_out.expect(step)
         await self._sampler.load_weights(folder, version, step)
         self._held_out.begin()
+
+    async def _keep_weights(self, version: int, step: int) -> None:
+        self._sampler.record_weights(version, step)
 
     async def _begin(self, version: int) -> None:
         self._sampler.expect_weights(version)

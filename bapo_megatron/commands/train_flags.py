@@ -1,0 +1,111 @@
+"""The flags of ``bapo train`` that are no fields of a recipe: ``--rollout-only`` and ``--train-only``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from bapo_megatron.commands.recipe_flags import parse_flags, recipe_path
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.sampler.step_batches import step_path
+from bapo_megatron.runtime.run_paths import RunPaths
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Debugging: one half of a run without the other."""
+
+    rollout_only: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Sample, judge and report the batches of all steps from the model's weights, with engines and without a
+    trainer. Run directory: runs/NAME-rollout-only."""
+    train_only: Annotated[tuple[Path, ...] | None, tyro.conf.arg(metavar="[RUN]")] = None
+    """Train on the stored rollouts of RUN, a run or one with --rollout-only, without engines; without RUN on
+    those of runs/NAME-rollout-only. Run directory: runs/NAME-train-only."""
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """All flags of ``bapo train``: those of the recipe and its own, without a prefix."""
+
+    run: Annotated[RunConfig, tyro.conf.arg(name="")]
+    options: Annotated[TrainOptions, tyro.conf.arg(name="")] = field(default_factory=TrainOptions)
+
+
+def train_flags(command: str, arguments: Sequence[str]) -> tuple[RunConfig, bool]:
+    """The run that the recipe and the flags of ``bapo train`` ask for, and whether it is to sample only.
+
+    ConfigError for flags that do not go together, and for a run to train on that has no rollouts.
+    """
+    recipe = recipe_path(command, arguments)
+    found = parse_flags(command, recipe, TrainCommand(load_recipe(recipe, RunConfig)), arguments)
+    run, options = found.run, found.options
+    if options.rollout_only and options.train_only is not None:
+        raise ConfigError("--rollout-only and --train-only exclude each other: give one")
+    if options.rollout_only:
+        return rollout_only_config(run), True
+    return run if options.train_only is None else train_only_config(run, options.train_only), False
+
+
+def rollout_only_config(run: RunConfig) -> RunConfig:
+    """The run that samples alone: in a directory of its own, without evaluations. More steps may follow."""
+    if run.rollout.replay is not None:
+        raise ConfigError(
+            f"--rollout-only samples, and rollout.replay={run.rollout.replay} gives stored rollouts instead: "
+            f"leave one out"
+        )
+    if run.profile.steps:
+        raise ConfigError("--rollout-only makes no updates, which profile.steps would trace: leave it out")
+    return replace(
+        run,
+        run_dir=run.run_dir or _beside(run, "rollout-only"),
+        rollout=run.rollout.without_trainer(),
+        evaluation=replace(run.evaluation, every=0),
+        checkpoint=replace(run.checkpoint, keep_best=0),
+        allow_change=(*run.allow_change, "steps"),
+    )
+
+
+def train_only_config(run: RunConfig, named: Sequence[Path]) -> RunConfig:
+    """The run that trains on the stored rollouts of ``named``, in no more steps than there are."""
+    if len(named) > 1:
+        raise ConfigError(f"--train-only takes one run, not {' '.join(map(str, named))}")
+    replayed = run.rollout.replay
+    if named and replayed is not None and named[0].resolve() != replayed.resolve():
+        raise ConfigError(f"--train-only {named[0]} and rollout.replay={replayed} name two runs: give one")
+    source = named[0] if named else replayed or _beside(run, "rollout-only")
+    steps = _stored_steps(source)
+    if steps == 0:
+        raise ConfigError(
+            f"--train-only: {source} holds no rollouts from step 1 on; sample some with `bapo train RECIPE "
+            f"--rollout-only`, or name another run: --train-only RUN"
+        )
+    if steps < run.steps and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        text = f"{source} holds the rollouts of {steps} steps: steps={steps} instead of {run.steps}"
+        print(text, file=sys.stderr, flush=True)
+    return replace(
+        run,
+        run_dir=run.run_dir or _beside(run, "train-only"),
+        rollout=replace(run.rollout, replay=source),
+        steps=min(steps, run.steps),
+    )
+
+
+def _stored_steps(run_dir: Path) -> int:
+    """Steps whose rollouts a run has, without a gap from the first on."""
+    journal, steps = RunPaths(run_dir).journal, 0
+    while step_path(journal, steps + 1).is_file():
+        steps += 1
+    return steps
+
+
+def _beside(run: RunConfig, kind: str) -> Path:
+    """The run directory of one half of a run, if the flags name none."""
+    return Path("runs") / f"{run.name}-{kind}"

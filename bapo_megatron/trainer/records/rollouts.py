@@ -1,0 +1,112 @@
+"""The record of a run with ``--rollout-only`` for people: metrics, a line a step, a table at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bapo_megatron.algo.filters import is_uniform
+from bapo_megatron.config import RunConfig
+from bapo_megatron.config.validation import flat
+from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_jsonl
+from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.trainer.records.metrics_log import MetricsLog
+from bapo_megatron.trainer.records.recorder import StepClock, step_metrics
+from bapo_megatron.types import Metrics, StepBatch
+
+_QUANTITIES = (
+    ("reward", "reward/mean", ".3f"),
+    ("right", "reward/correct_fraction", ".1%"),
+    ("length, mean", "rollout/length_mean", ".0f"),
+    ("length, longest", "rollout/length_max", ".0f"),
+    ("cut off", "rollout/truncated_fraction", ".1%"),
+    ("groups sampled", "rollout/groups_sampled", ".4g"),
+    ("groups uniform", "rollout/groups_uniform", ".4g"),
+    ("tokens/s", "time/tokens_per_s", ".0f"),
+    ("rewards failed", "reward/failures", ".4g"),
+    ("rewards timed out", "reward/timeouts", ".4g"),
+)
+"""The rows of the table: name, metric, format."""
+
+_USUAL = {"start", "resume", "engine_ready"}
+"""Kinds of events that tell of nothing that went wrong."""
+
+
+class RolloutRecord:
+    """The writer of metrics, events and lines of a run that only samples. Steps count from 1."""
+
+    def __init__(self, config: RunConfig, first_step: int) -> None:
+        self._config, self._paths = config, RunPaths(config.directory)
+        settings = {name: str(value) for name, value in flat(config).items()}
+        self._metrics = MetricsLog(config.directory, config.logging, first_step - 1, settings)
+        self._events = EventLog(self._paths.events)
+        if first_step <= config.steps:
+            kind = "start" if first_step == 1 else "resume"
+            self._events.event(kind, step=first_step, rollout_only=True)
+            where = f"{config.directory}: {kind} at step {first_step} of {config.steps}"
+            print(f"{where}, --rollout-only: nothing is trained or evaluated", flush=True)
+
+    def step(self, step: int, batch: StepBatch, clock: StepClock) -> None:
+        """Write the metrics of a step, and print its line."""
+        metrics = {**step_metrics(batch, [], clock, []), "rollout/groups_uniform": _uniform_groups(batch)}
+        del metrics["policy/updates"]
+        self._metrics.write_step(step, metrics)
+        print(step_line(step, self._config.steps, metrics), flush=True)
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Record an event: its kind and its fields."""
+        self._events.event(**event)
+
+    def finish(self) -> None:
+        """Print the table of all steps, and what to do with them."""
+        rows = read_jsonl(self._paths.metrics)
+        print("\n".join(summary(rows, read_jsonl(self._paths.events))))
+        root = self._paths.root
+        print(f"responses: {self._paths.journal}/step_*.npz")
+        print(f"train on them: bapo train RECIPE --train-only {root}")
+        print(f"plots: bapo report {root}", flush=True)
+
+    def close(self) -> None:
+        """Flush and close all files."""
+        self._metrics.close()
+        self._events.close()
+
+
+def step_line(step: int, steps: int, metrics: Metrics) -> str:
+    """The line of a step, with a dash for a missing number."""
+    show = {name: _text(metrics.get(metric), style) for name, metric, style in _QUANTITIES}
+    return "  ".join(
+        [
+            f"step {step:>{len(str(steps))}}/{steps}",
+            f"reward {show['reward']}",
+            f"right {show['right']}",
+            f"length {show['length, mean']} (max {show['length, longest']}, cut off {show['cut off']})",
+            f"uniform {show['groups uniform']} of {show['groups sampled']} groups",
+            f"tokens/s {show['tokens/s']}",
+            f"failed {show['rewards failed']} (timed out {show['rewards timed out']})",
+        ]
+    )
+
+
+def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
+    """The table: each quantity's mean, lowest and highest step; below it the events that tell of trouble."""
+    yield f"{f'{len(rows)} steps':<18}{'mean':>10}{'lowest':>10}{'highest':>10}"
+    for name, metric, style in _QUANTITIES:
+        values = [row[metric] for row in rows if row.get(metric) is not None]
+        mean = sum(values) / len(values) if values else None
+        numbers = (mean, min(values, default=None), max(values, default=None))
+        yield f"{name:<18}" + "".join(f"{_text(value, style):>10}" for value in numbers)
+    counts = Counter(event["kind"] for event in events if event["kind"] not in _USUAL)
+    if counts:
+        yield "events: " + ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
+
+
+def _uniform_groups(batch: StepBatch) -> float:
+    """Groups whose rewards were all equal: those that were dropped, and those that the batch has."""
+    kept = sum(is_uniform([one.reward for one in group.rollouts]) for group in batch.groups)
+    return (batch.metrics.get("rollout/groups_dropped") or 0.0) + kept
+
+
+def _text(value: float | None, style: str) -> str:
+    return "-" if value is None else format(value, style)

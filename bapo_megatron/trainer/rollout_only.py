@@ -1,0 +1,106 @@
+"""Sampling without a trainer: ``bapo train --rollout-only``.
+
+The engines get the model's own weights once, as version 0, and every step's batch is formed as in training,
+at these weights. There is no policy, and no update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from bapo_megatron.checkpoint.run_directory import store_config
+from bapo_megatron.config import RunConfig
+from bapo_megatron.errors import Preempted, RunStopped
+from bapo_megatron.rollout.sampler.client import SamplerClient
+from bapo_megatron.rollout.sampler.step_batches import step_path
+from bapo_megatron.runtime.distributed import is_main, share
+from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.preemption import PreemptionSignal
+from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.runtime.watchdog import Watchdog
+from bapo_megatron.trainer.records.recorder import StepClock
+from bapo_megatron.trainer.records.rollouts import RolloutRecord
+from bapo_megatron.trainer.sampling import open_engines
+from bapo_megatron.types import StepBatch
+
+_WAIT_S = 5.0
+"""How long rank 0 waits for its sampler before the ranks meet again."""
+
+
+def sample_steps(config: RunConfig, preemption: PreemptionSignal) -> None:
+    """Sample the steps that are left. Collective: rank 0 does everything, the others wait for it.
+
+    Preempted or RunStopped on every rank if it has to stop before; the same command goes on.
+    """
+    first_step = share(next_step(config) if is_main() else None)
+    if is_main():
+        with _opened_record(config, first_step) as record:
+            if first_step <= config.steps:
+                with open_engines(config, record.event) as sampler:
+                    _sample(config, preemption, first_step, sampler, record)
+            record.finish()
+    elif first_step <= config.steps:
+        _sample(config, preemption, first_step, None, None)
+
+
+def next_step(config: RunConfig) -> int:
+    """The first step that lacks its metrics or its file."""
+    paths = RunPaths(config.directory)
+    recorded = {row["step"] for row in read_jsonl(paths.metrics)} if paths.metrics.exists() else set()
+    step = 1
+    while step in recorded and step_path(paths.journal, step).is_file():
+        step += 1
+    return step
+
+
+@contextmanager
+def _opened_record(config: RunConfig, first_step: int) -> Iterator[RolloutRecord]:
+    store_config(config, samples_only=True)
+    with closing(RolloutRecord(config, first_step)) as record:
+        yield record
+
+
+def _sample(
+    config: RunConfig,
+    preemption: PreemptionSignal,
+    first_step: int,
+    sampler: SamplerClient | None,
+    record: RolloutRecord | None,
+) -> None:
+    """Sample from ``first_step`` on. ``sampler``, ``record``: None on every rank but 0. Collective."""
+    if sampler:
+        sampler.start(first_step, None)
+        sampler.load_weights(config.model.hf_path.absolute(), 0, first_step - 1)
+    with closing(Watchdog(config.hang_minutes)) as watchdog:
+        for step in range(first_step, config.steps + 1):
+            clock = StepClock()
+            batch = None
+            while not share(batch is not None):
+                watchdog.beat()
+                if reason := preemption.reason():
+                    raise Preempted(f"{reason}; {step - 1} of {config.steps} steps are sampled")
+                batch = _ask(sampler, step)
+            clock.lap("rollout")
+            if record and batch:
+                record.step(step, batch, clock)
+            if sampler and step < config.steps:
+                if step % config.checkpoint.every == 0:
+                    sampler.checkpointed(0)  # of the journal no more than what is under way
+                sampler.keep_weights(step)
+
+
+def _ask(sampler: SamplerClient | None, step: int) -> StepBatch | None:
+    """The batch of ``step``, on rank 0, if it exists by now. RunStopped, on all ranks, if none will come."""
+    answer = _batch_or_error(sampler, step) if sampler else None
+    if stopped := share(answer if isinstance(answer, RunStopped) else None):
+        raise stopped
+    return answer if isinstance(answer, StepBatch) else None
+
+
+def _batch_or_error(sampler: SamplerClient, step: int) -> StepBatch | RunStopped | None:
+    try:
+        batch = sampler.next_batch(step, _WAIT_S)
+    except RunStopped as stopped:
+        return stopped
+    return batch if isinstance(batch, StepBatch) else None

@@ -71,6 +71,26 @@ def test_two_servers_sample_what_the_policy_trains_on(tmp_path: Path) -> None:
     assert "broadcast_failed" not in {row["kind"] for row in read_jsonl(run_dir / "events.jsonl")}
 
 
+@pytest.mark.slow
+def test_a_server_samples_without_a_trainer_and_a_trainer_trains_without_a_server(tmp_path: Path) -> None:
+    """The server loads the model's weights once. They are those that the trainer begins with."""
+    sampled, trained = tmp_path / "sampled", tmp_path / "trained"
+    asked = ("--rollout.sglang.sync=broadcast", "--rollout.max-staleness=1", "--parallel.tensor=64")
+    output = finish(start(sampled, "--rollout-only", *asked))
+    assert "step 3/3" in output
+    assert output.count("engine ready") == 1
+    assert servers_of(sampled) == []
+    log = (sampled / "logs/server-0.log").read_text()
+    assert log.count("POST /update_weights_from_disk") == 1
+    rows = read_jsonl(sampled / "metrics.jsonl")
+    assert [row["rollout/groups"] for row in rows] == [6, 6, 6]
+    assert all(row["rollout/groups_stale"] == 0 for row in rows)
+    finish(start(trained, "--train-only", str(sampled)))
+    updates = read_jsonl(trained / "updates.jsonl")
+    assert updates[0]["rollout/engine_gap_mean"] < 1e-4
+    assert not (trained / "logs").exists()
+
+
 def test_a_server_that_cannot_start_is_shown(tmp_path: Path) -> None:
     process = start(tmp_path / "run", "--rollout.sglang.flags", "nonsense")
     output = process.communicate(timeout=900)[0].decode()

@@ -124,6 +124,7 @@ def test_metrics_are_over_all_that_was_sampled(tmp_path: Path) -> None:
         # Of 6 groups one is all right (3 tokens each), one all wrong (cut at 6), four have a right (2) and
         # two wrong ones (3).
         assert metrics["reward/mean"] == pytest.approx(7 / 18)
+        assert metrics["reward/correct_fraction"] == pytest.approx(7 / 18)
         assert metrics["reward/solved_all"] == pytest.approx(1 / 6)
         assert metrics["reward/solved_none"] == pytest.approx(1 / 6)
         assert metrics["rollout/tokens"] == 9 + 18 + 4 * (2 + 3 + 3)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import Dataset
@@ -25,7 +25,8 @@ from bapo_megatron.rollout.sampler.event_log.events import (
     segments_arrived,
     weights_loaded,
 )
-from bapo_megatron.rollout.sampler.event_log.state import SamplerState
+from bapo_megatron.rollout.sampler.event_log.state import GroupSummary, SamplerState
+from bapo_megatron.rollout.sampler.metrics import rollout_metrics
 from bapo_megatron.rollout.sampler.scoring import GroupScorer
 from bapo_megatron.rollout.sampler.step_batches import read_step, step_groups
 from bapo_megatron.types import GenerateRequest, Generation, Prompt
@@ -91,6 +92,15 @@ def test_the_file_of_a_batch_and_its_event(tmp_path: Path) -> None:
     assert metrics["sampler/engines"] == 3
     tokens = [metrics[f"sampler/tokens_{kind}"] for kind in ("sampled", "trained", "dropped", "kept")]
     assert tokens == [16, 8, 4, 4]
+
+
+def test_failed_rewards_are_counted_and_those_that_took_too_long() -> None:
+    failures = [["time", "raised"], [], ["time", "time"]]
+    scored = [GroupSummary(n, [1.0, 0.0], [3, 4], ["stop"] * 2, kinds) for n, kinds in enumerate(failures)]
+    metrics = rollout_metrics(scored, 3, RewardConfig())
+    assert (metrics["reward/failures"], metrics["reward/timeouts"]) == (4, 3)
+    assert metrics["reward/correct_fraction"] == 0.5
+    assert rollout_metrics([], 0, RewardConfig())["reward/correct_fraction"] is None
 
 
 def test_admission_by_hand() -> None:

@@ -1,0 +1,189 @@
+"""``--rollout-only`` and ``--train-only``: what they make of a recipe, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron import cli
+from bapo_megatron.checkpoint.run_directory import check_same_run, store_config
+from bapo_megatron.commands.cluster.submit import SubmitCommand
+from bapo_megatron.commands.train_flags import rollout_only_config, train_flags, train_only_config
+from bapo_megatron.config import EvaluationConfig, RolloutConfig, RunConfig, SglangConfig, load_recipe
+from bapo_megatron.config.engine import EngineConfig
+from bapo_megatron.errors import ConfigError
+
+RECIPE = Path(__file__).parents[3] / "recipes/demo_cpu.py"
+
+
+def flags(*words: str) -> tuple[RunConfig, bool]:
+    return train_flags("train", [str(RECIPE), *words])
+
+
+def stored(run_dir: Path, *steps: int) -> Path:
+    """A run directory that has rollouts of these steps."""
+    (run_dir / "journal").mkdir(parents=True)
+    for step in steps:
+        (run_dir / f"journal/step_{step:06d}.npz").touch()
+    return run_dir
+
+
+def test_without_them_the_recipe_is_as_it_was() -> None:
+    assert flags("--steps=7") == (flags("steps=7")[0], False)
+    assert flags()[0] == load_recipe(RECIPE, RunConfig)
+
+
+@pytest.mark.parametrize("words", [("--rollout-only",), ("--rollout-only", "true"), ("--rollout_only",)])
+def test_sampling_alone_has_a_directory_of_its_own_and_no_evaluations(words: tuple[str, ...]) -> None:
+    run, samples_only = flags(*words, "steps=9")
+    assert samples_only
+    assert run.directory == Path("runs/demo_cpu-rollout-only")
+    assert run.steps == 9
+    assert not any(run.evaluates(step) for step in range(10))
+    run.check()
+    assert flags(*words, "--run-dir=here")[0].directory == Path("here")
+
+
+def test_engines_without_a_trainer_have_their_gpus_and_need_no_broadcast() -> None:
+    sglang = SglangConfig(servers=2, sync="broadcast")
+    run, _ = flags()
+    shared = RolloutConfig(engine="sglang", sglang=SglangConfig(colocated=True))
+    found = rollout_only_config(_with(run, shared)).rollout
+    assert not found.sglang.colocated
+    found = rollout_only_config(_with(run, RolloutConfig(engine="sglang", sglang=sglang))).rollout
+    assert (found.sglang.servers, found.sglang.sync) == (2, "disk")
+    own = RolloutConfig(engine="my.engine:Mine", custom_engine=EngineConfig(sync="broadcast"))
+    assert rollout_only_config(_with(run, own)).rollout.engine_config == EngineConfig()
+    assert RolloutConfig().without_trainer() == RolloutConfig()
+
+
+def test_a_job_is_submitted_with_its_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted = []
+
+    def submit(command: SubmitCommand, config: RunConfig) -> str:
+        submitted.append((command.flags, config.directory))
+        return "7"
+
+    monkeypatch.setattr("bapo_megatron.commands.cluster.submit.submit", submit)
+    assert cli.run(["submit", str(RECIPE), "--cluster", "x.toml", "--rollout-only"]) == 0
+    assert submitted == [(("--rollout-only",), Path("runs/demo_cpu-rollout-only"))]
+
+
+def _with(run: RunConfig, rollout: RolloutConfig) -> RunConfig:
+    best = replace(run.checkpoint, keep_best=1)  # which would need evaluations
+    return replace(run, rollout=rollout, evaluation=EvaluationConfig(every=10), checkpoint=best)
+
+
+@pytest.mark.parametrize(
+    ("steps", "asked", "found"), [([1, 2, 3], 40, 3), ([1, 2, 3], 2, 2), ([1, 2, 4], 40, 2), ([1], 1, 1)]
+)
+def test_training_alone_makes_no_more_steps_than_there_are(
+    steps: list[int], asked: int, found: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = stored(tmp_path / "other", *steps)
+    run, samples_only = flags("--train-only", str(source), f"--steps={asked}")
+    assert not samples_only
+    assert (run.steps, run.rollout.replay) == (found, source)
+    assert run.directory == Path("runs/demo_cpu-train-only")
+    said = capsys.readouterr().err
+    assert (f"{source} holds the rollouts of {found} steps: steps={found} instead of {asked}" in said) == (
+        found < asked
+    )
+
+
+def test_without_a_name_it_trains_on_what_was_sampled_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stored(tmp_path / "runs/demo_cpu-rollout-only", 1, 2)
+    for words in (["--train-only"], ["--train-only", "--steps=5"]):
+        run, _ = flags(*words)
+        assert (run.steps, run.rollout.replay) == (2, Path("runs/demo_cpu-rollout-only"))
+    other = stored(tmp_path / "other", 1)
+    assert flags("--train-only", f"--rollout.replay={other}")[0].rollout.replay == other
+
+
+def test_only_the_first_rank_says_how_many_steps_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert flags("--train-only", str(stored(tmp_path, 1)))[0].steps == 1
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rollout-only", "--train-only"], "exclude each other"),
+        (["--rollout-only", "--rollout.replay=runs/x"], "rollout.replay=runs/x gives stored rollouts"),
+        (["--rollout-only", "--profile.steps", "1"], "makes no updates, which profile.steps would trace"),
+        (["--train-only", "a", "b"], "--train-only takes one run, not a b"),
+        (["--train-only", "a", "--rollout.replay=b"], "--train-only a and rollout.replay=b name two runs"),
+        (["--train-only", "nowhere"], "nowhere holds no rollouts from step 1 on; sample some with"),
+        (["--train-only"], "runs/demo_cpu-rollout-only holds no rollouts from step 1 on"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["train", str(RECIPE), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_early_steps_that_are_deleted_are_missed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no rollouts from step 1 on"):
+        train_only_config(flags()[0], [stored(tmp_path, 7, 8)])
+
+
+def test_a_training_run_and_one_that_samples_alone_do_not_mix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = flags(f"--run-dir={tmp_path / 'run'}")
+    (tmp_path / "run").mkdir()
+    check_same_run(run, samples_only=True)  # nothing is there yet
+    store_config(run)
+    check_same_run(run)
+    assert cli.run(["train", str(RECIPE), f"--run-dir={run.directory}", "--rollout-only"]) == 2
+    assert f"{run.directory} is the directory of a training run" in capsys.readouterr().err
+    store_config(run, samples_only=True)
+    check_same_run(run, samples_only=True)
+    assert cli.run(["train", str(RECIPE), f"--run-dir={run.directory}"]) == 2
+    said = capsys.readouterr().err
+    assert "holds the rollouts of a run with --rollout-only" in said
+    assert f"--train-only {run.directory} trains on them" in said
+
+
+@pytest.mark.parametrize("trace", ["metrics.jsonl", "checkpoints", "journal"])
+def test_any_trace_of_a_training_run_is_respected(trace: str, tmp_path: Path) -> None:
+    (tmp_path / trace).mkdir()
+    with pytest.raises(ConfigError, match="is the directory of a training run"):
+        check_same_run(flags(f"--run-dir={tmp_path}")[0], samples_only=True)
+
+
+def test_other_settings_are_another_run_but_more_steps_are_not(tmp_path: Path) -> None:
+    run, _ = flags("--rollout-only", f"--run-dir={tmp_path}", "--optimizer.decay=cosine")
+    store_config(run, samples_only=True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    more, _ = flags("--rollout-only", f"--run-dir={tmp_path}", "--optimizer.decay=cosine", "--steps=99")
+    check_same_run(more, samples_only=True)
+    warmer = ("--rollout.temperature=0.5", "--optimizer.decay=cosine")
+    other, _ = flags("--rollout-only", f"--run-dir={tmp_path}", *warmer)
+    with pytest.raises(ConfigError, match=r"rollout.temperature: 1.0 in the run, 0.5 now"):
+        check_same_run(other, samples_only=True)
+
+
+def test_the_servers_of_a_job_take_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = []
+    monkeypatch.setattr(
+        "bapo_megatron.commands.rollout_server.serve", lambda command, _cuda: served.append(command)
+    )
+    assert cli.run(["rollout-server", str(RECIPE), "--rollout-only", "--port=1"]) == 0
+    assert [command.port for command in served] == [1]

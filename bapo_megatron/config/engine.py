@@ -62,6 +62,6 @@ class EngineConfig:
             yield f"colocated needs sync=disk, not {self.sync}: NCCL has no two ranks on one GPU"
 
     def without_trainer(self) -> Self:
-        """These settings where no policy trains: engines have their GPUs for themselves, and get weights once,
+        """These settings where no policy trains: engines have GPUs for themselves, and get weights once,
         from a folder."""
         return replace(self, sync="disk", colocated=False)

@@ -37,7 +37,7 @@ def sample_steps(config: RunConfig, preemption: PreemptionSignal) -> None:
     if is_main():
         with _opened_record(config, first_step) as record:
             if first_step <= config.steps:
-                with open_engines(config, record.event) as sampler:
+                with open_engines(config, record.event) as (sampler, _):
                     _sample(config, preemption, first_step, sampler, record)
             record.finish()
     elif first_step <= config.steps:

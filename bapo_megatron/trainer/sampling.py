@@ -36,13 +36,13 @@ def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
     if config.rollout.replay is not None:
         yield ReplaySampler(config.rollout.replay), EngineServers()
         return
-    with open_engines(config, on_event) as sampler:
-        yield sampler
+    with open_engines(config, on_event) as opened:
+        yield opened
 
 
 @contextmanager
-def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[SamplerClient]:
-    """The sampler that asks engines, with the servers that the run starts. On rank 0."""
+def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[SamplerClient, EngineServers]]:
+    """The sampler that asks engines, and the servers that the run starts. On rank 0."""
     tokenizer = load_tokenizer(config.model.hf_path)
     problems = load_problems(config.data, config.reward.function, tokenizer)
     suites = load_suites(config.evaluation, config.data.max_prompt_tokens, tokenizer)

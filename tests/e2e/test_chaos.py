@@ -9,19 +9,32 @@ import pytest
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
-from tests.support.chaos import harm_and_check
+from tests.support.chaos import COLOCATED, harm_and_check
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _installed() -> None:
+    try:
+        sglang_python()
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("sync", ["disk", "broadcast"])
 def test_a_harmed_run_loses_nothing(tmp_path: Path, sync: str) -> None:
     """The sampler first: it is there again in seconds, and a server is not."""
-    try:
-        sglang_python()
-    except ConfigError as error:
-        pytest.skip(str(error))
     harms = ("kill the sampler", "kill a server")
-    found = harm_and_check(tmp_path, harms, random.Random(3), sync)
+    found = harm_and_check(tmp_path, harms, random.Random(3), [f"--rollout.sglang.sync={sync}"])
     assert all(found[kind] == 1 for kind in harms), found
+    assert found["trained"] > 0
+
+
+def test_a_run_with_colocated_servers_loses_nothing(tmp_path: Path) -> None:
+    """Killed while a server releases its memory, and while one takes it back with new weights."""
+    harms, arrows = ("kill the sampler", "kill a server"), ("release_memory_occupation", "weights_checker")
+    found = harm_and_check(tmp_path, harms, random.Random(5), COLOCATED, arrows)
+    assert all(found[kind] == 1 for kind in harms), found
+    assert sum(found["at " + arrow] for arrow in arrows) == 2, found
     assert found["trained"] > 0

@@ -1,11 +1,15 @@
 """A run with two real SGLang servers, and everything that can happen to it, at random.
 
     python -m tests.support.chaos --minutes 30 [--seed 0] [--sync broadcast]
+    python -m tests.support.chaos --kills 200 --colocated
 
 Servers, the sampler and the trainer are killed with -9, servers and the sampler are stopped for a while with
 SIGSTOP. Then the run goes on in peace for a few steps, and its journal is audited (tests/support/audit.py):
 every token that was sampled was trained on, dropped by rule, or is still in the journal; no group was trained
 twice; the losses equal those of a replay of the journal.
+
+``--colocated``: the servers give up their memory while the policy trains. Kills then come as soon as a server
+has answered a call that leads from one state to the next (``ARROWS``), or the trainer has made an update.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -49,6 +53,14 @@ HARMS = (
     *("stop the sampler", "kill the trainer", "kill everything"),
 )
 
+KILLS = ("kill a server", "kill the sampler", "kill the sampler", "kill the trainer", "kill everything")
+COLOCATED = ("--rollout.sglang.colocated", "--parallel.offload")
+ARROWS = (
+    *("abort_request", "pause_generation", "release_memory_occupation", "resume_memory_occupation"),
+    *("update_weights_from_disk", "weights_checker", "continue_generation", "update", "checkpoint"),
+)
+"""What a kill waits for: a call that a server answers, as its log says, or a line of the run's own logs."""
+
 PATIENCE_S = 900.0
 """A run that makes no step for so long hangs: two servers start on two cores that others may use."""
 
@@ -56,10 +68,9 @@ PATIENCE_S = 900.0
 class Run:
     """The command, started again whenever it has ended."""
 
-    def __init__(self, run_dir: Path, sync: str) -> None:
-        """``sync``: how weights reach the servers."""
+    def __init__(self, run_dir: Path, flags: Iterable[str]) -> None:
         self.run_dir = run_dir
-        self._flags = [*FLAGS, f"--rollout.sglang.sync={sync}"]
+        self._flags = [*FLAGS, *flags]
         self._log = (run_dir.parent / "chaos.log").open("ab")
         self.start()
 
@@ -103,6 +114,21 @@ class Run:
             self.start()
         return True
 
+    def wait_for_arrow(self, arrow: str, most_s: float = 60.0) -> bool:
+        """Wait until it is passed again; whether it was, in ``most_s`` seconds."""
+        logs = {
+            "update": [self.run_dir / "updates.jsonl"],
+            "checkpoint": [self.run_dir / "events.jsonl"],
+        }.get(arrow, sorted((self.run_dir / "logs").glob("server-*.log")))
+        text = {"update": b"\n", "checkpoint": b'"saving"'}.get(arrow, b"POST /" + arrow.encode())
+        seen = [log.stat().st_size if log.exists() else 0 for log in logs]
+        deadline = time.monotonic() + most_s
+        while time.monotonic() < deadline:
+            if any(log.exists() and text in _from(log, place) for log, place in zip(logs, seen, strict=True)):
+                return True
+            time.sleep(0.005)
+        return False
+
     def wait_for_steps(self, more: int, limit_s: float) -> None:
         """Until so many steps were made from now on. AssertionError if they are not, or the run ends."""
         goal, deadline = self.steps + more, time.monotonic() + limit_s
@@ -128,16 +154,29 @@ class Run:
         return (self.run_dir.parent / "chaos.log").read_bytes()[-3000:].decode(errors="replace")
 
 
+def _from(log: Path, place: int) -> bytes:
+    with log.open("rb") as file:
+        file.seek(place)
+        return file.read()
+
+
 def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sync", choices=("disk", "broadcast"), default="disk")
+    parser.add_argument("--colocated", action="store_true")
+    parser.add_argument("--kills", type=int)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         chance = random.Random(given.seed)
-        harm_and_check(Path(folder), harms_for(given.minutes, chance), chance, given.sync)
+        if given.colocated:
+            harms = (chance.choice(KILLS) for _ in range(given.kills or 20))
+            harm_and_check(Path(folder), harms, chance, COLOCATED, ARROWS)
+        else:
+            harms = harms_for(given.minutes, chance)
+            harm_and_check(Path(folder), harms, chance, [f"--rollout.sglang.sync={given.sync}"])
 
 
 def harms_for(minutes: float, chance: random.Random) -> Iterator[str]:
@@ -147,17 +186,33 @@ def harms_for(minutes: float, chance: random.Random) -> Iterator[str]:
         yield chance.choice(HARMS)
 
 
-def harm_and_check(folder: Path, harms: Iterable[str], chance: random.Random, sync: str) -> Counter[str]:
-    """Do these harms to a run, then hold it to its books. What was done, and the tokens."""
+def harm_and_check(
+    folder: Path,
+    harms: Iterable[str],
+    chance: random.Random,
+    flags: Iterable[str],
+    arrows: Sequence[str] = (),
+) -> Counter[str]:
+    """Do these harms to a run, then hold it to its books. What was done, and the tokens.
+
+    ``arrows``: each harm comes when one of these is passed, or a moment later; the next, after a step.
+    """
     done = Counter[str]()
-    run = Run(folder / "run", sync)
+    run = Run(folder / "run", flags)
     with keeping_logs(run.run_dir / "journal", folder / "kept"):
         try:
             run.wait_for_steps(1, PATIENCE_S)
             for kind in harms:
+                when = chance.choice(arrows) if arrows else "some time"
+                if arrows and run.wait_for_arrow(when):
+                    done["at " + when] += 1
+                    time.sleep(chance.choice((0.0, 0.0, chance.uniform(0.0, 0.5))))
                 done[kind] += run.harm(kind, chance)
-                print(f"{kind}, at {run.steps} steps", flush=True)
-                run.breathe(chance.uniform(1, 15), 90 if "server" not in kind else 0)
+                print(f"{kind} after {when}, at {run.steps} steps", flush=True)
+                if arrows:
+                    run.wait_for_steps(1, PATIENCE_S)
+                else:
+                    run.breathe(chance.uniform(1, 15), 90 if "server" not in kind else 0)
             run.wait_for_steps(3, PATIENCE_S)
         finally:
             run.stop()

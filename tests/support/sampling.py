@@ -173,10 +173,11 @@ class World:
         rounds: bool = True,
         is_held: Callable[[], bool] = lambda: False,
         prefix_cache: bool = False,
+        held: bool = False,
     ) -> AsyncIterator[GroupSampler]:
         """A sampler with the weights of step ``first_step - 1``."""
         self._others = asyncio.all_tasks()
-        self.pool = EnginePool(self.engines, most, self._note, PATIENCE, prefix_cache)
+        self.pool = EnginePool(self.engines, most, self._note, PATIENCE, prefix_cache, held)
         self.sampler = GroupSampler(
             self.config,
             self.dataset,

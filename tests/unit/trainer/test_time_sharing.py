@@ -1,0 +1,280 @@
+"""Time-sharing on one rank, with engines, a policy and a driver that note what they are told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config import (
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    SglangConfig,
+)
+from bapo_megatron.errors import RunStopped
+from bapo_megatron.rollout.engines.backend import EngineServers
+from bapo_megatron.trainer import time_sharing
+from bapo_megatron.trainer.time_sharing import TimeSharing
+
+pytestmark = pytest.mark.usefixtures("one_process_group")
+
+GB = 10**9
+ROOM = 80 * GB
+KEPT = 6 * GB
+"""What the configuration lets a server keep."""
+
+CONFIG = RunConfig(
+    "shared",
+    ModelConfig(Path("m")),
+    DataConfig(Path("d")),
+    parallel=ParallelConfig(offload=True),
+    rollout=RolloutConfig(
+        engine="sglang",
+        sglang=SglangConfig(servers=2, colocated=True, kept_gb=KEPT / GB, release_minutes=0.05),
+    ),
+)
+
+
+class Scene(EngineServers):
+    """All parts at once: policy, sampler, servers and driver, and what was called, in order."""
+
+    urls = ("one", "two")
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.alive = {"one": False, "two": False}
+        self.memory = {"policy": 50 * GB, "one": 0, "two": 0}
+        self.refuses_release: set[str] = set()
+        self.refuses_wake: set[str] = set()
+        self.keeps: dict[str, int] = {}
+        """What a server that says that it has released its memory still has."""
+        self.looks_until_free = 0
+        """So often the driver is asked in vain."""
+        self.stopped_at: str | None = None
+        """The call with which the sampler's process ends for good."""
+        self.events: list[dict[str, Any]] = []
+
+    # --- the policy ---
+
+    def offload(self) -> int:
+        self.calls.append("offload")
+        self.memory["policy"] = 0
+        return 50 * GB
+
+    def reload(self) -> None:
+        self.calls.append("reload")
+        assert self.free() >= 50 * GB, "no memory for the policy"
+        self.memory["policy"] = 50 * GB
+
+    # --- the sampler ---
+
+    def release(self) -> list[str]:
+        self._sampler("release")
+        released = [name for name in self.running() if name not in self.refuses_release]
+        for name in released:
+            self.memory[name] = self.keeps.get(name, KEPT // 2)
+        return released
+
+    def wake(self, names: Sequence[str]) -> list[str]:
+        self._sampler(f"wake {' '.join(names)}")
+        assert not self.memory["policy"], "an engine wakes where the policy is"
+        for name in names:
+            self.memory[name] = 30 * GB
+        return [name for name in names if name not in self.refuses_wake]
+
+    def admit(self) -> None:
+        self._sampler("admit")
+
+    def _sampler(self, call: str) -> None:
+        self.calls.append(call)
+        if call.split()[0] == self.stopped_at:
+            raise RunStopped("the sampler's process ended 6 times in a row")
+
+    # --- the servers ---
+
+    def hold(self) -> None:
+        self.calls.append("hold")
+
+    def running(self) -> list[str]:
+        return [name for name, alive in self.alive.items() if alive]
+
+    def end(self, spared: Collection[str] = ()) -> None:
+        ended = [name for name in self.running() if name not in spared]
+        self.calls += [f"end {name}" for name in ended]
+        for name in ended:
+            self.alive[name], self.memory[name] = False, 0
+
+    def start(self) -> None:
+        assert not self.memory["policy"], "a server starts where the policy is"
+        begun = [name for name, alive in self.alive.items() if not alive]
+        self.calls += [f"start {name}" for name in begun]
+        for name in begun:
+            self.alive[name], self.memory[name] = True, 30 * GB
+
+    # --- the driver ---
+
+    def free(self) -> int:
+        taken = sum(self.memory.values())
+        if self.looks_until_free:
+            self.looks_until_free -= 1
+            taken += 40 * GB
+        return ROOM - taken
+
+    def since(self, place: int) -> list[str]:
+        return self.calls[place:]
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    made = Scene()
+    clock = [0.0]
+    monkeypatch.setattr(time_sharing, "free_gpu_bytes", made.free)
+    monkeypatch.setattr(time_sharing, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time_sharing, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    return made
+
+
+@pytest.fixture
+def shared(scene: Scene) -> TimeSharing:
+    parts: Any = scene
+    return TimeSharing(CONFIG, parts, parts, parts, scene.events.append)
+
+
+def test_each_side_moves_when_the_other_is_out_of_the_way(scene: Scene, shared: TimeSharing) -> None:
+    shared.train()  # the policy has the GPUs at first
+    assert scene.calls == []
+    shared.sample()
+    shared.sample()
+    assert scene.calls == ["offload", "start one", "start two", "admit"]
+    shared.train()
+    shared.train()
+    assert scene.since(4) == ["hold", "release", "reload"]
+    shared.sample()
+    assert scene.since(7) == ["offload", "wake one two", "admit"]
+    assert set(shared.metrics()) == {"time/wake_s", "time/release_s"}
+    assert scene.events == []
+
+
+def test_engines_with_gpus_of_their_own_are_left_alone(scene: Scene) -> None:
+    parts: Any = scene
+    sglang = dataclasses.replace(CONFIG.rollout.sglang, colocated=False)
+    split = dataclasses.replace(CONFIG, rollout=dataclasses.replace(CONFIG.rollout, sglang=sglang))
+    replay = dataclasses.replace(
+        CONFIG, rollout=dataclasses.replace(CONFIG.rollout, replay=Path("elsewhere"))
+    )
+    for config in (split, replay):
+        shared = TimeSharing(config, parts, parts, parts, scene.events.append)
+        shared.sample()
+        shared.train()
+        assert scene.calls == []
+        assert shared.metrics() == {}
+
+
+def test_a_policy_that_fits_beside_engines_may_stay(scene: Scene) -> None:
+    parts: Any = scene
+    scene.memory["policy"] = 0  # the scene asserts that nobody is there
+    config = dataclasses.replace(CONFIG, parallel=ParallelConfig())
+    shared = TimeSharing(config, parts, parts, parts, scene.events.append)
+    shared.sample()
+    shared.train()
+    assert scene.calls == ["start one", "start two", "admit", "hold", "release"]
+
+
+def test_a_release_that_is_answered_too_early_is_waited_for(scene: Scene, shared: TimeSharing) -> None:
+    shared.sample()
+    scene.looks_until_free = 5
+    shared.train()
+    assert scene.calls[-1] == "reload"
+    assert scene.looks_until_free == 0
+    assert scene.events == []
+
+
+def test_engines_that_keep_their_memory_are_ended(scene: Scene, shared: TimeSharing) -> None:
+    """More than ``kept_gb``, though they say that they have released it."""
+    shared.sample()
+    scene.keeps = {"two": KEPT + 1}
+    place = len(scene.calls)
+    shared.train()
+    assert scene.since(place) == ["hold", "release", "end one", "end two", "reload"]
+    (event,) = scene.events
+    assert event["kind"] == "memory_kept"
+    assert "of 74.0 GB are free" in event["reason"]
+    place = len(scene.calls)
+    shared.sample()
+    assert scene.since(place) == ["offload", "start one", "start two", "admit"]
+
+
+def test_what_servers_may_keep_is_kept(scene: Scene, shared: TimeSharing) -> None:
+    shared.sample()
+    scene.keeps = {"one": KEPT // 2, "two": KEPT // 2}
+    shared.train()
+    assert scene.events == []
+
+
+def test_memory_that_nobody_gives_up_stops_the_run(scene: Scene, shared: TimeSharing) -> None:
+    shared.sample()
+    scene.memory["another program"] = 70 * GB
+    with pytest.raises(RunStopped, match=r"not free though they are ended: 10\.0 of 74\.0 GB.*nvidia-smi"):
+        shared.train()
+    assert "reload" not in scene.calls
+    scene.memory["another program"] = 0
+    shared.train()  # for a last checkpoint
+    assert scene.calls[-1] == "reload"
+
+
+def test_an_engine_that_does_not_release_is_ended(scene: Scene, shared: TimeSharing) -> None:
+    shared.sample()
+    scene.refuses_release = {"one"}
+    place = len(scene.calls)
+    shared.train()
+    shared.sample()
+    assert scene.since(place) == [
+        *("hold", "release", "end one", "reload", "offload"),
+        *("wake two", "start one", "admit"),
+    ]
+
+
+def test_an_engine_that_does_not_wake_is_started_again(scene: Scene, shared: TimeSharing) -> None:
+    shared.sample()
+    shared.train()
+    scene.refuses_wake = {"two"}
+    place = len(scene.calls)
+    shared.sample()
+    assert scene.since(place) == ["offload", "wake one two", "end two", "start two", "admit"]
+
+
+def test_a_server_that_dies_asleep_is_not_woken(scene: Scene, shared: TimeSharing) -> None:
+    """To resume memory that a new process never released would end it."""
+    shared.sample()
+    shared.train()
+    scene.alive["one"] = False
+    place = len(scene.calls)
+    shared.sample()
+    assert scene.since(place) == ["offload", "wake two", "start one", "admit"]
+
+
+def test_a_run_without_a_sampler_can_still_save(scene: Scene, shared: TimeSharing) -> None:
+    shared.sample()
+    scene.stopped_at = "release"
+    place = len(scene.calls)
+    shared.train()
+    assert scene.since(place) == ["hold", "release", "end one", "end two", "reload"]
+
+
+def test_a_sampler_that_ends_during_the_wake_leaves_the_policy_its_way_back(
+    scene: Scene, shared: TimeSharing
+) -> None:
+    shared.sample()
+    shared.train()
+    scene.stopped_at = "wake"
+    with pytest.raises(RunStopped, match="6 times in a row"):
+        shared.sample()
+    scene.stopped_at = None
+    shared.train()
+    assert scene.calls[-1] == "reload"

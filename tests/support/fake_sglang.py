@@ -56,7 +56,7 @@ class FakeServer:
         body = await request.json() if request.can_read_body else {}
         if path == "generate":
             self.rids.append(body["rid"])
-        if self.connections[-1] in self.ended:
+        if self.connections[-1] in self.ended or self._ends(path, body):
             request.transport.close()
             return web.Response()
         if path == self.cut_path and self.cuts:
@@ -80,6 +80,10 @@ class FakeServer:
             await self._aborted.setdefault(body["rid"], asyncio.Event()).wait()
             return web.json_response(self._answer(path, tokens, "abort"))
         return web.json_response(self._answer(path))
+
+    def _ends(self, _path: str, _body: dict[str, Any]) -> bool:
+        """Whether this call ends it: the connection is closed without an answer."""
+        return False
 
     def _answer(self, path: str, tokens: int = 2, reason: str = "length") -> Any:
         if path == "generate":

@@ -1,0 +1,218 @@
+"""Servers that release their memory late, wake with garbage or die between, played by a small HTTP server.
+
+What a real CPU server does is in tests/contract/test_released_memory.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from bapo_megatron.rollout.engines.digest_quorum import Disagreement
+from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.rollout.engines.requests import limits_of
+from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
+from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
+from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
+from bapo_megatron.rollout.weight_sync.disk import WeightStaging
+from tests.support.fake_sglang import FakeServer
+from tests.support.models import save_tiny_model
+from tests.support.sampling import until
+
+ALL = {"weights", "cuda_graph", "kv_cache"}
+
+
+class SleepingServer(FakeServer):
+    """Has tagged memory, as SGLang 0.5.23: it ends where an assertion or a fault ends SGLang."""
+
+    def __init__(self) -> None:
+        self.tags = set(ALL)
+        """What of its memory it has."""
+        self.weights = "0"
+        """What its weights are, whatever it says."""
+        self.loads_nothing = False
+        """It answers that it has loaded weights, and has not."""
+        self.dies_at: str | None = None
+        self.dead: str | None = None
+        """Why it has ended."""
+        self.calls: list[str] = []
+        super().__init__()
+
+    def _ends(self, path: str, body: dict[str, Any]) -> bool:
+        self.dead = self.dead or self._died(path, body)
+        if self.dead:
+            return True
+        if path not in ("model_info", "server_info"):
+            self.calls.append(" ".join([path, *sorted(body.get("tags", []))]))
+        if path == "release_memory_occupation":
+            self.tags -= set(body["tags"])
+            self.weights = "unset"
+        if path == "resume_memory_occupation":
+            self.tags |= set(body["tags"])
+        if path == "update_weights_from_disk" and not self.loads_nothing:
+            self.weights = body["weight_version"]
+        return False
+
+    def _died(self, path: str, body: dict[str, Any]) -> str | None:
+        tags = set(body.get("tags", []))
+        if path == self.dies_at:
+            return f"killed at {path}"
+        if path == "release_memory_occupation" and not self.paused:
+            return "released while it was not idle"
+        if path == "resume_memory_occupation" and tags & self.tags:
+            return f"resumed {sorted(tags & self.tags)}, which was there"
+        if path in ("update_weights_from_disk", "weights_checker") and "weights" not in self.tags:
+            return f"{path} without memory for weights"
+        if path in ("generate", "flush_cache") or body.get("flush_cache"):
+            return None if self.tags >= ALL else f"{path} without {sorted(ALL - self.tags)}"
+        return None
+
+    def _answer(self, path: str, tokens: int = 2, reason: str = "length") -> Any:
+        if path == "weights_checker":
+            return {"per_engine_checksum": f"of {self.weights}"}
+        return super()._answer(path, tokens, reason)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[SleepingServer]]:
+    found = [SleepingServer(), SleepingServer()]
+    yield found
+    for server in found:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("qwen2", tmp_path_factory.mktemp("m") / "model")
+
+
+@pytest.fixture
+def folder(model: Path, tmp_path: Path) -> Path:
+    weights = load_file(model / "model.safetensors").items()
+    return WeightStaging(tmp_path / "weights", model).write(weights, 7)
+
+
+def engine_on(server: SleepingServer, model: Path) -> SglangEngine:
+    deadlines = Deadlines(request_s=30.0, update_s=30.0, abort_s=5.0)
+    client = SglangServer(server.url, HttpSessions(), control_timeout=30.0)
+    return SglangEngine(client, limits_of(model), deadlines=deadlines)
+
+
+async def agreed(_digest: str) -> None: ...
+
+
+def test_the_calls_in_their_order(servers: list[SleepingServer], model: Path, folder: Path) -> None:
+    async def check() -> None:
+        engine = engine_on(servers[0], model)
+        await engine.release_memory()
+        assert servers[0].tags == set()
+        assert await engine.is_alive()
+        await engine.wake(folder, 7, agreed)
+
+    asyncio.run(check())
+    assert servers[0].dead is None
+    assert servers[0].tags == ALL
+    assert servers[0].calls == [
+        "abort_request",
+        "pause_generation",
+        "release_memory_occupation cuda_graph kv_cache weights",
+        "resume_memory_occupation cuda_graph weights",
+        "update_weights_from_disk",
+        "weights_checker",
+        "resume_memory_occupation kv_cache",
+        "continue_generation",
+    ]
+
+
+def test_nothing_is_sampled_from_weights_that_are_not_confirmed(
+    servers: list[SleepingServer], model: Path, folder: Path
+) -> None:
+    async def refuse(digest: str) -> None:
+        raise Disagreement(digest)
+
+    async def check() -> None:
+        engine = engine_on(servers[0], model)
+        await engine.release_memory()
+        with pytest.raises(Disagreement, match="of 7"):
+            await engine.wake(folder, 7, refuse)
+
+    asyncio.run(check())
+    assert "continue_generation" not in servers[0].calls
+    assert "kv_cache" not in servers[0].tags
+
+
+@pytest.mark.parametrize(
+    "dies_at",
+    [
+        *("abort_request", "pause_generation", "release_memory_occupation", "resume_memory_occupation"),
+        *("update_weights_from_disk", "weights_checker", "continue_generation"),
+    ],
+)
+def test_a_server_that_dies_between_two_states_is_not_taken_for_one_that_works(
+    servers: list[SleepingServer], model: Path, folder: Path, dies_at: str
+) -> None:
+    """In a pool of two: the other goes on; a new process at the address of the dead one comes by itself."""
+
+    async def check() -> None:
+        pool = EnginePool(
+            [engine_on(server, model) for server in servers], 8, lambda *_, **__: None, TIMEOUTS, held=True
+        )
+        await pool.update(folder, 7)
+        pool.admit()
+        await until(lambda: pool.up == 2)
+        servers[0].dies_at = dies_at
+        one, two = (server.url for server in servers)
+        released = await pool.release()
+        assert released == ([two] if dies_at in RELEASING else [one, two])
+        assert pool.up == 0
+        assert await pool.wake(released) == [two]
+        assert pool.up == 1
+        servers[0].dies_at = servers[0].dead = None  # started again
+        servers[0].tags, servers[0].version, servers[0].weights = set(ALL), "0", "0"
+        pool.admit()
+        await until(lambda: pool.up == 2)
+        assert servers[0].weights == "7"
+        await pool.close()
+
+    asyncio.run(check())
+    assert [server.dead for server in servers] == [None, None]
+
+
+def test_garbage_after_a_wake_is_seen(servers: list[SleepingServer], model: Path, folder: Path) -> None:
+    """A server says that it has loaded the weights, and computes with what its memory happened to hold."""
+
+    async def check() -> None:
+        pool = EnginePool(
+            [engine_on(server, model) for server in servers], 8, lambda *_, **__: None, TIMEOUTS, held=True
+        )
+        await pool.update(folder, 7)
+        pool.admit()
+        await until(lambda: pool.up == 2)
+        released = await pool.release()
+        servers[1].loads_nothing = True
+        await pool.update(folder, 8)
+        # Two differ, and nobody knows which is right: neither samples.
+        assert await pool.wake(released) == []
+        assert all("continue_generation" not in server.calls[-2:] for server in servers)
+        await pool.close()
+
+    asyncio.run(check())
+
+
+def test_what_wakes_a_server_twice_ends_it(servers: list[SleepingServer], model: Path, folder: Path) -> None:
+    async def check() -> None:
+        engine = engine_on(servers[0], model)
+        with pytest.raises(ServerError):
+            await engine.wake(folder, 7, agreed)
+
+    asyncio.run(check())
+    assert servers[0].dead == "resumed ['cuda_graph', 'weights'], which was there"
+
+
+RELEASING = ("abort_request", "pause_generation", "release_memory_occupation")
+TIMEOUTS = EngineTimeouts(heartbeat_s=0.1, silent_s=30.0, abort_s=10.0, update_s=60.0)

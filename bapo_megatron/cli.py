@@ -38,6 +38,7 @@ USAGE = """\
 usage: bapo COMMAND ...
 
   train RECIPE [flags]   run or continue a recipe; flags override its fields (--help lists them)
+                         --rollout-only: no trainer; --train-only [RUN]: no engines
   sft RECIPE [flags]     supervised warm start of a model, written as a Hugging Face folder
   report RUN [RUN ...] [--output DIR]
                          plots and one HTML page of a run, or of several compared

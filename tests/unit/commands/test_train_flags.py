@@ -37,7 +37,7 @@ def test_without_them_the_recipe_is_as_it_was() -> None:
 
 @pytest.mark.parametrize("words", [("--rollout-only",), ("--rollout-only", "true"), ("--rollout_only",)])
 def test_sampling_alone_has_a_directory_of_its_own_and_no_evaluations(words: tuple[str, ...]) -> None:
-    run, samples_only = flags(*words, "steps=9")
+    run, samples_only = flags(*words, "steps=9", "--checkpoint.keep-best=1")
     assert samples_only
     assert run.directory == Path("runs/demo_cpu-rollout-only")
     assert run.steps == 9

@@ -26,8 +26,9 @@ COMMAND = "python -m tests.support.config_page"
 _HEAD = f"""\
 # Configuration
 
-Every field of a recipe, with its type, its default and its meaning. A recipe is a Python file whose `recipe()`
-returns a `RunConfig` ([customize.md](customize.md)). Every field is also a flag, and a flag overrides the recipe:
+Every field of a recipe, with its type, its default and its meaning. A recipe is a Python file whose
+`recipe()` returns a `RunConfig` ([customize.md](customize.md)). Every field is also a flag, and a flag
+overrides the recipe:
 
 ```sh
 bapo plan recipes/bp_math_32b_64k.py --optimizer.lr 1e-6 --batch.recompute selective     # the form of --help

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.forked_commands import put_bapo_into, server
+from tests.support.page_workspace import copy_repository, environment_of, run_commands
+from tests.support.pages import ROOT
 from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/extending.md"
 CHANGES = 10
 
@@ -74,18 +71,11 @@ def changes() -> list[Change]:
 
 
 def copied(change: Change, workspace: Path) -> None:
-    """The repository as the change leaves it; what it does not touch is linked."""
-    touched = {path.split("/")[0] for path in change.files}
+    """The repository as the change leaves it."""
+    touched: set[str] = set()
     for patch in change.patches:
         touched |= {line[6:].split("/")[0] for line in patch.splitlines() if line.startswith("+++ b/")}
-    for name in ("bapo_megatron", "checkpoints_tools", "recipes", "slurm", "tests", "benchmarks"):
-        if name in touched:
-            shutil.copytree(ROOT / name, workspace / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            (workspace / name).symlink_to(ROOT / name)
-    for path, text in change.files.items():
-        (workspace / path).parent.mkdir(parents=True, exist_ok=True)
-        (workspace / path).write_text(text)
+    copy_repository(workspace, touched, change.files)
     for patch in change.patches:
         subprocess.run(
             ["patch", "-p1", "--no-backup-if-mismatch"], cwd=workspace, input=patch, text=True, check=True
@@ -112,26 +102,10 @@ QUICK = ("A loss", "A recipe")
 )
 def test_a_change_works_as_the_page_says(change: Change, tmp_path: Path) -> None:
     copied(change, tmp_path)
-    put_bapo_into(tmp_path / "bin", tmp_path)
-    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": path, "OMP_NUM_THREADS": "1"}
-    if (nemo_run := ROOT / ".venv-nemo-run/bin/python").is_file():
-        environment.setdefault("BAPO_NEMO_RUN_PYTHON", str(nemo_run))
+    environment = environment_of(tmp_path)
     assert change.commands, "a change that nobody tries"
     for command, expected in change.commands:
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", command],
-            cwd=tmp_path,
-            env=environment,
-            pass_fds=[server().fileno()],
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        output = done.stdout + done.stderr
-        assert done.returncode == 0, f"{command}\n{output[-4000:]}"
-        for line in filter(None, map(str.strip, expected.splitlines())):
-            assert line in output, f"{command}\ndid not print {line!r}:\n{output[-4000:]}"
+        run_commands(command, expected, tmp_path, environment)
 
 
 def test_the_summary_counts_right() -> None:

@@ -1,0 +1,215 @@
+"""Every command of the pages is one that the command line takes, and says what runs it or what it needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import tyro
+
+from bapo_megatron.commands.cluster.commands import _run_and_switches
+from bapo_megatron.commands.cluster.submit import SubmitCommand
+from bapo_megatron.commands.doctor.doctor import DoctorArguments
+from bapo_megatron.commands.plan.command import PlanCommand
+from bapo_megatron.commands.recipe_flags import check_names, parse_flags, recipe_config, recipe_path
+from bapo_megatron.commands.rehearse import RehearseCommand
+from bapo_megatron.commands.verify.check import VerifyConfig
+from bapo_megatron.config import RunConfig, SftConfig
+from bapo_megatron.config.flags import parse_options
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.data.prepare.options import PrepareOptions
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.evaluation.options import EvalOptions
+from bapo_megatron.rollout.engines.sglang.placement import placement_problem
+from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand
+from benchmarks.study.options import StudyOptions
+from checkpoints_tools.commands import COMMANDS as CHECKPOINT_COMMANDS
+from tests.support.pages import PAGES, ROOT, Block, blocks, inline_commands
+
+NEEDS = ("needs a GPU", "needs a network", "needs Slurm", "form")
+"""What a comment before a block says whose commands no test runs. Form: it shows which flags there are."""
+PLACEHOLDERS = {
+    "RECIPE": "recipes/r1_distill_qwen_7b_8k.py",
+    "FILE": "slurm/clusters/h100_pyxis.toml",
+    "SOURCE": "recipes/demo/train.jsonl",
+    "N": "2",
+    "PORT": "30000",
+}
+"""What stands for a word in capitals; any other is a path."""
+PAGES_OF_COMMANDS = [page for page in PAGES if page.name != "CHANGELOG.md"]
+GPUS = 8
+
+
+def parse_run(arguments: Sequence[str], command: str = "train") -> RunConfig:
+    run = recipe_config(command, RunConfig, arguments)
+    run.check()
+    check_names(run)
+    return run
+
+
+def parse_training(arguments: Sequence[str]) -> None:
+    """On one machine of eight GPUs the servers that the run starts have room."""
+    run = parse_run(arguments)
+    on_gpus = run.model.dtype == "bfloat16"
+    if on_gpus and run.rollout.engine == "sglang":
+        problem = placement_problem(run.rollout, GPUS, run.parallel.model_size * (run.parallel.data or 1))
+        assert problem is None, problem
+
+
+def parse_submit(arguments: Sequence[str]) -> None:
+    command = SubmitCommand.of(arguments)
+    assert command.cluster.is_file() or command.cluster.name == "my_site.toml"
+    parse_run([str(command.recipe), *command.flags])
+
+
+def parse_plan(kind: Callable[[RunConfig], object], arguments: Sequence[str], command: str) -> None:
+    recipe = recipe_path(command, arguments)
+    found = parse_flags(command, recipe, kind(load_recipe(recipe, RunConfig)), arguments)
+    run = found if isinstance(found, RunConfig) else getattr(found, "run", None)
+    if isinstance(run, RunConfig):
+        run.check()
+
+
+def parse_data(arguments: Sequence[str]) -> None:
+    assert arguments[0] == "prepare"
+    parse_options(PrepareOptions, "bapo data prepare", arguments[1:]).check()
+
+
+def parse_eval(arguments: Sequence[str]) -> None:
+    if arguments[0] == "compare":
+        assert len([word for word in arguments if word != "--json"]) == 3
+    else:
+        parse_options(EvalOptions, "bapo eval", arguments).check()
+
+
+def parse_study(arguments: Sequence[str]) -> None:
+    assert arguments[0] == "staleness"
+    parse_options(StudyOptions, "bapo study staleness", arguments[1:]).resolved()
+
+
+def parse_doctor(arguments: Sequence[str]) -> None:
+    command = DoctorArguments.of(arguments)
+    if command.recipe is not None:
+        parse_run([str(command.recipe), *command.flags], "doctor")
+
+
+def parse_report(arguments: Sequence[str]) -> None:
+    assert {word for word in arguments if word.startswith("-")} <= {"--output"}
+    assert not arguments[0].startswith("-")
+
+
+PARSERS: dict[str, Callable[[Sequence[str]], object]] = {
+    "train": parse_training,
+    "sft": lambda words: recipe_config("sft", SftConfig, words).check(),
+    "report": parse_report,
+    "submit": parse_submit,
+    "status": lambda words: _run_and_switches("status", words, "--watch"),
+    "logs": lambda words: _run_and_switches("logs", words, "--follow", "--all"),
+    "cancel": lambda words: _run_and_switches("cancel", words, "--now"),
+    "rollout-server": lambda words: parse_plan(ServeCommand, words, "rollout-server"),
+    "plan": lambda words: parse_plan(PlanCommand, words, "plan"),
+    "rehearse": lambda words: parse_plan(RehearseCommand, words, "rehearse"),
+    "verify-parallel": lambda words: parse_plan(VerifyConfig.of, words, "verify-parallel"),
+    "data": parse_data,
+    "eval": parse_eval,
+    "study": parse_study,
+    "doctor": parse_doctor,
+}
+
+
+def check(words: list[str]) -> None:
+    """AssertionError, SystemExit or ConfigError if the command is none that exists."""
+    program, *rest = words
+    if "bapo_megatron.cli" in rest:  # srun, torchrun
+        program, rest = "bapo", rest[rest.index("bapo_megatron.cli") + 1 :]
+    if program == "srun":
+        rest = rest[next(n for n, word in enumerate(rest) if word in ("bapo", "make")) :]
+        program, *rest = rest
+    rest = [word for word in rest if word not in ("...", "FLAGS")]
+    rest = [PLACEHOLDERS.get(word, word) for word in rest]
+    if program == "bapo":
+        if "--help" in rest:
+            assert rest[0] in PARSERS
+        else:
+            PARSERS[rest[0]](rest[1:])
+    elif program == "bapo-ckpt":
+        tyro.cli(CHECKPOINT_COMMANDS[rest[0]], args=rest[1:])
+    elif program == "make":
+        check_make(rest)
+    elif program == "sbatch":
+        check_sbatch(rest)
+    elif program == "python":
+        if rest[0] == "-m":
+            assert rest[1].startswith("sglang") or find_spec(rest[1]) is not None, rest[1]
+        else:
+            assert (ROOT / rest[0]).is_file() or (ROOT / "docs" / rest[0]).is_file(), rest[0]
+
+
+def check_make(words: Sequence[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for word in words:
+        variable, equals, _ = word.partition("=")
+        if equals:
+            assert re.search(rf"\b{variable}\b", makefile), word
+        else:
+            assert re.search(rf"^{word}:", makefile, re.MULTILINE), word
+
+
+def check_sbatch(words: Sequence[str]) -> None:
+    place = next(n for n, word in enumerate(words) if word.endswith(".sbatch"))
+    script = Path(words[place])
+    assert (ROOT / script).is_file(), script
+    if script.stem == "colocated":
+        parse_training(words[place + 1 :])
+    elif script.stem in ("train", "rollout"):
+        parse_run(words[place + 1 :])
+
+
+def is_whole(words: Sequence[str]) -> bool:
+    """Whether words in running text are a command, and not its name alone, as in `bapo plan`."""
+    place = 3 if words[1:2] == ["data"] else 2
+    return len(words) > place and not words[place].startswith("-")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("page", PAGES_OF_COMMANDS, ids=lambda page: page.name)
+def test_the_command_line_takes_every_command(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    written = {block.file for block in blocks(page) if block.file}  # by the reader, as the page says
+    found = [words for block in blocks(page) for words in block.commands]
+    found += [words for words in inline_commands(page) if is_whole(words)]
+    refused = []
+    for words in found:
+        if not written & set(words):
+            try:
+                check(list(words))
+            except (AssertionError, SystemExit, ConfigError, LookupError, StopIteration) as error:
+                refused.append(f"{' '.join(words)}: {error!r}")
+    assert not refused, "\n".join(refused)
+
+
+@pytest.mark.parametrize("page", PAGES_OF_COMMANDS, ids=lambda page: page.name)
+def test_every_block_says_what_runs_it(page: Path) -> None:
+    unknown = [problem for block in blocks(page) if block.commands and (problem := unmarked(block))]
+    assert not unknown, "\n".join(unknown)
+
+
+def unmarked(block: Block) -> str | None:
+    """Why nobody knows whether a block's commands work; None if a test runs them, or they need a cluster.
+
+    Blocks that begin with ```sh are run by tests/e2e/test_pages.py and test_extending.py.
+    """
+    where = f"{block.page.name}, line {block.line}"
+    if block.kind == "sh" or block.marker in NEEDS:
+        return None
+    tests = [ROOT / name for name in block.marker.split()]
+    if not tests:
+        return (
+            f"{where}: a test runs a block that begins with ```sh; before any other write <!-- WHAT -->, "
+            f"one of {', '.join(NEEDS)}, or the file of a test that runs its commands"
+        )
+    missing = [str(test) for test in tests if not test.is_file()]
+    return f"{where}: {missing} do not exist" if missing else None

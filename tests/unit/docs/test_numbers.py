@@ -1,0 +1,73 @@
+"""Numbers and figures of the pages are those of `bapo plan` and of the study, and say what made them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from bapo_megatron.cli import run
+from tests.support.pages import PAGES, ROOT
+
+COLUMNS = (
+    ["r1_distill_qwen_7b_8k.py"],
+    ["bp_math_7b_64k.py"],
+    ["bp_math_32b_64k.py", "--parallel.context", "4", "--batch.recompute", "selective"],
+)
+"""The recipes and flags of docs/slurm.md's table of budgets."""
+ROWS = (
+    "GPU memory",
+    "host memory",
+    "a checkpoint",
+    "checkpoints,",
+    "a step",
+    "first checkpoint",
+    "500 steps",
+)
+
+
+@pytest.mark.parametrize("column", range(len(COLUMNS)))
+def test_budgets(column: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    recipe, *flags = COLUMNS[column]
+    assert run(["plan", f"recipes/{recipe}", *flags]) == 0
+    planned = capsys.readouterr().out
+    table = (ROOT / "docs/slurm.md").read_text().split("## Budgets\n")[1]
+    for name in ROWS:
+        row = re.search(rf"^\| {re.escape(name)}.*$", table, re.MULTILINE)
+        assert row, name
+        figure = row[0].split("|")[column + 2].strip()
+        assert re.search(rf"\b{re.escape(figure)}", planned), f"{name}: {figure} is not in\n{planned}"
+
+
+METHODS = {
+    "`gspo`": "gspo",
+    "`fixed(0.9, 1.2)`": "fixed_0.9_1.2",
+    "`vespo`": "vespo",
+    "`fixed(0.9, 3.0)`": "fixed_0.9_3.0",
+    "`clip_higher()`": "clip_higher",
+    "`paper()`": "paper",
+    "`eq8_literal()`": "eq8_literal",
+    "`balanced()`": "balanced",
+}
+"""What docs/results.md calls the methods of the study."""
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_results_are_those_of_the_study(name: str) -> None:
+    table = (ROOT / "docs/results.md").read_text().split("| method |")[1]
+    study = (ROOT / "docs/study.md").read_text().split("At 8 passes:")[1]
+    row = re.search(rf"^\|[^|]*{re.escape(name)}[^|]*\| ([^|]+) \| (\d+) \|$", table, re.MULTILINE)
+    measured = re.search(rf"^\| `{METHODS[name]}` \| ([^,]+), (\d+) seeds", study, re.MULTILINE)
+    assert row
+    assert measured
+    assert row.groups() == measured.groups()
+
+
+def test_every_figure_names_its_command() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        written = re.search(r"Written by `bapo|Command: `python", text)
+        for found in re.finditer(r"!\[[^\]]*\]\([^)]+\.png\)", text):
+            after = text[found.end() : found.end() + 400]
+            assert written or re.search(r"`(python|make|bapo) ", after), f"{page.name}: {found[0]}"

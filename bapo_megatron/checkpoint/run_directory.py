@@ -41,9 +41,6 @@ _ADDED: dict[str, Any] = {
     "rollout.sglang.colocated": False,
     "rollout.sglang.release_minutes": 2.0,
     "rollout.sglang.kept_gb": 6.0,
-    "rollout.custom_engine.colocated": False,
-    "rollout.custom_engine.release_minutes": 2.0,
-    "rollout.custom_engine.kept_gb": 6.0,
     "rollout.sglang.api_key_file": None,
     "rollout.sglang.require_api_key": False,
 }

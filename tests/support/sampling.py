@@ -173,11 +173,11 @@ class World:
         rounds: bool = True,
         is_held: Callable[[], bool] = lambda: False,
         prefix_cache: bool = False,
-        held: bool = False,
+        kind: type[EnginePool] = EnginePool,
     ) -> AsyncIterator[GroupSampler]:
         """A sampler with the weights of step ``first_step - 1``."""
         self._others = asyncio.all_tasks()
-        self.pool = EnginePool(self.engines, most, self._note, PATIENCE, prefix_cache, held)
+        self.pool = kind(self.engines, most, self._note, PATIENCE, prefix_cache)
         self.sampler = GroupSampler(
             self.config,
             self.dataset,

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.interfaces import Engine, ReceivesBroadcast, ReleasesMemory
+from bapo_megatron.interfaces import Engine, ReceivesBroadcast
 from bapo_megatron.rollout.engines.clock import LoopLagClock
 from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
 from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot, choose
@@ -68,13 +68,11 @@ class EnginePool:
         report: Report,
         timeouts: EngineTimeouts | None = None,
         prefix_cache: bool = False,
-        held: bool = False,
     ) -> None:
         """``prefix_cache``: engines keep the keys and values of a request for one that continues it, until
-        their weights change. ``held``: none takes anything before ``admit``."""
+        their weights change."""
         self._clock = LoopLagClock()
-        now = self._clock.now()
-        self._slots = [EngineSlot(engine, heard_at=now, is_held=held) for engine in engines]
+        self._slots = [EngineSlot(engine, heard_at=self._clock.now()) for engine in engines]
         self._most = most
         self._report = report
         self._timeouts = timeouts or EngineTimeouts()
@@ -87,7 +85,7 @@ class EnginePool:
         """When a request was last answered, or all was well for a while."""
         self.comings = 0
         """How often an engine has come, or come back."""
-        self.down_since: float | None = None if held else now
+        self.down_since: float | None = self._clock.now()
         """Since when no engine works; None if one does, or all are held."""
         self._monitors = [asyncio.create_task(self._watch(slot)) for slot in self._slots]
 
@@ -206,36 +204,6 @@ class EnginePool:
         """Whether no engine works and only the trainer can bring one the weights that it needs."""
         return self.up == 0 and self._weights is None
 
-    async def release(self) -> list[str]:
-        """Hold every engine back, and have those that work give up their memory: names of those that have.
-
-        Requests in flight end with the tokens that they have. Of the other engines nobody knows what memory
-        they hold: they must be ended.
-        """
-        for slot in self._slots:
-            slot.is_held = True
-        up = [slot for slot in self._slots if slot.is_up]
-        released = await asyncio.gather(*(self._release(slot) for slot in up))
-        self.down_since = None
-        return [slot.engine.name for slot, done in zip(up, released, strict=True) if done]
-
-    async def wake(self, names: Collection[str]) -> list[str]:
-        """Let engines that have released their memory take it back, with the current weights, and sample.
-
-        Names of those that do; the others of ``names`` must be ended. The rest waits for ``admit``.
-        """
-        sleeping = [slot for slot in self._slots if slot.engine.name in names]
-        for slot in sleeping:
-            self._expect(slot)
-        woken = await asyncio.gather(*(self._wake(slot) for slot in sleeping))
-        return [slot.engine.name for slot, done in zip(sleeping, woken, strict=True) if done]
-
-    def admit(self) -> None:
-        """Hold no engine back any more: each comes when it answers and has loaded the current weights."""
-        for slot in self._slots:
-            slot.is_held = False
-        self.down_since = None if self.up else self._clock.now()
-
     async def close(self) -> None:
         """Stop watching and let go of the engines."""
         self._clock.close()
@@ -258,32 +226,6 @@ class EnginePool:
             await self._loaded(slot, weights)
         if loaded and self._weights is weights and not slot.is_held:  # else newer ones came meanwhile
             self._welcome(slot, weights.version)
-
-    async def _wake(self, slot: EngineSlot) -> bool:
-        """Whether an engine has its memory and the weights again. It may sample at once if so."""
-        assert isinstance(slot.engine, ReleasesMemory)
-        assert self._weights is not None
-        weights = self._weights
-        confirm = partial(weights.quorum.confirm, slot.engine.name)
-        try:
-            call = slot.engine.wake(weights.folder, weights.version, confirm)
-            woken = await self._or_lose(slot, call, weights.load_s)
-        finally:
-            await self._loaded(slot, weights)
-        if woken:
-            slot.is_up, slot.is_held, self.down_since = True, False, None
-            slot.heard_at = slot.came_at = self._clock.now()
-            slot.loads += 1
-            self.changed.set()
-        return woken
-
-    async def _release(self, slot: EngineSlot) -> bool:
-        """Whether a working engine has released its memory. It does not work any more, either way."""
-        assert isinstance(slot.engine, ReleasesMemory)
-        released = await self._or_lose(slot, slot.engine.release_memory(), self._timeouts.update_s)
-        if released:
-            slot.is_up, slot.reason = False, "its memory is released"
-        return released
 
     def _expect(self, slot: EngineSlot) -> _Weights:
         """The current weights, which are on their way to an engine from now on."""

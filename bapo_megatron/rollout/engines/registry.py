@@ -9,6 +9,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import ReleasesMemory
 from bapo_megatron.rollout.engines.backend import EngineBackend
+from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.runtime.dotted_path import load_dotted_path
@@ -62,6 +63,7 @@ async def open_pool(
         )
     timeouts = EngineTimeouts(update_s=60 * rollout.engine_config.update_minutes)
     most = max_in_flight or backend.max_in_flight(rollout)
-    pool = EnginePool(engines, most, report, timeouts, backend.has_prefix_cache(rollout), held=colocated)
+    kind = ColocatedPool if colocated else EnginePool
+    pool = kind(engines, most, report, timeouts, backend.has_prefix_cache(rollout))
     opened.push_async_callback(pool.close)
     return pool

@@ -55,8 +55,8 @@ class SamplerClient:
         self._start_arguments: tuple[int, dict[str, Any] | None] = (1, None)
         """The arguments of ``start`` for the next process."""
         self._weights: tuple[Path, int, int] | None = None
-        self._is_held = setup.config.rollout.engine_config.colocated
-        """Whether engines are held back, as by a process that was started."""
+        self._is_colocated = self._is_held = setup.config.rollout.engine_config.colocated
+        """Whether engines share GPUs with the policy; whether they are held back, as in a new process."""
         self._deaths = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")  # one call at a time
         self._is_set_up = False
@@ -196,7 +196,7 @@ class SamplerClient:
                 self._exchange("start", *self._start_arguments)
                 if self._weights is not None:
                     self._exchange("load_weights", *self._weights)
-                if not self._is_held:
+                if self._is_colocated and not self._is_held:
                     self._exchange("admit")
                 return
             except SamplerDied as death:

@@ -33,6 +33,7 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.broadcast_receivers import PoolBroadcast
+from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
 from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
@@ -92,10 +93,9 @@ class Service:
             "receive": self._broadcast.receive,
             "finish": self._finish,
             "fail": self._broadcast.fail,
-            "release": self._pool.release,
-            "wake": self._pool.wake,
-            "admit": self._admit,
         }
+        if isinstance(self._pool, ColocatedPool):
+            methods |= {name: getattr(self._pool, name) for name in ("release", "wake", "admit")}
         try:
             reply: tuple[Any, ...] = ("ok", await methods[method](*arguments))
         except _SENT_ERRORS as error:
@@ -137,9 +137,6 @@ class Service:
         self._sampler.record_weights(version, step)
         self._held_out.begin()
         return digest
-
-    async def _admit(self) -> None:
-        self._pool.admit()
 
     async def _state(self) -> dict[str, Any]:
         return self._sampler.state()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bapo_megatron.interfaces import Confirm, ReleasesMemory
+from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.pool import EnginesGone
 from bapo_megatron.types import GenerateRequest, Generation
 from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids, until
@@ -56,6 +58,15 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(coroutine, 90))
 
 
+@asynccontextmanager
+async def sampling(world: World, admitted: bool = True, rounds: bool = True) -> AsyncIterator[ColocatedPool]:
+    async with world.sampling(rounds=rounds, kind=ColocatedPool):
+        assert isinstance(world.pool, ColocatedPool)
+        if admitted:
+            await world.pool.admit()
+        yield world.pool
+
+
 def engines() -> list[SleepingEngine]:
     return [SleepingEngine("one"), SleepingEngine("two")]
 
@@ -69,11 +80,11 @@ def test_nothing_is_sent_or_loaded_before_engines_are_admitted(tmp_path: Path) -
     async def check() -> None:
         both = engines()
         world = World(tmp_path, both)
-        async with world.sampling(held=True):
+        async with sampling(world, admitted=False) as pool:
             assert await world.sampler.next_batch(1, 0.3) is None
             assert [one.folders for one in both] == [[], []]
-            world.pool.check(minutes=0.0)  # held is not lost
-            world.pool.admit()
+            pool.check(minutes=0.0)  # held is not lost
+            await pool.admit()
             assert prompt_ids(await world.batch(1)) == [0, 1, 2, 3]
             assert [one.folders for one in both] == [[Path("v0")], [Path("v0")]]
 
@@ -84,15 +95,15 @@ def test_engines_wake_with_the_weights_that_came_while_they_slept(tmp_path: Path
     async def check() -> None:
         both = engines()
         world = World(tmp_path, both)
-        async with world.sampling():
+        async with sampling(world) as pool:
             for step in (1, 2, 3):
                 batch = await world.batch(step)
                 assert {v for g in batch.groups for r in g.rollouts for v in r.versions_R} == {step - 1}
-                assert sorted(await world.pool.release()) == ["one", "two"]
+                assert sorted(await pool.release()) == ["one", "two"]
                 await world.weights(step)
                 assert await world.sampler.next_batch(step + 1, 0.1) is None
-                assert sorted(await world.pool.wake(["one", "two"])) == ["one", "two"]
-                world.pool.admit()
+                assert sorted(await pool.wake(["one", "two"])) == ["one", "two"]
+                await pool.admit()
         assert [one.wrongs for one in both] == [[], []]
         assert [one.folders for one in both] == [[Path(f"v{step}") for step in range(4)]] * 2
         assert world.event_kinds().count("engine_ready") == 2, "a wake is no come-back"
@@ -104,15 +115,15 @@ def test_tokens_of_requests_in_flight_are_kept(tmp_path: Path) -> None:
     async def check() -> None:
         (engine,) = [SleepingEngine("one")]
         world = World(tmp_path, [engine], max_staleness=1)
-        async with world.sampling(rounds=False):
+        async with sampling(world, rounds=False) as pool:
             engine.gate.clear()
             await until(lambda: engine.asked)
             begun = len(engine.asked)
-            assert await world.pool.release() == ["one"]
+            assert await pool.release() == ["one"]
             await until(lambda: not world.sampler._dispatcher._running)
             await world.weights(1)
             engine.gate.set()
-            assert await world.pool.wake(["one"]) == ["one"]
+            assert await pool.wake(["one"]) == ["one"]
             batch = await world.batch(2)
         continued = [request for request in engine.asked[begun:] if request.prefix_tokens == 1]
         assert len(continued) == begun, "a response lost the token that it had"
@@ -130,18 +141,18 @@ def test_an_engine_that_fails_waits_until_it_is_admitted(tmp_path: Path, fails: 
         both = engines()
         both[0].fails = fails
         world = World(tmp_path, both)
-        async with world.sampling():
+        async with sampling(world) as pool:
             await world.batch(1)
-            released = await world.pool.release()
+            released = await pool.release()
             assert sorted(released) == (["two"] if fails == "release" else ["one", "two"])
             await world.weights(1)
-            assert await world.pool.wake(released) == ["two"]
-            assert world.pool.up == 1
+            assert await pool.wake(released) == ["two"]
+            assert pool.up == 1
             await asyncio.sleep(0.2)  # ten heartbeats
             assert both[0].folders == [Path("v0")], "it was loaded before its server was ended"
             both[0].has_memory, both[0].fails = True, None  # a new process
-            world.pool.admit()
-            await until(lambda: world.pool.up == 2)
+            await pool.admit()
+            await until(lambda: pool.up == 2)
             assert both[0].version == 1
             assert len((await world.batch(2)).groups) == 4
         assert [one.wrongs for one in both] == [[], []]
@@ -155,14 +166,14 @@ def test_an_engine_that_wakes_with_other_weights_does_not_sample(tmp_path: Path)
     async def check() -> None:
         three = [*engines(), SleepingEngine("three")]
         world = World(tmp_path, three)
-        async with world.sampling():
+        async with sampling(world) as pool:
             await world.batch(1)
-            released = await world.pool.release()
+            released = await pool.release()
             three[1].digest = "garbage"
             await world.weights(1)
-            assert sorted(await world.pool.wake(released)) == ["one", "three"]
+            assert sorted(await pool.wake(released)) == ["one", "three"]
             asked = len(three[1].asked)
-            world.pool.admit()
+            await pool.admit()
             assert len((await world.batch(2)).groups) == 4
             assert len(three[1].asked) == asked
             assert any("different weights" in str(event.get("reason")) for event in world.events)
@@ -177,7 +188,7 @@ def test_a_load_that_ends_after_the_release_lets_nobody_in(tmp_path: Path) -> No
         both = engines()
         both[0].ready = False
         world = World(tmp_path, both)
-        async with world.sampling():
+        async with sampling(world) as pool:
             await world.batch(1)
             goes_on = asyncio.Event()
             load = both[0].load
@@ -187,12 +198,12 @@ def test_a_load_that_ends_after_the_release_lets_nobody_in(tmp_path: Path) -> No
                 await load(folder, version, confirm)
 
             both[0].load, both[0].ready = late, True  # type: ignore[method-assign]
-            await until(lambda: world.pool._slots[0].is_busy)
-            assert await world.pool.release() == ["two"]
+            await until(lambda: pool._slots[0].is_busy)
+            assert await pool.release() == ["two"]
             goes_on.set()
-            await until(lambda: not world.pool._slots[0].is_busy)
+            await until(lambda: not pool._slots[0].is_busy)
             await asyncio.sleep(0.1)
-            assert world.pool.up == 0
+            assert pool.up == 0
 
     run(check())
 
@@ -201,15 +212,15 @@ def test_time_without_engines_counts_from_their_admission(tmp_path: Path) -> Non
     async def check() -> None:
         (engine,) = [SleepingEngine("one")]
         world = World(tmp_path, [engine])
-        async with world.sampling():
+        async with sampling(world) as pool:
             await world.batch(1)
-            await world.pool.release()
+            await pool.release()
             engine.ready = False
             await asyncio.sleep(0.1)
-            world.pool.check(minutes=0.0)
-            world.pool.admit()
+            pool.check(minutes=0.0)
+            await pool.admit()
             await asyncio.sleep(0.01)
             with pytest.raises(EnginesGone):
-                world.pool.check(minutes=0.0)
+                pool.check(minutes=0.0)
 
     run(check())

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.digest_quorum import Disagreement
-from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
@@ -159,11 +159,11 @@ def test_a_server_that_dies_between_two_states_is_not_taken_for_one_that_works(
     """In a pool of two: the other goes on; a new process at the address of the dead one comes by itself."""
 
     async def check() -> None:
-        pool = EnginePool(
-            [engine_on(server, model) for server in servers], 8, lambda *_, **__: None, TIMEOUTS, held=True
+        pool = ColocatedPool(
+            [engine_on(server, model) for server in servers], 8, lambda *_, **__: None, TIMEOUTS
         )
         await pool.update(folder, 7)
-        pool.admit()
+        await pool.admit()
         await until(lambda: pool.up == 2)
         servers[0].dies_at = dies_at
         one, two = (server.url for server in servers)
@@ -174,7 +174,7 @@ def test_a_server_that_dies_between_two_states_is_not_taken_for_one_that_works(
         assert pool.up == 1
         servers[0].dies_at = servers[0].dead = None  # started again
         servers[0].tags, servers[0].version, servers[0].weights = set(ALL), "0", "0"
-        pool.admit()
+        await pool.admit()
         await until(lambda: pool.up == 2)
         assert servers[0].weights == "7"
         await pool.close()
@@ -187,11 +187,11 @@ def test_garbage_after_a_wake_is_seen(servers: list[SleepingServer], model: Path
     """A server says that it has loaded the weights, and computes with what its memory happened to hold."""
 
     async def check() -> None:
-        pool = EnginePool(
-            [engine_on(server, model) for server in servers], 8, lambda *_, **__: None, TIMEOUTS, held=True
+        pool = ColocatedPool(
+            [engine_on(server, model) for server in servers], 8, lambda *_, **__: None, TIMEOUTS
         )
         await pool.update(folder, 7)
-        pool.admit()
+        await pool.admit()
         await until(lambda: pool.up == 2)
         released = await pool.release()
         servers[1].loads_nothing = True

@@ -1,0 +1,84 @@
+"""The pool of engines that share their GPUs with the policy: it holds them back while the policy trains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+from bapo_megatron.interfaces import ReleasesMemory
+from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.rollout.engines.slot import EngineSlot
+
+
+class ColocatedPool(EnginePool):
+    """An ``EnginePool`` whose engines are ``ReleasesMemory``. All are held back at first.
+
+        admit -> sample -> release -> (the policy trains; new weights are told) -> wake -> admit -> ...
+
+    A held engine gets no request and no weights. A release or a wake that fails leaves it held: nobody knows
+    what memory it has, and its server must be ended before ``admit``.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        for slot in self._slots:
+            slot.is_held = True
+        self.down_since = None  # held is not down
+
+    async def release(self) -> list[str]:
+        """Hold every engine back, and have those that work give up their memory: names of those that have.
+
+        Requests in flight end with the tokens that they have. Of the other engines nobody knows what memory
+        they hold: they must be ended.
+        """
+        for slot in self._slots:
+            slot.is_held = True
+        up = [slot for slot in self._slots if slot.is_up]
+        released = await asyncio.gather(*(self._release(slot) for slot in up))
+        self.down_since = None
+        return [slot.engine.name for slot, done in zip(up, released, strict=True) if done]
+
+    async def wake(self, names: Collection[str]) -> list[str]:
+        """Let engines that have released their memory take it back, with the current weights, and sample.
+
+        Names of those that do; the others of ``names`` must be ended. The rest waits for ``admit``.
+        """
+        sleeping = [slot for slot in self._slots if slot.engine.name in names]
+        for slot in sleeping:
+            self._expect(slot)
+        woken = await asyncio.gather(*(self._wake(slot) for slot in sleeping))
+        return [slot.engine.name for slot, done in zip(sleeping, woken, strict=True) if done]
+
+    async def admit(self) -> None:
+        """Hold no engine back any more: each comes when it answers and has loaded the current weights."""
+        for slot in self._slots:
+            slot.is_held = False
+        self.down_since = None if self.up else self._clock.now()
+
+    async def _wake(self, slot: EngineSlot) -> bool:
+        """Whether an engine has its memory and the weights again. It may sample at once if so."""
+        assert isinstance(slot.engine, ReleasesMemory)
+        assert self._weights is not None
+        weights = self._weights
+        confirm = partial(weights.quorum.confirm, slot.engine.name)
+        try:
+            call = slot.engine.wake(weights.folder, weights.version, confirm)
+            woken = await self._or_lose(slot, call, weights.load_s)
+        finally:
+            await self._loaded(slot, weights)
+        if woken:
+            slot.is_up, slot.is_held, self.down_since = True, False, None
+            slot.heard_at = slot.came_at = self._clock.now()
+            slot.loads += 1
+            self.changed.set()
+        return woken
+
+    async def _release(self, slot: EngineSlot) -> bool:
+        """Whether a working engine has released its memory. It does not work any more, either way."""
+        assert isinstance(slot.engine, ReleasesMemory)
+        released = await self._or_lose(slot, slot.engine.release_memory(), self._timeouts.update_s)
+        if released:
+            slot.is_up, slot.reason = False, "its memory is released"
+        return released

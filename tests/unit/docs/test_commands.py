@@ -170,7 +170,7 @@ def check_sbatch(words: Sequence[str]) -> None:
 
 def is_whole(words: Sequence[str]) -> bool:
     """Whether words in running text are a command, and not its name alone, as in `bapo plan`."""
-    place = 3 if words[1:2] == ["data"] else 2
+    place = 3 if words[1:3] in (["data", "prepare"], ["eval", "compare"]) else 2
     return len(words) > place and not words[place].startswith("-")
 
 

@@ -10,6 +10,18 @@ import pytest
 
 from tests.support.pages import PAGES, ROOT, anchors, links
 
+LONGEST = {
+    "README.md": 110,
+    "docs/quickstart_gpu.md": 80,
+    "docs/customize.md": 120,
+    "docs/slurm.md": 150,
+    "docs/troubleshooting.md": 120,
+    "docs/results.md": 60,
+    "docs/reproduce.md": 60,
+    "docs/tuning.md": 80,
+}
+"""Lines of the pages that a newcomer reads first: what does not fit belongs on another page."""
+
 _NAMED = re.compile(r"docs/\w+\.md(?:#[\w-]+)?")
 _CODE = ("bapo_megatron", "checkpoints_tools", "recipes", "slurm", "benchmarks", "cluster")
 
@@ -55,3 +67,8 @@ def test_anchors_are_githubs(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# c_low: `bapo` moves [it](x.md)!\n## What it does\n```\n# none\n```\n## What it does\n")
     assert anchors(page) == {"c_low-bapo-moves-it", "what-it-does", "what-it-does-1"}
+
+
+@pytest.mark.parametrize("page", LONGEST)
+def test_first_pages_stay_short(page: str) -> None:
+    assert (ROOT / page).read_text().count("\n") <= LONGEST[page]

@@ -126,9 +126,10 @@ def check(words: list[str]) -> None:
     if "bapo_megatron.cli" in rest:  # srun, torchrun
         program, rest = "bapo", rest[rest.index("bapo_megatron.cli") + 1 :]
     if program == "srun":
-        rest = rest[next(n for n, word in enumerate(rest) if word in ("bapo", "make")) :]
-        program, *rest = rest
-    rest = [word for word in rest if word not in ("...", "FLAGS")]
+        names = [word.rpartition("/")[2] for word in rest]
+        rest = rest[next(n for n, name in enumerate(names) if name in ("bapo", "make", "$verify")) :]
+        program, *rest = [rest[0].rpartition("/")[2], *rest[1:]]
+    rest = [word for word in rest if word not in ("...", "FLAGS", "$FLAGS", "$IN")]
     rest = [PLACEHOLDERS.get(word, word) for word in rest]
     if program == "bapo":
         if "--help" in rest:

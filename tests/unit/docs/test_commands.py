@@ -32,7 +32,7 @@ from tests.support.pages import PAGES, ROOT, Block, blocks, inline_commands
 NEEDS = ("needs a GPU", "needs a network", "needs Slurm", "form")
 """What a comment before a block says whose commands no test runs. Form: it shows which flags there are."""
 PLACEHOLDERS = {
-    "RECIPE": "recipes/r1_distill_qwen_7b_8k.py",
+    "RECIPE": "./recipes/r1_distill_qwen_7b_8k.py",
     "FILE": "slurm/clusters/h100_pyxis.toml",
     "SOURCE": "recipes/demo/train.jsonl",
     "N": "2",
@@ -50,12 +50,16 @@ def parse_run(arguments: Sequence[str], command: str = "train") -> RunConfig:
     return run
 
 
-def parse_training(arguments: Sequence[str]) -> None:
-    """On one machine of eight GPUs the servers that the run starts have room."""
+def parse_training(arguments: Sequence[str], ranks: int | None = None) -> None:
+    """On one machine of eight GPUs the servers that the run starts have room beside its ranks."""
     run = parse_run(arguments)
+    ranks = ranks or run.parallel.model_size * (run.parallel.data or 1)
+    assert ranks % run.parallel.model_size == 0, (
+        f"{ranks} processes for {run.parallel.model_size} of a replica"
+    )
     on_gpus = run.model.dtype == "bfloat16"
-    if on_gpus and run.rollout.engine == "sglang":
-        problem = placement_problem(run.rollout, GPUS, run.parallel.model_size * (run.parallel.data or 1))
+    if on_gpus and run.rollout.engine == "sglang" and arguments[0] != PLACEHOLDERS["RECIPE"]:
+        problem = placement_problem(run.rollout, GPUS, ranks)
         assert problem is None, problem
 
 
@@ -123,7 +127,11 @@ PARSERS: dict[str, Callable[[Sequence[str]], object]] = {
 def check(words: list[str]) -> None:
     """AssertionError, SystemExit or ConfigError if the command is none that exists."""
     program, *rest = words
-    if "bapo_megatron.cli" in rest:  # srun, torchrun
+    if program == "torchrun":
+        ranks = int(rest[rest.index("--nproc-per-node") + 1])
+        parse_training(rest[rest.index("train") + 1 :], ranks)
+        return
+    if "bapo_megatron.cli" in rest:
         program, rest = "bapo", rest[rest.index("bapo_megatron.cli") + 1 :]
     if program == "srun":
         names = [word.rpartition("/")[2] for word in rest]
@@ -164,7 +172,8 @@ def check_sbatch(words: Sequence[str]) -> None:
     script = Path(words[place])
     assert (ROOT / script).is_file(), script
     if script.stem == "colocated":
-        parse_training(words[place + 1 :])
+        tasks = [word.partition("=")[2] for word in words if word.startswith("--ntasks-per-node=")]
+        parse_training(words[place + 1 :], int(*tasks) or GPUS)
     elif script.stem in ("train", "rollout"):
         parse_run(words[place + 1 :])
 

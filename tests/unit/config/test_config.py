@@ -171,6 +171,25 @@ def test_all_mistakes_are_told_at_once() -> None:
 SHAPE = ModelShape("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 131072, 1e-6, 1e4, None, False, True, False)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"urls": ("http://node7:30000",)},
+            "must start the servers itself.*leave out urls=http://node7:30000",
+        ),
+        ({"sync": "broadcast"}, "colocated needs sync=disk, not broadcast: NCCL"),
+        ({"on_update": "in_place"}, "colocated with on_update=in_place.*leave on_update out"),
+    ],
+)
+def test_what_does_not_go_with_colocated_servers(settings: dict, message: str) -> None:
+    fine = RolloutConfig(engine="sglang", sglang=SglangConfig(colocated=True))
+    dataclasses.replace(GOOD, rollout=fine).check()
+    wrong = RolloutConfig(engine="sglang", sglang=SglangConfig(colocated=True, **settings))
+    with pytest.raises(ConfigError, match=rf"rollout\.sglang\.{message}"):
+        dataclasses.replace(GOOD, rollout=wrong).check()
+
+
 def test_a_layout_that_splits_the_model_passes() -> None:
     assert not list(layout_problems(ParallelConfig(tensor=4, pipeline=7, virtual=2), SHAPE))
 

@@ -183,9 +183,9 @@ SHAPE = ModelShape("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 131072, 1e-6, 1
     ],
 )
 def test_what_does_not_go_with_colocated_servers(settings: dict, message: str) -> None:
-    fine = RolloutConfig(engine="sglang", sglang=SglangConfig(colocated=True))
+    fine = dataclasses.replace(GOOD.rollout, engine="sglang", sglang=SglangConfig(colocated=True))
     dataclasses.replace(GOOD, rollout=fine).check()
-    wrong = RolloutConfig(engine="sglang", sglang=SglangConfig(colocated=True, **settings))
+    wrong = dataclasses.replace(fine, sglang=SglangConfig(colocated=True, **settings))
     with pytest.raises(ConfigError, match=rf"rollout\.sglang\.{message}"):
         dataclasses.replace(GOOD, rollout=wrong).check()
 

@@ -176,7 +176,7 @@ SHAPE = ModelShape("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 131072, 1e-6, 1
     [
         (
             {"urls": ("http://node7:30000",)},
-            "must start the servers itself.*leave out urls=http://node7:30000",
+            "colocated: the run must start the servers itself.*leave out urls=http://node7:30000",
         ),
         ({"sync": "broadcast"}, "colocated needs sync=disk, not broadcast: NCCL"),
         ({"on_update": "in_place"}, "colocated with on_update=in_place.*leave on_update out"),

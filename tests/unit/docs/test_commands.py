@@ -16,6 +16,7 @@ from bapo_megatron.commands.doctor.doctor import DoctorArguments
 from bapo_megatron.commands.plan.command import PlanCommand
 from bapo_megatron.commands.recipe_flags import check_names, parse_flags, recipe_config, recipe_path
 from bapo_megatron.commands.rehearse import RehearseCommand
+from bapo_megatron.commands.train_flags import TrainCommand
 from bapo_megatron.commands.verify.check import VerifyConfig
 from bapo_megatron.config import RunConfig, SftConfig
 from bapo_megatron.config.flags import parse_options
@@ -43,8 +44,9 @@ PAGES_OF_COMMANDS = [page for page in PAGES if page.name != "CHANGELOG.md"]
 GPUS = 8
 
 
-def parse_run(arguments: Sequence[str], command: str = "train") -> RunConfig:
-    run = recipe_config(command, RunConfig, arguments)
+def parse_run(arguments: Sequence[str]) -> RunConfig:
+    recipe = recipe_path("train", arguments)
+    run = parse_flags("train", recipe, TrainCommand(load_recipe(recipe, RunConfig)), arguments).run
     run.check()
     check_names(run)
     return run
@@ -106,7 +108,7 @@ def parse_study(arguments: Sequence[str]) -> None:
 def parse_doctor(arguments: Sequence[str]) -> None:
     command = DoctorArguments.of(arguments)
     if command.recipe is not None:
-        parse_run([str(command.recipe), *command.flags], "doctor")
+        recipe_config("doctor", RunConfig, [str(command.recipe), *command.flags]).check()
 
 
 def parse_report(arguments: Sequence[str]) -> None:
@@ -144,7 +146,7 @@ def check(words: list[str]) -> None:
         program, rest = "bapo", rest[rest.index("bapo_megatron.cli") + 1 :]
     if program == "srun":
         names = [word.rpartition("/")[2] for word in rest]
-        rest = rest[next(n for n, name in enumerate(names) if name in ("bapo", "make", "$verify")) :]
+        rest = rest[next(n for n, name in enumerate(names) if name in ("bapo", "make")) :]
         program, *rest = [rest[0].rpartition("/")[2], *rest[1:]]
     rest = [word for word in rest if word not in ("...", "FLAGS", "$FLAGS", "$IN")]
     rest = [PLACEHOLDERS.get(word, word) for word in rest]

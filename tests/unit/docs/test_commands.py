@@ -52,18 +52,9 @@ def parse_run(arguments: Sequence[str]) -> RunConfig:
     return run
 
 
-def without_half(arguments: Sequence[str]) -> list[str]:
-    """Without the switches that debug one half of a run: what RUN holds is asked when they are used."""
-    words = [word for word in arguments if word != "--rollout-only"]
-    if "--train-only" in words:
-        place = words.index("--train-only")
-        del words[place : place + (2 if words[place + 1 : place + 2] == ["RUN"] else 1)]
-    return words
-
-
 def parse_training(arguments: Sequence[str], ranks: int | None = None) -> None:
     """On one machine of eight GPUs the servers that the run starts have room beside its ranks."""
-    run = parse_run(without_half(arguments))
+    run = parse_run(arguments)
     ranks = ranks or run.parallel.model_size * (run.parallel.data or 1)
     assert ranks % run.parallel.model_size == 0, (
         f"{ranks} processes for {run.parallel.model_size} of a replica"

@@ -9,6 +9,7 @@ four passes over each batch, weight decay, steps, layout. A plan takes the shape
 from recipes/shapes.
 
     bapo plan recipes/octothinker_llama_3b.py
+    sbatch --ntasks-per-node=4 slurm/colocated.sbatch recipes/octothinker_llama_3b.py
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""R1-Distill-Qwen-7B with 8k responses under BAPO: the analysis runs, on a node of eight 80 GB GPUs.
+"""R1-Distill-Qwen-7B with 8k responses under BAPO: the analysis runs, on one node of eight 80 GB GPUs.
 
 From the paper (arXiv 2510.18927, section 5.1, implementation details): DeepSeek-R1-Distill-Qwen-7B,
 Skywork-OR1-RL-Data, responses of up to 8k tokens, learning rate 2e-6, temperature 0.6, GRPO advantages,
@@ -12,11 +12,15 @@ Fig. 11 has 32k tokens:
 
 Chosen here, not in the paper: 64 prompts x 16 responses a step, staleness 4 by four passes over each batch
 (E = 3 in Algorithm 1) rather than by mini-batches, which reading of Eq. 8 (`balanced`; docs/algorithm.md
-compares them), prompts of up to 2k tokens, weight decay, steps, layout.
+compares them), prompts of up to 2k tokens, weight decay, steps, layout. All eight GPUs train, and all eight
+sample, in turns: while servers sample the policy is in host memory. By the plan at least 10 % of a GPU's
+memory stays free in both turns.
 
-Variants: the files of the same name with `_grpo`, `_clip_higher`, `_asymmetric`, `_on_policy` and `_papo`.
+Variants: the files of the same name with `_grpo`, `_clip_higher`, `_asymmetric`, `_on_policy` and `_papo`; on
+four GPUs `_four_gpus`.
 
     bapo plan recipes/r1_distill_qwen_7b_8k.py
+    sbatch slurm/colocated.sbatch recipes/r1_distill_qwen_7b_8k.py
 """
 
 from pathlib import Path
@@ -35,18 +39,18 @@ from bapo_megatron.config import (
 
 
 def recipe() -> RunConfig:
-    """One node: GPUs 0 to 3 train, TP 4; on each of the others is a server."""
+    """One node: TP 4, DP 2, and a server on each GPU."""
     return RunConfig(
         name="r1_distill_qwen_7b_8k",
         steps=500,
         model=ModelConfig(hf_path=Path("models/DeepSeek-R1-Distill-Qwen-7B")),
         data=DataConfig(path=Path("data/skywork_or1_math.parquet")),
-        parallel=ParallelConfig(tensor=4, sequence=True),
+        parallel=ParallelConfig(tensor=4, data=2, sequence=True, offload=True),
         rollout=RolloutConfig(
             temperature=0.6,
             max_response_tokens=8192,
             engine="sglang",
-            sglang=SglangConfig(servers=4, first_gpu=4),
+            sglang=SglangConfig(servers=8, colocated=True, memory_fraction=0.75),
         ),
         algorithm=AlgorithmConfig(bounds=balanced(), reuse_epochs=4),
         batch=BatchConfig(pack_tokens=10240),  # the longest prompt and response together

@@ -13,6 +13,7 @@ from torch.nn.modules import module as torch_module
 
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.rehearsal.fake.ledger import Ledger
+from bapo_megatron.rehearsal.records import OFFLOADED
 
 
 def name_state(ledger: Ledger, policy: MegatronPolicy) -> None:
@@ -31,6 +32,12 @@ def name_state(ledger: Ledger, policy: MegatronPolicy) -> None:
                 for value in part.optimizer.state.get(parameter, {}).values():
                     if isinstance(value, Tensor):
                         _mark(ledger, value, "optimizer")
+
+
+def name_offloaded(ledger: Ledger, policy: MegatronPolicy) -> None:
+    """Mark the host's copies of an offloaded policy."""
+    for block in policy._offload._blocks:
+        _mark(ledger, block, OFFLOADED)
 
 
 def _mark(ledger: Ledger, tensor: Tensor, kind: str) -> None:

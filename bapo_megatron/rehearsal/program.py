@@ -16,7 +16,7 @@ from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.rehearsal.packs import full_packs
-from bapo_megatron.rehearsal.records import SEARCH, UPDATE
+from bapo_megatron.rehearsal.records import SAMPLE, SEARCH, UPDATE
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.clip_bounds import Clipping
@@ -72,12 +72,26 @@ class RankProgram:
                 del bucket
             buckets.release()
 
-    def save(self, save: Callable[[MegatronPolicy], object]) -> None:
-        """A checkpoint, by ``save``; what it returns is kept until all are done."""
+    def save(self, save: Callable[[MegatronPolicy], object]) -> object:
+        """A checkpoint, by ``save``; what it returns."""
         with self._phase("save"):
             held = save(self.policy)
-        del held
         gc.collect()
+        return held
+
+    def sample(self) -> None:
+        """The turn of colocated engines, for which the policy leaves; nothing where there are none."""
+        rollout, offload = self._config.rollout, self._config.parallel.offload
+        if rollout.engine != "sglang" or not rollout.sglang.colocated:
+            return
+        if offload:
+            with self._phase("offload"):
+                self.policy.offload()
+        with self._phase(SAMPLE):
+            pass
+        if offload:
+            with self._phase("reload"):
+                self.policy.reload()
 
     def load(self, load: Callable[[MegatronPolicy], None]) -> None:
         """A checkpoint taken up, by ``load``."""

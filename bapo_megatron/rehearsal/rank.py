@@ -25,9 +25,9 @@ from bapo_megatron.policy.device import cpu_mode
 from bapo_megatron.rehearsal.checkpoints import rehearse_load, rehearse_save
 from bapo_megatron.rehearsal.fake.cuda_device import install
 from bapo_megatron.rehearsal.fake.fake_tensors import ListReads, repair_torch
-from bapo_megatron.rehearsal.fake.meter import Meter, answer_reads
+from bapo_megatron.rehearsal.fake.meter import Meter, answer_reads, watch_sizes
 from bapo_megatron.rehearsal.fake.process_group import fake_world
-from bapo_megatron.rehearsal.kinds import ModuleNames, name_state, noting_saved
+from bapo_megatron.rehearsal.kinds import ModuleNames, name_offloaded, name_state, noting_saved
 from bapo_megatron.rehearsal.program import RankProgram, message_shape
 from bapo_megatron.rehearsal.records import RankRequest
 from bapo_megatron.rehearsal.transformer_engine import kernel
@@ -75,6 +75,7 @@ class RankRehearsal:
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             self.meter = Meter(fake, kinds, request.device == "cuda")
             answer_reads(self.meter)
+            watch_sizes(self.meter)
             kernel.observers.append(self.meter.see_te_kernel)
             self._names = ModuleNames(self.meter.modules)
             self._names.watch()
@@ -86,7 +87,7 @@ class RankRehearsal:
             (phases or RankRehearsal.all_phases)(self)
 
     def all_phases(self) -> None:
-        """Build, search, two updates, weight sync, save and load, in the order of a run."""
+        """Build, search, two updates, weight sync, save, colocated engines' turn, load: as a run has them."""
         self.build()
         packs = self.packs()
         for number in (1, 2):
@@ -94,7 +95,11 @@ class RankRehearsal:
             name_state(self.meter.ledger, self.program.policy)
         del packs
         self.program.weight_sync()
-        self.program.save(rehearse_save)
+        held = self.program.save(rehearse_save)  # its writer is still at work when engines sample
+        self.program.sample()
+        name_offloaded(self.meter.ledger, self.program.policy)
+        del held
+        gc.collect()
         self.program.load(rehearse_load)
 
     def build(self) -> None:

@@ -7,7 +7,9 @@ from typing import Literal, NamedTuple
 
 from bapo_megatron.config import RunConfig
 
-SEARCH, UPDATE = "bounds search", "update"
+SEARCH, UPDATE, SAMPLE = "bounds search", "update", "sample"
+OFFLOADED = "offloaded"
+"""Kind of the host's copies of a policy that is out of the way of colocated engines."""
 STEADY_UPDATE = (f"{SEARCH} 2", f"{UPDATE} 2")
 """The phases of an update whose optimizer has its states: the second one."""
 

@@ -9,11 +9,12 @@ import pytest
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
+from bapo_megatron.policy.state import offload
 from bapo_megatron.rehearsal.match import disagreements
 from bapo_megatron.rehearsal.processes import rehearse
 from bapo_megatron.rehearsal.records import Call, RankRequest, RankResult
 from tests.support.planted import Mistake, rehearse_with
-from tests.support.rehearsals import TOKENS, RealRank, real_ranks, small_run
+from tests.support.rehearsals import TOKENS, RealRank, colocated, real_ranks, small_run
 from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.distributed
@@ -35,9 +36,12 @@ COPY = 28_672
 
 
 @pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp2-sp"))
-def test_peaks_and_collectives_are_those_of_real_ranks(name: str, tmp_path: Path) -> None:
+def test_peaks_and_collectives_are_those_of_real_ranks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "BLOCK", 2**12)  # a block of the usual size is larger than such a model
     parallel, packs = LAYOUTS[name]
-    config = small_run(tmp_path, parallel, layers=parallel.pipeline * parallel.virtual)
+    config = colocated(small_run(tmp_path, parallel, layers=parallel.pipeline * parallel.virtual))
     real = real_ranks(config, packs)
     results = rehearse([RankRequest(config, rank, packs, "cpu") for rank in range(len(real))])
     for _attempt in range(2):
@@ -49,6 +53,7 @@ def test_peaks_and_collectives_are_those_of_real_ranks(name: str, tmp_path: Path
     for result, (peaks, calls) in zip(results, real, strict=True):
         assert result.error is None
         assert set(result.gpu) == {*peaks, "load"}
+        assert {"offload", "sample", "reload"} < set(peaks)
         rehearsed = [contents(call) for call in result.calls if call.phase != "load"]
         assert rehearsed == [contents(call) for call in calls], result.rank
 

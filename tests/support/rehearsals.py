@@ -25,6 +25,7 @@ from bapo_megatron.config import (
     ParallelConfig,
     RolloutConfig,
     RunConfig,
+    SglangConfig,
 )
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
@@ -50,6 +51,12 @@ _SHAPE = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+
+
+def colocated(run: RunConfig) -> RunConfig:
+    """The run with a colocated server, for which the policy leaves."""
+    rollout = replace(run.rollout, engine="sglang", sglang=SglangConfig(colocated=True))
+    return replace(run, rollout=rollout, parallel=replace(run.parallel, offload=True))
 
 
 def small_run(folder: Path, parallel: ParallelConfig, layers: int = 2, **batch: Any) -> RunConfig:
@@ -105,7 +112,9 @@ def _real_rank(config: RunConfig, packs: int) -> RealRank:
         for number in (1, 2):
             program.update(batches, number)
         program.weight_sync()
-        program.save(staged_save)
+        held = program.save(staged_save)
+        program.sample()
+        del held
     # The packs are on the host, which the rehearsal does not count: on a GPU they are not in its memory.
     held = sum(getattr(pack, name).nbytes for pack in batches for name in COLUMNS)
     peaks = {phase: size - held * (phase != "build") for phase, size in _peaks(profiler).items()}
@@ -157,7 +166,7 @@ def _report_every_thread() -> None:
 
 
 def _peaks(profiler: profile) -> dict[str, int]:
-    """The most bytes of each phase, outside of the exchange of objects.
+    """The most bytes of each phase, those at its start included, outside of the exchange of objects.
 
     Pickled, those are tensors for a moment: some hundred bytes for each tensor of a checkpoint.
     """
@@ -178,7 +187,10 @@ def _peaks(profiler: profile) -> dict[str, int]:
         elif event.name.startswith("phase "):
             windows[event.name.removeprefix("phase ")] = (event.start_time_ns, event.end_time_ns)
     totals = [one for one in totals if not any(start <= one[0] <= end for start, end in objects)]
-    return {
-        phase: max((total for when, total in totals if start <= when <= end), default=0)
-        for phase, (start, end) in windows.items()
-    }
+    totals.sort()
+
+    def peak(start: int, end: int) -> int:
+        before = [total for when, total in totals if when < start]
+        return max([*before[-1:], *(total for when, total in totals if start <= when <= end)], default=0)
+
+    return {phase: peak(*window) for phase, window in windows.items()}

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from bapo_megatron.commands.plan.job import Job
+from bapo_megatron.commands.plan.memory import stage_memory
 from bapo_megatron.commands.plan.plan import JobPlan, make_plan
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.config.validation import flat
@@ -16,6 +17,9 @@ from bapo_megatron.policy.layout import layout_problems
 
 _MODES = ("none", "selective", "full")
 _MOST_TENSOR = 8  # beyond a node its traffic would leave NVLink
+_OFFLOAD = "--parallel.offload"
+_FRACTION_STEP = 0.05
+"""Step in which the memory of colocated servers is made less."""
 
 
 def problems(job: Job) -> list[str]:
@@ -41,21 +45,23 @@ def smallest_changes(plan: JobPlan) -> list[Change]:
     """The smallest change that makes training fit, and the smallest one on the same GPUs if it is another.
 
     The smallest has the fewest flags, then the fewest GPUs, then the least GPU time for each token with no
-    communication hidden and with the optimizer's step, if that is on the host.
+    communication hidden and with the optimizer's step, if that is on the host. ``parallel.offload``, which
+    colocated servers are made for, is not counted.
     Empty if none was found.
     """
     best: dict[bool, tuple[tuple[int, int, float], Change]] = {}
     before = flat(plan.job.run)
     for job in _neighbours(plan.job):
         flags = _difference(before, flat(job.run))
+        count = len(flags) - (_OFFLOAD in flags)
         places = [same for same in (False, True) if not same or job.gpus == plan.job.gpus]
-        places = [same for same in places if same not in best or len(flags) <= best[same][0][0]]
+        places = [same for same in places if same not in best or count <= best[same][0][0]]
         if not flags or not places or problems(job):
             continue
         other = make_plan(job)
-        if any(other.misfits()):
+        if any(other.misfits()) or (plan.engines.fits and not other.engines.fits):
             continue
-        rank = (len(flags), job.gpus, other.cost)
+        rank = (count, job.gpus, other.cost)
         for same in places:
             if same not in best or rank < best[same][0]:
                 best[same] = rank, Change(flags, job.gpus)
@@ -72,7 +78,42 @@ def fastest_layouts(plan: JobPlan, count: int) -> list[JobPlan]:
 
 def _neighbours(job: Job) -> Iterator[Job]:
     """Variants of the job: settings changed towards less memory, CP and DP in both directions; the optimizer
-    on the host with nothing but recomputation beside it."""
+    on the host with nothing but recomputation beside it. Colocated servers get less memory first, the least
+    change first; beside other changes they get what fits when the policy is out of their way."""
+    if not job.colocated:
+        yield from _lighter(job)
+        return
+    yield _offloaded(job)
+    for less in _with_less(job):
+        yield less
+        yield _offloaded(less)
+    yield from _lighter(_sampling(job))
+
+
+def _with_less(job: Job) -> Iterator[Job]:
+    """The job with less and less memory for its colocated servers."""
+    sglang = job.run.rollout.sglang
+    for step in range(1, int(sglang.memory_fraction / _FRACTION_STEP)):
+        less = replace(sglang, memory_fraction=round(sglang.memory_fraction - step * _FRACTION_STEP, 2))
+        yield replace(job, run=replace(job.run, rollout=replace(job.run.rollout, sglang=less)))
+
+
+def _sampling(job: Job) -> Job:
+    """The job offloaded, with as much memory for its colocated servers as fits."""
+    budget = job.options.memory_fraction * job.gpu.memory
+    stages = range(job.parallel.pipeline)
+    for other in (_offloaded(one) for one in (job, *_with_less(job))):
+        if all(stage_memory(other, stage).sampling <= budget for stage in stages):
+            return other
+    return _offloaded(job)
+
+
+def _offloaded(job: Job) -> Job:
+    return replace(job, run=replace(job.run, parallel=replace(job.parallel, offload=True)))
+
+
+def _lighter(job: Job) -> Iterator[Job]:
+    """Other layouts and recomputation modes of the job, and its optimizer on the host."""
     p, batch = job.parallel, job.run.batch
     modes = _MODES[_MODES.index(batch.recompute) :]
     on_host = replace(job, run=replace(job.run, optimizer=replace(job.run.optimizer, device="cpu")))

@@ -61,7 +61,7 @@ def engines(job: Job) -> EnginePlan:
     size = job.run.rollout.sglang.tensor
     gpus = options.engine_gpus or _default_gpus(job)
     weights = total_parameters(job.shape) * 2.0 / size
-    cache = max(0.0, options.engine_memory_fraction * gpu.memory - weights)
+    cache = max(0.0, job.engine_fraction * gpu.memory - weights)
     per_token = cache_bytes_per_token(job.shape)
     count = gpus // size
     held = cache * size / per_token

@@ -55,8 +55,8 @@ class PlanOptions(GpuOptions):
     engine_gpus: Annotated[int | None, Ge(1)] = None
     """GPUs that run engines. None: those of the recipe's servers where they have room on its first node, else
     as many as train."""
-    engine_memory_fraction: Annotated[float, Gt(0), Le(1)] = 0.85
-    """Share of a GPU's memory for an engine's weights and KV cache."""
+    engine_memory_fraction: Annotated[float | None, Gt(0), Le(1)] = None
+    """Share of a GPU's memory for an engine's weights and KV cache. None: rollout.sglang.memory_fraction."""
     engine_bandwidth: Annotated[float, Gt(0), Le(1)] = 0.6
     """Share of the memory bandwidth that decoding reaches."""
     compare: int = 0
@@ -117,6 +117,29 @@ class Job:
         if self.run.rollout.engine != "sglang":
             return None
         return placement_problem(self.run.rollout, GPUS_PER_NODE, self.gpus)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the run's servers take turns with the policy on its GPUs."""
+        return self.run.rollout.engine == "sglang" and self.run.rollout.sglang.colocated
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the policy is in host memory while engines sample."""
+        return self.colocated and self.parallel.offload
+
+    @property
+    def engine_fraction(self) -> float:
+        """Share of a GPU's memory for an engine's weights and KV cache."""
+        return self.options.engine_memory_fraction or self.run.rollout.sglang.memory_fraction
+
+    def has_servers(self, stage: int) -> bool:
+        """Whether colocated servers take turns with a rank of pipeline stage ``stage``: rank 0's node has
+        them, and each of its GPUs the rank of its number."""
+        sglang, per_stage = self.run.rollout.sglang, self.gpus // self.parallel.pipeline
+        ranks = range(stage * per_stage, (stage + 1) * per_stage)
+        servers = range(sglang.first_gpu, sglang.first_gpu + sglang.servers * sglang.tensor)
+        return self.colocated and max(ranks.start, servers.start) < min(ranks.stop, servers.stop)
 
     @property
     def gpus_on_node(self) -> int:

@@ -20,6 +20,7 @@ FIXED = 3 * GB
 FRAGMENTATION = 0.05
 _SOFTMAX_LOGITS = 1 << 27  # policy/output_head.py
 _BUCKET = 1 << 26  # policy/host_optimizer.py
+_HOST_BLOCK = 1 << 28  # policy/state/offload.py
 PACK_COLUMNS = 4 * 8 + 5 * 4 + 4
 """Bytes of a token's columns on the device (``types.COLUMNS``): four int64, five float32, one int32."""
 
@@ -51,6 +52,12 @@ class StageMemory:
     """Peak while a checkpoint is gathered; nothing of a pass is alive then."""
     syncing: float
     """Peak while weights are gathered for the engines, one parameter at a time."""
+    resting: float
+    """What the policy keeps while engines sample: offloaded, CUDA's context and NCCL's buffers."""
+    kept: float
+    """What a colocated server keeps all the time, at most: ``rollout.sglang.kept_gb``; 0 without one."""
+    serving: float
+    """A colocated server's weights and KV cache, while it samples; 0 without one."""
 
     @property
     def training(self) -> float:
@@ -59,9 +66,19 @@ class StageMemory:
         return self.weights + self.gradients + self.optimizer + passing + self.reserve
 
     @property
-    def peak(self) -> float:
-        """The largest of the peaks of an update, of saving and of syncing."""
+    def policy_peak(self) -> float:
+        """The largest of the policy's own peaks: an update, saving, syncing."""
         return max(self.training, self.saving, self.syncing)
+
+    @property
+    def sampling(self) -> float:
+        """Memory of a GPU while a colocated server samples on it; 0 without one."""
+        return self.resting + self.kept + self.serving if self.serving else 0.0
+
+    @property
+    def peak(self) -> float:
+        """The most memory of a GPU, with what a colocated server has on it."""
+        return max(self.policy_peak + self.kept, self.sampling)
 
 
 def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
@@ -73,6 +90,7 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
     activations = activation_bytes(job, stage, spec)
     workspace, head, buffers = _workspace(job), _head(job, stage), _buffers(job)
     steady = weights + gradients + optimizer + FIXED
+    shared = job.has_servers(stage)
     return StageMemory(
         stage=stage,
         parameters=parameters,
@@ -87,6 +105,9 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
         reserve=FIXED + FRAGMENTATION * (activations + max(workspace, head)),
         saving=steady + _save_buffers(job),
         syncing=steady + sync_bytes(job),
+        resting=FIXED if job.offloads else steady,
+        kept=job.run.rollout.sglang.kept_gb * GB if shared else 0.0,
+        serving=job.engine_fraction * job.gpu.memory if shared else 0.0,
     )
 
 
@@ -129,7 +150,7 @@ def host_bytes(job: Job) -> float:
     (``policy/state/optimizer_state.py``). Parameters are written whole: a rank may write one more than its
     share, at most the largest. An optimizer on the host is there all the time, and once more while a save
     lasts (the writer sees its memory as it was, and updates change their own) or a load, which also holds one
-    state more.
+    state more. The copies of an offloaded policy keep their memory for the next time.
     """
     largest = max(
         stage_parameters(job.shape, job.parallel, stage).total for stage in range(job.parallel.pipeline)
@@ -140,7 +161,20 @@ def host_bytes(job: Job) -> float:
         bucket = max(_BUCKET, largest_parameter(job.shape) / job.parallel.tensor)
         buffers = 2 * (_FP32 + job.element) * min(bucket, largest / job.optimizer_shards)
         rank += optimizer_bytes(job, largest) + _FP32 * largest / job.optimizer_shards + buffers
+    if job.offloads:
+        rank += -(-offloaded_bytes(job) // _HOST_BLOCK) * _HOST_BLOCK
     return rank * job.gpus_on_node
+
+
+def offloaded_bytes(job: Job) -> float:
+    """What a rank of the largest stage copies to the host while engines sample; 0 without offloading.
+
+    Weights, and an optimizer that is on the GPU.
+    """
+    if not job.offloads:
+        return 0.0
+    stages = (stage_memory(job, stage) for stage in range(job.parallel.pipeline))
+    return max(stage.weights + stage.optimizer for stage in stages)
 
 
 def _workspace(job: Job) -> float:

@@ -11,7 +11,7 @@ from bapo_megatron.commands.plan.hardware import GB, GPUS_PER_NODE
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import StageMemory, host_bytes, stage_memory
 from bapo_megatron.commands.plan.sizes import run_folder_bytes
-from bapo_megatron.commands.plan.speed import HostUpdate, Speed, host_update, speed
+from bapo_megatron.commands.plan.speed import HostUpdate, Speed, Turns, host_update, speed, turns
 from bapo_megatron.commands.plan.traffic import Traffic, sync_traffic, update_traffic
 
 
@@ -29,6 +29,8 @@ class JobPlan:
     """Bytes of host memory that a node needs while it saves."""
     host_update: HostUpdate | None
     """An optimizer step on the host; None if it is on the GPU."""
+    turns: Turns | None
+    """The changes between training and sampling; None if servers are not colocated."""
 
     @property
     def budget(self) -> float:
@@ -54,7 +56,8 @@ class JobPlan:
     def step_seconds(self) -> float:
         """Estimate of a step in which sampling and training take turns, with the weight sync."""
         sampling = max(self.engines.step_seconds, self.engines.longest_seconds)
-        return sampling + self.train_seconds + self.sync.seconds
+        changing = self.turns.seconds if self.turns else 0.0
+        return sampling + self.train_seconds + self.sync.seconds + changing
 
     @property
     def trainer_nodes(self) -> int:
@@ -90,10 +93,12 @@ class JobPlan:
     def misfits(self) -> Iterator[str]:
         """The memory limits that the job exceeds, one line for each."""
         for memory in self.stages:
+            beside = f", {memory.kept / GB:.1f} of them a server's" if memory.kept else ""
             phases = {
-                "in an update": memory.training,
-                "while saving": memory.saving,
-                "while syncing weights": memory.syncing,
+                f"in an update{beside}": memory.training + memory.kept,
+                f"while saving{beside}": memory.saving + memory.kept,
+                f"while syncing weights{beside}": memory.syncing + memory.kept,
+                f"while engines sample, {memory.resting / GB:.1f} of them the policy's": memory.sampling,
             }
             for phase, used in phases.items():
                 if used > self.budget:
@@ -113,9 +118,9 @@ class JobPlan:
             return None
         if not self.engines.count:
             return "there are fewer --engine-gpus than rollout.sglang.tensor"
+        fix = "rollout.sglang.tensor or memory_fraction" if self.job.colocated else "rollout.sglang.tensor"
         return (
-            f"an engine's KV cache holds no sequence of {self.job.run.longest_sequence} tokens: "
-            f"raise rollout.sglang.tensor"
+            f"an engine's KV cache holds no sequence of {self.job.run.longest_sequence} tokens: raise {fix}"
         )
 
 
@@ -130,6 +135,7 @@ def make_plan(job: Job) -> JobPlan:
         engines=engines(job),
         host=host_bytes(job),
         host_update=host_update(job),
+        turns=turns(job),
     )
 
 
@@ -146,6 +152,7 @@ def as_dict(plan: JobPlan) -> dict[str, Any]:
                 **{name: value for name, value in vars(stage).items() if name != "parameters"},
                 "parameters": stage.parameters.total,
                 "training": stage.training,
+                "sampling": stage.sampling,
                 "peak": stage.peak,
             }
             for stage in plan.stages
@@ -154,6 +161,7 @@ def as_dict(plan: JobPlan) -> dict[str, Any]:
         "speed": vars(plan.speed),
         "traffic": [vars(part) for part in (*plan.traffic, plan.sync)],
         "engines": vars(plan.engines),
+        "turns": vars(plan.turns) if plan.turns else None,
         "servers_problem": plan.job.servers_problem,
         "train_seconds": plan.train_seconds,
         "step_seconds": plan.step_seconds,

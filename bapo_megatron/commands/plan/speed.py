@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job, slots
-from bapo_megatron.commands.plan.sizes import stage_parameters
+from bapo_megatron.commands.plan.memory import offloaded_bytes
+from bapo_megatron.commands.plan.sizes import stage_parameters, total_parameters
 from bapo_megatron.commands.plan.traffic import forward_passes, update_traffic
 from bapo_megatron.policy.flops import (
     attention_flops,
@@ -25,6 +27,8 @@ moments and writes the last three, 28; rounding the new weight reads 4 and write
 write the gradient and read the weight, 6."""
 _REACHED = 0.5
 """Assumed share of the data sheets' rates that is reached."""
+DISK = 2 * GB
+"""Assumed rate at which a node writes or reads its file system, in bytes a second."""
 
 
 @dataclass(frozen=True)
@@ -161,3 +165,34 @@ def host_update(job: Job) -> HostUpdate | None:
         fetch_seconds=4 * elements / pcie,
         send_seconds=job.element * elements / pcie,
     )
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Seconds of a step in which colocated servers and the policy change places, and nobody works.
+
+    Left out: what servers take to give up their memory and to get it back, a second or so.
+    """
+
+    moved: float
+    """Bytes that a GPU copies to the host and later back."""
+    moving_seconds: float
+    """Both ways, all GPUs of a node at once."""
+    read: float
+    """Bytes of the weights that servers load from the disk."""
+    reading_seconds: float
+    """One reading: the other servers of the node find the bytes in its memory."""
+
+    @property
+    def seconds(self) -> float:
+        """All of a step."""
+        return self.moving_seconds + self.reading_seconds
+
+
+def turns(job: Job) -> Turns | None:
+    """The changes of a step of the job; None without colocated servers."""
+    if not job.colocated:
+        return None
+    moved, read = offloaded_bytes(job), 2.0 * total_parameters(job.shape)
+    rate = _REACHED * min(job.gpu.pcie, job.gpu.host_bandwidth / job.gpus_on_node)
+    return Turns(moved, 2 * moved / rate, read, read / DISK)

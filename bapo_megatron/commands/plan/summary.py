@@ -13,15 +13,15 @@ def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
     """The five lines. ``nodes``: those of a cluster file, in place of the plan's own."""
     job, run = plan.job, plan.job.run
     verdict = "DOES NOT FIT" if any(plan.misfits()) or plan.engine_misfit() else "FITS"
-    peak = max(stage.peak for stage in plan.stages)
     yield (
-        f"{verdict}: at most {peak / GB:.1f} GB of a GPU's {job.gpu.memory / GB:.0f} ({job.gpu.name}), "
+        f"{verdict}: at most {_peaks(plan)} of a GPU's {job.gpu.memory / GB:.0f} ({job.gpu.name}), "
         f"{plan.host / GB:,.0f} GB of a node's {job.gpu.host_memory / GB:,.0f}"
     )
     yield f"Nodes: {nodes or _nodes(plan)}"
     if isfinite(plan.step_seconds):
+        rest = f"changes {plan.turns.seconds:,.0f} s, the rest" if plan.turns else "the rest"
         yield (
-            f"Step:  {plan.step_seconds:,.0f} s, of which training {plan.train_seconds:,.0f} s, the rest "
+            f"Step:  {plan.step_seconds:,.0f} s, of which training {plan.train_seconds:,.0f} s, {rest} "
             f"sampling; {run.steps} steps take {duration(plan.run_seconds)} (estimates)"
         )
         steps = min(run.steps, run.checkpoint.every)
@@ -54,6 +54,15 @@ def duration(seconds: float) -> str:
     return f"{seconds:,.0f} s"
 
 
+def _peaks(plan: JobPlan) -> str:
+    """The most GB on a GPU; of the two turns of colocated servers each."""
+    if not plan.job.colocated:
+        return f"{max(stage.peak for stage in plan.stages) / GB:.1f} GB"
+    train = max(stage.policy_peak + stage.kept for stage in plan.stages)
+    sample = max(stage.sampling for stage in plan.stages)
+    return f"{train / GB:.1f} GB (training) and {sample / GB:.1f} GB (sampling)"
+
+
 def _nodes(plan: JobPlan) -> str:
     """The nodes, and what a reader must do for those that sample."""
     job, engines = plan.job, plan.engines
@@ -64,6 +73,9 @@ def _nodes(plan: JobPlan) -> str:
         )
     if job.run.rollout.engine != "sglang" or job.run.rollout.sglang.urls:
         return nodes_text(plan.trainer_nodes, 0)
+    if job.colocated:
+        first = "of the first " * (plan.trainer_nodes > 1)
+        return f"{plan.trainer_nodes}, where {job.gpus} GPUs train and {engines.gpus} {first}sample, in turns"
     if job.gpus + engines.gpus <= GPUS_PER_NODE:
         return f"1, of whose GPUs {job.gpus} train and {engines.gpus} sample"
     return f"{nodes_text(plan.trainer_nodes, 0)}; {engines.gpus} GPUs of the first sample"

@@ -13,6 +13,7 @@ from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import activation_bytes, optimizer_bytes, sync_bytes
 from bapo_megatron.commands.plan.plan import JobPlan
 from bapo_megatron.commands.plan.sizes import total_parameters
+from bapo_megatron.commands.plan.speed import DISK, Turns
 from bapo_megatron.commands.plan.summary import summary
 from bapo_megatron.rollout.engines.timeouts import read_seconds
 
@@ -40,6 +41,7 @@ def plan_text(plan: JobPlan, advice: Sequence[Change], others: Sequence[JobPlan]
         summary(plan),
         _bounds(plan.job),
         _memory(plan),
+        _turns(plan),
         _modes(plan),
         _host_and_sync(plan),
         _traffic(plan),
@@ -98,11 +100,44 @@ def _memory(plan: JobPlan) -> Iterator[str]:
     for stage in plan.stages:
         values = [getattr(stage, name) / GB for name, _ in _PARTS]
         shape = [str(stage.stage), str(stage.parameters.layers), str(stage.in_flight)]
-        verdict = "fits" if stage.peak <= plan.budget else "OVER"
+        verdict = "fits" if stage.policy_peak + stage.kept <= plan.budget else "OVER"
         rows.append([*shape, f"{stage.parameters.total / 1e9:.3f}", *(f"{v:.1f}" for v in values), verdict])
     rows.append(_model_row(plan))
     yield from _aligned(rows)
     yield "UPDATE, SAVE and SYNC are peaks at different times; work, comm and reserve are estimates."
+
+
+def _turns(plan: JobPlan) -> Iterator[str]:
+    """Whose memory is on a GPU when, with colocated servers: both turns must fit."""
+    if plan.turns is None:
+        return
+    free = plan.job.gpu.memory - plan.budget
+    yield f"GB on a GPU while the policy trains, and while servers sample; {free / GB:.1f} must stay free"
+    rows = [["stage", "turn", "policy", "servers", "total", "free", ""]]
+    for stage in plan.stages:
+        both = [("train", stage.policy_peak, stage.kept)]
+        if stage.serving:
+            both.append(("sample", stage.resting, stage.kept + stage.serving))
+        for turn, policy, servers in both:
+            total = policy + servers
+            left = plan.job.gpu.memory - total
+            values = [f"{value / GB:.1f}" for value in (policy, servers, total, left)]
+            rows.append([str(stage.stage), turn, *values, "fits" if total <= plan.budget else "OVER"])
+    yield from _aligned(rows, left=2)
+    yield _changes(plan.turns)
+
+
+def _changes(turns: Turns) -> str:
+    """What moves between two turns."""
+    policy = (
+        f"{turns.moved / GB:.1f} GB a GPU to the host and back, {turns.moving_seconds:,.1f} s"
+        if turns.moved
+        else "the policy stays (parallel.offload is off)"
+    )
+    return (
+        f"Changes of a step: {policy}; servers read {turns.read / GB:.1f} GB of weights, "
+        f"{turns.reading_seconds:,.1f} s at {DISK / GB:.0f} GB/s"
+    )
 
 
 def _model_row(plan: JobPlan) -> list[str]:

@@ -50,6 +50,8 @@ class Ledger:
         self._events: list[int] = []  # number + 1 of a block that appears, minus that of one that dies
         self._numbers: dict[int, int] = {}  # address of a StorageImpl to its block
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._emptied: set[int] = set()
+        """Numbers of the blocks whose storage has no memory just now."""
 
     def block(self, tensor: torch.Tensor) -> Block | None:
         """The block that ``tensor`` is a view of, if it is known."""
@@ -75,10 +77,23 @@ class Ledger:
             if self._numbers.get(address) == number:
                 del self._numbers[address]
             del self._references[number]
-            self._events.append(-number - 1)
+            if number not in self._emptied:
+                self._events.append(-number - 1)
 
         self._references[number] = weakref.ref(storage, died)
         return block
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has another size: that it has lost its memory, or has it again, all of it."""
+        number = self._numbers.get(storage._cdata)
+        if number is None or (storage.nbytes() == 0) == (number in self._emptied):
+            return
+        if storage.nbytes() == 0:
+            self._emptied.add(number)
+            self._events.append(-number - 1)
+        else:
+            self._emptied.remove(number)
+            self._events.append(number + 1)
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:

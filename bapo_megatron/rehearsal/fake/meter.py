@@ -189,6 +189,19 @@ def answer_reads(meter: Meter) -> None:
     cls.tolist, cls.numpy = tolist, numpy
 
 
+def watch_sizes(meter: Meter) -> None:
+    """Tell the ledger of storages that give up their memory, and of those that get it back."""
+    storages: Any = torch.UntypedStorage
+    plain = storages.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        plain(storage, size)
+        meter.ledger.resized(storage)
+        return storage
+
+    storages.resize_ = resize
+
+
 def _check_devices(name: str, args: Sequence[Any], named: dict[str, Any]) -> None:
     devices = {leaf.device for leaf in tree_leaves((list(args), named)) if isinstance(leaf, Tensor)}
     if len(devices) > 1:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.table import layout_name
-from bapo_megatron.rehearsal.records import RankResult
+from bapo_megatron.rehearsal.records import OFFLOADED, SAMPLE, UPDATE, RankResult
 from bapo_megatron.rehearsal.results.summary import collectives, model_flops
-from bapo_megatron.rehearsal.results.verdict import misfits, needed, node_bytes
+from bapo_megatron.rehearsal.results.verdict import misfits, needed, node_bytes, servers_bytes
 
 _KINDS = ("weights", "gradients", "optimizer", "activations", "communication", "passing")
 _MOST_LINES = 40
@@ -33,17 +33,33 @@ def _rank(result: RankResult, job: Job) -> list[str]:
     head = f"== rank {result.rank} of {job.gpus}: {place} ({result.kernels:,} kernels in {seconds:.0f} s)"
     if result.error:
         return [head, f"FAILS in {result.error}"]
-    blocks = [_memory(result), _largest(result), _flops(result, job), _collectives(result), _waits(result)]
+    blocks = [
+        _memory(result, job),
+        _largest(result),
+        _flops(result, job),
+        _collectives(result),
+        _waits(result),
+    ]
     return [head, *(line for block in blocks for line in ("", *block))]
 
 
-def _memory(result: RankResult) -> Iterator[str]:
+def _memory(result: RankResult, job: Job) -> Iterator[str]:
     header = "".join(f"{kind:>14}" for kind in _KINDS)
     yield f"{'peak memory of the GPU, GB':28}{'total':>9}{'+ reserve':>11}{header}{'host':>9}"
     for phase, peak in result.gpu.items():
         kinds = "".join(f"{peak.kinds.get(kind, 0) / GB:14.2f}" for kind in _KINDS)
         host = result.host[phase].size / GB
-        yield (f"  {phase:26}{peak.size / GB:9.2f}{needed(phase, peak) / GB:11.2f}{kinds}{host:9.2f}")
+        need = needed(result, phase, job) / GB
+        yield (f"  {phase:26}{peak.size / GB:9.2f}{need:11.2f}{kinds}{host:9.2f}")
+    if SAMPLE in result.gpu:
+        stage = result.place["stage"]
+        kept, all_of_it = (servers_bytes(job, stage, phase) / GB for phase in (UPDATE, SAMPLE))
+        copies = result.host[SAMPLE].kinds.get(OFFLOADED, 0) / GB
+        yield (
+            f"while engines sample {result.gpu[SAMPLE].size / GB:.2f} GB of the policy stay on the GPU, and "
+            f"{copies:.2f} GB are in host memory; the column + reserve has"
+        )
+        yield f"{kept:.2f} GB more that colocated servers keep, in their own turn {all_of_it:.2f} GB"
 
 
 def _largest(result: RankResult) -> Iterator[str]:

@@ -48,7 +48,7 @@ def rank_dict(result: RankResult, job: Job) -> dict[str, Any]:
         "place": result.place,
         "error": result.error,
         "peak_gb": {phase: peak.size / GB for phase, peak in result.gpu.items()},
-        "needed_gb": {phase: needed(phase, peak) / GB for phase, peak in result.gpu.items()},
+        "needed_gb": {phase: needed(result, phase, job) / GB for phase in result.gpu},
         "kinds_gb": {
             phase: {kind: size / GB for kind, size in peak.kinds.items()}
             for phase, peak in result.gpu.items()

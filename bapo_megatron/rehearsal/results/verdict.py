@@ -6,18 +6,29 @@ from collections.abc import Iterator, Sequence
 
 from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job
-from bapo_megatron.commands.plan.memory import FIXED, FRAGMENTATION
-from bapo_megatron.rehearsal.records import Peak, RankResult
+from bapo_megatron.commands.plan.memory import FIXED, FRAGMENTATION, stage_memory
+from bapo_megatron.rehearsal.records import SAMPLE, Peak, RankResult
 
 _STEADY = ("weights", "gradients", "optimizer")
 
 
-def needed(phase: str, peak: Peak) -> float:
-    """Bytes of a GPU that a phase needs: its peak and the plan's reserve.
+def needed(result: RankResult, phase: str, job: Job) -> float:
+    """Bytes of a GPU that a phase of a rank needs: its peak, the plan's reserve and colocated servers.
 
     The reserve is for the CUDA context and NCCL's buffers, and in passes for fragments of what comes and
     goes.
     """
+    servers = servers_bytes(job, result.place["stage"], phase)
+    return _alone(phase, result.gpu[phase]) + servers
+
+
+def servers_bytes(job: Job, stage: int, phase: str) -> float:
+    """What a colocated server has on a GPU of a stage: what it keeps, and in its turn all of its memory."""
+    memory = stage_memory(job, stage)
+    return memory.kept + (memory.serving if phase == SAMPLE else 0.0)
+
+
+def _alone(phase: str, peak: Peak) -> float:
     passing = peak.size - sum(peak.kinds.get(kind, 0) for kind in _STEADY)
     return peak.size + FIXED + (FRAGMENTATION * passing if is_pass(phase) else 0.0)
 
@@ -34,10 +45,10 @@ def misfits(results: Sequence[RankResult], job: Job) -> Iterator[str]:
     for result in results:
         if result.error:
             yield f"rank {result.rank} fails in {result.error}"
-        for phase, peak in result.gpu.items():
-            if needed(phase, peak) > budget:
+        for phase in result.gpu:
+            if needed(result, phase, job) > budget:
                 yield (
-                    f"rank {result.rank} needs {needed(phase, peak) / GB:.1f} GB in {phase}; "
+                    f"rank {result.rank} needs {needed(result, phase, job) / GB:.1f} GB in {phase}; "
                     f"a GPU may use {budget / GB:.1f}"
                 )
     host = node_bytes(results, job)

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,12 @@ from bapo_megatron.commands.plan.activations import kept
 from bapo_megatron.commands.plan.advice import fastest_layouts, problems, smallest_changes
 from bapo_megatron.commands.plan.engines import cache_bytes_per_token, engines
 from bapo_megatron.commands.plan.job import Job, PlanOptions, find_shape, in_flight, slots
-from bapo_megatron.commands.plan.memory import host_bytes, optimizer_bytes, stage_memory
+from bapo_megatron.commands.plan.memory import (
+    host_bytes,
+    offloaded_bytes,
+    optimizer_bytes,
+    stage_memory,
+)
 from bapo_megatron.commands.plan.plan import make_plan
 from bapo_megatron.commands.plan.sizes import (
     largest_parameter,
@@ -27,7 +33,7 @@ from bapo_megatron.commands.plan.sizes import (
     stage_parameters,
     total_parameters,
 )
-from bapo_megatron.commands.plan.speed import host_update, recompute_share, speed
+from bapo_megatron.commands.plan.speed import host_update, recompute_share, speed, turns
 from bapo_megatron.commands.plan.summary import duration, nodes_text, summary
 from bapo_megatron.commands.plan.table import plan_text
 from bapo_megatron.commands.plan.traffic import forward_passes, update_traffic
@@ -478,7 +484,7 @@ def test_nodes_time_and_disk_of_the_whole_run() -> None:
 
 def test_the_nodes_of_a_summary() -> None:
     """A split of one node, servers that run already, and the nodes of a cluster file."""
-    split = load_recipe(RECIPES / "r1_distill_qwen_7b_8k.py", RunConfig)
+    split = load_recipe(RECIPES / "partial_rollout_7b.py", RunConfig)
     shape = find_shape(RECIPE, split.model.hf_path)
 
     def nodes(run: RunConfig, *given: str) -> str:
@@ -488,6 +494,122 @@ def test_the_nodes_of_a_summary() -> None:
     sglang = replace(split.rollout.sglang, urls=("http://n1:30000",))
     assert nodes(replace(split, rollout=replace(split.rollout, sglang=sglang))) == "Nodes: 1 node trains"
     assert nodes(split, "3 nodes train") == "Nodes: 3 nodes train"
+    shared = load_recipe(RECIPES / "r1_distill_qwen_7b_8k.py", RunConfig)
+    assert nodes(shared) == "Nodes: 1, where 8 GPUs train and 8 sample, in turns"
+    two = replace(shared, parallel=replace(shared.parallel, data=4))
+    assert nodes(two) == "Nodes: 2, where 16 GPUs train and 8 of the first sample, in turns"
+
+
+def colocated(offload: bool = True, **changes: object) -> Job:
+    """Eight responses on two pipeline stages of one rank; the first has a server, which keeps 1 GB."""
+    one = job(ParallelConfig(pipeline=2, offload=offload))
+    sglang = SglangConfig(**{"colocated": True, "memory_fraction": 0.5, "kept_gb": 1.0, **changes})  # type: ignore[arg-type]
+    rollout = replace(one.run.rollout, engine="sglang", sglang=sglang)
+    return replace(one, run=replace(one.run, rollout=rollout))
+
+
+def test_two_turns_by_hand() -> None:
+    """A server has half of 80 GB while it samples, and 1 GB all the time; the policy 3 GB, or all it has."""
+    alone = stage_memory(job(ParallelConfig(pipeline=2)), 0)
+    first, second = (stage_memory(colocated(), stage) for stage in (0, 1))
+    assert (alone.kept, alone.serving, alone.sampling) == (0, 0, 0)
+    assert (first.kept, first.serving, first.resting) == (1e9, 40e9, 3e9)
+    assert first.sampling == 44e9
+    assert first.policy_peak == alone.peak
+    assert stage_memory(colocated(memory_fraction=0.01), 0).peak == alone.peak + 1e9
+    assert (second.kept, second.sampling) == (0, 0)  # its GPU has no server
+    both = [stage_memory(colocated(servers=servers), 1) for servers in (1, 2)]
+    assert [one.kept for one in both] == [0, 1e9]
+    assert stage_memory(colocated(first_gpu=1), 0).kept == 0
+    stays = stage_memory(colocated(offload=False), 0)
+    assert stays.resting == 3e9 + (2 + 4 + 12) * first.parameters.total
+
+
+def test_the_copies_of_an_offloaded_policy_by_hand() -> None:
+    """Weights and optimizer of the largest stage, in blocks of 2^28 bytes, on each of two ranks; with the
+    optimizer on the host weights alone. Nothing where the policy stays, or where no server takes turns."""
+    both = colocated()
+    largest = max(stage_parameters(SMALL, both.parallel, stage).total for stage in (0, 1))
+    assert offloaded_bytes(both) == (2 + 12) * largest
+    assert host_bytes(both) - host_bytes(colocated(offload=False)) == 2 * 2**28
+    assert offloaded_bytes(colocated(offload=False)) == 0
+    assert offloaded_bytes(job(ParallelConfig(offload=True))) == 0
+    host = replace(both, run=replace(both.run, optimizer=OptimizerConfig(device="cpu")))
+    assert offloaded_bytes(host) == 2 * largest
+    found = turns(both)
+    assert found is not None
+    assert found.moving_seconds == pytest.approx(2 * 14 * largest / 32e9)  # half of PCIe's rate, both ways
+    assert found.reading_seconds == pytest.approx(2 * 2952 / 2e9)
+    assert turns(job()) is None
+    plan = make_plan(both)
+    sampling = max(plan.engines.step_seconds, plan.engines.longest_seconds)
+    assert plan.step_seconds == pytest.approx(
+        sampling + plan.train_seconds + plan.sync.seconds + found.seconds
+    )
+
+
+def test_a_server_has_the_memory_of_the_recipe() -> None:
+    half, given = colocated(), replace(colocated(), options=PlanOptions(engine_memory_fraction=0.25))
+    assert engines(half).cache == 40e9 - engines(half).weights
+    assert engines(given).cache == 20e9 - engines(given).weights
+    assert stage_memory(given, 0).serving == 20e9
+
+
+@pytest.mark.parametrize(
+    ("changes", "told", "advice"),
+    [
+        ({"parallel.offload": False}, "while engines sample", ["--parallel.offload"]),
+        (
+            {"rollout.sglang.memory_fraction": 0.85},
+            "stage 0 needs 77.0 GB while engines sample, 3.0 of them the policy's; a GPU may use 72.0",
+            ["--rollout.sglang.memory-fraction 0.75"],
+        ),
+        (
+            {"parallel.offload": False, "rollout.sglang.memory_fraction": 0.85},
+            "while engines sample",
+            ["--parallel.offload", "--rollout.sglang.memory-fraction 0.75"],
+        ),
+        (
+            {"parallel.tensor": 2, "parallel.data": 4, "rollout.sglang.kept_gb": 8.0},
+            "GB in an update, 8.0 of them a server's; a GPU may use 72.0",
+            ["--optimizer.device cpu"],
+        ),
+    ],
+)
+def test_what_does_not_fit_names_its_turn_and_the_smallest_change(
+    changes: dict[str, object], told: str, advice: list[str]
+) -> None:
+    path = RECIPES / "r1_distill_qwen_7b_8k.py"
+    run: RunConfig = load_recipe(path, RunConfig)
+    for name, value in changes.items():
+        run = changed(run, name, value)
+    over = make_plan(Job(run, find_shape(path, run.model.hf_path), PlanOptions()))
+    assert any(told in line for line in over.misfits())
+    found = smallest_changes(over)
+    assert found[-1].flags == advice
+    text = plan_text(over, found, [])
+    assert "OVER" in text
+    assert "DOES NOT FIT" in text
+
+
+def changed(section: Any, name: str, value: object) -> Any:
+    """The configuration with one field of another value."""
+    first, _, rest = name.partition(".")
+    return replace(section, **{first: changed(getattr(section, first), rest, value) if rest else value})
+
+
+def test_the_text_of_a_plan_shows_both_turns() -> None:
+    path = RECIPES / "r1_distill_qwen_7b_8k.py"
+    run = load_recipe(path, RunConfig)
+    text = plan_text(make_plan(Job(run, find_shape(path, run.model.hf_path), PlanOptions())), [], [])
+    assert "FITS: at most 46.1 GB (training) and 69.0 GB (sampling) of a GPU's 80 (h100-80gb)" in text
+    assert "  0      train     40.1      6.0   46.1  33.9  fits" in text
+    assert "  0      sample     3.0     66.0   69.0  11.0  fits" in text
+    assert "15.2 GB a GPU to the host and back, 1.0 s; servers read 15.2 GB of weights, 7.6 s" in text
+    stays = changed(changed(run, "parallel.offload", False), "rollout.sglang.memory_fraction", 0.5)
+    assert "the policy stays (parallel.offload is off)" in plan_text(
+        make_plan(Job(stays, find_shape(path, run.model.hf_path), PlanOptions())), [], []
+    )
 
 
 def test_engines_that_cannot_sample_have_no_step_time() -> None:

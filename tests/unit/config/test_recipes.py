@@ -33,12 +33,19 @@ STATED = {
     "octothinker_llama_3b": (8192, 4),
     "partial_rollout_7b": (8192, 4),
     "r1_distill_qwen_32b": (32768, 32),
-    BASE: (8192, 4),
+    "r1_distill_qwen_32b_two_nodes": (32768, 8),
+    "r1_distill_qwen_14b_16k": (16384, 8),
+    BASE: (8192, 8),
+    f"{BASE}_four_gpus": (8192, 4),
     **{
-        f"{BASE}_{variant}": (8192, 4)
+        f"{BASE}_{variant}": (8192, 8)
         for variant in ("asymmetric", "clip_higher", "grpo", "on_policy", "papo")
     },
 }
+SPLIT = ("octothinker_llama_3b", "partial_rollout_7b")
+"""On one node, each GPU for one task."""
+COLOCATED = [name for name in STATED if name.startswith((BASE, "r1_distill_qwen_14b"))]
+"""On one node, each GPU for both tasks in turns."""
 BOUNDS: dict[str, BoundsConfig] = {
     f"{BASE}_grpo": grpo(),
     f"{BASE}_on_policy": grpo(),
@@ -94,7 +101,7 @@ def test_what_the_plan_says_of_its_servers_is_what_a_run_accepts(
     found = json.loads(capsys.readouterr().out)
     bapo(["plan", str(path)])
     said = "servers need nodes of their own" in capsys.readouterr().out
-    alone = STATED[path.stem][1] == 4  # GPUs of a node of eight; the others are for servers
+    alone = path.stem in (*SPLIT, *COLOCATED)
     assert said == (found["servers_problem"] is not None) == (not alone)
 
     monkeypatch.setattr(preflight, "has_cuda", lambda: True)
@@ -104,12 +111,42 @@ def test_what_the_plan_says_of_its_servers_is_what_a_run_accepts(
     started = replace(run, rollout=replace(run.rollout, sglang=sglang))
     if alone:
         preflight._check_engine(started)
-        assert found["gpus"] + sglang.servers * sglang.tensor == 8  # no GPU is idle
+        servers = sglang.servers * sglang.tensor
+        idle = 8 - found["gpus"] - servers if path.stem in SPLIT else found["gpus"] - servers
+        assert idle == 0
     else:
         with pytest.raises(ConfigError, match=re.escape(found["servers_problem"])):
             preflight._check_engine(started)
         named = replace(sglang, urls=("http://node9:30000",))
         preflight._check_engine(replace(run, rollout=replace(run.rollout, sglang=named)))
+
+
+@pytest.mark.parametrize("name", COLOCATED)
+def test_a_tenth_of_a_gpu_is_free_in_both_turns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And of a node's host memory, if it has 1 TB. All processes of the job are on one node."""
+    run = load(name)
+    assert run.rollout.sglang.colocated
+    assert run.parallel.offload
+    assert bapo(["plan", str(ROOT / f"recipes/{name}.py"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for stage in found["stages"]:
+        train = max(stage[phase] for phase in ("training", "saving", "syncing")) + stage["kept"]
+        assert stage["kept"] == 1e9 * run.rollout.sglang.kept_gb
+        assert 0 < train <= 72e9
+        assert 0 < stage["sampling"] <= 72e9
+    assert found["host"] <= 0.9e12
+    assert found["trainer_nodes"] == 1
+    assert found["server_nodes"] == 0
+
+
+def test_the_32b_recipe_of_two_nodes_has_one_for_each_task(capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "recipes/r1_distill_qwen_32b_two_nodes.py"
+    assert bapo(["plan", str(path), "--engine-gpus", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["trainer_nodes"], found["server_nodes"]) == (1, 1)
+    assert found["engines"]["count"] * load(path.stem).rollout.sglang.tensor == 8
+    assert max(stage["peak"] for stage in found["stages"]) < 0.9 * 80e9
+    assert 0.9e12 < found["host"] < 1.1e12  # as its docstring says
 
 
 @pytest.mark.parametrize("variant", ["grpo", "clip_higher", "asymmetric", "on_policy", "papo"])
@@ -120,6 +157,12 @@ def test_a_variant_differs_in_its_method_alone(variant: str) -> None:
     assert all(
         name.startswith(("algorithm.bounds.", "algorithm.polarity.", "algorithm.reuse")) for name in differing
     )
+
+
+def test_four_gpus_differ_in_their_layout_alone() -> None:
+    ours, base = flat(load(f"{BASE}_four_gpus")), flat(load(BASE))
+    differing = {name for name in base if ours[name] != base[name]}
+    assert differing == {"name", "parallel.data", "rollout.sglang.servers"}
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 4, 8])

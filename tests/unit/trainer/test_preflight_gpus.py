@@ -70,6 +70,19 @@ def test_servers_that_share_gpus_must_leave_memory(check_gpus: CheckGpus) -> Non
         check_gpus(run(ParallelConfig(tensor=4, data=2, sequence=True), first_gpu=7), 8)
 
 
+def test_colocated_servers_take_turns(check_gpus: CheckGpus) -> None:
+    """Their share of the memory is no matter here, the number of GPUs is."""
+    eight = ParallelConfig(tensor=4, data=2, sequence=True, offload=True)
+    check_gpus(run(eight, servers=8, colocated=True, memory_fraction=0.9), 8)
+    check_gpus(run(eight, servers=2, tensor=4, colocated=True), 8)
+    check_gpus(run(eight, servers=2, first_gpu=6, colocated=True), 8)
+    for servers, tensor, first_gpu in ((9, 1, 0), (5, 2, 0), (8, 1, 1)):
+        with pytest.raises(ConfigError, match="but this machine has 8: start fewer servers"):
+            check_gpus(run(eight, servers=servers, tensor=tensor, first_gpu=first_gpu, colocated=True), 8)
+    with pytest.raises(ConfigError, match=r"in turns with rollout.sglang.colocated and parallel.offload"):
+        check_gpus(run(eight, servers=8), 8)
+
+
 def test_servers_without_a_gpu(check_gpus: CheckGpus) -> None:
     with pytest.raises(ConfigError, match="take GPUs 4 to 8, but this machine has 8: start fewer servers"):
         check_gpus(run(first_gpu=4, servers=5), 8)

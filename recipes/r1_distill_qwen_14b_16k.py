@@ -1,0 +1,48 @@
+"""R1-Distill-Qwen-14B with 16k responses, on one node of eight 80 GB GPUs, which train and sample in turns.
+
+From the paper (arXiv 2510.18927): GRPO advantages, the BAPO bounds (the preset), learning rate 2e-6 and
+temperature 0.6 of its 8k experiments (section 5.1).
+
+Chosen here, not in the paper: the model, DeepSeek-R1-Distill-Qwen-14B (the paper has the 7B and the 32B
+of this family), responses of 16k tokens, 64 prompts x 16 responses a step, four updates of a quarter of
+the batch each, which is staleness 4 as the paper counts (passes x batch / mini-batch), weight decay,
+steps, layout. While servers sample the policy is in host memory. By the plan at least 10 % of a GPU's
+memory stays free in both turns.
+
+    bapo plan recipes/r1_distill_qwen_14b_16k.py
+    sbatch slurm/colocated.sbatch recipes/r1_distill_qwen_14b_16k.py
+"""
+
+from pathlib import Path
+
+from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    SglangConfig,
+)
+
+
+def recipe() -> RunConfig:
+    """One node: TP 8, and four servers of two GPUs, which leave more room for sequences than eight of one."""
+    return RunConfig(
+        name="r1_distill_qwen_14b_16k",
+        steps=500,
+        model=ModelConfig(hf_path=Path("models/DeepSeek-R1-Distill-Qwen-14B")),
+        data=DataConfig(path=Path("data/skywork_or1_math.parquet")),
+        parallel=ParallelConfig(tensor=8, data=1, sequence=True, offload=True),
+        rollout=RolloutConfig(
+            temperature=0.6,
+            max_response_tokens=16384,
+            engine="sglang",
+            segment_tokens=8192,
+            sglang=SglangConfig(servers=4, tensor=2, colocated=True, memory_fraction=0.75),
+        ),
+        algorithm=AlgorithmConfig(bounds=balanced(), updates_per_epoch=4),
+        batch=BatchConfig(pack_tokens=18432),  # the longest prompt and response together
+    )

@@ -225,7 +225,7 @@ def interrupted(folder: Path, samples: list[Sample]) -> tuple[dict[str, list[str
     before = policy.state_digest()
     policy.offload()
     storages = policy._offload._copied
-    policy._offload._copied = [*storages[:5], *((_Full(), 8),), *storages[5:]]  # type: ignore[list-item]
+    policy._offload._copied = [*storages[:5], _Full(), *storages[5:]]  # type: ignore[list-item]
     with pytest.raises(OutOfMemory):
         policy.reload()
     with pytest.raises(RuntimeError, match="offloaded"):
@@ -236,6 +236,12 @@ def interrupted(folder: Path, samples: list[Sample]) -> tuple[dict[str, list[str
 
 
 class _Full:
+    def untyped_storage(self) -> _Full:
+        return self
+
+    def numel(self) -> int:
+        return 8
+
     def resize_(self, _size: int) -> None:
         raise OutOfMemory
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from bapo_megatron.policy.device import has_cuda, release_cached_memory
 from bapo_megatron.policy.host_optimizer import HostAdamW
@@ -38,10 +38,10 @@ class Offload:
     def __init__(self, model: Sequence[Any], optimizer: Any, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
         self._blocks: list[Tensor] = []
-        self._copied: list[tuple[UntypedStorage, int]] = []
-        """Storages whose bytes are on the host, with their sizes, in the order of the host's bytes."""
-        self._dropped: list[tuple[UntypedStorage, int]] = []
-        """The gradients' storages, with their sizes, while they have no memory."""
+        self._copied: list[Tensor] = []
+        """The bytes of each storage whose copy is on the host, in the order of the host's bytes."""
+        self._dropped: list[Tensor] = []
+        """The bytes of each storage of gradients, while it has no memory."""
 
     @property
     def host_bytes(self) -> int:
@@ -58,37 +58,37 @@ class Offload:
         if self._copied:
             return 0
         self._optimizer.zero_grad()
-        copied = _sized(state_tensors(self._model, self._optimizer, self._device))
+        copied = _storages(state_tensors(self._model, self._optimizer, self._device))
         for data, block in self._pieces(copied):
             block.copy_(data, non_blocking=True)
         self._synchronize()
-        self._copied, self._dropped = copied, _sized(_gradients(self._model))
-        for storage, _ in (*self._copied, *self._dropped):
-            storage.resize_(0)
+        self._copied, self._dropped = copied, _storages(_gradients(self._model))
+        for data in (*self._copied, *self._dropped):
+            data.untyped_storage().resize_(0)
         parallel_state.get_global_memory_buffer().buffer.clear()
         release_cached_memory()
-        return sum(size for _, size in (*self._copied, *self._dropped))
+        return sum(data.numel() for data in (*self._copied, *self._dropped))
 
     def reload(self) -> None:
         """Take the memory back and fill it. Does nothing where it is there.
 
         torch.OutOfMemoryError if the device has not enough; then it may be called again.
         """
-        for storage, size in (*self._copied, *self._dropped):
-            storage.resize_(size)
+        for data in (*self._copied, *self._dropped):
+            data.untyped_storage().resize_(data.numel())
         for data, block in self._pieces(self._copied):
             data.copy_(block, non_blocking=True)
         self._synchronize()
         self._copied, self._dropped = [], []
 
-    def _pieces(self, storages: Sequence[tuple[UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pieces(self, storages: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """The storages' bytes piece by piece, each with its place on the host."""
         place = 0
-        for storage, size in storages:
-            data, first = bytes_of(storage, self._device), 0
-            while first < size:
+        for data in storages:
+            first = 0
+            while first < data.numel():
                 number, start = divmod(place, BLOCK)
-                length = min(size - first, BLOCK - start)
+                length = min(data.numel() - first, BLOCK - start)
                 yield data[first : first + length], self._block(number)[start : start + length]
                 first, place = first + length, place + length
             place = -(-place // _ALIGNMENT) * _ALIGNMENT
@@ -122,9 +122,10 @@ def state_tensors(model: Sequence[Any], optimizer: Any, device: torch.device) ->
                 yield from (one for one in state if isinstance(one, Tensor) and one.device == device)
 
 
-def bytes_of(storage: UntypedStorage, device: torch.device) -> Tensor:
-    """All bytes of a storage."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload,no-any-return]
+def bytes_of(tensor: Tensor) -> Tensor:
+    """All bytes of the storage that a tensor is a view of."""
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((elements,), (1,), 0).view(torch.uint8)
 
 
 def _gradients(model: Sequence[Any]) -> Iterator[Tensor]:
@@ -133,7 +134,9 @@ def _gradients(model: Sequence[Any]) -> Iterator[Tensor]:
             yield buffer.grad_data
 
 
-def _sized(tensors: Iterator[Tensor]) -> list[tuple[UntypedStorage, int]]:
-    """The tensors' storages, each once, with their sizes in bytes."""
-    storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return [(storage, storage.nbytes()) for storage in storages.values()]
+def _storages(tensors: Iterator[Tensor]) -> list[Tensor]:
+    """The bytes of the tensors' storages, each once."""
+    first: dict[int, Tensor] = {}
+    for tensor in tensors:
+        first.setdefault(tensor.untyped_storage()._cdata, tensor)
+    return [bytes_of(tensor) for tensor in first.values()]

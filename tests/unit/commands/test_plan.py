@@ -516,7 +516,8 @@ def test_two_turns_by_hand() -> None:
     assert (first.kept, first.serving, first.resting) == (1e9, 40e9, 3e9)
     assert first.sampling == 44e9
     assert first.policy_peak == alone.peak
-    assert stage_memory(colocated(memory_fraction=0.01), 0).peak == alone.peak + 1e9
+    assert first.peak == first.sampling
+    assert stage_memory(colocated(memory_fraction=1e-9), 0).peak == alone.peak + 1e9
     assert (second.kept, second.sampling) == (0, 0)  # its GPU has no server
     both = [stage_memory(colocated(servers=servers), 1) for servers in (1, 2)]
     assert [one.kept for one in both] == [0, 1e9]
@@ -570,8 +571,13 @@ def test_a_server_has_the_memory_of_the_recipe() -> None:
             ["--parallel.offload", "--rollout.sglang.memory-fraction 0.75"],
         ),
         (
-            {"parallel.tensor": 2, "parallel.data": 4, "rollout.sglang.kept_gb": 8.0},
-            "GB in an update, 8.0 of them a server's; a GPU may use 72.0",
+            {
+                "parallel.tensor": 2,
+                "parallel.data": 4,
+                "rollout.sglang.kept_gb": 12.0,
+                "rollout.sglang.memory_fraction": 0.6,
+            },
+            "GB in an update, 12.0 of them a server's; a GPU may use 72.0",
             ["--optimizer.device cpu"],
         ),
     ],

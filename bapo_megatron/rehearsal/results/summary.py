@@ -54,6 +54,10 @@ def rank_dict(result: RankResult, job: Job) -> dict[str, Any]:
             for phase, peak in result.gpu.items()
         },
         "host_gb": {phase: peak.size / GB for phase, peak in result.host.items()},
+        "host_kinds_gb": {
+            phase: {kind: size / GB for kind, size in peak.kinds.items()}
+            for phase, peak in result.host.items()
+        },
         "largest": [vars(one) for one in result.largest],
         "tflop": {phase: flops / 1e12 for phase, flops in result.flops.items()},
         "model_tflop": model_flops(result, job) / 1e12,

@@ -55,7 +55,7 @@ def test_a_rehearsal_refuses_a_recipe_that_fails_in_it(monkeypatch: pytest.Monke
     """The rehearsal itself is stood in for: a rank that fails, and one that needs 75 GB of 72."""
     error = "update 1: bapo_megatron/policy/passes.py:155: RuntimeError: tensors on cpu and cuda:0"
     peak = {"save": Peak(72 * 10**9, {})}
-    found = [RankResult(0, {}, "torch", 1, error=error), RankResult(1, {}, "torch", 1, gpu=peak)]
+    found = [RankResult(0, {}, "torch", 1, error=error), RankResult(1, {"stage": 0}, "torch", 1, gpu=peak)]
     monkeypatch.setattr("bapo_megatron.commands.cluster.job.rehearse_job", lambda *_: found)
     check_job(job(), force=False)
     with pytest.raises(ConfigError, match=r"would not run on h100-80gb:\nrank 0 fails in update 1: .*:155"):

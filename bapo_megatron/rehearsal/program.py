@@ -82,7 +82,7 @@ class RankProgram:
     def sample(self) -> None:
         """The turn of colocated engines, for which the policy leaves; nothing where there are none."""
         rollout, offload = self._config.rollout, self._config.parallel.offload
-        if rollout.engine != "sglang" or not rollout.sglang.colocated:
+        if not rollout.engine_config.colocated:
             return
         if offload:
             with self._phase("offload"):

@@ -114,7 +114,7 @@ class TimeSharing:
         if short := [one for one in everywhere(self._missing(self._limit_s)) if one]:
             raise RunStopped(
                 f"GPU memory that engines had is not free though they are ended: {'; '.join(short)}. "
-                f"Another program has it (see nvidia-smi), or set rollout.sglang.kept_gb higher"
+                f"Another program has it (see nvidia-smi), or the engines' kept_gb is too low"
             )
 
     def _end_engines(self) -> None:

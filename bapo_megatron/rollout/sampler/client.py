@@ -49,13 +49,16 @@ class SamplerDied(Exception):
 class SamplerClient:
     """A ``Sampler`` (see interfaces.py) whose work is done in a process beside this one."""
 
-    def __init__(self, setup: Setup, on_event: Event, silent_s: float = _SILENT_S) -> None:
-        """Start the process. ``silent_s``: the longest time without a heartbeat during a call."""
+    def __init__(
+        self, setup: Setup, on_event: Event, silent_s: float = _SILENT_S, colocated: bool = False
+    ) -> None:
+        """Start the process. ``silent_s``: the longest time without a heartbeat during a call.
+        ``colocated``: engines are held until ``admit``."""
         self._setup, self._on_event, self._silent_s = setup, on_event, silent_s
         self._start_arguments: tuple[int, dict[str, Any] | None] = (1, None)
         """The arguments of ``start`` for the next process."""
         self._weights: tuple[Path, int, int] | None = None
-        self._is_colocated = self._is_held = setup.config.rollout.engine_config.colocated
+        self._is_colocated = self._is_held = colocated
         """Whether engines share GPUs with the policy; whether they are held back, as in a new process."""
         self._deaths = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")  # one call at a time

@@ -63,7 +63,7 @@ class RolloutRecord:
         rows = read_jsonl(self._paths.metrics)
         print("\n".join(summary(rows, read_jsonl(self._paths.events))))
         root = self._paths.root
-        print(f"responses: {self._paths.journal}/step_*.npz")
+        print(f"responses: {self._paths.journal}")
         print(f"train on them: bapo train RECIPE --train-only {root}")
         print(f"plots: bapo report {root}", flush=True)
 

@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.commands.plan.job import Job, PlanOptions
-from bapo_megatron.config import DataConfig, ModelConfig, ParallelConfig, RunConfig
+from bapo_megatron.config import (
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    SglangConfig,
+)
 from bapo_megatron.rehearsal.match import disagreements
-from bapo_megatron.rehearsal.records import Call, Peak, RankRequest, RankResult, Wait
-from bapo_megatron.rehearsal.results.summary import as_dict
-from bapo_megatron.rehearsal.results.verdict import misfits, needed
+from bapo_megatron.rehearsal.records import Call, Peak, RankRequest, RankResult
+from bapo_megatron.rehearsal.results.verdict import needed
 from tests.unit.commands.test_plan import SMALL
 
 GB = 10**9
@@ -74,34 +80,20 @@ def run(parallel: ParallelConfig) -> RunConfig:
     return RunConfig("small", ModelConfig(Path("model")), DataConfig(Path("data")), parallel=parallel)
 
 
+def job(colocated: bool) -> Job:
+    sglang = SglangConfig(colocated=colocated, kept_gb=2.0, memory_fraction=0.5)
+    config = replace(run(ParallelConfig()), rollout=RolloutConfig(engine="sglang", sglang=sglang))
+    return Job(config, SMALL, PlanOptions(gpu="h100-80gb"))
+
+
 def test_what_a_phase_needs() -> None:
     """An update: 3 GB for CUDA and NCCL, 5 % of what is no state. A save: 3 GB."""
     peak = Peak(
         50 * GB, {"weights": 8 * GB, "gradients": 16 * GB, "optimizer": 6 * GB, "activations": 20 * GB}
     )
-    assert needed("update 2", peak) == pytest.approx(54e9)
-    assert needed("save", peak) == pytest.approx(53e9)
-
-
-def test_the_verdict_and_the_json() -> None:
-    job = Job(run(ParallelConfig(tensor=2)), SMALL, PlanOptions())
-    waits = {Wait("update 2", "item", "a.py:1"): 3, Wait("bounds search 2", "item", "a.py:1"): 1}
-    waits[Wait("update 1", "item", "a.py:1")] = 7
-    small = {"update 2": Peak(68 * GB, {"weights": 68 * GB})}
-    large = {"update 2": Peak(70 * GB, {"weights": 70 * GB})}
-    ranks = [
-        result(0, call("all_reduce"), gpu=small, waits=waits),
-        result(1, call("all_reduce"), gpu=large, host={"save": Peak(2000 * GB, {})}),
-    ]
-    found = as_dict(ranks, job)
-    assert found["fits"] is False
-    assert found["misfits"] == [
-        "rank 1 needs 73.0 GB in update 2; a GPU may use 72.0",
-        "a node's host needs 4000 GB; it may use 1800",
-    ]
-    assert found["peak_gb"] == {"update 2": 70.0}
-    assert found["host_waits_per_update"] == 4
-    assert found["collectives"][0]["count"] == 1
-    assert list(misfits([result(0, gpu=small)], job)) == []
-    failed = result(0, error="update 1: a.py:1: RuntimeError: no")
-    assert list(misfits([failed], job)) == ["rank 0 fails in update 1: a.py:1: RuntimeError: no"]
+    found = result(0, gpu={"update 2": peak, "save": peak, "sample": Peak(GB, {})})
+    assert needed(found, "update 2", job(False)) == pytest.approx(54e9)
+    assert needed(found, "save", job(False)) == pytest.approx(53e9)
+    # Servers on the same GPU keep 2 GB of it, and in their turn have half of 80 GB besides.
+    assert needed(found, "update 2", job(True)) == pytest.approx(56e9)
+    assert needed(found, "sample", job(True)) == pytest.approx(1e9 + 3e9 + 2e9 + 40e9)

@@ -20,6 +20,7 @@ def finish(run: Run) -> None:
 
     Preempted if the run is asked to stop before.
     """
+    run.time_sharing.train()  # engines have the GPUs after the evaluation of the last step
     output = RunPaths(run.config.directory).export
     export_hf(run.policy.hf_weights(), run.config.model.hf_path, output)
     if run.recorder:

@@ -47,7 +47,9 @@ class TimeSharing:
         self._released: list[str] = []
         """Rank 0's: engines that have released their memory."""
         self._room: int | None = None
-        """Bytes that were free on this rank's GPU when neither side had anything there."""
+        """Bytes that are free on this rank's GPU when neither side has anything there."""
+        self._beside_sleepers: int | None = None
+        """Bytes that were free there when engines had released their memory, before the policy came back."""
         self._seconds: Metrics = {}
 
     def train(self) -> None:
@@ -57,6 +59,7 @@ class TimeSharing:
         start = perf_counter()
         _on_main(self._release_engines)
         self._wait_for_memory()
+        self._beside_sleepers = free_gpu_bytes()
         if self._offloads:
             self._policy.reload()
         self._trains = True
@@ -71,8 +74,7 @@ class TimeSharing:
         if self._offloads:
             self._policy.offload()
         release_cached_memory()
-        if self._room is None:
-            self._room = free_gpu_bytes()
+        self._measure_room()
         everywhere(None)  # all ranks are out of the way
         _on_main(self._wake_engines)
         self._seconds["time/wake_s"] = perf_counter() - start
@@ -80,6 +82,18 @@ class TimeSharing:
     def metrics(self) -> Metrics:
         """Seconds of the last change each way; nothing where GPUs are not shared."""
         return dict(self._seconds)
+
+    def _measure_room(self) -> None:
+        """Measure the room on this GPU, with the policy away.
+
+        What training has added since engines fell asleep (NCCL's buffers, workspaces, Adam's moments of a
+        policy that stays) is the trainer's, and not theirs to give up.
+        """
+        free = free_gpu_bytes()
+        if self._room is None or free is None:
+            self._room = free
+        elif self._beside_sleepers is not None:
+            self._room -= max(0, self._beside_sleepers - free)
 
     def _release_engines(self) -> None:
         if self._sampler is None or self._servers is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection
 from functools import partial
 from typing import Any
@@ -55,7 +56,13 @@ class ColocatedPool(EnginePool):
         """Hold no engine back any more: each comes when it answers and has loaded the current weights."""
         for slot in self._slots:
             slot.is_held = False
+            self._forget_silence(slot)
         self.down_since = None if self.up else self._clock.now()
+
+    def _forget_silence(self, slot: EngineSlot) -> None:
+        """Count silence, and time without engines, from now: while the policy trains nobody is to answer."""
+        self._worked_at = slot.heard_at = self._clock.now()
+        slot.hang_reported_at, slot.hang_silence_s = -math.inf, 0.0
 
     async def _wake(self, slot: EngineSlot) -> bool:
         """Whether an engine has its memory and the weights again. It may sample at once if so."""
@@ -70,7 +77,8 @@ class ColocatedPool(EnginePool):
             await self._loaded(slot, weights)
         if woken:
             slot.is_up, slot.is_held, self.down_since = True, False, None
-            slot.heard_at = slot.came_at = self._clock.now()
+            self._forget_silence(slot)
+            slot.came_at = self._clock.now()
             slot.loads += 1
             self.changed.set()
         return woken

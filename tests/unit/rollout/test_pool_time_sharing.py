@@ -224,3 +224,25 @@ def test_time_without_engines_counts_from_their_admission(tmp_path: Path) -> Non
                 pool.check(minutes=0.0)
 
     run(check())
+
+
+def test_an_engine_lost_after_a_long_training_is_not_lost_since_before_it(tmp_path: Path) -> None:
+    """Nobody was to work meanwhile: what follows is a server that ends, and not a run."""
+
+    async def check() -> None:
+        (engine,) = [SleepingEngine("one")]
+        world = World(tmp_path, [engine])
+        async with sampling(world) as pool:
+            await world.batch(1)
+            await pool.release()
+            await world.weights(1)
+            pool._worked_at = pool._slots[0].heard_at = -3600.0  # an hour of training
+            assert await pool.wake(["one"]) == ["one"]
+            await pool.admit()
+            engine.ready = False
+            pool.lose(pool._slots[0], "it has ended")
+            pool.check(minutes=30)
+            await asyncio.sleep(0.1)
+        assert "engine_hangs" not in world.event_kinds()
+
+    run(check())

@@ -255,6 +255,18 @@ def test_a_server_knows_nothing_of_the_launcher_that_started_the_trainer(
     assert own.items() <= environment.items()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")  # asked for by the user
     assert process.server_environment(cuda=True)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:256")
+    assert process.server_environment(cuda=True)["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:256"
+
+
+def test_colocated_servers_give_up_their_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang takes the tag without the variable, and keeps the memory."""
+    graphs = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+    monkeypatch.delenv(graphs, raising=False)
+    assert process.server_environment(cuda=True, colocated=True)[graphs] == "1"
+    assert graphs not in process.server_environment(cuda=True)
+    monkeypatch.setenv(graphs, "0")  # asked for by the user
+    assert process.server_environment(cuda=True, colocated=True)[graphs] == "0"
 
 
 def test_a_server_on_a_gpu_never_chooses_its_device(tmp_path: Path) -> None:

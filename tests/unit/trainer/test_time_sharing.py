@@ -217,6 +217,25 @@ def test_what_servers_may_keep_is_kept(scene: Scene, shared: TimeSharing) -> Non
     assert scene.events == []
 
 
+def test_what_the_trainer_keeps_for_itself_is_not_asked_of_engines(scene: Scene, shared: TimeSharing) -> None:
+    """Buffers of NCCL and workspaces come with the first update, and stay when the policy leaves."""
+    shared.sample()
+    for _ in range(3):
+        shared.train()
+        scene.memory["buffers"] = scene.memory.get("buffers", 0) + 3 * GB
+        shared.sample()
+    shared.train()
+    assert scene.events == []
+    scene.memory["another program"] = 10 * GB
+    shared.sample()
+    shared.train()
+    assert scene.events == [], "memory that went while engines were away is the trainer's"
+    shared.sample()
+    scene.memory["another program"] += 10 * GB
+    with pytest.raises(RunStopped):
+        shared.train()
+
+
 def test_memory_that_nobody_gives_up_stops_the_run(scene: Scene, shared: TimeSharing) -> None:
     shared.sample()
     scene.memory["another program"] = 70 * GB

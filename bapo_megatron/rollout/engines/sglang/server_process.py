@@ -32,7 +32,6 @@ from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_
 from bapo_megatron.runtime.child_process import ChildProcess
 from bapo_megatron.runtime.device import (
     ALLOCATOR_VARIABLE,
-    GROWING_SEGMENTS,
     should_have_gpu,
 )
 
@@ -58,6 +57,10 @@ _CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 _VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 """A server whose context is longer than the model's (by ``RESERVED_TOKENS``, say) starts: no request that is
 longer than the model's is ever sent."""
+
+
+_RELEASED_GRAPHS = ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
+"""Else SGLang takes the tag ``cuda_graph`` and keeps the graphs' memory. With it the host has a copy."""
 
 
 def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[str]:
@@ -129,7 +132,7 @@ def serve(command: ServeCommand, cuda: bool) -> NoReturn:
 
 
 def server_environment(
-    cuda: bool, threads: int | None = None, key_file: Path | None = None
+    cuda: bool, threads: int | None = None, key_file: Path | None = None, colocated: bool = False
 ) -> dict[str, str]:
     """Environment variables of the server's process: this one's without the trainer's own, and what a CPU
     needs. ``key_file``: of the key that it asks for; None: it asks for none."""
@@ -138,10 +141,16 @@ def server_environment(
         environment.pop(name, None)
     if key_file is not None:
         environment[KEY_FILE_VARIABLE] = str(key_file)
-    if (
-        environment.get(ALLOCATOR_VARIABLE) == GROWING_SEGMENTS
-    ):  # the trainer's; SGLang's memory saver refuses it
-        del environment[ALLOCATOR_VARIABLE]
+    for name in (
+        ALLOCATOR_VARIABLE,
+        "PYTORCH_CUDA_ALLOC_CONF",
+    ):  # SGLang's memory saver refuses the trainer's
+        if name in environment:
+            items = environment.pop(name).split(",")
+            if others := [item for item in items if not item.strip().startswith("expandable_segments:")]:
+                environment[name] = ",".join(others)
+    if cuda and colocated:
+        environment.setdefault(*_RELEASED_GRAPHS)
     if not cuda:
         environment |= _CPU_VARIABLES
         if threads:

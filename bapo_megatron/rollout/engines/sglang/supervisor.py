@@ -119,7 +119,9 @@ class ServerSupervisor:
         self._command = server_command(
             sglang_python(sglang.python), config.model.hf_path, _HOST, port, cuda, flags
         )
-        self._environment = server_environment(cuda, key_file=servers_key_file(config))
+        self._environment = server_environment(
+            cuda, key_file=servers_key_file(config), colocated=sglang.colocated
+        )
         self._log = RunPaths(config.directory).server_log(number)
         self._start_s = 60 * sglang.start_minutes
         self._on_event = on_event

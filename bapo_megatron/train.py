@@ -14,6 +14,7 @@ from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.checkpointing import (
     WAIT_S,
     begin_checkpoint,
+    begin_training,
     finalize_checkpoint,
     stop_if_preempted,
     wait_for_sampler,
@@ -33,7 +34,7 @@ def train(run: Run) -> None:
         clock = StepClock()
         batch = next_batch(run, step)
         clock.lap("rollout")
-        run.time_sharing.train()
+        begin_training(run, step - 1)
         with profiled(run.config, step):
             updates = train_on(run, step, batch)
             clock.lap("update")

@@ -10,7 +10,7 @@ from bapo_megatron.runtime.distributed import share
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.checkpointing import stop_if_preempted
+from bapo_megatron.trainer.checkpointing import bring_policy_back, stop_if_preempted
 
 _POLL_S = 1.0
 
@@ -20,7 +20,7 @@ def finish(run: Run) -> None:
 
     Preempted if the run is asked to stop before.
     """
-    run.time_sharing.train()  # engines have the GPUs after the evaluation of the last step
+    bring_policy_back(run)  # engines have the GPUs after the evaluation of the last step
     output = RunPaths(run.config.directory).export
     export_hf(run.policy.hf_weights(), run.config.model.hf_path, output)
     if run.recorder:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from bapo_megatron.errors import ConfigError, Preempted, RunStopped
+from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
 from bapo_megatron.runtime.exit_codes import (
     end_with,
     is_known_to_all,
@@ -278,6 +278,26 @@ def everywhere(value: T) -> list[T]:
     boxes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(boxes, value)
     return boxes
+
+
+def together(call: Callable[[], T]) -> list[T]:
+    """The results of ``call`` on all ranks, on every rank. Collective.
+
+    If it fails on one of them all raise: that one its own error, the others one that names the rank.
+    """
+    result, failure, own = None, None, None
+    try:
+        result = call()
+    except Exception as error:  # the other ranks wait for this one
+        kind = next((kind for kind in (ConfigError, StorageFailed) if isinstance(error, kind)), RunStopped)
+        own, failure = error, (kind, str(error) or repr(error))
+    outcomes = everywhere((result, failure))
+    if own is not None:
+        raise own
+    for rank, (_, told) in enumerate(outcomes):
+        if told is not None:
+            raise told[0](f"rank {rank}: {told[1]}")
+    return [one for one, _ in outcomes]  # type: ignore[misc]
 
 
 def gather(value: T) -> list[T]:

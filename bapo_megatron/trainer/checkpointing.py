@@ -21,10 +21,32 @@ WAIT_S = 5.0
 """How long rank 0 waits for its sampler before the ranks meet again."""
 
 
+def begin_training(run: Run, step: int) -> None:
+    """Give the GPUs to the policy, after ``step``. Collective.
+
+    RunStopped if the sampler or the memory is lost: after a checkpoint, if the policy is back.
+    """
+    try:
+        run.time_sharing.train()
+    except RunStopped:
+        if run.time_sharing.trains:
+            save_now(run, step)
+        raise
+
+
+def bring_policy_back(run: Run) -> None:
+    """Give the GPUs to the policy, for what needs no engines any more. Collective."""
+    try:
+        run.time_sharing.train()
+    except RunStopped:
+        if not run.time_sharing.trains:
+            raise
+
+
 def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) -> None:
     """Begin to write the checkpoint after ``step``, or after the ``partial`` next step. Collective."""
     start = perf_counter()
-    run.time_sharing.train()
+    bring_policy_back(run)
     finalize_checkpoint(run, wait=True)  # the one before
     sampler = share(run.sampler.state() if run.sampler else None)
     state = {

@@ -57,8 +57,7 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
             servers.heed(event)
 
         setup = Setup(config, problems, tuple(servers.urls), str(select_device()), suites)
-        colocated = config.rollout.engine_config.colocated
-        with closing(SamplerClient(setup, on_sampler_event, colocated=colocated)) as sampler:
+        with closing(SamplerClient(setup, on_sampler_event)) as sampler:
             yield sampler, servers
 
 

@@ -14,13 +14,15 @@ from collections.abc import Callable
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
+import torch
+
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.policy.device import free_gpu_bytes, gpu_name, release_cached_memory
 from bapo_megatron.rollout.engines.backend import EngineServers
 from bapo_megatron.rollout.sampler.client import SamplerClient
-from bapo_megatron.runtime.distributed import everywhere, share
+from bapo_megatron.runtime.distributed import everywhere, together
 from bapo_megatron.types import Metrics
 
 _LOOK_S = 0.2
@@ -45,43 +47,68 @@ class TimeSharing:
         self._limit_s, self._kept_bytes = 60 * engine.release_minutes, int(1e9 * engine.kept_gb)
         self._trains = True
         self._released: list[str] = []
-        """Rank 0's: engines that have released their memory."""
+        """Rank 0's: engines that have released their memory, and sleep."""
         self._room: int | None = None
         """Bytes that are free on this rank's GPU when neither side has anything there."""
         self._beside_sleepers: int | None = None
         """Bytes that were free there when engines had released their memory, before the policy came back."""
         self._seconds: Metrics = {}
 
+    @property
+    def trains(self) -> bool:
+        """Whether the GPUs are the policy's."""
+        return self._trains
+
     def train(self) -> None:
-        """Give the GPUs to the policy. RunStopped, on every rank, if their memory cannot be had."""
+        """Give the GPUs to the policy.
+
+        RunStopped, on every rank, if the sampler's process or the memory is lost. The policy is back all the
+        same, for a last checkpoint, if it has room (``trains``).
+        """
         if not self._is_shared or self._trains:
             return
         start = perf_counter()
-        _on_main(self._release_engines)
-        self._wait_for_memory()
+        problem = _stop_of(self._release_engines) or self._wait_for_memory()
         self._beside_sleepers = free_gpu_bytes()
         if self._offloads:
-            self._policy.reload()
+            together(self._reload)
         self._trains = True
         self._seconds["time/release_s"] = perf_counter() - start
+        if problem is not None:
+            raise problem
 
     def sample(self) -> None:
-        """Give the GPUs to the engines. RunStopped, on every rank, if the sampler's process cannot go on."""
+        """Give the GPUs to the engines.
+
+        RunStopped, on every rank, if the host has no room for the policy, or the sampler's process or a
+        server cannot go on.
+        """
         if not self._is_shared or not self._trains:
             return
         start = perf_counter()
         self._trains = False  # also if what follows fails: `train` must bring the policy back
-        if self._offloads:
-            self._policy.offload()
-        release_cached_memory()
-        self._measure_room()
-        everywhere(None)  # all ranks are out of the way
-        _on_main(self._wake_engines)
+        together(self._leave)
+        together(self._wake_engines)
         self._seconds["time/wake_s"] = perf_counter() - start
 
     def metrics(self) -> Metrics:
         """Seconds of the last change each way; nothing where GPUs are not shared."""
         return dict(self._seconds)
+
+    def _leave(self) -> None:
+        if self._offloads:
+            try:
+                self._policy.offload()
+            except (RuntimeError, MemoryError) as error:  # pinned memory: CUDA's own "out of memory"
+                raise RunStopped(f"no host memory for the offloaded policy ({error})") from error
+        release_cached_memory()
+        self._measure_room()
+
+    def _reload(self) -> None:
+        try:
+            self._policy.reload()
+        except torch.OutOfMemoryError as error:
+            raise RunStopped(f"the policy does not fit on {gpu_name()} any more ({error})") from error
 
     def _measure_room(self) -> None:
         """Measure the room on this GPU, with the policy away.
@@ -101,9 +128,8 @@ class TimeSharing:
         self._servers.hold()
         try:
             self._released = self._sampler.release()
-        except RunStopped:  # there may still be a checkpoint to write, without engines
-            self._released = []
-        self._servers.end(spared=self._released)
+        finally:
+            self._servers.end(spared=self._released)
 
     def _wake_engines(self) -> None:
         if self._sampler is None or self._servers is None:
@@ -112,33 +138,38 @@ class TimeSharing:
         self._released = []
         woken = self._sampler.wake(asleep) if asleep else []
         self._servers.end(spared=woken)
-        self._servers.start()
+        try:
+            self._servers.start()
+        except RuntimeError as error:
+            raise RunStopped(str(error)) from error
         self._sampler.admit()
 
-    def _wait_for_memory(self) -> None:
-        """Wait until the driver says, on every rank, that what engines had is free. Engines that keep it are
-        killed."""
-        if not any(everywhere(self._missing())):
-            return
-        short = [one for one in everywhere(self._missing(self._limit_s)) if one]
-        if not short:
-            return
-        self._on_event({"kind": "memory_kept", "reason": "; ".join(short)})
-        _on_main(self._end_engines)
-        if short := [one for one in everywhere(self._missing(self._limit_s)) if one]:
-            raise RunStopped(
-                f"GPU memory that engines had is not free though they are ended: {'; '.join(short)}. "
-                f"Another program has it (see nvidia-smi), or the engines' kept_gb is too low"
-            )
+    def _wait_for_memory(self) -> RunStopped | None:
+        """Wait until the driver says, on every rank, that what engines had is free; engines that keep it are
+        killed. The error if it is not free then either."""
+        if not (short := self._short()):
+            return None
+        self._on_event({"kind": "memory_kept", "reason": short})
+        together(self._end_engines)
+        if not (short := self._short()):
+            return None
+        return RunStopped(
+            f"GPU memory that engines had is not free though they are ended: {short}. Another program has it "
+            f"(see nvidia-smi), or the engines' kept_gb is too low"
+        )
+
+    def _short(self) -> str:
+        """What GPUs lack after ``release_minutes``, on every rank; empty if nothing. Collective."""
+        return "; ".join(one for one in everywhere(self._missing()) if one)
 
     def _end_engines(self) -> None:
         if self._servers is not None:
             self._servers.end()
         self._released = []
 
-    def _missing(self, wait_s: float = 0.0) -> str | None:
-        """What this rank's GPU lacks after at most ``wait_s``; None if nothing."""
-        deadline = monotonic() + wait_s
+    def _missing(self) -> str | None:
+        """What this rank's GPU lacks after ``release_minutes``; None as soon as that is nothing."""
+        deadline = monotonic() + self._limit_s
         while self._room is not None and (free := free_gpu_bytes()) is not None:
             needed = self._room - self._kept_bytes
             if free >= needed:
@@ -149,12 +180,10 @@ class TimeSharing:
         return None
 
 
-def _on_main(work: Callable[[], None]) -> None:
-    """``work``, which only rank 0 has, and on every rank the RunStopped that it raises. Collective."""
-    stopped: RunStopped | None = None
+def _stop_of(work: Callable[[], None]) -> RunStopped | None:
+    """The RunStopped of ``work`` on any rank, on every rank. Collective."""
     try:
-        work()
-    except RunStopped as error:
-        stopped = error
-    if (stopped := share(stopped)) is not None:
-        raise stopped
+        together(work)
+    except RunStopped as stopped:
+        return stopped
+    return None

@@ -49,17 +49,14 @@ class SamplerDied(Exception):
 class SamplerClient:
     """A ``Sampler`` (see interfaces.py) whose work is done in a process beside this one."""
 
-    def __init__(
-        self, setup: Setup, on_event: Event, silent_s: float = _SILENT_S, colocated: bool = False
-    ) -> None:
-        """Start the process. ``silent_s``: the longest time without a heartbeat during a call.
-        ``colocated``: engines are held until ``admit``."""
+    def __init__(self, setup: Setup, on_event: Event, silent_s: float = _SILENT_S) -> None:
+        """Start the process. ``silent_s``: the longest time without a heartbeat during a call."""
         self._setup, self._on_event, self._silent_s = setup, on_event, silent_s
         self._start_arguments: tuple[int, dict[str, Any] | None] = (1, None)
         """The arguments of ``start`` for the next process."""
         self._weights: tuple[Path, int, int] | None = None
-        self._is_colocated = self._is_held = colocated
-        """Whether engines share GPUs with the policy; whether they are held back, as in a new process."""
+        self._is_admitted = False
+        """Whether colocated engines may sample: a new process holds them until it is told."""
         self._deaths = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")  # one call at a time
         self._is_set_up = False
@@ -113,7 +110,7 @@ class SamplerClient:
 
         Of the others, all if the process dies meanwhile, nobody knows what memory they hold.
         """
-        self._is_held = True
+        self._is_admitted = False
         names: list[str] = self._call("release")
         return names
 
@@ -127,7 +124,7 @@ class SamplerClient:
 
     def admit(self) -> None:
         """Hold no engine back any more."""
-        self._is_held = False
+        self._is_admitted = True
         self._call("admit")
 
     def state(self) -> dict[str, Any]:
@@ -199,7 +196,7 @@ class SamplerClient:
                 self._exchange("start", *self._start_arguments)
                 if self._weights is not None:
                     self._exchange("load_weights", *self._weights)
-                if self._is_colocated and not self._is_held:
+                if self._is_admitted:
                     self._exchange("admit")
                 return
             except SamplerDied as death:

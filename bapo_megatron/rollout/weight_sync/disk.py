@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.stream_writer import write_shards
 from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.interfaces import Policy, Sampler
-from bapo_megatron.runtime.distributed import everywhere, is_main
+from bapo_megatron.runtime.distributed import everywhere, is_main, together
 from bapo_megatron.runtime.storage import writing
-
-T = TypeVar("T")
 
 
 class DiskSync:
@@ -51,7 +48,7 @@ class DiskSync:
         if not self._writers:
             replicas = everywhere(policy.data_rank)
             self._writers = [rank for rank, replica in enumerate(replicas) if replica == 0]
-        _together(lambda: staging.prepare(version) if is_main() else None)
+        together(lambda: staging.prepare(version) if is_main() else None)
 
         def write_share() -> dict[str, int]:
             if policy.data_rank != 0:
@@ -65,9 +62,9 @@ class DiskSync:
                     pass
 
         try:
-            shares = _together(write_share)
+            shares = together(write_share)
             files = {name: size for share in shares for name, size in share.items()}
-            _together(lambda: staging.publish(version, files) if is_main() else None)
+            together(lambda: staging.publish(version, files) if is_main() else None)
         finally:
             if is_main():
                 staging.discard(version)
@@ -172,23 +169,3 @@ def _tensor_shapes(hf_path: Path) -> dict[str, tuple[int, ...]]:
     if not shapes:
         raise ConfigError(f"model.hf_path={hf_path}: no safetensors files there")
     return shapes
-
-
-def _together(call: Callable[[], T]) -> list[T]:
-    """The results of ``call`` on all ranks, on every rank. Collective.
-
-    If it fails on one of them all raise: that one its own error, the others one that names the rank.
-    """
-    result, failure, own = None, None, None
-    try:
-        result = call()
-    except Exception as error:  # the other ranks wait for this one
-        kind = next((kind for kind in (ConfigError, StorageFailed) if isinstance(error, kind)), RunStopped)
-        own, failure = error, (kind, str(error) or repr(error))
-    outcomes = everywhere((result, failure))
-    if own is not None:
-        raise own
-    for rank, (_, told) in enumerate(outcomes):
-        if told is not None:
-            raise told[0](f"rank {rank}: {told[1]}")
-    return [one for one, _ in outcomes]  # type: ignore[misc]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bapo_megatron.config import (
     DataConfig,
@@ -69,7 +70,9 @@ class Scene(EngineServers):
 
     def reload(self) -> None:
         self.calls.append("reload")
-        assert self.free() >= 50 * GB, "no memory for the policy"
+        if not self.memory["policy"] and self.free() < 50 * GB:
+            self.calls.pop()
+            raise torch.OutOfMemoryError("no memory for the policy")
         self.memory["policy"] = 50 * GB
 
     # --- the sampler ---
@@ -239,11 +242,22 @@ def test_what_the_trainer_keeps_for_itself_is_not_asked_of_engines(scene: Scene,
 def test_memory_that_nobody_gives_up_stops_the_run(scene: Scene, shared: TimeSharing) -> None:
     shared.sample()
     scene.memory["another program"] = 70 * GB
-    with pytest.raises(RunStopped, match=r"not free though they are ended: 10\.0 of 74\.0 GB.*nvidia-smi"):
+    with pytest.raises(RunStopped, match="the policy does not fit on"):
         shared.train()
     assert "reload" not in scene.calls
+    assert not shared.trains
     scene.memory["another program"] = 0
     shared.train()  # for a last checkpoint
+    assert scene.calls[-1] == "reload"
+
+
+def test_a_policy_that_still_fits_comes_back_for_a_last_checkpoint(scene: Scene, shared: TimeSharing) -> None:
+    """There is room for its state, and not for a training beside another program."""
+    shared.sample()
+    scene.memory["another program"] = 20 * GB
+    with pytest.raises(RunStopped, match=r"60\.0 of 74\.0 GB"):
+        shared.train()
+    assert shared.trains
     assert scene.calls[-1] == "reload"
 
 
@@ -282,8 +296,11 @@ def test_a_run_without_a_sampler_can_still_save(scene: Scene, shared: TimeSharin
     shared.sample()
     scene.stopped_at = "release"
     place = len(scene.calls)
-    shared.train()
+    with pytest.raises(RunStopped, match="6 times in a row"):
+        shared.train()
+    assert shared.trains
     assert scene.since(place) == ["hold", "release", "end one", "end two", "reload"]
+    shared.train()  # as the checkpoint asks
 
 
 def test_a_sampler_that_ends_during_the_wake_leaves_the_policy_its_way_back(
@@ -297,3 +314,28 @@ def test_a_sampler_that_ends_during_the_wake_leaves_the_policy_its_way_back(
     scene.stopped_at = None
     shared.train()
     assert scene.calls[-1] == "reload"
+
+
+def test_a_host_without_memory_for_the_policy_stops_the_run_with_the_policy_in_place(
+    scene: Scene, shared: TimeSharing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> int:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(scene, "offload", refuse)
+    with pytest.raises(RunStopped, match="no host memory for the offloaded policy"):
+        shared.sample()
+    assert scene.calls == []
+    shared.train()
+    assert shared.trains
+
+
+def test_servers_that_cannot_be_started_stop_the_run(
+    scene: Scene, shared: TimeSharing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("the server at one ended: no such flag")
+
+    monkeypatch.setattr(scene, "start", refuse)
+    with pytest.raises(RunStopped, match="no such flag"):
+        shared.sample()

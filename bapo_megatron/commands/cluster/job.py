@@ -51,6 +51,11 @@ class ClusterJob:
         return self.cluster.trainer_nodes or needed
 
     @property
+    def rollout_nodes(self) -> int:
+        """Nodes of SGLang servers. Colocated servers are on the trainer's node, whatever the file says."""
+        return 0 if self.config.rollout.sglang.colocated else self.cluster.rollout_nodes
+
+    @property
     def processes(self) -> int:
         """Ranks of the trainer."""
         return self.trainer_nodes * self.tasks_per_node
@@ -82,13 +87,18 @@ class ClusterJob:
                 f"parallel.data out"
             )
         tensor = self.config.rollout.sglang.tensor
-        if self.cluster.rollout_nodes and self.cluster.gpus_per_node % tensor and tensor > 1:
+        if self.rollout_nodes and self.cluster.gpus_per_node % tensor and tensor > 1:
             yield (
                 f"rollout.sglang.tensor={tensor} does not divide gpus_per_node={self.cluster.gpus_per_node} "
                 f"of the cluster file"
             )
-        if self.cluster.rollout_nodes and self.config.rollout.sglang.urls:
+        if self.rollout_nodes and self.config.rollout.sglang.urls:
             yield "rollout.sglang.urls names servers, and the job starts others: set rollout_nodes = 0"
+        if self.config.rollout.sglang.colocated and "BAPO_ENGINES" in self.cluster.environment:
+            yield (
+                "BAPO_ENGINES in the cluster file waits for servers of another job, and the recipe's are "
+                "colocated: leave it out, or add --rollout.sglang.no-colocated"
+            )
         if problem := self._no_servers():
             yield problem
         for path in (self.root, self.templates, self.run_dir, self.recipe):
@@ -98,7 +108,7 @@ class ClusterJob:
     def _no_servers(self) -> str | None:
         """Why the job would have no SGLang servers; None if it starts them, finds them, or needs none."""
         rollout, cluster = self.config.rollout, self.cluster
-        elsewhere = cluster.rollout_nodes or "BAPO_ENGINES" in cluster.environment
+        elsewhere = self.rollout_nodes or "BAPO_ENGINES" in cluster.environment
         if rollout.engine != "sglang" or rollout.replay is not None or elsewhere:
             return None
         training = min(self.processes, self.tasks_per_node)
@@ -127,9 +137,10 @@ class ClusterJob:
     def summary(self) -> list[str]:
         """The job in a few lines: those of `bapo plan`, or its nodes alone where the GPUs or the model's
         config.json are not known here."""
-        nodes = nodes_text(self.trainer_nodes, self.cluster.rollout_nodes)
+        nodes = nodes_text(self.trainer_nodes, self.rollout_nodes)
         try:
-            return list(summary(make_plan(self.planned()), nodes))
+            plan = make_plan(self.planned())
+            return list(summary(plan) if plan.job.colocated else summary(plan, nodes))
         except ConfigError as error:
             return [f"Nodes: {nodes}", f"No plan: {error}"]
 
@@ -142,7 +153,12 @@ class ClusterJob:
                 f"the run's folder needs {need:,.0f} GB by `bapo plan`, and the probe asks the nodes for "
                 f"{disk:g}: set health.disk_gb = {math.ceil(need)} in the cluster file"
             )
-        if self.cluster.rollout_nodes and 1 in (self.trainer_nodes, self.cluster.rollout_nodes):
+        if self.cluster.rollout_nodes > self.rollout_nodes:
+            yield (
+                f"rollout_nodes = {self.cluster.rollout_nodes} of the cluster file is left out: the recipe's "
+                f"servers are on the GPUs that train (rollout.sglang.colocated)"
+            )
+        if self.rollout_nodes and 1 in (self.trainer_nodes, self.rollout_nodes):
             yield (
                 "a group of this heterogeneous job has one node: when it is lost Slurm takes the whole job "
                 "back (docs/operations.md); two nodes in each group go on without one rollout node"
@@ -161,7 +177,7 @@ class ClusterJob:
         if self.cluster.gpu is None:
             return []
         plan = make_plan(self.planned())
-        engines = plan.engine_misfit() if self.cluster.rollout_nodes else None
+        engines = plan.engine_misfit() if self.rollout_nodes else None
         return [*plan.misfits(), *([engines] if engines else [])]
 
     def rehearsal_misfits(self) -> list[str]:
@@ -177,7 +193,7 @@ class ClusterJob:
         replicas = self.processes // self.config.parallel.model_size
         parallel = dataclasses.replace(self.config.parallel, data=max(1, replicas))
         run = dataclasses.replace(self.config, parallel=parallel)
-        engine_gpus = self.cluster.rollout_nodes * self.cluster.gpus_per_node or None
+        engine_gpus = self.rollout_nodes * self.cluster.gpus_per_node or None
         options = PlanOptions(
             gpu=self.cluster.gpu,  # type: ignore[arg-type]  # checked when the file was read
             engine_gpus=engine_gpus,
@@ -226,8 +242,8 @@ class ClusterJob:
     def groups(self) -> Sequence[dict[str, Any]]:
         """Groups of nodes: the trainer's, then those of the rollout servers."""
         roles = [("trainer", self.trainer_nodes, self.tasks_per_node)]
-        if self.cluster.rollout_nodes:
-            roles.append(("rollout", self.cluster.rollout_nodes, 1))
+        if self.rollout_nodes:
+            roles.append(("rollout", self.rollout_nodes, 1))
         return [{"role": role, "nodes": nodes, "tasks": tasks} for role, nodes, tasks in roles]
 
     def specification(self) -> dict[str, Any]:

@@ -43,6 +43,17 @@ def test_nodes_follow_from_the_layout() -> None:
     ]
 
 
+def test_colocated_servers_need_no_nodes_whatever_the_cluster_file_says() -> None:
+    recipe = ROOT / "recipes/r1_distill_qwen_7b_8k.py"
+    small = ClusterJob(load_recipe(recipe, RunConfig), pyxis(), recipe, (), ROOT, ROOT / "slurm")
+    assert [(group["role"], group["nodes"]) for group in small.groups()] == [("trainer", 1)]
+    assert small.summary()[1] == "Nodes: 1, where 8 GPUs train and 8 sample, in turns"
+    assert "rollout_nodes = 8 of the cluster file is left out" in "\n".join(check_job(small, force=False))
+    waits = replace(small, cluster=replace(small.cluster, environment={"BAPO_ENGINES": "4"}))
+    with pytest.raises(ConfigError, match=r"BAPO_ENGINES .* --rollout\.sglang\.no-colocated"):
+        check_job(waits, force=False)
+
+
 def test_a_recipe_that_does_not_fit_is_refused_unless_forced() -> None:
     cluster = replace(pyxis(), trainer_nodes=1)
     small = job(cluster, context=1, data=None)

@@ -84,11 +84,12 @@ class Policy(Protocol):
     def hf_weights(self) -> NamedTensors:
         """All weights, whole, tensor by tensor. Every rank of a replica must run the iterator to its end."""
 
-    def offload(self) -> int:
+    def offload(self, keep_weights: bool = False) -> int:
         """Give up the device's memory while engines sample on it; the bytes that are freed.
 
         The host keeps what is needed. Until ``reload`` whatever reads weights or optimizer raises
-        RuntimeError. A checkpoint that is being written is not disturbed. Does nothing the second time.
+        RuntimeError. ``keep_weights``: ``hf_weights`` still works, until a second call without it. A
+        checkpoint that is being written is not disturbed. Does nothing where the memory is given up already.
         """
 
     def reload(self) -> None:
@@ -184,6 +185,28 @@ class ReleasesMemory(Engine, Protocol):
 
     async def wake(self, folder: Path, version: int, confirm: Confirm) -> None:
         """Take the memory back, with the weights of an HF folder as by ``load``, and sample again."""
+
+
+@runtime_checkable
+class ReceivesHandles(ReleasesMemory, Protocol):
+    """An engine that can also wake with weights that it reads from the trainer's memory.
+
+    In order, instead of ``wake``: ``begin_wake``; ``receive_handles`` until it has all weights;
+    ``confirm_weights``; ``finish_wake``. After an error its server must be ended.
+    """
+
+    async def begin_wake(self) -> None:
+        """Take back the memory of the weights, and be ready to receive them."""
+
+    async def receive_handles(self, handles: Sequence[bytes]) -> None:
+        """Load some weights: for each tensor-parallel rank a pickle of (name, tensor) pairs, which names
+        memory of the trainer and holds no data. That memory may change when this has returned."""
+
+    async def confirm_weights(self, version: int, confirm: Confirm) -> None:
+        """The weights are whole, and of ``version``: give ``confirm`` their digest, as ``load`` does."""
+
+    async def finish_wake(self) -> None:
+        """Take back the rest of the memory, and sample again."""
 
 
 class Sampler(Protocol):

@@ -34,11 +34,12 @@ class EngineConfig:
     kept_gb: Annotated[float, Gt(0)] = 6.0
     """Most memory in GB (10^9 bytes) that colocated servers may keep on a GPU while the policy trains: CUDA's
     context, buffers of kernels and of NCCL."""
-    sync: Literal["disk", "broadcast"] = "disk"
+    sync: Literal["disk", "broadcast", "ipc"] = "disk"
     """How weights reach the servers. `disk`: a folder in the run directory, which they must see. `broadcast`:
-    over NCCL between GPUs, gloo on a CPU; from disk after all, if that fails."""
+    over NCCL between GPUs, gloo on a CPU. `ipc`, for colocated servers: they read them from the trainer's
+    memory (CUDA IPC; shared memory on a CPU). If `broadcast` or `ipc` fails: from disk after all."""
     bucket_mb: Annotated[float, Gt(0)] = 512.0
-    """Megabytes (2^20 bytes) of each of the two buffers of a broadcast."""
+    """Megabytes (2^20 bytes) of each of the two buffers of a broadcast, and of the one of `ipc`."""
     address: str | None = None
     """Address of rank 0's machine, as servers reach it, for a broadcast. None: its host name, or 127.0.0.1 if
     the servers are on it."""
@@ -58,8 +59,10 @@ class EngineConfig:
                 f"colocated: the run must start the servers itself, to end those that keep their memory; "
                 f"leave out urls={', '.join(self.urls)}"
             )
-        if self.colocated and self.sync != "disk":
-            yield f"colocated needs sync=disk, not {self.sync}: NCCL has no two ranks on one GPU"
+        if self.colocated and self.sync == "broadcast":
+            yield "colocated needs sync=ipc or disk, not broadcast: NCCL has no two ranks on one GPU"
+        if self.sync == "ipc" and not self.colocated:
+            yield "sync=ipc needs colocated=true: no others read the trainer's memory; use disk or broadcast"
 
     def without_trainer(self) -> Self:
         """These settings where no policy trains: engines have GPUs for themselves, and get weights once,

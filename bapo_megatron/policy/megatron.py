@@ -160,15 +160,16 @@ class MegatronPolicy:
 
     def hf_weights(self) -> NamedTensors:
         """All weights under their HF names, whole, on every rank. Collective."""
-        self._offload.check_loaded("hf_weights")
+        self._offload.check_loaded("hf_weights", weights_alone=True)
         return self._weights.gather()
 
-    def offload(self) -> int:
+    def offload(self, keep_weights: bool = False) -> int:
         """Move weights and optimizer state to the host and free the gradients; the bytes freed here.
 
-        Until ``reload`` whatever needs them raises RuntimeError. Not collective.
+        Until ``reload`` whatever needs them raises RuntimeError. ``keep_weights``: all but the weights, which
+        ``hf_weights`` still gives; another call moves them, too. Not collective.
         """
-        return self._offload.offload()
+        return self._offload.offload(keep_weights)
 
     def reload(self) -> None:
         """Bring back what ``offload`` has moved, bit for bit. Not collective."""

@@ -14,6 +14,7 @@ from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.interfaces import Policy, Sampler, WeightSync
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.rollout.sampler.client import SamplerClient
+from bapo_megatron.rollout.weight_sync.ipc import IpcSync
 from bapo_megatron.runtime.distributed import is_main
 from bapo_megatron.runtime.preemption import PreemptionSignal
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -84,14 +85,15 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
             sampler.start(point.first_step, saved.trainer["sampler"] if saved else None)
         on_event = recorder.event if recorder else lambda _event: None
         sync = build_weight_sync(
-            config.rollout, paths.weights, config.model.hf_path, policy, sampler, on_event
+            config.rollout, paths.weights, config.model.hf_path, policy, sampler, servers, on_event
         )
         if saved and point.has_work:
             for event in check_restored(config, policy, sampler, saved):
                 on_event(event)
         sync.push(policy, point.first_step - 1)
         client = sampler if isinstance(sampler, SamplerClient) else None
-        time_sharing = TimeSharing(config, policy, client, servers, on_event)
+        ipc = sync if isinstance(sync, IpcSync) else None
+        time_sharing = TimeSharing(config, policy, client, servers, on_event, ipc)
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
         yield Run(
             *(config, policy, clip_bounds, sync, time_sharing, store, sampler, recorder, exports),

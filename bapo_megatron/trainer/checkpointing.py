@@ -111,6 +111,7 @@ def wait_for_sampler(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
         finalize_checkpoint(run)
         answer = _answer(run, ask)
         if answer == "weights":
+            begin_training(run, step)  # colocated engines are ended, and the policy comes back
             run.sync.push(run.policy, step)
         elif isinstance(answer, RunStopped):
             save_now(run, step)

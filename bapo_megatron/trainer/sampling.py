@@ -25,6 +25,7 @@ from bapo_megatron.rollout.sampler.process import Setup
 from bapo_megatron.rollout.sampler.step_batches import ReplaySampler
 from bapo_megatron.rollout.weight_sync.broadcast import BroadcastSync, WeightBroadcast, sender_address
 from bapo_megatron.rollout.weight_sync.disk import DiskSync, WeightStaging
+from bapo_megatron.rollout.weight_sync.ipc import IpcSync
 
 OnEvent = Callable[[dict[str, Any]], None]
 """Records an event: its kind and its fields."""
@@ -88,19 +89,23 @@ def build_weight_sync(
     hf_path: Path,
     policy: MegatronPolicy,
     sampler: Sampler | None,
+    servers: EngineServers | None,
     on_event: OnEvent,
 ) -> WeightSync:
-    """The way of the weights to the engines: by broadcast, or as files in ``folder``. Collective.
+    """The way of the weights to the engines: as files in ``folder``, by broadcast, or by handles. Collective.
 
-    ``hf_path``: the folder of the model's config. ``sampler``: None on every rank but 0.
+    ``hf_path``: the folder of the model's config. ``sampler``, ``servers``: None on every rank but 0.
     """
-    samples = rollout.replay is None
+    samples, engine = rollout.replay is None, rollout.engine_config
     disk = DiskSync(sampler, WeightStaging(folder, hf_path) if samples else None)
-    if not samples or rollout.engine_config.sync != "broadcast":
+    if not samples or engine.sync == "disk":
         return disk
-    if not isinstance(sampler, SamplerClient):
+    client = sampler if isinstance(sampler, SamplerClient) else None
+    if engine.sync == "ipc":
+        gpus = servers.gpus if servers else {}
+        return IpcSync(disk, client, gpus, policy.device, engine.bucket_mb, on_event)
+    if client is None:
         return BroadcastSync(None, None, disk, on_event)
-    engine = rollout.engine_config
     timeout_s = 60 * engine.update_minutes
     sender = WeightBroadcast(policy.device, sender_address(engine), engine.bucket_mb, timeout_s)
-    return BroadcastSync(sampler, sender, disk, on_event)
+    return BroadcastSync(client, sender, disk, on_event)

@@ -5,7 +5,11 @@
 
 Each side moves only when the other is known to be out of the way. An engine that does not do what it is told
 is killed, and its memory is free then; it is started again when engines are to sample. None is started while
-the policy trains. The weights that engines wake with are written before the policy leaves (weight_sync/disk).
+the policy trains. The weights that engines wake with are written before the policy leaves (weight_sync/disk),
+or the policy leaves in two parts, and they read its weights between (weight_sync/ipc):
+
+    sample   policy: offload all but weights | engines: weights' memory, load, digests | policy: offload the
+             weights | engines: the other memory, sample
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from bapo_megatron.interfaces import Policy
 from bapo_megatron.policy.device import free_gpu_bytes, gpu_name, release_cached_memory
 from bapo_megatron.rollout.engines.backend import EngineServers
 from bapo_megatron.rollout.sampler.client import SamplerClient
-from bapo_megatron.runtime.distributed import everywhere, together
+from bapo_megatron.rollout.weight_sync.ipc import IpcSync
+from bapo_megatron.runtime.distributed import everywhere, share, together
 from bapo_megatron.types import Metrics
 
 _LOOK_S = 0.2
@@ -38,20 +43,27 @@ class TimeSharing:
         sampler: SamplerClient | None,
         servers: EngineServers | None,
         on_event: Callable[[dict[str, Any]], None],
+        ipc: IpcSync | None = None,
     ) -> None:
-        """The policy has them at first. ``sampler`` and ``servers``: rank 0's; None elsewhere."""
+        """The policy has them at first. ``sampler`` and ``servers``: rank 0's; None elsewhere. ``ipc``: the
+        run's weight sync, if it is that one."""
         engine = config.rollout.engine_config
         self._is_shared = engine.colocated and config.rollout.replay is None
         self._policy, self._sampler, self._servers, self._on_event = policy, sampler, servers, on_event
+        self._ipc = ipc
         self._offloads = config.parallel.offload
         self._limit_s, self._kept_bytes = 60 * engine.release_minutes, int(1e9 * engine.kept_gb)
         self._trains = True
         self._released: list[str] = []
         """Rank 0's: engines that have released their memory, and sleep."""
+        self._handed: list[str] | None = None
+        """Engines that have got the weights by handles; None where they were not tried."""
         self._room: int | None = None
         """Bytes that are free on this rank's GPU when neither side has anything there."""
         self._beside_sleepers: int | None = None
         """Bytes that were free there when engines had released their memory, before the policy came back."""
+        self._free_beside_weights: int | None = None
+        """Bytes that are free there beside the policy's weights alone, before engines read them."""
         self._seconds: Metrics = {}
 
     @property
@@ -87,6 +99,8 @@ class TimeSharing:
             return
         start = perf_counter()
         self._trains = False  # also if what follows fails: `train` must bring the policy back
+        if self._ipc is not None:
+            self._give_weights(self._ipc)
         together(self._leave)
         together(self._wake_engines)
         self._seconds["time/wake_s"] = perf_counter() - start
@@ -95,14 +109,39 @@ class TimeSharing:
         """Seconds of the last change each way; nothing where GPUs are not shared."""
         return dict(self._seconds)
 
-    def _leave(self) -> None:
-        if self._offloads:
-            try:
-                self._policy.offload()
-            except (RuntimeError, MemoryError) as error:  # pinned memory: CUDA's own "out of memory"
-                raise RunStopped(f"no host memory for the offloaded policy ({error})") from error
+    def _give_weights(self, ipc: IpcSync) -> None:
+        """Give the weights to the engines that sleep, by handles, and to the rest, if any, by a folder."""
+        asleep = share(self._asleep())
+        self._handed = None
+        if asleep and ipc.works:
+            together(self._set_aside)
+            self._handed = ipc.hand_over(self._policy, asleep)
+            release_cached_memory()
+        lack = self._servers is not None and set(self._servers.urls) > set(self._handed or ())
+        if share(lack):
+            ipc.write(self._policy)
+
+    def _set_aside(self) -> None:
+        """Let all of the policy leave but the weights."""
+        self._offload(keep_weights=True)
         release_cached_memory()
-        self._measure_room()
+        self._free_beside_weights = free_gpu_bytes()
+
+    def _leave(self) -> None:
+        left = self._offload()
+        release_cached_memory()
+        beside = self._free_beside_weights
+        self._measure_room(free_gpu_bytes() if beside is None else beside + left)
+        self._free_beside_weights = None
+
+    def _offload(self, keep_weights: bool = False) -> int:
+        """Let the policy leave, if it is to; the bytes that are freed."""
+        if not self._offloads:
+            return 0
+        try:
+            return self._policy.offload(keep_weights)
+        except (RuntimeError, MemoryError) as error:  # pinned memory: CUDA's own "out of memory"
+            raise RunStopped(f"no host memory for the offloaded policy ({error})") from error
 
     def _reload(self) -> None:
         try:
@@ -110,13 +149,12 @@ class TimeSharing:
         except torch.OutOfMemoryError as error:
             raise RunStopped(f"the policy does not fit on {gpu_name()} any more ({error})") from error
 
-    def _measure_room(self) -> None:
-        """Measure the room on this GPU, with the policy away.
+    def _measure_room(self, free: int | None) -> None:
+        """Measure the room on this GPU by what is ``free`` there with the policy away and engines asleep.
 
         What training has added since engines fell asleep (NCCL's buffers, workspaces, Adam's moments of a
         policy that stays) is the trainer's, and not theirs to give up.
         """
-        free = free_gpu_bytes()
         if self._room is None or free is None:
             self._room = free
         elif self._beside_sleepers is not None:
@@ -131,12 +169,19 @@ class TimeSharing:
         finally:
             self._servers.end(spared=self._released)
 
+    def _asleep(self) -> list[str]:
+        """Rank 0's: engines that sleep and whose process lives."""
+        running = self._servers.running() if self._servers is not None else []
+        return [name for name in running if name in self._released]
+
     def _wake_engines(self) -> None:
         if self._sampler is None or self._servers is None:
             return
-        asleep = [name for name in self._servers.running() if name in self._released]
-        self._released = []
-        woken = self._sampler.wake(asleep) if asleep else []
+        wake, asleep = self._sampler.wake, self._asleep()
+        if self._handed is not None:
+            wake, asleep = self._sampler.finish_wake, self._handed
+        self._released, self._handed = [], None
+        woken = wake(asleep) if asleep else []
         self._servers.end(spared=woken)
         try:
             self._servers.start()

@@ -6,13 +6,17 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from bapo_megatron.interfaces import Engine, ReleasesMemory
+from bapo_megatron.interfaces import Engine, ReceivesHandles, ReleasesMemory
+from bapo_megatron.rollout.weight_sync.buckets import Buckets
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
+from bapo_megatron.rollout.weight_sync.handles import handles_of, shareable
 from bapo_megatron.types import GenerateRequest, Generation
 
 T = TypeVar("T")
@@ -28,6 +32,8 @@ class BlockingEngine:
         self._staging = WeightStaging(staging, folder)
         self.weight_version = self._wait(self.engine.weight_version())
         self._closed = False
+        self.tensor = 1
+        """Tensor-parallel ranks of its server."""
         self.digests: list[str] = []
         """Of all weights that it took over."""
 
@@ -65,12 +71,31 @@ class BlockingEngine:
         self._wait(self._releasing.wake(folder, version, self._confirm))
         self.weight_version = self._wait(self.engine.weight_version())
 
+    def wake_by_handles(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """With weights that the server reads from this process's memory, bucket by bucket."""
+        device = torch.device("cpu")
+        buckets = Buckets(10_000, device, partial(shareable, device=device), buffers=1)
+        engine = self._receiving
+        self._wait(engine.begin_wake())
+        for bucket in buckets.cut(weights):
+            handles = [handles_of(bucket.tensors())] * self.tensor
+            self._wait(engine.receive_handles(handles))
+            bucket.payload_B.fill_(255)  # it was read
+        self._wait(engine.confirm_weights(version, self._confirm))
+        self._wait(engine.finish_wake())
+        self.weight_version = self._wait(self.engine.weight_version())
+
     def is_alive(self) -> bool:
         return self._wait(self.engine.is_alive())
 
     @property
     def _releasing(self) -> ReleasesMemory:
         assert isinstance(self.engine, ReleasesMemory)
+        return self.engine
+
+    @property
+    def _receiving(self) -> ReceivesHandles:
+        assert isinstance(self.engine, ReceivesHandles)
         return self.engine
 
     async def _confirm(self, digest: str) -> None:

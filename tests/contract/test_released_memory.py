@@ -66,6 +66,24 @@ def test_a_server_sleeps_and_wakes_with_new_weights(own: BlockingEngine, make_mo
     assert own.digests[0] != own.digests[1]
 
 
+def test_a_server_wakes_with_weights_from_the_memory_of_this_process(
+    own: BlockingEngine, make_model: MakeModel
+) -> None:
+    """Several buckets, the largest tensor one of its own; both ways give the same digest."""
+    new = make_model("qwen2", seed=1)
+    own.release_memory()
+    own.wake(tensors(new), 1)
+    for version in (2, 3):
+        own.release_memory()
+        later = own.begin([request("later", new=4)])
+        own.wake_by_handles(iter(tensors(new)), version)
+        assert later.result(timeout=60)[0].versions_R.tolist() == [version] * 4
+        asked = mixed_requests(8)
+        assert_from_model(new, asked, own.generate(asked))
+    assert len(set(own.digests)) == 1
+    assert len(own.digests) == 3
+
+
 @pytest.mark.slow
 def test_a_server_that_has_not_slept_ends_when_it_is_woken(own: BlockingEngine, model: Path) -> None:
     """Why nobody may guess whether a server sleeps: a wrong guess costs it."""

@@ -1,7 +1,7 @@
 """A run with two real SGLang servers, and everything that can happen to it, at random.
 
     python -m tests.support.chaos --minutes 30 [--seed 0] [--sync broadcast]
-    python -m tests.support.chaos --kills 200 --colocated
+    python -m tests.support.chaos --kills 200 --colocated [--sync ipc] [--minutes 90]
 
 Servers, the sampler and the trainer are killed with -9, servers and the sampler are stopped for a while with
 SIGSTOP. Then the run goes on in peace for a few steps, and its journal is audited (tests/support/audit.py):
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
 import signal
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import psutil
@@ -58,6 +60,11 @@ COLOCATED = ("--rollout.sglang.colocated", "--parallel.offload")
 ARROWS = (
     *("abort_request", "pause_generation", "release_memory_occupation", "resume_memory_occupation"),
     *("update_weights_from_disk", "weights_checker", "continue_generation", "update", "checkpoint"),
+)
+IPC_ARROWS = (
+    *("abort_request", "pause_generation", "release_memory_occupation", "resume_memory_occupation"),
+    *("begin_weight_update", "update_weights_from_tensor", "end_weight_update", "update_weight_version"),
+    *("weights_checker", "continue_generation", "update", "checkpoint"),
 )
 """What a kill waits for: a call that a server answers, as its log says, or a line of the run's own logs."""
 
@@ -163,27 +170,28 @@ def _from(log: Path, place: int) -> bytes:
 def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--minutes", type=float, help="30, or with --kills no limit")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sync", choices=("disk", "broadcast"), default="disk")
+    parser.add_argument("--sync", choices=("disk", "broadcast", "ipc"), default="disk")
     parser.add_argument("--colocated", action="store_true")
-    parser.add_argument("--kills", type=int)
+    parser.add_argument("--kills", type=int, default=sys.maxsize)
     given = parser.parse_args()
+    minutes = given.minutes or (30 if given.kills == sys.maxsize else math.inf)
     with tempfile.TemporaryDirectory() as folder:
-        chance = random.Random(given.seed)
+        chance, sync = random.Random(given.seed), f"--rollout.sglang.sync={given.sync}"
+        harms = islice(harms_for(minutes, chance, KILLS if given.colocated else HARMS), given.kills)
         if given.colocated:
-            harms = (chance.choice(KILLS) for _ in range(given.kills or 20))
-            harm_and_check(Path(folder), harms, chance, COLOCATED, ARROWS)
+            arrows = IPC_ARROWS if given.sync == "ipc" else ARROWS
+            harm_and_check(Path(folder), harms, chance, [*COLOCATED, sync], arrows)
         else:
-            harms = harms_for(given.minutes, chance)
-            harm_and_check(Path(folder), harms, chance, [f"--rollout.sglang.sync={given.sync}"])
+            harm_and_check(Path(folder), harms, chance, [sync])
 
 
-def harms_for(minutes: float, chance: random.Random) -> Iterator[str]:
-    """Any of them, until the time is over."""
+def harms_for(minutes: float, chance: random.Random, kinds: Sequence[str]) -> Iterator[str]:
+    """Any of ``kinds``, until the time is over."""
     end = time.monotonic() + 60 * minutes
     while time.monotonic() < end:
-        yield chance.choice(HARMS)
+        yield chance.choice(kinds)
 
 
 def harm_and_check(

@@ -16,7 +16,7 @@ two, and these are one. The writer of a checkpoint, a fork, reads none of them: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,32 +42,43 @@ class Offload:
         """The bytes of each storage whose copy is on the host, in the order of the host's bytes."""
         self._dropped: list[Tensor] = []
         """The bytes of each storage of gradients, while it has no memory."""
+        self._weights_left = False
+        """Whether the weights, too, have no memory."""
 
     @property
     def host_bytes(self) -> int:
         """Host memory that the copies have taken, for good."""
         return sum(block.nbytes for block in self._blocks)
 
-    def check_loaded(self, what: str) -> None:
-        """RuntimeError if the policy's memory is given up: ``what`` would read it."""
-        if self._copied:
+    def check_loaded(self, what: str, weights_alone: bool = False) -> None:
+        """RuntimeError if memory is given up that ``what`` would read: any, or that of weights alone."""
+        if self._weights_left or (self._copied and not weights_alone):
             raise RuntimeError(f"{what}: the policy is offloaded; call reload() first")
 
-    def offload(self) -> int:
-        """Give up the memory; the bytes that are freed. Does nothing where it is given up already."""
-        if self._copied:
+    def offload(self, keep_weights: bool = False) -> int:
+        """Give up the memory, all but the weights' with ``keep_weights``; the bytes that are freed.
+
+        Does nothing where that is given up already.
+        """
+        if self._weights_left:
             return 0
-        self._optimizer.zero_grad()
-        copied = _storages(state_tensors(self._model, self._optimizer, self._device))
-        for data, block in self._pieces(copied):
+        if not self._copied:
+            self._optimizer.zero_grad()
+        stays = {_key(data) for data in (*self._copied, *self._dropped)}  # without memory, most of it
+        if keep_weights:
+            stays |= {_key(tensor) for tensor in _weights(self._model)}
+        leaving = _storages(state_tensors(self._model, self._optimizer, self._device), stays)
+        for data, block in self._pieces([*self._copied, *leaving], first=len(self._copied)):
             block.copy_(data, non_blocking=True)
         self._synchronize()
-        self._copied, self._dropped = copied, _storages(_gradients(self._model))
-        for data in (*self._copied, *self._dropped):
+        dropped = _storages(_gradients(self._model), stays)
+        self._copied, self._dropped = [*self._copied, *leaving], [*self._dropped, *dropped]
+        self._weights_left = not keep_weights
+        for data in (*leaving, *dropped):
             data.untyped_storage().resize_(0)
         parallel_state.get_global_memory_buffer().buffer.clear()
         release_cached_memory()
-        return sum(data.numel() for data in (*self._copied, *self._dropped))
+        return sum(data.numel() for data in (*leaving, *dropped))
 
     def reload(self) -> None:
         """Take the memory back and fill it. Does nothing where it is there.
@@ -79,19 +90,19 @@ class Offload:
         for data, block in self._pieces(self._copied):
             data.copy_(block, non_blocking=True)
         self._synchronize()
-        self._copied, self._dropped = [], []
+        self._copied, self._dropped, self._weights_left = [], [], False
 
-    def _pieces(self, storages: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The storages' bytes piece by piece, each with its place on the host."""
-        place = 0
-        for data in storages:
-            first = 0
-            while first < data.numel():
-                number, start = divmod(place, BLOCK)
-                length = min(data.numel() - first, BLOCK - start)
-                yield data[first : first + length], self._block(number)[start : start + length]
-                first, place = first + length, place + length
-            place = -(-place // _ALIGNMENT) * _ALIGNMENT
+    def _pieces(self, storages: Sequence[Tensor], first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The bytes of the storages from ``first`` on, piece by piece, each with its place on the host."""
+        place = sum(_padded(data.numel()) for data in storages[:first])
+        for data in storages[first:]:
+            end, start = place + _padded(data.numel()), 0
+            while start < data.numel():
+                number, offset = divmod(place, BLOCK)
+                length = min(data.numel() - start, BLOCK - offset)
+                yield data[start : start + length], self._block(number)[offset : offset + length]
+                start, place = start + length, place + length
+            place = end
 
     def _block(self, number: int) -> Tensor:
         """The block of this number, made when it is asked for first."""
@@ -107,11 +118,7 @@ class Offload:
 
 def state_tensors(model: Sequence[Any], optimizer: Any, device: torch.device) -> Iterator[Tensor]:
     """Weights, the model's other tensors, master weights and moments, as far as they are on ``device``."""
-    for chunk in model:
-        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-            yield buffer.param_data
-        yield from chunk.module.parameters()
-        yield from chunk.module.buffers()
+    yield from _weights(model)
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer or isinstance(part.optimizer, HostAdamW):
             continue
@@ -128,15 +135,32 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((elements,), (1,), 0).view(torch.uint8)
 
 
+def _weights(model: Sequence[Any]) -> Iterator[Tensor]:
+    for chunk in model:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            yield buffer.param_data
+        yield from chunk.module.parameters()
+        yield from chunk.module.buffers()
+
+
 def _gradients(model: Sequence[Any]) -> Iterator[Tensor]:
     for chunk in model:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             yield buffer.grad_data
 
 
-def _storages(tensors: Iterator[Tensor]) -> list[Tensor]:
-    """The bytes of the tensors' storages, each once."""
+def _storages(tensors: Iterator[Tensor], but: Collection[int] = ()) -> list[Tensor]:
+    """The bytes of the tensors' storages, each once, without those of the keys ``but``."""
     first: dict[int, Tensor] = {}
     for tensor in tensors:
-        first.setdefault(tensor.untyped_storage()._cdata, tensor)
+        if (key := _key(tensor)) not in but:
+            first.setdefault(key, tensor)
     return [bytes_of(tensor) for tensor in first.values()]
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -6,8 +6,9 @@ A backend is a folder of this room, or a user's own class that `rollout.engine` 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 from bapo_megatron.config import RolloutConfig, RunConfig
@@ -26,6 +27,8 @@ class EngineServers:
 
     urls: Sequence[str] = ()
     """Their addresses."""
+    gpus: Mapping[str, Sequence[int]] = MappingProxyType({})
+    """The GPUs of each that the run has started, by its address: numbers on this machine."""
 
     def heed(self, event: dict[str, Any]) -> None:
         """Act on an event of the sampler's process, such as ``engine_hangs``."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from bapo_megatron.interfaces import ReleasesMemory
+from bapo_megatron.interfaces import ReceivesHandles, ReleasesMemory
+from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.slot import EngineSlot
 
@@ -27,6 +28,8 @@ class ColocatedPool(EnginePool):
         for slot in self._slots:
             slot.is_held = True
         self.down_since = None  # held is not down
+        self._handed: tuple[int, DigestQuorum] | None = None
+        """The version whose weights engines get by handles, and the quorum on its digest."""
 
     async def release(self) -> list[str]:
         """Hold every engine back, and have those that work give up their memory: names of those that have.
@@ -52,6 +55,44 @@ class ColocatedPool(EnginePool):
         woken = await asyncio.gather(*(self._wake(slot) for slot in sleeping))
         return [slot.engine.name for slot, done in zip(sleeping, woken, strict=True) if done]
 
+    def expect_handles(self, version: int) -> None:
+        """Note that the weights of ``version`` are in no folder: engines get them when they wake."""
+        self._weights = None
+        self._handed = version, DigestQuorum(self._timeouts.silent_s)
+
+    # Instead of `wake`, for weights that come by handles. Each returns the names of the engines that can go
+    # on; the others must be ended.
+
+    async def begin_wake(self, names: Collection[str]) -> list[str]:
+        """Let engines that have released their memory take back that of the weights."""
+        return await self._each(names, lambda engine: engine.begin_wake())
+
+    async def receive_handles(self, handles: Mapping[str, Sequence[bytes]]) -> list[str]:
+        """Let each of these engines load weights by its handles."""
+        return await self._each(handles, lambda engine: engine.receive_handles(handles[engine.name]))
+
+    async def confirm_weights(self, names: Collection[str], version: int) -> list[str]:
+        """Compare the digests of engines that have received all weights of ``version``."""
+        quorum = self._quorum(version)
+        for name in names:
+            quorum.expect(name)
+
+        async def confirm(engine: ReceivesHandles) -> None:
+            try:
+                await engine.confirm_weights(version, partial(quorum.confirm, engine.name))
+            finally:
+                await quorum.release(engine.name)
+
+        return await self._each(names, confirm)
+
+    async def finish_wake(self, names: Collection[str]) -> list[str]:
+        """Let engines whose weights are confirmed take back the rest of their memory, and sample."""
+        woken = await self._each(names, lambda engine: engine.finish_wake())
+        for slot in self._slots:
+            if slot.engine.name in woken:
+                self._let_sample(slot)
+        return woken
+
     async def admit(self) -> None:
         """Hold no engine back any more: each comes when it answers and has loaded the current weights."""
         for slot in self._slots:
@@ -76,12 +117,34 @@ class ColocatedPool(EnginePool):
         finally:
             await self._loaded(slot, weights)
         if woken:
-            slot.is_up, slot.is_held, self.down_since = True, False, None
-            self._forget_silence(slot)
-            slot.came_at = self._clock.now()
-            slot.loads += 1
-            self.changed.set()
+            self._let_sample(slot)
         return woken
+
+    def _let_sample(self, slot: EngineSlot) -> None:
+        slot.is_up, slot.is_held, self.down_since = True, False, None
+        self._forget_silence(slot)
+        slot.came_at = self._clock.now()
+        slot.loads += 1
+        self.changed.set()
+
+    async def _each(
+        self, names: Collection[str], call: Callable[[ReceivesHandles], Coroutine[Any, Any, None]]
+    ) -> list[str]:
+        """Run ``call`` on the engines named; the names of those on which it succeeds."""
+
+        async def succeeds(slot: EngineSlot) -> bool:
+            assert isinstance(slot.engine, ReceivesHandles)
+            return await self._or_lose(slot, call(slot.engine), self._timeouts.update_s)
+
+        slots = [slot for slot in self._slots if slot.engine.name in names]
+        done = await asyncio.gather(*map(succeeds, slots))
+        return [slot.engine.name for slot, succeeded in zip(slots, done, strict=True) if succeeded]
+
+    def _quorum(self, version: int) -> DigestQuorum:
+        """That of the engines which get the version by handles, too."""
+        if self._handed is not None and self._handed[0] == version:
+            return self._handed[1]
+        return super()._quorum(version)
 
     async def _release(self, slot: EngineSlot) -> bool:
         """Whether a working engine has released its memory. It does not work any more, either way."""

@@ -169,7 +169,7 @@ class EnginePool:
     async def update(self, folder: Path, version: int) -> None:
         """Bring the weights in ``folder`` to every engine that works; to the others as they come back."""
         load_s = load_seconds(folder, self._timeouts.update_s)
-        self._weights = _Weights(folder, version, DigestQuorum(self._timeouts.silent_s), load_s)
+        self._weights = _Weights(folder, version, self._quorum(version), load_s)
         up = [slot for slot in self._slots if slot.is_up]
         await asyncio.gather(*(self._update(slot) for slot in up or self._slots))
 
@@ -226,6 +226,10 @@ class EnginePool:
             await self._loaded(slot, weights)
         if loaded and self._weights is weights and not slot.is_held:  # else newer ones came meanwhile
             self._welcome(slot, weights.version)
+
+    def _quorum(self, _version: int) -> DigestQuorum:
+        """The quorum on the digest of a version."""
+        return DigestQuorum(self._timeouts.silent_s)
 
     def _expect(self, slot: EngineSlot) -> _Weights:
         """The current weights, which are on their way to an engine from now on."""

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.interfaces import ReleasesMemory
+from bapo_megatron.interfaces import ReceivesHandles, ReleasesMemory
 from bapo_megatron.rollout.engines.backend import EngineBackend
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.pool import EnginePool, Report
@@ -60,6 +60,11 @@ async def open_pool(
         raise ConfigError(
             f"rollout.engine={rollout.engine} with colocated=true: its engines cannot release their memory "
             f"(interfaces.ReleasesMemory); leave colocated out"
+        )
+    if rollout.engine_config.sync == "ipc" and not all(isinstance(one, ReceivesHandles) for one in engines):
+        raise ConfigError(
+            f"rollout.engine={rollout.engine} with sync=ipc: its engines cannot read weights from the "
+            f"trainer's memory (interfaces.ReceivesHandles); use sync=disk"
         )
     timeouts = EngineTimeouts(update_s=60 * rollout.engine_config.update_minutes)
     most = max_in_flight or backend.max_in_flight(rollout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.rollout.sampler.heartbeat import ALIVE, Heartbeat
-from bapo_megatron.rollout.sampler.process import Setup
+from bapo_megatron.rollout.sampler.process import WAKING, Setup
 from bapo_megatron.rollout.sampler.step_batches import read_step
 from bapo_megatron.runtime.out_of_memory import death
 from bapo_megatron.types import StepBatch
@@ -117,10 +117,32 @@ class SamplerClient:
     def wake(self, names: Sequence[str]) -> list[str]:
         """Let engines that have released their memory sample again; names of those that do.
 
-        None if the process dies meanwhile: nobody knows then what memory they hold.
+        None of them if the process dies meanwhile: nobody knows then what memory they hold.
         """
-        woken: list[str] | None = self._call("wake", names)
-        return woken or []
+        return self._call("wake", names) or []
+
+    def expect_handles(self, version: int, step: int) -> None:
+        """Sample from weights that colocated engines get by handles when they wake, those of ``step``."""
+        self._weights = None  # no folder holds them
+        self._call("expect_handles", version, step)
+
+    # Instead of `wake`, for such weights: names of engines that can go on; none if the process dies.
+
+    def begin_wake(self, names: Sequence[str]) -> list[str]:
+        """Let engines that have released their memory take back that of the weights."""
+        return self._call("begin_wake", names) or []
+
+    def receive_handles(self, handles: Mapping[str, Sequence[bytes]]) -> list[str]:
+        """Let each of these engines load a bucket of weights by its handles."""
+        return self._call("receive_handles", handles) or []
+
+    def confirm_weights(self, names: Sequence[str], version: int) -> list[str]:
+        """Compare the digests of engines that have all weights of ``version``."""
+        return self._call("confirm_weights", names, version) or []
+
+    def finish_wake(self, names: Sequence[str]) -> list[str]:
+        """Let engines whose weights are confirmed sample."""
+        return self._call("finish_wake", names) or []
 
     def admit(self) -> None:
         """Hold no engine back any more."""
@@ -158,8 +180,8 @@ class SamplerClient:
                 return self._exchange(method, *arguments)
             except SamplerDied as death:
                 self._restart(str(death))
-                if method in ("start", "load_weights", "wake"):  # the first two are part of a restart
-                    return None
+                if method in ("start", "load_weights") or method in WAKING:
+                    return None  # the first two are part of a restart
 
     def _exchange(self, method: str, *arguments: Any) -> Any:
         watch = Heartbeat(self._process, self._pipe, self._silent_s)

@@ -62,6 +62,11 @@ _SENT_ERRORS = (ConfigError, RunStopped, EnginesGone, EngineError, OSError)
 """Errors that are sent to the trainer; any other ends this process, and the trainer starts it again."""
 
 
+WAKING = ("wake", "begin_wake", "receive_handles", "confirm_weights", "finish_wake")
+"""Calls that return names of colocated engines (``ColocatedPool``). After a death of this process nobody
+knows what state those are in, so the calls are not repeated."""
+
+
 class Service:
     """The methods that the trainer calls through the pipe."""
 
@@ -95,7 +100,8 @@ class Service:
             "fail": self._broadcast.fail,
         }
         if isinstance(self._pool, ColocatedPool):
-            methods |= {name: getattr(self._pool, name) for name in ("release", "wake", "admit")}
+            methods |= {name: getattr(self._pool, name) for name in ("release", "admit", *WAKING)}
+            methods["expect_handles"] = partial(self._expect_handles, self._pool)
         try:
             reply: tuple[Any, ...] = ("ok", await methods[method](*arguments))
         except _SENT_ERRORS as error:
@@ -126,6 +132,13 @@ class Service:
 
     async def _keep_weights(self, version: int, step: int) -> None:
         self._sampler.record_weights(version, step)
+
+    async def _expect_handles(self, pool: ColocatedPool, version: int, step: int) -> None:
+        self._held_out.expect(step)
+        self._sampler.expect_weights(version)
+        pool.expect_handles(version)
+        self._sampler.record_weights(version, step)
+        self._held_out.begin()
 
     async def _begin(self, version: int) -> None:
         self._sampler.expect_weights(version)

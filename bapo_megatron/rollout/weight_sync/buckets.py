@@ -1,12 +1,14 @@
-"""Buckets of weights: runs of bytes of a stated size, each of which one broadcast carries.
+"""Buckets of weights: runs of bytes of a stated size, each of which reaches the servers at once.
 
 Shapes (suffix of a name): ``_B`` bytes of a bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -25,20 +27,39 @@ class Bucket:
     is_borrowed: bool
     """The payload is not a copy: it is valid until the weights' iterator moves on."""
 
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """The tensors, as views of the payload."""
+        found, start = [], 0
+        for name, dtype, shape in zip(self.spec.names, self.spec.dtypes, self.spec.shapes, strict=True):
+            kind: torch.dtype = getattr(torch, dtype)
+            end = start + math.prod(shape) * kind.itemsize
+            found.append((name, self.payload_B[start:end].view(kind).view(shape)))
+            start = end
+        return found
+
+
+Empty = Callable[[int], Tensor]
+"""Makes a tensor of so many bytes (uint8), with any values."""
+
 
 class Buckets:
-    """The cutter of weights into buckets of at most ``nbytes``, in two buffers of ``device``."""
+    """The cutter of weights into buckets of at most ``nbytes``, in buffers of ``device``."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._nbytes, self._device = nbytes, device
-        self._buffers = (_Buffer(nbytes, device), _Buffer(nbytes, device))
+    def __init__(
+        self, nbytes: int, device: torch.device, empty: Empty | None = None, buffers: int = 2
+    ) -> None:
+        """``empty`` makes the memory of every bucket. None: torch does, and a tensor that is larger than a
+        bucket is not copied."""
+        self._nbytes, self._device, self._owns = nbytes, device, empty is not None
+        self._empty = empty or partial(torch.empty, dtype=torch.uint8, device=device)
+        self._buffers = [_Buffer(nbytes, self._empty) for _ in range(buffers)]
 
     def cut(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
         """``weights`` in order.
 
-        A payload is valid until the next but one bucket is asked for: one is sent while the other fills. A
-        larger tensor is a bucket of its own that nobody copies. Receivers view each tensor in its type where
-        it lies, so a bucket also ends before a tensor that would not be aligned.
+        A payload is valid until as many more buckets are asked for as there are buffers: of two, one is sent
+        while the other fills. A larger tensor is a bucket of its own. Receivers view each tensor in its type
+        where it lies, so a bucket also ends before a tensor that would not be aligned.
         """
         buffers = cycle(self._buffers)
         buffer = next(buffers)
@@ -50,7 +71,7 @@ class Buckets:
                 yield buffer.take()
                 buffer = next(buffers)
             if is_large:
-                yield _alone(name, tensor, self._device)
+                yield self._alone(name, tensor)
             else:
                 buffer.add(name, tensor)
         if buffer.names:
@@ -61,12 +82,22 @@ class Buckets:
         for buffer in self._buffers:
             buffer.release()
 
+    def _alone(self, name: str, tensor: Tensor) -> Bucket:
+        """The bucket of a tensor that is larger than a buffer."""
+        if self._owns:
+            buffer = _Buffer(tensor.nbytes, self._empty)
+            buffer.add(name, tensor)
+            return buffer.take()
+        payload_B = tensor.detach().to(self._device).contiguous().view(-1).view(torch.uint8)
+        spec = BucketSpec((name,), (_type_name(tensor),), (tuple(tensor.shape),), tensor.nbytes)
+        return Bucket(spec, payload_B, is_borrowed=True)
+
 
 class _Buffer:
     """One bucket's worth of memory, which exists from the first tensor on."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._nbytes, self._device = nbytes, device
+    def __init__(self, nbytes: int, empty: Empty) -> None:
+        self._nbytes, self._empty = nbytes, empty
         self._memory_B: Tensor | None = None
         self.begin()
 
@@ -83,7 +114,7 @@ class _Buffer:
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy ``tensor`` behind the others."""
         if self._memory_B is None:
-            self._memory_B = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+            self._memory_B = self._empty(self._nbytes)
         place_B = self._memory_B[self._end : self._end + tensor.nbytes]
         place_B.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         self.names.append(name)
@@ -102,12 +133,6 @@ class _Buffer:
     def release(self) -> None:
         """Free its memory."""
         self._memory_B = None
-
-
-def _alone(name: str, tensor: Tensor, device: torch.device) -> Bucket:
-    payload_B = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
-    spec = BucketSpec((name,), (_type_name(tensor),), (tuple(tensor.shape),), tensor.nbytes)
-    return Bucket(spec, payload_B, is_borrowed=True)
 
 
 def _type_name(tensor: Tensor) -> str:

@@ -42,6 +42,11 @@ class DiskSync:
             self._sampler.load_weights(folder, policy.version, step)
             self._staging.keep_only(folder)
 
+    def discard(self) -> None:
+        """Delete what was written: no engine is to load it any more."""
+        if self._staging is not None and self._sampler is not None:
+            self._staging.keep_only(None)
+
     def _write(self, staging: WeightStaging, policy: Policy) -> Path:
         """The folder of ``policy.version``, on every rank. All raise if one could not write its share."""
         version = policy.version
@@ -151,9 +156,9 @@ class WeightStaging:
         """Delete what was written and not published."""
         shutil.rmtree(self._temporary(version), ignore_errors=True)
 
-    def keep_only(self, folder: Path) -> None:
-        """Delete the other versions."""
-        for path in self._folder.iterdir():
+    def keep_only(self, folder: Path | None) -> None:
+        """Delete the other versions; None: all of them."""
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
             if path != folder:
                 shutil.rmtree(path, ignore_errors=True)
 

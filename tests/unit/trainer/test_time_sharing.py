@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_process_group")
 
 GB = 10**9
 ROOM = 80 * GB
+WEIGHTS = 10 * GB
 KEPT = 6 * GB
 """What the configuration lets a server keep."""
 
@@ -63,10 +64,10 @@ class Scene(EngineServers):
 
     # --- the policy ---
 
-    def offload(self) -> int:
-        self.calls.append("offload")
-        self.memory["policy"] = 0
-        return 50 * GB
+    def offload(self, keep_weights: bool = False) -> int:
+        self.calls.append("set aside" if keep_weights else "offload")
+        before, self.memory["policy"] = self.memory["policy"], WEIGHTS if keep_weights else 0
+        return before - self.memory["policy"]
 
     def reload(self) -> None:
         self.calls.append("reload")

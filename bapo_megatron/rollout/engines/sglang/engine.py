@@ -7,6 +7,7 @@ and is ended by an abort, and weights change between two tokens also while reque
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -149,9 +150,30 @@ class SglangEngine:
             await self.server.resume_model_memory(timeout)
             # The cache is empty since the release, and to empty it again would write to memory that is gone.
             await self._take(folder, version, confirm, timeout, flush=False)
-            await self.server.resume_cache_memory(timeout)
-            self._paused_at = None
-            await self._resume()
+            await self._finish_wake(timeout)
+
+    async def begin_wake(self) -> None:
+        """Take back the memory of the weights, undefined as they are then, and be ready to receive some."""
+        async with self._one_control:
+            await self.server.resume_model_memory(self._deadlines.update_s)
+            await self.server.end_update()
+            await self.server.begin_update()
+
+    async def receive_handles(self, handles: Sequence[bytes]) -> None:
+        """Load weights from the trainer's memory, by one pickle of handles for each tensor-parallel rank."""
+        await self.server.receive_handles(handles, self._deadlines.update_s)
+
+    async def confirm_weights(self, version: int, confirm: Confirm) -> None:
+        """End the update of weights that came by handles: they are of ``version``."""
+        async with self._one_control:
+            await self.server.end_update()
+            await self.server.set_version(version)
+            await self._confirm(version, confirm, self._deadlines.update_s)
+
+    async def finish_wake(self) -> None:
+        """Take back the memory of the cache, and sample again."""
+        async with self._one_control:
+            await self._finish_wake(self._deadlines.update_s)
 
     async def leave_group(self, name: str, timeout_s: float) -> None:
         """Leave the group, if the server is in one of that name."""
@@ -200,10 +222,19 @@ class SglangEngine:
     async def _take(self, folder: Path, version: int, confirm: Confirm, timeout: float, flush: bool) -> None:
         """Load weights into the paused server, and have them confirmed."""
         await self.server.update_from_disk(folder, version, flush, timeout)
+        await self._confirm(version, confirm, timeout)
+
+    async def _confirm(self, version: int, confirm: Confirm, timeout: float) -> None:
+        """Have the weights confirmed that the paused server should have now."""
         found = await self.weight_version()
         if found != version:
             raise ServerError(f"{self.name}: says it has weights {found} after it was sent {version}")
         await confirm(await self.server.checksum(timeout))
+
+    async def _finish_wake(self, timeout: float) -> None:
+        await self.server.resume_cache_memory(timeout)
+        self._paused_at = None
+        await self._resume()
 
     async def _check_settings(self) -> None:
         """ServerError if requests would be kept in place by a server that is not made for it.

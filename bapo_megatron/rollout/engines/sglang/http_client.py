@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -207,6 +208,17 @@ class SglangServer:
             "flush_cache": False,
         }
         await self._post("/update_weights_from_distributed", body, timeout)
+
+    async def receive_handles(self, handles: Sequence[bytes], timeout: float) -> None:
+        """Load weights from another process's memory, which is not read any more after the answer.
+
+        ``handles``: for each tensor-parallel rank a pickle by ``weight_sync/handles.py``.
+        """
+        body = {
+            "serialized_named_tensors": [base64.b64encode(one).decode() for one in handles],
+            "flush_cache": False,
+        }
+        await self._post("/update_weights_from_tensor", body, timeout)
 
     async def end_update(self) -> None:
         """Make the weights that came ready for use. Nothing happens if no update was begun."""

@@ -68,7 +68,7 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
     sglang = config.rollout.sglang
     context = (sglang.context or config.longest_request) + RESERVED_TOKENS
     place = (
-        ("--base-gpu-id", str(sglang.first_gpu + number * sglang.tensor))
+        ("--base-gpu-id", str(gpus_of(sglang, number)[0]))
         if cuda
         else ("--max-total-tokens", str(max(_CPU_CACHE_TOKENS, context)))
     )
@@ -84,6 +84,12 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
         *(("--enable-memory-saver",) if cuda and sglang.colocated else ()),
         *more_flags(sglang),
     ]
+
+
+def gpus_of(sglang: SglangConfig, number: int) -> range:
+    """The GPUs of a server that the run starts: one for each tensor-parallel rank."""
+    first = sglang.first_gpu + number * sglang.tensor
+    return range(first, first + sglang.tensor)
 
 
 def more_flags(sglang: SglangConfig) -> list[str]:

@@ -15,6 +15,7 @@ from bapo_megatron.rollout.engines.backend import EngineServers, OnEvent
 from bapo_megatron.rollout.engines.sglang.authorization import servers_key_file
 from bapo_megatron.rollout.engines.sglang.server_process import (
     ServerProcess,
+    gpus_of,
     server_command,
     server_environment,
     server_flags,
@@ -42,6 +43,7 @@ class RunServers(EngineServers):
         """``start_s``: longest wait for servers that are started."""
         self.urls = list(urls)
         self._supervisors = {supervisor.url: supervisor for supervisor in supervisors}
+        self.gpus = {supervisor.url: supervisor.gpus for supervisor in supervisors}
         self._on_event, self._start_s = on_event, start_s
         self._was_ready = False
 
@@ -115,6 +117,7 @@ class ServerSupervisor:
         port = free_port()
         self.url = f"http://{_HOST}:{port}"
         sglang = config.rollout.sglang
+        self.gpus = gpus_of(sglang, number)
         flags = server_flags(config, number, cuda)
         self._command = server_command(
             sglang_python(sglang.python), config.model.hf_path, _HOST, port, cuda, flags

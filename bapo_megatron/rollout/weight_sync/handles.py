@@ -1,0 +1,91 @@
+"""Handles of tensors: bytes by which another process of this machine reads the memory that they lie in.
+
+    GPU    CUDA IPC: the handle of the allocation, and the GPU's UUID, whatever number its reader knows it by
+    CPU    POSIX shared memory, by its name
+
+They are torch's own pickles of shared tensors, which SGLang loads with a list of allowed names. Torch counts
+the readers of GPU memory: what a reader has that dies is not used again while this process lives.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import get_sharing_strategy, reductions, set_sharing_strategy
+
+from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
+
+DEVICE_ARGUMENT = 6
+"""The place of ``storage_device`` among the arguments of torch's ``rebuild_cuda_tensor``."""
+
+
+def shareable(nbytes: int, device: torch.device) -> Tensor:
+    """A tensor of ``nbytes`` bytes (uint8) with any values, which ``handles_of`` can share.
+
+    Not in a growing segment of CUDA's allocator: a process that may not trace this one cannot open it.
+    """
+    if device.type != "cuda":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    with _fixed_segments():
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def handles_of(named: Sequence[tuple[str, Tensor]]) -> bytes:
+    """A pickle of names and handles of tensors in ``shareable`` memory, for one reader. It holds no data.
+
+    The memory must stay as it is until the reader has answered.
+    """
+    written = io.BytesIO()
+    with _shared_by_name():
+        _HandlePickler(written).dump([(name, tensor.detach()) for name, tensor in named])
+    return written.getvalue()
+
+
+class _HandlePickler(ForkingPickler):
+    """Pickles tensors as handles. A GPU goes by its UUID: its reader may know it by another number."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.dispatch_table = {**self.dispatch_table, Tensor: _reduced}
+
+
+def _reduced(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    rebuild, arguments = reductions.reduce_tensor(tensor)
+    if not tensor.is_cuda:
+        return rebuild, arguments
+    uuid = str(torch.cuda.get_device_properties(arguments[DEVICE_ARGUMENT]).uuid)
+    return rebuild, (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
+
+
+@contextmanager
+def _shared_by_name() -> Iterator[None]:
+    """Share a CPU's memory by its name within the block: a descriptor would have to go over a socket, with a
+    key that the reader does not have."""
+    before = get_sharing_strategy()
+    set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        set_sharing_strategy(before)
+
+
+@contextmanager
+def _fixed_segments() -> Iterator[None]:
+    """Let CUDA's allocator make segments that do not grow within the block."""
+    settings = os.environ.get(ALLOCATOR_VARIABLE) or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if GROWING_SEGMENTS not in settings:
+        yield
+        return
+    set_allocator: Callable[[str], None] = torch._C._accelerator_setAllocatorSettings
+    set_allocator(settings.replace(GROWING_SEGMENTS, "expandable_segments:False"))
+    try:
+        yield
+    finally:
+        set_allocator(settings)

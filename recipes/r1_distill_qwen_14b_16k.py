@@ -41,7 +41,7 @@ def recipe() -> RunConfig:
             max_response_tokens=16384,
             engine="sglang",
             segment_tokens=8192,
-            sglang=SglangConfig(servers=4, tensor=2, colocated=True, memory_fraction=0.75),
+            sglang=SglangConfig(servers=4, tensor=2, colocated=True, sync="ipc", memory_fraction=0.75),
         ),
         algorithm=AlgorithmConfig(bounds=balanced(), updates_per_epoch=4),
         batch=BatchConfig(pack_tokens=18432),  # the longest prompt and response together

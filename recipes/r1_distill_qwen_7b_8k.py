@@ -50,7 +50,7 @@ def recipe() -> RunConfig:
             temperature=0.6,
             max_response_tokens=8192,
             engine="sglang",
-            sglang=SglangConfig(servers=8, colocated=True, memory_fraction=0.75),
+            sglang=SglangConfig(servers=8, colocated=True, sync="ipc", memory_fraction=0.75),
         ),
         algorithm=AlgorithmConfig(bounds=balanced(), reuse_epochs=4),
         batch=BatchConfig(pack_tokens=10240),  # the longest prompt and response together

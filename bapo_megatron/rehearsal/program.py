@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch.distributed as dist
 
@@ -16,8 +17,9 @@ from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.rehearsal.packs import full_packs
-from bapo_megatron.rehearsal.records import SAMPLE, SEARCH, UPDATE
+from bapo_megatron.rehearsal.records import HAND_OVER, SAMPLE, SEARCH, UPDATE
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
+from bapo_megatron.rollout.weight_sync.handles import shareable
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.types import MicroBatch
@@ -81,9 +83,11 @@ class RankProgram:
 
     def sample(self) -> None:
         """The turn of colocated engines, for which the policy leaves; nothing where there are none."""
-        rollout, offload = self._config.rollout, self._config.parallel.offload
-        if not rollout.engine_config.colocated:
+        engine, offload = self._config.rollout.engine_config, self._config.parallel.offload
+        if not engine.colocated:
             return
+        if engine.sync == "ipc":
+            self._hand_over(int(engine.bucket_mb * 2**20), offload)
         if offload:
             with self._phase("offload"):
                 self.policy.offload()
@@ -92,6 +96,18 @@ class RankProgram:
         if offload:
             with self._phase("reload"):
                 self.policy.reload()
+
+    def _hand_over(self, bucket: int, offload: bool) -> None:
+        """The buckets of weights that colocated engines read, when all else has left the GPU."""
+        if offload:
+            with self._phase("set aside"):
+                self.policy.offload(keep_weights=True)
+        device = self.policy.device
+        with self._phase(HAND_OVER):
+            buckets = Buckets(bucket, device, partial(shareable, device=device), buffers=1)
+            for one in buckets.cut(self.policy.hf_weights()):
+                del one
+            buckets.release()
 
     def load(self, load: Callable[[MegatronPolicy], None]) -> None:
         """A checkpoint taken up, by ``load``."""

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from bapo_megatron.config import RunConfig
 
-SEARCH, UPDATE, SAMPLE = "bounds search", "update", "sample"
+SEARCH, UPDATE, HAND_OVER, SAMPLE = "bounds search", "update", "hand over", "sample"
 OFFLOADED = "offloaded"
 """Kind of the host's copies of a policy that is out of the way of colocated engines."""
 STEADY_UPDATE = (f"{SEARCH} 2", f"{UPDATE} 2")

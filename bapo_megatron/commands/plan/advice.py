@@ -103,7 +103,8 @@ def _sampling(job: Job) -> Job:
     budget = job.options.memory_fraction * job.gpu.memory
     stages = range(job.parallel.pipeline)
     for other in (_offloaded(one) for one in (job, *_with_less(job))):
-        if all(stage_memory(other, stage).sampling <= budget for stage in stages):
+        parts = [stage_memory(other, stage) for stage in stages]
+        if all(max(part.sampling, part.handover) <= budget for part in parts):
             return other
     return _offloaded(job)
 

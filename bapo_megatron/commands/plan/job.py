@@ -129,6 +129,11 @@ class Job:
         return self.colocated and self.parallel.offload
 
     @property
+    def hands_over(self) -> bool:
+        """Whether colocated servers read the policy's weights from its memory."""
+        return self.colocated and self.run.rollout.sglang.sync == "ipc"
+
+    @property
     def engine_fraction(self) -> float:
         """Share of a GPU's memory for an engine's weights and KV cache."""
         return self.options.engine_memory_fraction or self.run.rollout.sglang.memory_fraction

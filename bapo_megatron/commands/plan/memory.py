@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from bapo_megatron.commands.plan.activations import Spec, kept
 from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job, in_flight
-from bapo_megatron.commands.plan.sizes import StageParameters, largest_parameter, stage_parameters
+from bapo_megatron.commands.plan.sizes import (
+    StageParameters,
+    largest_parameter,
+    stage_parameters,
+    total_parameters,
+)
 
 _FP32 = 4
 # Estimate: CUDA context and kernels 1 GB, cuBLAS and Transformer Engine workspaces 0.5 GB, NCCL's channel
@@ -58,6 +63,10 @@ class StageMemory:
     """What a colocated server keeps all the time, at most: ``rollout.sglang.kept_gb``; 0 without one."""
     serving: float
     """A colocated server's weights and KV cache, while it samples; 0 without one."""
+    handing: float
+    """The policy's memory while a colocated server reads its weights (``sync=ipc``); 0 if none does."""
+    reading: float
+    """The weights that the server has then; 0 if none does."""
 
     @property
     def training(self) -> float:
@@ -76,9 +85,14 @@ class StageMemory:
         return self.resting + self.kept + self.serving if self.serving else 0.0
 
     @property
+    def handover(self) -> float:
+        """Memory of a GPU while a colocated server reads the policy's weights; 0 if none does."""
+        return self.handing + self.kept + self.reading if self.handing else 0.0
+
+    @property
     def peak(self) -> float:
         """The most memory of a GPU, with what a colocated server has on it."""
-        return max(self.policy_peak + self.kept, self.sampling)
+        return max(self.policy_peak + self.kept, self.handover, self.sampling)
 
 
 def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
@@ -91,6 +105,7 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
     workspace, head, buffers = _workspace(job), _head(job, stage), _buffers(job)
     steady = weights + gradients + optimizer + FIXED
     shared = job.has_servers(stage)
+    reads = shared and job.hands_over
     return StageMemory(
         stage=stage,
         parameters=parameters,
@@ -108,6 +123,8 @@ def stage_memory(job: Job, stage: int, spec: Spec = "te") -> StageMemory:
         resting=FIXED if job.offloads else steady,
         kept=job.run.rollout.sglang.kept_gb * GB if shared else 0.0,
         serving=job.engine_fraction * job.gpu.memory if shared else 0.0,
+        handing=handover_bytes(job, weights + FIXED if job.offloads else steady) if reads else 0.0,
+        reading=server_weights(job) if reads else 0.0,
     )
 
 
@@ -141,6 +158,18 @@ def _waiting(job: Job, stage: int) -> int:
 def sync_bytes(job: Job) -> float:
     """Weight sync buffers: the largest parameter, whole, and the shards that it is gathered from."""
     return 2.0 * largest_parameter(job.shape) * job.element
+
+
+def handover_bytes(job: Job, resting: float) -> float:
+    """The policy's peak while servers read its weights: what is ``resting`` there, gathering, and the bucket
+    that is read, of at least the largest parameter's size."""
+    bucket = max(job.run.rollout.sglang.bucket_mb * 2**20, largest_parameter(job.shape) * job.element)
+    return resting + sync_bytes(job) + bucket
+
+
+def server_weights(job: Job) -> float:
+    """Weights of a server on one of its GPUs."""
+    return total_parameters(job.shape) * job.element / job.run.rollout.sglang.tensor
 
 
 def host_bytes(job: Job) -> float:

@@ -94,10 +94,13 @@ class JobPlan:
         """The memory limits that the job exceeds, one line for each."""
         for memory in self.stages:
             beside = f", {memory.kept / GB:.1f} of them a server's" if memory.kept else ""
+            server = (memory.kept + memory.reading) / GB
+            read = f"while servers read the weights, {server:.1f} of them a server's"
             phases = {
                 f"in an update{beside}": memory.training + memory.kept,
                 f"while saving{beside}": memory.saving + memory.kept,
                 f"while syncing weights{beside}": memory.syncing + memory.kept,
+                read: memory.handover,
                 f"while engines sample, {memory.resting / GB:.1f} of them the policy's": memory.sampling,
             }
             for phase, used in phases.items():
@@ -152,6 +155,7 @@ def as_dict(plan: JobPlan) -> dict[str, Any]:
                 **{name: value for name, value in vars(stage).items() if name != "parameters"},
                 "parameters": stage.parameters.total,
                 "training": stage.training,
+                "handover": stage.handover,
                 "sampling": stage.sampling,
                 "peak": stage.peak,
             }

@@ -179,9 +179,11 @@ class Turns:
     moving_seconds: float
     """Both ways, all GPUs of a node at once."""
     read: float
-    """Bytes of the weights that servers load from the disk."""
+    """Bytes of the weights that servers load."""
+    by_handles: bool
+    """They load them from the policy's memory, not from the disk."""
     reading_seconds: float
-    """One reading: the other servers of the node find the bytes in its memory."""
+    """From the disk one reading: the other servers of the node find the bytes in its memory."""
 
     @property
     def seconds(self) -> float:
@@ -195,4 +197,11 @@ def turns(job: Job) -> Turns | None:
         return None
     moved, read = offloaded_bytes(job), 2.0 * total_parameters(job.shape)
     rate = _REACHED * min(job.gpu.pcie, job.gpu.host_bandwidth / job.gpus_on_node)
-    return Turns(moved, 2 * moved / rate, read, read / DISK)
+    seconds = read * _copies_in_memory(job) if job.hands_over else read / DISK
+    return Turns(moved, 2 * moved / rate, read, job.hands_over, seconds)
+
+
+def _copies_in_memory(job: Job) -> float:
+    """Seconds for a byte of weights through GPU memory: gathered over NVLink, copied into a bucket, and from
+    there into the server's weights; each copy reads and writes it."""
+    return 1 / job.gpu.nvlink + 4 / (_REACHED * job.gpu.memory_bandwidth)

@@ -59,7 +59,7 @@ def _peaks(plan: JobPlan) -> str:
     if not plan.job.colocated:
         return f"{max(stage.peak for stage in plan.stages) / GB:.1f} GB"
     train = max(stage.policy_peak + stage.kept for stage in plan.stages)
-    sample = max(stage.sampling for stage in plan.stages)
+    sample = max(max(stage.sampling, stage.handover) for stage in plan.stages)
     return f"{train / GB:.1f} GB (training) and {sample / GB:.1f} GB (sampling)"
 
 

@@ -116,6 +116,8 @@ def _turns(plan: JobPlan) -> Iterator[str]:
     rows = [["stage", "turn", "policy", "servers", "total", "free", ""]]
     for stage in plan.stages:
         both = [("train", stage.policy_peak, stage.kept)]
+        if stage.handing:
+            both.append(("hand over", stage.handing, stage.kept + stage.reading))
         if stage.serving:
             both.append(("sample", stage.resting, stage.kept + stage.serving))
         for turn, policy, servers in both:
@@ -134,9 +136,10 @@ def _changes(turns: Turns) -> str:
         if turns.moved
         else "the policy stays (parallel.offload is off)"
     )
+    source = "from the policy's memory" if turns.by_handles else f"at {DISK / GB:.0f} GB/s"
     return (
         f"Changes of a step: {policy}; servers read {turns.read / GB:.1f} GB of weights, "
-        f"{turns.reading_seconds:,.1f} s at {DISK / GB:.0f} GB/s"
+        f"{turns.reading_seconds:,.1f} s {source}"
     )
 
 
@@ -171,10 +174,14 @@ def _host_and_sync(plan: JobPlan) -> Iterator[str]:
         f"Host memory of a node while it saves: {plan.host / GB:,.0f} GB of {plan.host_budget / GB:,.0f}; "
         f"the checkpoint has {checkpoint / GB:,.0f} GB"
     )
+    way = (
+        "see the changes of a step"
+        if plan.job.hands_over
+        else f"{plan.sync.seconds:.1f} s at one network port"
+    )
     yield (
         f"Weight sync: {plan.sync.sent / GB:.1f} GB through buffers of "
-        f"{sync_bytes(plan.job) / GB:.1f} GB a GPU, "
-        f"{plan.sync.seconds:.1f} s at one network port"
+        f"{sync_bytes(plan.job) / GB:.1f} GB a GPU, {way}"
     )
     engine, writers = plan.job.run.rollout.engine_config, plan.job.parallel.model_size
     if engine.sync == "disk":

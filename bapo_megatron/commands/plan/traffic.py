@@ -37,8 +37,11 @@ def update_traffic(job: Job) -> list[Traffic]:
 
 
 def sync_traffic(job: Job) -> Traffic:
-    """The weight sync of a step: the whole model leaves one trainer GPU by its network port."""
+    """The weight sync of a step: the whole model leaves one trainer GPU by its network port, unless servers
+    read it on that GPU (``turns``)."""
     sent = float(total_parameters(job.shape) * job.element)
+    if job.hands_over:
+        return Traffic("sync", sent, 0.0, "GPU memory")
     return Traffic("sync", sent, sent / job.gpu.network, "network")
 
 

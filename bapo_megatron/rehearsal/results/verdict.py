@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import FIXED, FRAGMENTATION, stage_memory
-from bapo_megatron.rehearsal.records import SAMPLE, Peak, RankResult
+from bapo_megatron.rehearsal.records import HAND_OVER, SAMPLE, Peak, RankResult
 
 _STEADY = ("weights", "gradients", "optimizer")
 
@@ -23,9 +23,10 @@ def needed(result: RankResult, phase: str, job: Job) -> float:
 
 
 def servers_bytes(job: Job, stage: int, phase: str) -> float:
-    """What a colocated server has on a GPU of a stage: what it keeps, and in its turn all of its memory."""
+    """What a colocated server has on a GPU of a stage: what it keeps, while it reads the policy's weights its
+    own, and in its turn all of its memory."""
     memory = stage_memory(job, stage)
-    return memory.kept + (memory.serving if phase == SAMPLE else 0.0)
+    return memory.kept + {HAND_OVER: memory.reading, SAMPLE: memory.serving}.get(phase, 0.0)
 
 
 def _alone(phase: str, peak: Peak) -> float:

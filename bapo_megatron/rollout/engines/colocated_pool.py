@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from bapo_megatron.interfaces import ReceivesHandles, ReleasesMemory
+from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.slot import EngineSlot
@@ -92,6 +93,22 @@ class ColocatedPool(EnginePool):
             if slot.engine.name in woken:
                 self._let_sample(slot)
         return woken
+
+    async def readmit(self, names: Collection[str], version: int) -> list[str]:
+        """Let engines sample that an earlier pool has woken with the weights ``version``, and that still have
+        them; names of those. A server that was started since has others."""
+
+        async def check(engine: ReceivesHandles) -> None:
+            await engine.abort()  # what it still does for nobody
+            if (found := await engine.weight_version()) != version:
+                raise EngineError(f"{engine.name}: has weights {found}, not {version}")
+            await engine.resume()
+
+        found = await self._each(names, check)
+        for slot in self._slots:
+            if slot.engine.name in found:
+                self._let_sample(slot)
+        return found
 
     async def admit(self) -> None:
         """Hold no engine back any more: each comes when it answers and has loaded the current weights."""

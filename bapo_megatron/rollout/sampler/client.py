@@ -55,6 +55,10 @@ class SamplerClient:
         self._start_arguments: tuple[int, dict[str, Any] | None] = (1, None)
         """The arguments of ``start`` for the next process."""
         self._weights: tuple[Path, int, int] | None = None
+        self._handed: tuple[int, int] | None = None
+        """The version and step of weights that colocated engines get by handles, if no folder holds them."""
+        self._woken: list[str] = []
+        """Colocated engines that have woken with those."""
         self._is_admitted = False
         """Whether colocated engines may sample: a new process holds them until it is told."""
         self._deaths = 0
@@ -83,7 +87,7 @@ class SamplerClient:
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:
         """Sample from the weights in ``folder``, which the updates of ``step`` have made."""
-        self._weights = (folder, version, step)
+        self._weights, self._handed = (folder, version, step), None
         self._call("load_weights", folder, version, step)
 
     def keep_weights(self, step: int) -> None:
@@ -110,7 +114,7 @@ class SamplerClient:
 
         Of the others, all if the process dies meanwhile, nobody knows what memory they hold.
         """
-        self._is_admitted = False
+        self._is_admitted, self._woken = False, []
         names: list[str] = self._call("release")
         return names
 
@@ -123,7 +127,7 @@ class SamplerClient:
 
     def expect_handles(self, version: int, step: int) -> None:
         """Sample from weights that colocated engines get by handles when they wake, those of ``step``."""
-        self._weights = None  # no folder holds them
+        self._weights, self._handed = None, (version, step)
         self._call("expect_handles", version, step)
 
     # Instead of `wake`, for such weights: names of engines that can go on; none if the process dies.
@@ -142,7 +146,8 @@ class SamplerClient:
 
     def finish_wake(self, names: Sequence[str]) -> list[str]:
         """Let engines whose weights are confirmed sample."""
-        return self._call("finish_wake", names) or []
+        self._woken = self._call("finish_wake", names) or []
+        return self._woken
 
     def admit(self) -> None:
         """Hold no engine back any more."""
@@ -218,6 +223,9 @@ class SamplerClient:
                 self._exchange("start", *self._start_arguments)
                 if self._weights is not None:
                     self._exchange("load_weights", *self._weights)
+                if self._handed is not None:
+                    self._exchange("expect_handles", *self._handed)
+                    self._exchange("readmit", self._woken, self._handed[0])
                 if self._is_admitted:
                     self._exchange("admit")
                 return

@@ -320,7 +320,7 @@ def test_a_sampler_that_ends_during_the_wake_leaves_the_policy_its_way_back(
 def test_a_host_without_memory_for_the_policy_stops_the_run_with_the_policy_in_place(
     scene: Scene, shared: TimeSharing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse() -> int:
+    def refuse(keep_weights: bool = False) -> int:
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(scene, "offload", refuse)

@@ -26,6 +26,11 @@ def placement_problem(rollout: RolloutConfig, gpus: int, training: int) -> str |
     elsewhere = "or name servers that run elsewhere with rollout.sglang.urls"
     if needed > gpus:
         return f"{taken}, but this machine has {gpus}: start fewer servers, {elsewhere}"
+    if sglang.sync == "ipc" and needed > train:
+        return (
+            f"{taken}, and this run trains on GPUs 0 to {train - 1}: with rollout.sglang.sync=ipc a server "
+            f"reads the memory of the process that trains on its GPU; start fewer servers, or use sync=disk"
+        )
     if sglang.first_gpu < train and not sglang.colocated and sglang.memory_fraction > SHARED_FRACTION:
         return (
             f"{taken}, and this run trains on GPUs 0 to {train - 1}: set rollout.sglang.first_gpu to {train} "

@@ -21,7 +21,7 @@ def submit_command(arguments: Sequence[str]) -> None:
     from bapo_megatron.commands.train_flags import train_flags
 
     if {"-h", "--help"} & set(arguments):
-        print(f"{USAGE}\n\n`bapo train RECIPE --help` lists the flags; docs/cluster_file.md the cluster file.")
+        print(f"{USAGE}\n\n`bapo train RECIPE --help` lists the flags; docs/cluster_file.md the file's keys.")
         return
     command = SubmitCommand.of(arguments)
     config, _ = train_flags("submit", [str(command.recipe), *command.flags])

@@ -69,7 +69,15 @@ def log_probs(policy: MegatronPolicy, samples: list[Sample]) -> list[float]:
 
 
 def sample(policy: MegatronPolicy) -> None:
-    """What happens to a policy while engines sample: its memory is theirs, and then has other values."""
+    """What happens to a policy while engines sample: they read its weights, then its memory is theirs."""
+    weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    policy.offload(keep_weights=True)
+    kept = {tensor.untyped_storage()._cdata for tensor in policy._weights.local.values()}
+    for tensor in memory(policy):
+        assert (tensor.untyped_storage().nbytes() == 0) != (tensor.untyped_storage()._cdata in kept)
+    for name, tensor in policy.hf_weights():
+        assert torch.equal(weights.pop(name), tensor)
+    assert not weights
     policy.offload()
     for tensor in memory(policy):
         assert tensor.untyped_storage().nbytes() == 0
@@ -153,8 +161,10 @@ def freed(
     """Bytes freed and bytes on the host: before the first update, after it, once more. The parameters."""
     policy = build(folder, "one", dtype, device)
     sizes, host = [], []
-    for _ in range(3):
-        sizes += [policy.offload(), policy.offload()]
+    for number in range(3):
+        parts = [policy.offload(keep_weights=True) for _ in range(2 * (number == 1))]  # once in two parts
+        assert parts[1:] == [0] * (number == 1)
+        sizes += [sum(parts) + policy.offload(), policy.offload(), policy.offload(keep_weights=True)]
         policy.reload()
         policy.reload()
         host.append(policy._offload.host_bytes)
@@ -176,9 +186,9 @@ def test_it_frees_weights_gradients_masters_and_moments(
     """Bytes of a parameter; before the first update there are no moments. Gradients are not on the host."""
     parallel = layout("one").parallel
     [(sizes, host, parameters)] = run_layout(freed, parallel, models / "qwen2", samples, dtype, device)
-    assert sizes[1::2] == [0, 0, 0]  # offloaded already
-    assert sizes[::2] == pytest.approx([first * parameters, *[later * parameters] * 2], rel=0.02)
-    assert host == pytest.approx([(size - 4 * parameters) for size in sizes[::2]], rel=0.2)
+    assert sizes[1::3] == sizes[2::3] == [0, 0, 0]  # offloaded already
+    assert sizes[::3] == pytest.approx([first * parameters, *[later * parameters] * 2], rel=0.02)
+    assert host == pytest.approx([(size - 4 * parameters) for size in sizes[::3]], rel=0.2)
     assert host[1] == host[2]
 
 
@@ -201,6 +211,12 @@ def refusals(folder: Path, samples: list[Sample], path: Path) -> list[str]:
             call()
         told.append(str(raised.value))
     policy.reload()
+    policy.offload(keep_weights=True)
+    assert len(dict(policy.hf_weights())) > 10
+    for call in (*calls[:4], *calls[5:]):
+        with pytest.raises(RuntimeError, match="the policy is offloaded"):
+            call()
+    policy.reload()  # the weights never left
     update(policy, samples)
     return told
 

@@ -106,6 +106,8 @@ class IpcSync:
 
     def _hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
         going: list[str] = self._ask(lambda engines: engines.begin_wake(names))
+        if not going:
+            return []
         readers = self._readers(going)
         weights = policy.hf_weights()
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.rollout.engines.backend import EngineServers
+from bapo_megatron.rollout.weight_sync.ipc import IpcSync
 from bapo_megatron.trainer import time_sharing
 from bapo_megatron.trainer.time_sharing import TimeSharing
 
@@ -54,6 +55,8 @@ class Scene(EngineServers):
         self.memory = {"policy": 50 * GB, "one": 0, "two": 0}
         self.refuses_release: set[str] = set()
         self.refuses_wake: set[str] = set()
+        self.fails: dict[str, str] = {}
+        """The call of a hand-over at which an engine fails."""
         self.keeps: dict[str, int] = {}
         """What a server that says that it has released its memory still has."""
         self.looks_until_free = 0
@@ -99,6 +102,51 @@ class Scene(EngineServers):
         self.calls.append(call)
         if call.split()[0] == self.stopped_at:
             raise RunStopped("the sampler's process ended 6 times in a row")
+
+    # --- instead of wake ---
+
+    def expect_handles(self, version: int, step: int) -> None:
+        self._sampler(f"expect {version} of {step}")
+
+    def begin_wake(self, names: Sequence[str]) -> list[str]:
+        self._sampler(f"begin {' '.join(names)}")
+        assert self.memory["policy"] == WEIGHTS, "an engine wakes beside all of the policy, or none"
+        for name in names:
+            self.memory[name] = 15 * GB
+        return self._going("begin", names)
+
+    def receive_handles(self, handles: Mapping[str, Sequence[bytes]]) -> list[str]:
+        self._sampler("receive")
+        assert self.memory["policy"] == WEIGHTS, "the weights that an engine reads are gone"
+        return self._going("receive", list(handles))
+
+    def confirm_weights(self, names: Sequence[str], version: int) -> list[str]:
+        self._sampler(f"confirm {' '.join(names)}")
+        return self._going("confirm", names)
+
+    def finish_wake(self, names: Sequence[str]) -> list[str]:
+        self._sampler(f"finish {' '.join(names)}")
+        assert not self.memory["policy"], "an engine takes all its memory where the policy is"
+        for name in names:
+            self.memory[name] = 30 * GB
+        return self._going("finish", names)
+
+    def _going(self, call: str, names: Sequence[str]) -> list[str]:
+        return [name for name in names if self.fails.get(name) != call]
+
+    # --- the way by disk ---
+
+    version = 4
+
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.ones(3)
+
+    def push(self, policy: Any, step: int) -> None:
+        assert policy.memory["policy"] >= WEIGHTS, "the weights that are to be written are gone"
+        self.calls.append(f"write {policy.version} of {step}")
+
+    def discard(self) -> None:
+        """Of older versions."""
 
     # --- the servers ---
 
@@ -163,6 +211,123 @@ def test_each_side_moves_when_the_other_is_out_of_the_way(scene: Scene, shared: 
     assert scene.since(7) == ["offload", "wake one two", "admit"]
     assert set(shared.metrics()) == {"time/wake_s", "time/release_s"}
     assert scene.events == []
+
+
+@pytest.fixture
+def handing(scene: Scene) -> TimeSharing:
+    """Shared GPUs, where weights go by handles."""
+    parts: Any = scene
+    sync = IpcSync(
+        parts, parts, {"one": [0], "two": [1]}, torch.device("cpu"), bucket_mb=1, on_event=scene.events.append
+    )
+    sync.push(parts, 6)
+    return TimeSharing(CONFIG, parts, parts, parts, scene.events.append, sync)
+
+
+WAKE = ["set aside", "begin one two", "receive", "confirm one two", "offload", "finish one two", "admit"]
+
+
+def test_engines_read_the_weights_before_they_leave(scene: Scene, handing: TimeSharing) -> None:
+    """At first nobody can: the servers have yet to start. Later nothing is written."""
+    handing.sample()
+    start = ["expect 4 of 6", "write 4 of 6", "offload", "start one", "start two", "admit"]
+    assert scene.calls == start
+    for _ in range(3):
+        handing.train()
+        place = len(scene.calls)
+        scene.memory["buffers"] = scene.memory.get("buffers", 0) + 2 * GB  # the trainer's
+        handing.sample()
+        assert scene.since(place) == WAKE
+    handing.train()
+    assert scene.calls[-3:] == ["hold", "release", "reload"]
+    assert scene.events == []
+
+
+def test_what_the_trainer_keeps_is_known_exactly_though_engines_have_weights(
+    scene: Scene, handing: TimeSharing
+) -> None:
+    """The room is measured before they take any: what it lacks later is told."""
+    for _ in range(3):
+        handing.sample()
+        handing.train()
+    scene.keeps = {"two": KEPT + 1}
+    handing.sample()
+    handing.train()
+    [event] = scene.events
+    assert event["kind"] == "memory_kept"
+    assert "of 74.0 GB are free" in event["reason"]
+
+
+@pytest.mark.parametrize("call", ["begin", "receive", "confirm"])
+def test_an_engine_that_goes_without_the_weights_loads_them_from_disk(
+    scene: Scene, handing: TimeSharing, call: str
+) -> None:
+    handing.sample()
+    handing.train()
+    scene.fails = {"two": call}
+    place = len(scene.calls)
+    handing.sample()
+    ways = [one for one in scene.since(place) if one.split()[0] not in ("begin", "receive", "confirm")]
+    assert ways == ["set aside", "write 4 of 6", "offload", "finish one", "end two", "start two", "admit"]
+    assert scene.alive == {"one": True, "two": True}
+
+
+def test_an_engine_that_does_not_take_its_cache_is_started_again(scene: Scene, handing: TimeSharing) -> None:
+    """The policy has left by then: the engine waits for the next weights."""
+    handing.sample()
+    handing.train()
+    scene.fails = {"one": "finish"}
+    place = len(scene.calls)
+    handing.sample()
+    assert scene.since(place) == [*WAKE[:-1], "end one", "start one", "admit"]
+
+
+def test_handles_that_reach_no_engine_twice_are_given_up(scene: Scene, handing: TimeSharing) -> None:
+    """They are ended, for nobody knows their memory; from then on they wake with a folder."""
+    handing.sample()
+    scene.fails = {"one": "receive", "two": "begin"}
+    for _ in range(2):
+        handing.train()
+        place = len(scene.calls)
+        handing.sample()
+        assert scene.since(place)[-6:] == ["offload", "end one", "end two", "start one", "start two", "admit"]
+        assert "write 4 of 6" in scene.since(place)
+    assert [event["kind"] for event in scene.events] == ["handover_given_up"]
+    handing.train()
+    place = len(scene.calls)
+    handing.sample()
+    assert scene.since(place) == ["write 4 of 6", "offload", "wake one two", "admit"]
+
+
+def test_a_server_that_died_asleep_is_not_handed_anything(scene: Scene, handing: TimeSharing) -> None:
+    handing.sample()
+    handing.train()
+    scene.alive["one"] = False
+    place = len(scene.calls)
+    handing.sample()
+    assert scene.since(place) == [
+        *("set aside", "begin two", "receive", "confirm two", "write 4 of 6", "offload"),
+        *("finish two", "start one", "admit"),
+    ]
+
+
+@pytest.mark.parametrize("call", ["begin", "receive", "confirm", "finish"])
+def test_a_sampler_that_is_lost_in_a_hand_over_leaves_the_policy_its_way_back(
+    scene: Scene, handing: TimeSharing, call: str
+) -> None:
+    handing.sample()
+    handing.train()
+    scene.stopped_at = call
+    if call == "finish":
+        with pytest.raises(RunStopped, match="6 times in a row"):
+            handing.sample()
+    else:  # the disk is tried
+        handing.sample()
+        assert scene.events[0]["kind"] == "handover_failed"
+    scene.stopped_at = None
+    handing.train()
+    assert handing.trains
+    assert scene.calls[-1] == "reload"
 
 
 def test_engines_with_gpus_of_their_own_are_left_alone(scene: Scene) -> None:

@@ -1,0 +1,185 @@
+"""Handles of tensors: what they hold, who can read them, and the memory that they need."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing import get_sharing_strategy, reductions
+
+from bapo_megatron.rollout.weight_sync import handles
+from bapo_megatron.rollout.weight_sync.buckets import Buckets
+from bapo_megatron.rollout.weight_sync.handles import DEVICE_ARGUMENT, handles_of, shareable
+
+CPU = torch.device("cpu")
+
+ALLOWED = {
+    *(
+        ("torch", "Tensor"),
+        ("torch", "Size"),
+        ("torch", "bfloat16"),
+        ("torch", "float32"),
+        ("torch", "uint8"),
+    ),
+    *(("torch.storage", "UntypedStorage"), ("torch.storage", "TypedStorage")),
+    *(("torch.multiprocessing.reductions", name) for name in ("rebuild_tensor", "rebuild_typed_storage")),
+    *(
+        ("torch.multiprocessing.reductions", name)
+        for name in ("rebuild_storage_filename", "rebuild_cuda_tensor")
+    ),
+}
+"""Of SGLang 0.5.23's SafeUnpickler, what a pickle of handles may name."""
+
+READER = """
+import pickle, sys
+for name, tensor in pickle.loads(sys.stdin.buffer.read()):
+    print(name, str(tensor.dtype), tuple(tensor.shape), float(tensor.double().sum()))
+    tensor.zero_()
+"""
+
+
+def shared() -> list[tuple[str, torch.Tensor]]:
+    """Three tensors in one piece of memory, as in a bucket."""
+    memory_B = shareable(4096, CPU)
+    parts = {"a": (torch.bfloat16, (3, 4), 0), "b": (torch.float32, (5,), 24), "c": (torch.bfloat16, (), 44)}
+    found = []
+    for number, (name, (dtype, shape, start)) in enumerate(parts.items()):
+        size = dtype.itemsize * torch.Size(shape).numel()
+        tensor = memory_B[start : start + size].view(dtype).view(shape)
+        found.append((name, tensor.fill_(number + 0.5)))
+    return found
+
+
+class Noting(pickle.Unpickler):
+    """Notes the globals that a pickle names."""
+
+    def __init__(self, pickled: bytes) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self.names: set[tuple[str, str]] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.names.add((module, name))
+        return super().find_class(module, name)
+
+
+def test_another_process_reads_and_writes_the_same_memory() -> None:
+    tensors = shared()
+    read = subprocess.run(
+        [sys.executable, "-c", READER], input=handles_of(tensors), capture_output=True, check=True
+    )
+    assert read.stdout.decode().splitlines() == [
+        "a torch.bfloat16 (3, 4) 6.0",
+        "b torch.float32 (5,) 7.5",
+        "c torch.bfloat16 () 2.5",
+    ]
+    assert all(not tensor.any() for _, tensor in tensors), "the reader had a copy"
+
+
+def test_each_reader_has_handles_of_its_own() -> None:
+    """Torch counts the readers: one that reads another's handles would free what is still in use."""
+    tensors = shared()
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", READER], input=handles_of(tensors), check=True)
+    assert all(not tensor.any() for _, tensor in tensors)
+
+
+def test_they_hold_no_data_and_name_what_sglang_allows() -> None:
+    memory_B = shareable(2**20, CPU)
+    pickled = handles_of([("whole", memory_B), ("half", memory_B[: 2**19].view(torch.bfloat16))])
+    assert len(pickled) < 2000
+    reader = Noting(pickled)
+    assert [name for name, _ in reader.load()] == ["whole", "half"]
+    assert ("torch.storage", "UntypedStorage") in reader.names
+    assert reader.names <= ALLOWED
+
+
+def test_the_way_of_sharing_that_others_chose_stays() -> None:
+    before = get_sharing_strategy()
+    handles_of(shared())
+    assert get_sharing_strategy() == before
+
+
+def test_the_device_is_where_torch_expects_it() -> None:
+    assert (
+        list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)[DEVICE_ARGUMENT]
+        == "storage_device"
+    )
+
+
+def test_a_gpu_goes_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a tensor that says that it is on GPU 3: all else is as torch makes it."""
+    given = tuple(f"argument {n}" for n in range(15))
+    arguments = (*given[:DEVICE_ARGUMENT], 3, *given[DEVICE_ARGUMENT + 1 :])
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda _: (reductions.rebuild_cuda_tensor, arguments))
+    uuids = {3: "b1c2"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
+    tensor: Any = SimpleNamespace(is_cuda=True)
+    rebuild, found = handles._reduced(tensor)
+    assert rebuild is reductions.rebuild_cuda_tensor
+    assert found == (*given[:DEVICE_ARGUMENT], "b1c2", *given[DEVICE_ARGUMENT + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", ["expandable_segments:False", None]),
+        (
+            "PYTORCH_CUDA_ALLOC_CONF",
+            "max_split_size_mb:64,expandable_segments:True",
+            ["max_split_size_mb:64,expandable_segments:False", None],
+        ),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64", []),
+        ("PYTORCH_ALLOC_CONF", "", []),
+    ],
+)
+def test_memory_to_share_is_not_in_a_growing_segment(
+    variable: str, value: str, told: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator is told so, and afterwards what it was told before."""
+    said: list[str] = []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: said.append("memory"))
+    shareable(8, torch.device("cuda", 0))
+    between = [one or value for one in told]
+    assert said == [*between[:1], "memory", *between[1:]]
+
+
+def weights() -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"a": (3, 5), "b": (40,), "large": (64, 8), "c": (7,), "d": (2, 3), "scalar": ()}
+    found = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+    return [(name, one.bfloat16() if name in "ac" else one) for name, one in found.items()]
+
+
+def test_buckets_in_shared_memory_hold_every_tensor_in_one_buffer() -> None:
+    """A tensor that is larger than a bucket has shared memory of its own."""
+    asked: list[int] = []
+
+    def empty(nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        return shareable(nbytes, CPU)
+
+    expected = dict(weights())
+    buckets = Buckets(200, CPU, empty, buffers=1)
+    for _ in range(2):
+        found = {}
+        for bucket in buckets.cut(weights()):
+            assert not bucket.is_borrowed
+            for name, tensor in bucket.tensors():
+                assert tensor.untyped_storage()._cdata == bucket.payload_B.untyped_storage()._cdata
+                found[name] = tensor.clone()
+        assert found.keys() == expected.keys()
+        assert all(
+            torch.equal(found[name], one) and found[name].dtype == one.dtype for name, one in expected.items()
+        )
+    assert asked == [200, 64 * 8 * 4, 64 * 8 * 4]

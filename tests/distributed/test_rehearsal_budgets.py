@@ -142,6 +142,10 @@ def _check_turns(rehearsal: Rehearsal) -> None:
     assert found["peak_gb"]["sample"] < 0.1
     assert found["needed_gb"]["sample"] == pytest.approx(plan.sampling / 1e9, abs=0.1)
     assert max(found["needed_gb"].values()) < 72
+    if plan.handing:
+        assert found["peak_gb"]["hand over"] == pytest.approx((plan.handing - FIXED) / 1e9, rel=0.1)
+        assert found["needed_gb"]["hand over"] == pytest.approx(plan.handover / 1e9, rel=0.03)
+        assert found["peak_gb"]["hand over"] < found["peak_gb"]["set aside"]
     copies = found["host_kinds_gb"]["sample"]["offloaded"]
     assert copies == pytest.approx(offloaded_bytes(rehearsal.job) / 1e9, abs=0.3)
 

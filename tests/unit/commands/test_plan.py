@@ -526,6 +526,40 @@ def test_two_turns_by_hand() -> None:
     assert stays.resting == 3e9 + (2 + 4 + 12) * first.parameters.total
 
 
+def test_a_hand_over_by_hand() -> None:
+    """While a server reads the policy's weights both have theirs, beside a bucket and what is gathered."""
+    largest = 32 * 8  # the embedding
+    by_disk, by_ipc = (stage_memory(colocated(servers=2, sync=sync), 0) for sync in ("disk", "ipc"))
+    assert (by_disk.handing, by_disk.reading, by_disk.handover) == (0, 0, 0)
+    assert by_ipc.handing == 3e9 + 2 * by_ipc.parameters.total + 2 * 2 * largest + 512 * 2**20
+    assert by_ipc.reading == 2 * 2952
+    assert by_ipc.handover == by_ipc.handing + 1e9 + by_ipc.reading
+    assert by_ipc.peak == by_disk.peak == by_ipc.sampling
+    assert stage_memory(colocated(sync="ipc", memory_fraction=1e-9), 0).peak == by_ipc.handover
+    small = stage_memory(colocated(servers=2, sync="ipc", bucket_mb=1e-6), 0)
+    assert small.handing == by_ipc.handing - 512 * 2**20 + 2 * largest  # a bucket holds any tensor
+    stays = stage_memory(colocated(offload=False, sync="ipc"), 0)
+    assert stays.handing == by_ipc.handing + (4 + 12) * stays.parameters.total
+    assert stage_memory(colocated(tensor=2, sync="ipc"), 0).reading == 2952
+    assert stage_memory(colocated(sync="ipc"), 1).handover == 0  # its GPU has no server
+
+
+def test_the_seconds_of_a_hand_over_by_hand() -> None:
+    """Gathered over NVLink at 450 GB/s; two copies, each read and written, at half of 3.35 TB/s."""
+    found = turns(colocated(sync="ipc"))
+    assert found is not None
+    assert found.by_handles
+    assert found.reading_seconds == pytest.approx(2 * 2952 * (1 / 450e9 + 4 / (0.5 * 3.35e12)))
+    assert make_plan(colocated(sync="ipc")).sync.seconds == 0
+
+
+def test_what_does_not_fit_a_hand_over_is_told() -> None:
+    big = colocated(sync="ipc", bucket_mb=80e3, memory_fraction=0.1)
+    told = list(make_plan(big).misfits())
+    assert len(told) == 1
+    assert "while servers read the weights, 1.0 of them a server's" in told[0]
+
+
 def test_the_copies_of_an_offloaded_policy_by_hand() -> None:
     """Weights and optimizer of the largest stage, in blocks of 2^28 bytes, on each of two ranks; with the
     optimizer on the host weights alone. Nothing where the policy stays, or where no server takes turns."""
@@ -609,9 +643,14 @@ def test_the_text_of_a_plan_shows_both_turns() -> None:
     run = load_recipe(path, RunConfig)
     text = plan_text(make_plan(Job(run, find_shape(path, run.model.hf_path), PlanOptions())), [], [])
     assert "FITS: at most 46.1 GB (training) and 69.0 GB (sampling) of a GPU's 80 (h100-80gb)" in text
-    assert "  0      train     40.1      6.0   46.1  33.9  fits" in text
-    assert "  0      sample     3.0     66.0   69.0  11.0  fits" in text
-    assert "15.2 GB a GPU to the host and back, 1.0 s; servers read 15.2 GB of weights, 7.6 s" in text
+    assert "  0      train        40.1      6.0   46.1  33.9  fits" in text
+    assert "  0      hand over    10.1     21.2   31.3  48.7  fits" in text
+    assert "  0      sample        3.0     66.0   69.0  11.0  fits" in text
+    assert "host and back, 1.0 s; servers read 15.2 GB of weights, 0.1 s from the policy's memory" in text
+    disk = changed(run, "rollout.sglang.sync", "disk")
+    text = plan_text(make_plan(Job(disk, find_shape(path, run.model.hf_path), PlanOptions())), [], [])
+    assert "servers read 15.2 GB of weights, 7.6 s at 2 GB/s" in text
+    assert "hand over" not in text
     stays = changed(changed(run, "parallel.offload", False), "rollout.sglang.memory_fraction", 0.5)
     assert "the policy stays (parallel.offload is off)" in plan_text(
         make_plan(Job(stays, find_shape(path, run.model.hf_path), PlanOptions())), [], []

@@ -1,4 +1,4 @@
-"""The ten changes of docs/extending.md, each made in a copy of the repository and tried as the page says."""
+"""The ten changes of docs/extending.md and docs/extending_internals.md, each made in a copy of the repository and tried as its page says."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from tests.support.tiers import slow_but
 pytestmark = pytest.mark.e2e
 
 PAGE = ROOT / "docs/extending.md"
+"""It has the table of all changes."""
+PAGES = (PAGE, ROOT / "docs/extending_internals.md")
 CHANGES = 10
 
 _BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_SUMMARY = re.compile(r"^\| \[([^\]]+)\]\(#[^)]+\) \| [^|]+ \| (\d+) \| (\d+) \|$", re.MULTILINE)
+_SUMMARY = re.compile(r"^\| \[([^\]]+)\]\([^)]*#[^)]+\) \| [^|]+ \| (\d+) \| (\d+) \|$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Change:
-    """One section of the page: what is written, and the commands that try it."""
+    """One section of a page: what is written, and the commands that try it."""
 
     title: str
     files: dict[str, str]
@@ -48,7 +50,7 @@ class Change:
 
 
 def change_of(section: str) -> Change:
-    """The change that a section of the page describes."""
+    """The change that a section describes."""
     title, _, body = section.partition("\n")
     change = Change(title.split(". ", 1)[1], {}, [], [])
     for kind, file, text in _BLOCK.findall(body):
@@ -65,9 +67,9 @@ def change_of(section: str) -> Change:
 
 
 def changes() -> list[Change]:
-    """All of the page, in its order."""
-    sections = re.split(r"^## (?=\d+\. )", PAGE.read_text(), flags=re.MULTILINE)[1:]
-    return [change_of(section) for section in sections]
+    """All of both pages, in their order."""
+    split = re.compile(r"^## (?=\d+\. )", re.MULTILINE)
+    return [change_of(section) for page in PAGES for section in split.split(page.read_text())[1:]]
 
 
 def copied(change: Change, workspace: Path) -> None:
@@ -83,7 +85,7 @@ def copied(change: Change, workspace: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [one for one in changes() if one.patches], ids=lambda one: one.title)
-def test_the_patches_of_the_page_fit(change: Change, tmp_path: Path) -> None:
+def test_the_patches_of_the_pages_fit(change: Change, tmp_path: Path) -> None:
     """In the fast tier: most changes are tried in the slow one."""
     copied(change, tmp_path)
     paths = re.findall(r"^\+\+\+ b/(\S+)$", "\n".join(change.patches), re.MULTILINE)
@@ -100,7 +102,7 @@ QUICK = ("A loss", "A recipe")
     slow_but(changes(), *(one for one in changes() if one.title in QUICK)),
     ids=lambda one: one.title,
 )
-def test_a_change_works_as_the_page_says(change: Change, tmp_path: Path) -> None:
+def test_a_change_works_as_its_page_says(change: Change, tmp_path: Path) -> None:
     copied(change, tmp_path)
     environment = environment_of(tmp_path)
     assert change.commands, "a change that nobody tries"

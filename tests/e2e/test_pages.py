@@ -1,7 +1,7 @@
 """The commands of the pages, run as they stand there: every block that begins with ```sh.
 
 Files that a page shows (```python file=...) are written first. Runs make one step, unless they say how many.
-What follows a block as ```text is printed by it, among other lines. docs/extending.md has a test of its own.
+What follows a block as ```text is printed by it, among other lines. docs/extending*.md have a test of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.e2e
 RUN = [
     page
     for page in PAGES
-    if page.name != "extending.md" and any(block.kind == "sh" for block in blocks(page))
+    if not page.name.startswith("extending") and any(block.kind == "sh" for block in blocks(page))
 ]
 QUICK = ("config.md", "customize.md")
 

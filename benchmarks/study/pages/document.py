@@ -100,7 +100,7 @@ def _answer(plan: StudyPlan, records: Sequence[ArmRecord], gates: Sequence[GateR
         yield "Not judged: see above."
         return
     if failed := _failed_gates(gates):
-        yield "**Not judged.** What the methods are to cure did not happen here as it does in the paper:"
+        yield "**Not judged.** A condition that was fixed before the study failed:"
         yield "\n".join(f"- Not judged: {one.failure}" for one in failed)
         yield text.UNJUDGED
         return
@@ -218,7 +218,7 @@ def _against_grpo(records: Sequence[ArmRecord]) -> Iterator[str]:
 
 def _read() -> str:
     rows = [(one.figure, one.read, one.limits) for one in READ]
-    return _table(["figure", "read from the paper's graphics", "not read, or not like for like"], rows)
+    return _table(["figure", "read from the paper's graphics", "not read, or not comparable"], rows)
 
 
 def _failures(failures: Sequence[Failure]) -> str:

@@ -5,20 +5,20 @@ from benchmarks.study.measures import COLLAPSE_SHARE, SPIKE_FACTOR, SPIKE_WINDOW
 from benchmarks.study.paired import LEAST_PAIRS
 
 METHOD = """\
-Every arm is an ordinary `bapo train` run of one recipe, with the command that its line of the results
-has. Staleness is the number of passes over each batch, as the paper counts it: 1x is on-policy, at
-8x each batch makes eight updates, each of the whole batch. Methods share seeds, so they draw from one
-stream of prompts and begin with the same batch. What is judged, and how, was [written down
+An arm is one `bapo train` run: one method, one number of passes, one seed. Its command stands in its line
+of the results. Staleness is the number of passes over each batch, as the paper counts it: 1x is on-policy,
+at 8x each batch makes eight updates, each of the whole batch. All methods have the same seeds, and so the
+same stream of prompts and the same first batch. What is judged, and how, was [written down
 before](study_plan.md)."""
 
 GATES = """\
-A method can be judged only where what it claims to cure is there. So GRPO alone must show, on average
-over its seeds, what the paper's GRPO shows. If one gate fails, no claim is judged. ± is the standard error
-of the mean; it moves no limit."""
+A method can be judged only where the problem that it solves occurs. So GRPO alone must show, on average
+over its seeds, what the paper's GRPO shows. If one gate fails, no method is judged. ± is the standard
+error of the mean; a gate compares the mean alone."""
 
 UNJUDGED = """\
-The differences below are measured all the same, with their intervals. They hold for this task; whether
-they would hold where all gates do, this study does not say."""
+All differences below are measured, with their intervals. They hold for this task. Whether they would hold
+where all gates hold, this study does not say."""
 
 PRIMARY = f"""\
 Mean reward over the run at 8x, `paper` (BAPO with a search in each micro-batch) minus the other, paired
@@ -32,13 +32,13 @@ our changes of the search, and the best pair of fixed bounds; the other half com
 
 SECONDARY = """\
 Differences from GRPO at the same passes with 95 % intervals, paired by seed and not corrected for their
-number: at 5 %, about one in twenty excludes 0 by luck alone. *Entropy at equal reward* compares both
-arms where each first reaches the best reward that both reach, so that who learns less does not look as
-if it kept more."""
+number: about one in twenty excludes 0 by luck alone. *Entropy at equal reward* compares both arms where
+each first reaches the best reward that both reach; otherwise a method that learns less would seem to keep
+more entropy."""
 
 DEFINITIONS = f"""\
-± is the standard deviation over seeds. Where a batch is used several times, clipped tokens, shares,
-bounds and ratios are means over the updates after the first pass: in the first pass every ratio is 1.
+± is the standard deviation over seeds. If a batch is used several times, clipped tokens, shares, bounds
+and ratios are means over the updates after the first pass: in the first pass every ratio is 1.
 
 - *Mean reward*: over all steps of the run. *Held-out*: share of the responses to the evaluation problems
   that the last weights answer right.
@@ -54,14 +54,13 @@ bounds and ratios are means over the updates after the first pass: in the first 
   did)."""
 
 SCOPE = """\
-Nothing, except this. If a method's mechanism is that clipping low-probability tokens costs entropy and
-balance, then it must act wherever its preconditions hold, and the gates say whether they hold here.
-Where they hold, a small run can show that the mechanism works, or that something simpler does as much.
-It cannot show how large the effect is for a model with a hundred thousand times the parameters,
-responses a hundred times as long, rewards that need reasoning, and learning rates a thousand times
-smaller; nor which learning rate a method would have had there. All methods have GRPO's learning rate,
-which favours methods as cautious as GRPO. Losses have the settings of their papers, which were found on
-other tasks."""
+Nothing, except this. If a method works because clipping low-probability tokens costs entropy and balance,
+then it must work wherever these preconditions hold, and the gates say whether they hold here. Where they
+hold, a small run can show that the mechanism works, or that something simpler does as much. It cannot show
+how large the effect is for a model with a hundred thousand times the parameters, responses a hundred times
+as long, rewards that need reasoning, and learning rates a thousand times smaller; nor which learning rate
+a method would need there. All methods have GRPO's learning rate, which favours methods as cautious as
+GRPO. Losses have the settings of their papers, which were found on other tasks."""
 
 QUICK = """\
 > **This is `--quick`**: three methods, two seeds. It shows that the study runs and what its pages look

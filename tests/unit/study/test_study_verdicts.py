@@ -211,7 +211,7 @@ def test_a_failed_gate_judges_nothing(plan: StudyPlan) -> None:
     runs = [one for one in better_paper() if one.method != "grpo"] + grpo_runs(clipped=0.001)
     text = told(plan, runs)
     assert re.search(r"- Not judged: gate clipped tokens \(8x\) failed: 0.001 ± [^,]+, must be 0.02 to", text)
-    assert "The differences below are measured all the same" in text
+    assert "All differences below are measured, with their intervals" in text
     assert "better**" not in text
     assert "worse" not in text.split("## All methods")[0].split("## The gates")[0]
     assert text.count("| not judged |") == 3

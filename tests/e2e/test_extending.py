@@ -1,4 +1,4 @@
-"""The ten changes of docs/extending.md and docs/extending_internals.md, each made in a copy of the repository and tried as its page says."""
+"""The ten changes of docs/extending*.md, each made in a copy of the repository and tried as its page says."""
 
 from __future__ import annotations
 

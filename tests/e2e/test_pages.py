@@ -1,7 +1,7 @@
 """The commands of the pages, run as they stand there: every block that begins with ```sh.
 
 Files that a page shows (```python file=...) are written first. Runs make one step, unless they say how many.
-What follows a block as ```text is printed by it, among other lines. docs/extending*.md have a test of their own.
+What follows a block as ```text is printed by it, among other lines. docs/extending*.md have their own test.
 """
 
 from __future__ import annotations

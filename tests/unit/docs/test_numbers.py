@@ -8,6 +8,7 @@ import pytest
 
 from bapo_megatron.cli import run
 from tests.support.pages import PAGES, ROOT
+from tests.support.tiers import slow_but
 
 COLUMNS = (
     ["r1_distill_qwen_7b_8k.py"],
@@ -38,6 +39,62 @@ def test_budgets(column: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert row, name
         figure = row[0].split("|")[column + 2].strip()
         assert re.search(rf"\b{re.escape(figure)}", planned), f"{name}: {figure} is not in\n{planned}"
+
+
+PLANNING = ROOT / "docs/planning.md"
+LAYOUTS = re.findall(r"^\| \**(TP \d[^|*]*)\** \| \**(\w+)\** \|(.*)\|$", PLANNING.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute", "figures"),
+    slow_but(LAYOUTS, LAYOUTS[1], LAYOUTS[-1]),
+    ids=[row[0] for row in LAYOUTS],
+)
+def test_layouts_of_the_32b_recipe(
+    layout: str,
+    recompute: str,
+    figures: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(ROOT)
+    sizes = {name: int(size) for name, size in map(str.split, layout.split(", "))}
+    fields = {"TP": "tensor", "PP": "pipeline", "CP": "context", "DP": "data"}
+    flags = [f"--parallel.{field}={sizes.get(name, 1)}" for name, field in fields.items()]
+    run(["plan", "recipes/bp_math_32b_64k.py", *flags, f"--batch.recompute={recompute}"])
+    planned = capsys.readouterr().out
+    _, update, save, idle, speed, *_ = (figure.strip() for figure in figures.split("|"))
+    stages = re.findall(r"([\d.]+) +([\d.]+) +[\d.]+ +[a-z].*$", planned, re.MULTILINE)
+    assert f"{speed} tokens/s/GPU" in planned
+    assert f"{idle.replace(' ', '')} idle" in planned
+    assert (update, save) in stages
+
+
+def test_half_of_the_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    sentence = r"\*\*Half of them\*\*: `([^`]+)` fits 32 GPUs at (\d+)\s+tokens/s/GPU, `([^`]+)` at (\d+)\."
+    found = re.search(sentence, PLANNING.read_text())
+    assert found
+    for flags, speed in (found.groups()[:2], found.groups()[2:]):
+        assert run(["plan", "recipes/bp_math_32b_64k.py", *flags.split()]) == 0
+        planned = capsys.readouterr().out
+        assert "32 x h100-80gb" in planned
+        assert f"{speed} tokens/s/GPU" in planned
+
+
+COLOCATED = re.findall(r"^\| \[(\w+)\]\(\.\./recipes[^|]*\|(.*)\|$", PLANNING.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(("recipe", "figures"), COLOCATED, ids=[row[0] for row in COLOCATED])
+def test_turns_of_recipes(
+    recipe: str, figures: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert run(["plan", f"recipes/{recipe}.py"]) == 0
+    planned = capsys.readouterr().out
+    *_, train, sample, host, step = (figure.strip() for figure in figures.split("|"))
+    for figure in filter(None, (train, sample, host, step)):
+        assert re.search(rf"\b{figure}\b", planned), figure
 
 
 METHODS = {

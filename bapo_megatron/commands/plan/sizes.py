@@ -56,13 +56,14 @@ def run_folder_bytes(run: RunConfig, shape: ModelShape) -> float:
 
     A checkpoint has 12 bytes a parameter (master weight and two moments) and, in bfloat16, 2 more. There are
     those that are kept, and one more while it is written. Beside them lie the exports (the run's end makes
-    one), and two versions of the weights for SGLang where it reads them from the disk.
+    one), and two versions of the weights for SGLang where it reads them from the disk; one where it does so
+    only at its start (``sync=ipc``).
     """
     kept, sglang = run.checkpoint, run.rollout.engine == "sglang"
     checkpoints = kept.keep_last or -(-run.steps // kept.every)
     checkpoints += kept.keep_best + (run.steps // kept.keep_every if kept.keep_every else 0)
     exports = 1 + (run.steps // kept.export_every if kept.export_every else 0)
-    copies = exports + 2 * (sglang and run.rollout.engine_config.sync == "disk")
+    copies = exports + sglang * {"disk": 2, "ipc": 1}.get(run.rollout.engine_config.sync, 0)
     weight = 4 if run.model.dtype == "float32" else 2
     state = 12 if run.model.dtype == "float32" else 14
     return float(total_parameters(shape) * (state * (checkpoints + 1) + weight * copies))

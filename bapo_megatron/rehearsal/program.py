@@ -104,9 +104,11 @@ class RankProgram:
                 self.policy.offload(keep_weights=True)
         device = self.policy.device
         with self._phase(HAND_OVER):
-            buckets = Buckets(bucket, device, partial(shareable, device=device), buffers=1)
+            buckets = Buckets(bucket, device, partial(shareable, device=device))
+            before = None
             for one in buckets.cut(self.policy.hf_weights()):
-                del one
+                before = one  # a server may still read it while the next one is made
+            del before, one
             buckets.release()
 
     def load(self, load: Callable[[MegatronPolicy], None]) -> None:

@@ -56,8 +56,8 @@ class TimeSharing:
         self._trains = True
         self._released: list[str] = []
         """Rank 0's: engines that have released their memory, and sleep."""
-        self._handed: list[str] | None = None
-        """Engines that have got the weights by handles; None where they were not tried."""
+        self._handed: list[str] = []
+        """Rank 0's: engines that have got the weights by handles, and do not sample yet."""
         self._room: int | None = None
         """Bytes that are free on this rank's GPU when neither side has anything there."""
         self._beside_sleepers: int | None = None
@@ -112,12 +112,12 @@ class TimeSharing:
     def _give_weights(self, ipc: IpcSync) -> None:
         """Give the weights to the engines that sleep, by handles, and to the rest, if any, by a folder."""
         asleep = share(self._asleep())
-        self._handed = None
-        if asleep and ipc.works:
+        self._handed = []
+        if takers := ipc.takers(asleep):
             together(self._set_aside)
-            self._handed = ipc.hand_over(self._policy, asleep)
-            release_cached_memory()
-        lack = self._servers is not None and set(self._servers.urls) > set(self._handed or ())
+            self._released = [name for name in asleep if name not in takers]
+            self._handed = ipc.hand_over(self._policy, takers)
+        lack = self._servers is not None and set(self._servers.urls) > set(self._handed)
         if share(lack):
             ipc.write(self._policy)
 
@@ -128,11 +128,10 @@ class TimeSharing:
         self._free_beside_weights = free_gpu_bytes()
 
     def _leave(self) -> None:
+        beside, self._free_beside_weights = self._free_beside_weights, None
         left = self._offload()
         release_cached_memory()
-        beside = self._free_beside_weights
         self._measure_room(free_gpu_bytes() if beside is None else beside + left)
-        self._free_beside_weights = None
 
     def _offload(self, keep_weights: bool = False) -> int:
         """Let the policy leave, if it is to; the bytes that are freed."""
@@ -177,11 +176,10 @@ class TimeSharing:
     def _wake_engines(self) -> None:
         if self._sampler is None or self._servers is None:
             return
-        wake, asleep = self._sampler.wake, self._asleep()
-        if self._handed is not None:
-            wake, asleep = self._sampler.finish_wake, self._handed
-        self._released, self._handed = [], None
-        woken = wake(asleep) if asleep else []
+        handed, asleep = self._handed, self._asleep()
+        self._released, self._handed = [], []
+        woken = self._sampler.finish_wake(handed) if handed else []
+        woken += self._sampler.wake(asleep) if asleep else []
         self._servers.end(spared=woken)
         try:
             self._servers.start()
@@ -194,7 +192,7 @@ class TimeSharing:
         killed. The error if it is not free then either."""
         if not (short := self._short()):
             return None
-        self._on_event({"kind": "memory_kept", "reason": short})
+        together(lambda: self._on_event({"kind": "memory_kept", "reason": short}))
         together(self._end_engines)
         if not (short := self._short()):
             return None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.config import ParallelConfig
+from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.rollout.weight_sync import ipc
 from bapo_megatron.rollout.weight_sync.ipc import IpcSync
 from tests.support.workers import run_layout
@@ -35,7 +36,8 @@ class Gathered:
 
     version = 4
 
-    def __init__(self) -> None:
+    def __init__(self, lacks: str = "") -> None:
+        self._lacks = lacks
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         self.data_rank = dist.get_rank() // 2
         self._group = groups[self.data_rank]
@@ -44,7 +46,8 @@ class Gathered:
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors().items():
             dist.all_reduce(torch.zeros(1), group=self._group)
-            yield name, tensor
+            if name != self._lacks:
+                yield name, tensor
         self.ran_to_its_end += 1
 
 
@@ -99,6 +102,9 @@ class Disk:
 
     def discard(self) -> None:
         self.calls.append("discard")
+
+    def checked(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return checked_weights(weights, {name: tuple(one.shape) for name, one in tensors().items()}, {})
 
 
 Scene = tuple[IpcSync, Gathered, Engines, Disk, list[dict[str, Any]]]
@@ -213,24 +219,62 @@ def test_an_error_of_one_rank_is_told_to_all(case: str, ranks: list[dict[str, An
     assert ("no such call" if case == "the sampler fails" else "CUDA error") in told
 
 
-def given_up() -> list[tuple[bool, list[str]]]:
-    """Whether handles are tried again after hand-overs of which each has one outcome."""
-    found = []
-    for outcomes in ("-", "--", "-+-", "-+--", "+"):
-        sync, policy, engines, _disk, events = scene()
-        for outcome in outcomes:
-            engines.fails = {} if outcome == "+" else dict.fromkeys(GPUS, "begin")
-            sync.hand_over(policy, [*GPUS])  # type: ignore[arg-type]
-        found.append((sync.works, [event["kind"] for event in events]))
-    return found
+def lent_until() -> list[bool]:
+    """Whether what an engine was given last still has its bytes when it is given the next, also a tensor that
+    is larger than a bucket: one of its processes may answer for the others."""
+    sync, policy, engines, *_ = scene()
+    last: list[tuple[Tensor, Tensor]] = []
+    intact = []
+
+    def receive(given: Mapping[str, Sequence[bytes]]) -> list[str]:
+        intact.extend(torch.equal(seen, copied) for seen, copied in last)
+        read = [value for processes in given.values() for one in processes for _, value in pickle.loads(one)]
+        last[:] = [(value, value.clone()) for value in read]
+        return list(given)
+
+    engines.receive_handles = receive  # type: ignore[method-assign]
+    sync.hand_over(policy, [*GPUS])  # type: ignore[arg-type]
+    return intact
 
 
-def test_two_failures_in_a_row_are_the_end_of_it() -> None:
-    expected = [
-        (True, []),
-        (False, ["handover_given_up"]),
-        (True, []),
-        (False, ["handover_given_up"]),
-        (True, []),
-    ]
-    assert run_layout(given_up, LAYOUT) == [expected] * 4
+def test_a_bucket_stays_until_the_next_one_was_read() -> None:
+    main, *others = run_layout(lent_until, LAYOUT)
+    assert len(main) > 10
+    assert all(main)
+    assert others == [[], [], []]
+
+
+def tampered() -> tuple[list[str], list[str]]:
+    sync, _, _, _, events = scene()
+    taken = sync.hand_over(Gathered(lacks="w3"), [*GPUS])  # type: ignore[arg-type]
+    return taken, [event["reason"] for event in events]
+
+
+def test_weights_that_are_not_the_model_s_reach_nobody() -> None:
+    for taken, reasons in run_layout(tampered, LAYOUT):
+        assert taken == []
+        assert "1 weights are missing: w3" in reasons[0]
+
+
+def given_up() -> list[Any]:
+    """After each hand-over, which engines are tried; and the events. ``-``: an engine goes without."""
+    found: list[Any] = []
+    sync, policy, engines, _disk, events = scene()
+    for outcome in ["", "one", "one two", "two", *[""] * ipc._PAUSE]:
+        takers = sync.takers([*GPUS])
+        engines.fails = dict.fromkeys(outcome.split(), "receive")
+        sync.hand_over(policy, takers)  # type: ignore[arg-type]
+        found.append(takers)
+    return [found, [(event["kind"], event.get("engine")) for event in events]]
+
+
+def test_an_engine_that_goes_without_twice_in_a_row_rests() -> None:
+    """For a while it gets its weights by disk; the others go on."""
+    everyone, rest = [*GPUS], ipc._PAUSE
+    for takers, events in run_layout(given_up, LAYOUT):
+        without_one = [name for name in GPUS if name != "one"]
+        assert takers[:4] == [everyone, everyone, everyone, without_one]
+        assert takers[4] == ["three", "far"]
+        assert takers[2 + rest] == ["three", "far"]
+        assert takers[3 + rest] == [name for name in GPUS if name != "two"]
+        assert events == [("handover_given_up", "one"), ("handover_given_up", "two")]

@@ -161,10 +161,9 @@ def sync_bytes(job: Job) -> float:
 
 
 def handover_bytes(job: Job, resting: float) -> float:
-    """The policy's peak while servers read its weights: what is ``resting`` there, gathering, and the bucket
-    that is read, of at least the largest parameter's size."""
-    bucket = max(job.run.rollout.sglang.bucket_mb * 2**20, largest_parameter(job.shape) * job.element)
-    return resting + sync_bytes(job) + bucket
+    """The policy's peak while servers read its weights: what is ``resting`` there, two buckets, and twice
+    the largest parameter, which is gathered, or copied to be read."""
+    return resting + sync_bytes(job) + 2 * job.run.rollout.sglang.bucket_mb * 2**20
 
 
 def server_weights(job: Job) -> float:

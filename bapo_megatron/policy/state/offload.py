@@ -52,7 +52,7 @@ class Offload:
 
     def check_loaded(self, what: str, weights_alone: bool = False) -> None:
         """RuntimeError if memory is given up that ``what`` would read: any, or that of weights alone."""
-        if self._weights_left or (self._copied and not weights_alone):
+        if self._weights_left or ((self._copied or self._dropped) and not weights_alone):
             raise RuntimeError(f"{what}: the policy is offloaded; call reload() first")
 
     def offload(self, keep_weights: bool = False) -> int:

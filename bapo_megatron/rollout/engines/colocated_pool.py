@@ -31,6 +31,8 @@ class ColocatedPool(EnginePool):
         self.down_since = None  # held is not down
         self._handed: tuple[int, DigestQuorum] | None = None
         """The version whose weights engines get by handles, and the quorum on its digest."""
+        self._without = set[str]()
+        """Engines that do not work, and have other weights than those."""
 
     async def release(self) -> list[str]:
         """Hold every engine back, and have those that work give up their memory: names of those that have.
@@ -60,6 +62,7 @@ class ColocatedPool(EnginePool):
         """Note that the weights of ``version`` are in no folder: engines get them when they wake."""
         self._weights = None
         self._handed = version, DigestQuorum(self._timeouts.silent_s)
+        self._without.clear()
 
     # Instead of `wake`, for weights that come by handles. Each returns the names of the engines that can go
     # on; the others must be ended.
@@ -94,22 +97,6 @@ class ColocatedPool(EnginePool):
                 self._let_sample(slot)
         return woken
 
-    async def readmit(self, names: Collection[str], version: int) -> list[str]:
-        """Let engines sample that an earlier pool has woken with the weights ``version``, and that still have
-        them; names of those. A server that was started since has others."""
-
-        async def check(engine: ReceivesHandles) -> None:
-            await engine.abort()  # what it still does for nobody
-            if (found := await engine.weight_version()) != version:
-                raise EngineError(f"{engine.name}: has weights {found}, not {version}")
-            await engine.resume()
-
-        found = await self._each(names, check)
-        for slot in self._slots:
-            if slot.engine.name in found:
-                self._let_sample(slot)
-        return found
-
     async def admit(self) -> None:
         """Hold no engine back any more: each comes when it answers and has loaded the current weights."""
         for slot in self._slots:
@@ -121,6 +108,33 @@ class ColocatedPool(EnginePool):
         """Count silence, and time without engines, from now: while the policy trains nobody is to answer."""
         self._worked_at = slot.heard_at = self._clock.now()
         slot.hang_reported_at, slot.hang_silence_s = -math.inf, 0.0
+
+    @property
+    def wants_weights(self) -> bool:
+        """Whether no engine works, and each was found to lack the weights that came by handles."""
+        return super().wants_weights and self._without >= {slot.engine.name for slot in self._slots}
+
+    async def _bring_back(self, slot: EngineSlot) -> None:
+        """Also without a folder: an engine that was lost while it sampled may still have the current weights.
+
+        A server that was started since has others. So it is after a death of the sampler's process, too.
+        """
+        if self._weights is not None or self._handed is None:
+            await super()._bring_back(slot)
+            return
+        version = self._handed[0]
+        has_them = await self._or_lose(slot, self._check(slot, version), self._timeouts.abort_s)
+        if has_them and not slot.is_held:
+            self._welcome(slot, version)
+        elif not has_them:
+            self._without.add(slot.engine.name)
+
+    async def _check(self, slot: EngineSlot, version: int) -> None:
+        """End what the engine does for nobody. EngineError if it has other weights than ``version``."""
+        if (found := await slot.engine.weight_version()) != version:
+            raise EngineError(f"{slot.engine.name}: has weights {found}, and {version} are in no folder")
+        await slot.engine.abort()
+        await slot.engine.resume()
 
     async def _wake(self, slot: EngineSlot) -> bool:
         """Whether an engine has its memory and the weights again. It may sample at once if so."""

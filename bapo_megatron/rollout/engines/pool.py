@@ -11,13 +11,12 @@ import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.interfaces import Engine, ReceivesBroadcast
 from bapo_megatron.rollout.engines.clock import LoopLagClock
+from bapo_megatron.rollout.engines.current_weights import CurrentWeights
 from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
 from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot, choose
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts, load_seconds
@@ -47,17 +46,6 @@ class EnginesGone(Exception):
     """Error of a run without engines: none has worked for ``lost_minutes``."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Weights:
-    """The current weight version, where it is in a folder."""
-
-    folder: Path
-    version: int
-    quorum: DigestQuorum
-    load_s: float
-    """Deadline of an engine's load."""
-
-
 class EnginePool:
     """All engines of a run, with at most ``most`` requests in flight at each."""
 
@@ -77,7 +65,7 @@ class EnginePool:
         self._report = report
         self._timeouts = timeouts or EngineTimeouts()
         self._prefix_cache = prefix_cache
-        self._weights: _Weights | None = None
+        self._weights: CurrentWeights | None = None
         self._gathered: list[EngineSlot] = []
         self.changed = asyncio.Event()
         """Set when an engine has come back or was lost."""
@@ -169,7 +157,7 @@ class EnginePool:
     async def update(self, folder: Path, version: int) -> None:
         """Bring the weights in ``folder`` to every engine that works; to the others as they come back."""
         load_s = load_seconds(folder, self._timeouts.update_s)
-        self._weights = _Weights(folder, version, self._quorum(version), load_s)
+        self._weights = CurrentWeights(folder, version, self._quorum(version), load_s)
         up = [slot for slot in self._slots if slot.is_up]
         await asyncio.gather(*(self._update(slot) for slot in up or self._slots))
 
@@ -221,7 +209,7 @@ class EnginePool:
         try:
             if not slot.is_up and not await slot.engine.is_alive():
                 return
-            loaded = await self._or_lose(slot, _load(slot, weights), weights.load_s)
+            loaded = await self._or_lose(slot, weights.load(slot), weights.load_s)
         finally:
             await self._loaded(slot, weights)
         if loaded and self._weights is weights and not slot.is_held:  # else newer ones came meanwhile
@@ -231,14 +219,14 @@ class EnginePool:
         """The quorum on the digest of a version."""
         return DigestQuorum(self._timeouts.silent_s)
 
-    def _expect(self, slot: EngineSlot) -> _Weights:
+    def _expect(self, slot: EngineSlot) -> CurrentWeights:
         """The current weights, which are on their way to an engine from now on."""
         assert self._weights is not None
         slot.is_busy = True
         self._weights.quorum.expect(slot.engine.name)
         return self._weights
 
-    async def _loaded(self, slot: EngineSlot, weights: _Weights) -> None:
+    async def _loaded(self, slot: EngineSlot, weights: CurrentWeights) -> None:
         """The weights are no longer on their way, whether they have come or not."""
         slot.is_busy = False
         await weights.quorum.release(slot.engine.name)
@@ -334,15 +322,10 @@ class EnginePool:
                     self.lose(slot, f"no answer for {timeouts.silent_s:g} s")
             elif silent_s > timeouts.hang_s:
                 self._hangs(slot, f"no answer for {silent_s:.0f} s")
-            elif self._weights is not None:
-                await self._update(slot)
+            elif answers:
+                await self._bring_back(slot)
 
-
-async def _load(slot: EngineSlot, weights: _Weights) -> None:
-    """Load weights into an engine. Raises unless it then has the right ones."""
-    engine = slot.engine
-    if not slot.is_up:
-        await engine.abort()  # what it still does for nobody
-    await engine.load(weights.folder, weights.version, partial(weights.quorum.confirm, engine.name))
-    if (found := await engine.weight_version()) != weights.version:
-        raise RuntimeError(f"says it has weights {found} after it was sent {weights.version}")
+    async def _bring_back(self, slot: EngineSlot) -> None:
+        """Bring the current weights, if they are in a folder, to an engine that answers again."""
+        if self._weights is not None:
+            await self._update(slot)

@@ -57,8 +57,6 @@ class SamplerClient:
         self._weights: tuple[Path, int, int] | None = None
         self._handed: tuple[int, int] | None = None
         """The version and step of weights that colocated engines get by handles, if no folder holds them."""
-        self._woken: list[str] = []
-        """Colocated engines that have woken with those."""
         self._is_admitted = False
         """Whether colocated engines may sample: a new process holds them until it is told."""
         self._deaths = 0
@@ -114,7 +112,7 @@ class SamplerClient:
 
         Of the others, all if the process dies meanwhile, nobody knows what memory they hold.
         """
-        self._is_admitted, self._woken = False, []
+        self._is_admitted = False
         names: list[str] = self._call("release")
         return names
 
@@ -146,8 +144,7 @@ class SamplerClient:
 
     def finish_wake(self, names: Sequence[str]) -> list[str]:
         """Let engines whose weights are confirmed sample."""
-        self._woken = self._call("finish_wake", names) or []
-        return self._woken
+        return self._call("finish_wake", names) or []
 
     def admit(self) -> None:
         """Hold no engine back any more."""
@@ -224,8 +221,7 @@ class SamplerClient:
                 if self._weights is not None:
                     self._exchange("load_weights", *self._weights)
                 if self._handed is not None:
-                    self._exchange("expect_handles", *self._handed)
-                    self._exchange("readmit", self._woken, self._handed[0])
+                    self._exchange("expect_handles", *self._handed)  # engines that sample have them
                 if self._is_admitted:
                     self._exchange("admit")
                 return

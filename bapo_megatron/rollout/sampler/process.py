@@ -100,7 +100,7 @@ class Service:
             "fail": self._broadcast.fail,
         }
         if isinstance(self._pool, ColocatedPool):
-            methods |= {name: getattr(self._pool, name) for name in ("release", "readmit", "admit", *WAKING)}
+            methods |= {name: getattr(self._pool, name) for name in ("release", "admit", *WAKING)}
             methods["expect_handles"] = partial(self._expect_handles, self._pool)
         try:
             reply: tuple[Any, ...] = ("ok", await methods[method](*arguments))

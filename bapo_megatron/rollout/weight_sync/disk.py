@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -38,14 +38,21 @@ class DiskSync:
         if self._staging is None:
             return
         folder = self._write(self._staging, policy)
-        if self._sampler is not None:
-            self._sampler.load_weights(folder, policy.version, step)
-            self._staging.keep_only(folder)
+        together(lambda: self._load(folder, policy.version, step))
 
     def discard(self) -> None:
         """Delete what was written: no engine is to load it any more."""
         if self._staging is not None and self._sampler is not None:
             self._staging.keep_only(None)
+
+    def checked(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """``weights`` as they come. ValueError, at the latest at their end, if they are not the model's."""
+        return self._staging.checked(weights) if self._staging is not None else weights
+
+    def _load(self, folder: Path, version: int, step: int) -> None:
+        if self._sampler is not None and self._staging is not None:
+            self._sampler.load_weights(folder, version, step)
+            self._staging.keep_only(folder)
 
     def _write(self, staging: WeightStaging, policy: Policy) -> Path:
         """The folder of ``policy.version``, on every rank. All raise if one could not write its share."""
@@ -134,8 +141,11 @@ class WeightStaging:
                 f"the machines of all ranks share"
             )
         with writing(f"weights of version {version}", self.folder(version)):
-            checked = checked_weights(weights, self._shapes, self._aliases)
-            return write_shards(checked, temporary, writer=writer, writers=writers)
+            return write_shards(self.checked(weights), temporary, writer=writer, writers=writers)
+
+    def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """``weights`` as they come. ValueError, at the latest at their end, if they are not the model's."""
+        return checked_weights(weights, self._shapes, self._aliases)
 
     def publish(self, version: int, files: Mapping[str, int]) -> None:
         """Give the folder its name, if it holds all ``files`` with so many bytes each."""

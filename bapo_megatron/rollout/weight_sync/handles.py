@@ -3,16 +3,20 @@
     GPU    CUDA IPC: the handle of the allocation, and the GPU's UUID, whatever number its reader knows it by
     CPU    POSIX shared memory, by its name
 
-They are torch's own pickles of shared tensors, which SGLang loads with a list of allowed names. Torch counts
-the readers of GPU memory: what a reader has that dies is not used again while this process lives.
+They are torch's own pickles of shared tensors, which SGLang loads with a list of allowed names. On a GPU
+torch counts the readers, and would keep for good what a reader has that dies. Here the owner knows when its
+memory was read, and readers count at a counter that nobody looks at. Nor do they wait for a CUDA event, of
+which torch opens one for each handle and closes none: what is shared has been written.
 """
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -22,8 +26,8 @@ from torch.multiprocessing import get_sharing_strategy, reductions, set_sharing_
 
 from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
 
-DEVICE_ARGUMENT = 6
-"""The place of ``storage_device`` among the arguments of torch's ``rebuild_cuda_tensor``."""
+_ARGUMENTS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+"""Names of what a reader rebuilds a GPU's tensor from."""
 
 
 def shareable(nbytes: int, device: torch.device) -> Tensor:
@@ -40,8 +44,10 @@ def shareable(nbytes: int, device: torch.device) -> Tensor:
 def handles_of(named: Sequence[tuple[str, Tensor]]) -> bytes:
     """A pickle of names and handles of tensors in ``shareable`` memory, for one reader. It holds no data.
 
-    The memory must stay as it is until the reader has answered.
+    The memory must exist, and stay as it is, until the reader has answered.
     """
+    if any(tensor.is_cuda for _, tensor in named):
+        torch.cuda.current_stream().synchronize()
     written = io.BytesIO()
     with _shared_by_name():
         _HandlePickler(written).dump([(name, tensor.detach()) for name, tensor in named])
@@ -60,8 +66,34 @@ def _reduced(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     rebuild, arguments = reductions.reduce_tensor(tensor)
     if not tensor.is_cuda:
         return rebuild, arguments
-    uuid = str(torch.cuda.get_device_properties(arguments[DEVICE_ARGUMENT]).uuid)
-    return rebuild, (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
+    named = dict(zip(_ARGUMENTS, arguments, strict=True))
+    device = named["storage_device"]
+    _lower(named["ref_counter_handle"], named["ref_counter_offset"])
+    counter = _unread_counter(device)
+    named |= {
+        "storage_device": str(torch.cuda.get_device_properties(device).uuid),
+        "ref_counter_handle": counter["ref_counter_handle"],
+        "ref_counter_offset": counter["ref_counter_offset"],
+        "event_sync_required": False,
+    }
+    return rebuild, tuple(named.values())
+
+
+def _lower(handle: bytes, offset: int) -> None:
+    """Count a reader as done, as it would itself."""
+    torch.UntypedStorage._release_ipc_counter_cuda(handle, offset)
+
+
+@cache
+def _unread_counter(device: int) -> dict[str, Any]:
+    """The counter of a tensor that is never freed."""
+    tensor = torch.empty(1, device=torch.device("cuda", device))
+    _never_freed.append(tensor)
+    _, arguments = reductions.reduce_tensor(tensor)
+    return dict(zip(_ARGUMENTS, arguments, strict=True))
+
+
+_never_freed: list[Tensor] = []
 
 
 @contextmanager

@@ -11,21 +11,28 @@ Nothing is written to disk unless an engine did not get its weights so: then all
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
 from bapo_megatron.rollout.weight_sync.disk import DiskSync
 from bapo_megatron.rollout.weight_sync.handles import handles_of, shareable
 from bapo_megatron.runtime.distributed import everywhere, share, together
 
+T = TypeVar("T")
+
 _MOST_FAILURES = 2
-"""So many times in a row no engine gets its weights by handles; then they go by disk for good."""
+"""An engine that so many times in a row did not get its weights by handles gets them by disk for a while."""
+
+_PAUSE = 20
+"""Hand-overs until such an engine is tried again."""
 
 
 _Reader = tuple[str, int]
@@ -69,25 +76,25 @@ class IpcSync:
         self._disk, self._engines, self._gpus, self._on_event = disk, engines, gpus, on_event
         self._device = device
         empty = partial(shareable, device=device)
-        self._buckets = Buckets(int(bucket_mb * 2**20), device, empty, buffers=1)
-        self._failures = 0
+        self._buckets = Buckets(int(bucket_mb * 2**20), device, empty)
+        self._failures = Counter[str]()
+        """How often in a row an engine went without, less than nothing where it is not to be tried. Equal on
+        all ranks."""
         self._step = 0
-
-    @property
-    def works(self) -> bool:
-        """Whether engines take weights by handles on this machine, as far as was seen; equal on all ranks."""
-        return self._failures < _MOST_FAILURES
 
     def push(self, policy: Policy, step: int) -> None:
         """Note that ``step`` has made the weights that engines are to wake with."""
         self._step = step
         self._disk.discard()
-        if self._engines is not None:
-            self._engines.expect_handles(policy.version, step)
+        self._ask(lambda engines: engines.expect_handles(policy.version, step))
 
     def write(self, policy: Policy) -> None:
         """Write the weights to disk, for engines that load them from there."""
         self._disk.push(policy, self._step)
+
+    def takers(self, names: Sequence[str]) -> list[str]:
+        """Those of the engines that are to get the weights by handles."""
+        return [name for name in names if self._failures[name] >= 0]
 
     def hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
         """Give the weights to sleeping engines; the names of those that have them, on every rank.
@@ -98,31 +105,37 @@ class IpcSync:
             taken = self._hand_over(policy, names)
         except Exception as error:  # whatever it is, there is another way
             taken = []
-            self._on_event({"kind": "handover_failed", "version": policy.version, "reason": str(error)})
-        self._failures = 0 if taken else self._failures + 1
-        if not self.works:
-            self._on_event({"kind": "handover_given_up", "reason": "weights go by disk from now on"})
+            self._tell({"kind": "handover_failed", "version": policy.version, "reason": str(error)})
+        for name in self._failures:
+            self._failures[name] += self._failures[name] < 0
+        for name in names:
+            self._failures[name] = 0 if name in taken else self._failures[name] + 1
+            if self._failures[name] == _MOST_FAILURES:
+                self._failures[name] = -_PAUSE
+                self._tell({"kind": "handover_given_up", "engine": name, "reason": "its weights go by disk"})
         return taken
 
     def _hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
-        going: list[str] = self._ask(lambda engines: engines.begin_wake(names))
+        going = self._ask(lambda engines: engines.begin_wake(names))
         if not going:
             return []
         readers = self._readers(going)
         weights = policy.hf_weights()
         try:
-            buckets = self._buckets.cut(weights)
-            while going:
-                found = together(lambda: _handles_of_next(buckets, readers))
-                if found[0] is None:
-                    break
+            buckets = self._buckets.cut(self._disk.checked(weights))
+            lent = _lent(buckets, lambda: [one for one in readers if one[0] in going])
+            while going and (found := together(lambda: next(lent, None)))[0] is not None:
                 handles = {reader: one for some in found for reader, one in (some or {}).items()}
                 going = self._ask(partial(self._deliver, going, handles))
+            return self._ask(lambda engines: engines.confirm_weights(going, policy.version)) if going else []
         finally:
             self._buckets.release()
             for _ in weights:  # the other ranks take part in the gathering
                 pass
-        return self._ask(lambda engines: engines.confirm_weights(going, policy.version)) if going else []
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        """Record an event. All ranks raise if rank 0 cannot."""
+        together(lambda: self._on_event(event))
 
     def _deliver(
         self, names: Sequence[str], handles: Mapping[_Reader, bytes], engines: HandleReceivers
@@ -132,29 +145,47 @@ class IpcSync:
             {name: [handles[name, index] for index in range(len(self._gpus[name]))] for name in names}
         )
 
-    def _ask(self, call: Callable[[HandleReceivers], list[str]]) -> list[str]:
+    def _ask(self, call: Callable[[HandleReceivers], T]) -> T:
         """What rank 0's ``call`` returns, on every rank; all raise if it fails."""
         engines = self._engines
-        return together(lambda: call(engines) if engines is not None else [])[0]
+        found: list[Any] = together(lambda: call(engines) if engines is not None else None)
+        return found[0]  # type: ignore[no-any-return]
 
     def _readers(self, names: Sequence[str]) -> list[_Reader]:
-        """The engines' processes that read this rank's memory: those on its GPU, for which a rank stands on a
-        CPU."""
+        """The engines' processes that read this rank's memory: those on its GPU, or on a CPU of its number.
+
+        ConfigError, on every rank, if a GPU of an engine has no rank.
+        """
         gpus = share(dict(self._gpus))
         own = self._device.index if self._device.type == "cuda" else dist.get_rank()
         places = everywhere((socket.gethostname(), own))
         ranks = {gpu: rank for rank, (host, gpu) in reversed([*enumerate(places)]) if host == places[0][0]}
+        asked = {gpu for name in names for gpu in gpus[name]}
+        if self._device.type != "cuda":
+            ranks |= dict.fromkeys(asked - ranks.keys(), 0)
+        if lack := sorted(asked - ranks.keys()):
+            raise ConfigError(
+                f"no process trains on GPU {lack[0]} of rank 0's machine, which a server has: start fewer "
+                f"servers, or use sync=disk"
+            )
         return [
             (name, index)
             for name in names
             for index, gpu in enumerate(gpus[name])
-            if ranks.get(gpu, 0) == dist.get_rank()
+            if ranks[gpu] == dist.get_rank()
         ]
 
 
-def _handles_of_next(buckets: Iterator[Bucket], readers: Sequence[_Reader]) -> dict[_Reader, bytes] | None:
-    """Fill the next bucket; for each reader handles of its own: torch counts them. None after the last."""
-    bucket = next(buckets, None)
-    if bucket is None:
-        return None
-    return {reader: handles_of(bucket.tensors()) for reader in readers}
+def _lent(
+    buckets: Iterator[Bucket], readers: Callable[[], Sequence[_Reader]]
+) -> Iterator[dict[_Reader, bytes]]:
+    """Handles of one bucket after the other, for each of the ``readers`` of its own.
+
+    The memory of a bucket lasts until the next but one is asked for. All processes of an engine have read it
+    when they have answered for the next one: one may answer for the others before they are done.
+    """
+    before: Bucket | None = None
+    for bucket in buckets:
+        yield {reader: handles_of(bucket.tensors()) for reader in readers()}
+        before = bucket
+    del before

@@ -527,17 +527,17 @@ def test_two_turns_by_hand() -> None:
 
 
 def test_a_hand_over_by_hand() -> None:
-    """While a server reads the policy's weights both have theirs, beside a bucket and what is gathered."""
+    """While a server reads the policy's weights both have theirs, beside two buckets and what is gathered."""
     largest = 32 * 8  # the embedding
     by_disk, by_ipc = (stage_memory(colocated(servers=2, sync=sync), 0) for sync in ("disk", "ipc"))
     assert (by_disk.handing, by_disk.reading, by_disk.handover) == (0, 0, 0)
-    assert by_ipc.handing == 3e9 + 2 * by_ipc.parameters.total + 2 * 2 * largest + 512 * 2**20
+    assert by_ipc.handing == 3e9 + 2 * by_ipc.parameters.total + 2 * 2 * largest + 2 * 512 * 2**20
     assert by_ipc.reading == 2 * 2952
     assert by_ipc.handover == by_ipc.handing + 1e9 + by_ipc.reading
     assert by_ipc.peak == by_disk.peak == by_ipc.sampling
     assert stage_memory(colocated(sync="ipc", memory_fraction=1e-9), 0).peak == by_ipc.handover
-    small = stage_memory(colocated(servers=2, sync="ipc", bucket_mb=1e-6), 0)
-    assert small.handing == by_ipc.handing - 512 * 2**20 + 2 * largest  # a bucket holds any tensor
+    small = stage_memory(colocated(servers=2, sync="ipc", bucket_mb=1), 0)
+    assert small.handing == by_ipc.handing - 2 * 511 * 2**20
     stays = stage_memory(colocated(offload=False, sync="ipc"), 0)
     assert stays.handing == by_ipc.handing + (4 + 12) * stays.parameters.total
     assert stage_memory(colocated(tensor=2, sync="ipc"), 0).reading == 2952

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import pickle
 import subprocess
@@ -16,7 +15,7 @@ from torch.multiprocessing import get_sharing_strategy, reductions
 
 from bapo_megatron.rollout.weight_sync import handles
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
-from bapo_megatron.rollout.weight_sync.handles import DEVICE_ARGUMENT, handles_of, shareable
+from bapo_megatron.rollout.weight_sync.handles import handles_of, shareable
 
 CPU = torch.device("cpu")
 
@@ -106,24 +105,73 @@ def test_the_way_of_sharing_that_others_chose_stays() -> None:
     assert get_sharing_strategy() == before
 
 
-def test_the_device_is_where_torch_expects_it() -> None:
-    assert (
-        list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)[DEVICE_ARGUMENT]
-        == "storage_device"
-    )
+class Gpu:
+    """Stands for torch's sharing of GPU memory: counters of readers, and devices."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.counts: dict[tuple[bytes, int], int] = {}
+        """By the file and place of each counter."""
+        self.calls: list[str] = []
+        handles._unread_counter.cache_clear()
+        patch.setattr(handles, "_never_freed", [])
+        patch.setattr(reductions, "reduce_tensor", self._share)
+        patch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", self.lower, raising=False)
+        patch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(uuid=f"uuid of {n}"))
+        patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=self._synchronize))
+        patch.setattr(torch, "empty", lambda *_, device: SimpleNamespace(is_cuda=True, device=device))
+
+    def _share(self, tensor: Any) -> tuple[Any, tuple[Any, ...]]:
+        self.calls.append("share")
+        place = b"counters", len(self.counts)
+        self.counts[place] = 1
+        values = {name: f"{name} of torch" for name in handles._ARGUMENTS}
+        values |= {"storage_device": tensor.device.index, "event_sync_required": True}
+        values |= {"ref_counter_handle": place[0], "ref_counter_offset": place[1]}
+        return reductions.rebuild_cuda_tensor, tuple(values.values())
+
+    def lower(self, handle: bytes, offset: int) -> None:
+        self.counts[handle, offset] -= 1
+
+    def _synchronize(self) -> None:
+        self.calls.append("synchronize")
 
 
-def test_a_gpu_goes_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a tensor that says that it is on GPU 3: all else is as torch makes it."""
-    given = tuple(f"argument {n}" for n in range(15))
-    arguments = (*given[:DEVICE_ARGUMENT], 3, *given[DEVICE_ARGUMENT + 1 :])
-    monkeypatch.setattr(reductions, "reduce_tensor", lambda _: (reductions.rebuild_cuda_tensor, arguments))
-    uuids = {3: "b1c2"}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
-    tensor: Any = SimpleNamespace(is_cuda=True)
-    rebuild, found = handles._reduced(tensor)
-    assert rebuild is reductions.rebuild_cuda_tensor
-    assert found == (*given[:DEVICE_ARGUMENT], "b1c2", *given[DEVICE_ARGUMENT + 1 :])
+def test_a_reader_of_a_gpu_cannot_keep_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own count is done with; readers lower another, of memory that stays. The rest is torch's."""
+    gpu = Gpu(monkeypatch)
+    tensor: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 3))
+    found = []
+    for _ in range(3):
+        rebuild, arguments = handles._reduced(tensor)
+        assert rebuild is reductions.rebuild_cuda_tensor
+        found.append(dict(zip(handles._ARGUMENTS, arguments, strict=True)))
+    shared = {(one["ref_counter_handle"], one["ref_counter_offset"]) for one in found}
+    assert len(shared) == 1
+    assert {place: count for place, count in gpu.counts.items() if place not in shared} == {
+        (b"counters", n): 0 for n in (0, 2, 3)
+    }
+    assert len(handles._never_freed) == 1
+    for one in found:
+        own = {"ref_counter_handle", "ref_counter_offset", "storage_device", "event_sync_required"}
+        assert one["storage_device"] == "uuid of 3"
+        assert one["event_sync_required"] is False, "each reader would open an event, and never close it"
+        assert all(one[name] == f"{name} of torch" for name in handles._ARGUMENTS if name not in own)
+
+
+def test_what_a_gpu_shares_has_been_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers wait for no event, so the bytes must be there first."""
+    gpu = Gpu(monkeypatch)
+
+    class Written:
+        def __init__(self, _file: object) -> None: ...
+
+        def dump(self, named: list[Any]) -> None:
+            gpu.calls.append(f"dump {len(named)}")
+
+    monkeypatch.setattr(handles, "_HandlePickler", Written)
+    tensor = SimpleNamespace(is_cuda=True, detach=lambda: None)
+    handles_of([("a", tensor), ("b", tensor)])  # type: ignore[list-item]
+    assert gpu.calls == ["synchronize", "dump 2"]
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,11 @@ def refusals(folder: Path, samples: list[Sample], path: Path) -> list[str]:
             call()
     policy.reload()  # the weights never left
     update(policy, samples)
+    for device in ("model", "cpu"):  # on the host, the optimizer's states need not leave: only gradients have
+        other = build(folder, "one", "bfloat16", device)
+        other.offload(keep_weights=True)
+        with pytest.raises(RuntimeError, match="the policy is offloaded"):
+            update(other, samples)
     return told
 
 

@@ -122,8 +122,7 @@ class IpcSync:
         readers = self._readers(going)
         weights = policy.hf_weights()
         try:
-            buckets = self._buckets.cut(self._disk.checked(weights))
-            lent = _lent(buckets, lambda: [one for one in readers if one[0] in going])
+            lent = _lent(self._buckets.cut(self._disk.checked(weights)), readers)
             while going and (found := together(lambda: next(lent, None)))[0] is not None:
                 handles = {reader: one for some in found for reader, one in (some or {}).items()}
                 going = self._ask(partial(self._deliver, going, handles))
@@ -176,9 +175,7 @@ class IpcSync:
         ]
 
 
-def _lent(
-    buckets: Iterator[Bucket], readers: Callable[[], Sequence[_Reader]]
-) -> Iterator[dict[_Reader, bytes]]:
+def _lent(buckets: Iterator[Bucket], readers: Sequence[_Reader]) -> Iterator[dict[_Reader, bytes]]:
     """Handles of one bucket after the other, for each of the ``readers`` of its own.
 
     The memory of a bucket lasts until the next but one is asked for. All processes of an engine have read it
@@ -186,6 +183,6 @@ def _lent(
     """
     before: Bucket | None = None
     for bucket in buckets:
-        yield {reader: handles_of(bucket.tensors()) for reader in readers()}
+        yield {reader: handles_of(bucket.tensors()) for reader in readers}
         before = bucket
     del before

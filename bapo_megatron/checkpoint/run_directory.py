@@ -43,6 +43,7 @@ _ADDED: dict[str, Any] = {
     "rollout.sglang.kept_gb": 6.0,
     "rollout.sglang.api_key_file": None,
     "rollout.sglang.require_api_key": False,
+    "logging.note": "",
 }
 """Fields that older directories of this format lack, with the value that was in force then."""
 

@@ -59,9 +59,12 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Metric loggers besides metrics.jsonl and updates.jsonl."""
+    """Metric loggers besides metrics.jsonl and updates.jsonl, and a note for the report."""
 
     tensorboard: bool = True
     """Write TensorBoard event files into the run directory."""
     wandb_project: str | None = None
     """Weights & Biases project to log to; needs `wandb`."""
+    note: str = ""
+    """What a reader should know of the run: what it is for, and what it does not show. `bapo report` says it
+    first."""

@@ -8,10 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.commands.report.data import RunRecord, read_run
+from bapo_megatron.commands.report.data import RunRecord, headline, read_run
+from bapo_megatron.commands.report.header import facts
 from bapo_megatron.commands.report.panels import PANELS, Panel
-from bapo_megatron.commands.report.series import LOSS_EVENTS, final_results
-from bapo_megatron.commands.report.text import NO_VALUE, event_cells, number, render, staleness_cells, svg_uri
+from bapo_megatron.commands.report.readings import comparison_readings
+from bapo_megatron.commands.report.series import FEW_TOKENS, LOSS_EVENTS, final_results
+from bapo_megatron.commands.report.text import (
+    NO_VALUE,
+    event_cells,
+    number,
+    render,
+    setting_lines,
+    staleness_cells,
+    svg_uri,
+)
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 
@@ -26,6 +36,8 @@ class ComparedRun:
     name: str
     colour: str
     folder: str
+    settings: list[str]
+    """The resolved configuration, one setting a line."""
     staleness: list[tuple[str, list[str]]]
     events: list[tuple[str, str, str]]
     """Starts, resumes and losses."""
@@ -66,6 +78,9 @@ def write_comparison(run_dirs: Sequence[Path], folder: Path) -> Path:
     text = render(
         "comparison.html",
         runs=[_compared(run, colour) for run, colour in drawn],
+        facts=_facts(runs),
+        readings=comparison_readings(runs),
+        few=FEW_TOKENS,
         results=_results(runs),
         pictures=pictures,
         differences=setting_differences([run.config for run in runs]),
@@ -109,7 +124,16 @@ def _check_runs(run_dirs: Sequence[Path], most: int) -> None:
 
 def _compared(run: RunRecord, colour: str) -> ComparedRun:
     cells = [event_cells(event) for event in run.events if event.get("kind") in _SHOWN_EVENTS]
-    return ComparedRun(run.name, colour, str(run.run_dir), staleness_cells(run), cells)
+    return ComparedRun(
+        run.name, colour, str(run.run_dir), setting_lines(run.config), staleness_cells(run), cells
+    )
+
+
+def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    columns = [dict(facts(run)) for run in runs]
+    rewards = [headline(run.steps) for run in runs]
+    said = [f"{number(reward['reward_first'])} → {number(reward['reward_last'])}" for reward in rewards]
+    return [*((name, [column[name] for column in columns]) for name in columns[0]), ("reward", said)]
 
 
 def _results(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:

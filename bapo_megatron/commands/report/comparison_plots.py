@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,18 @@ from matplotlib.lines import Line2D
 
 from bapo_megatron.commands.report.data import RunRecord
 from bapo_megatron.commands.report.distributions import DISTRIBUTIONS, Drawn, draw_distribution
-from bapo_megatron.commands.report.panels import Curve, Panel
+from bapo_megatron.commands.report.panels import REFERENCE, Band, Curve, Panel, bands
 from bapo_megatron.commands.report.plots import (
     STYLE,
     TITLE,
+    Line,
+    draw_band,
+    draw_line,
     frame_steps,
     frame_values,
+    line_of,
+    mark_cut_offs,
     nothing_measured,
-    raw_and_smooth,
 )
 from bapo_megatron.commands.report.series import marks
 
@@ -79,8 +83,8 @@ def _layers(figure: Figure, axes: Any, artists: list[list[Any]]) -> Layers:
         artist.set_visible(False)
     base = _svg(figure)
     axes.set_axis_off()
-    for text in (axes.title, axes._left_title, *axes.texts):
-        text.set_visible(False)
+    for of_all in (axes.title, axes._left_title, *axes.texts, *axes.patches, *axes.lines):
+        of_all.set_visible(False)
     layers = []
     for of_run in artists:
         for artist in of_run:
@@ -111,27 +115,35 @@ def _figure(panel: Panel, runs: Sequence[Drawn]) -> tuple[Figure, Any, list[list
     axes.set_xlabel("step")
     drawn = [_draw_run(axes, panel, run, colour) for run, colour in runs]
     frame_steps(axes, [run for run, _ in runs])
-    values = np.concatenate([values for _, values in drawn])
+    values = np.concatenate([line.shown for _, lines in drawn for line in lines])
+    artists = [found for found, _ in drawn]
     if len(values):
-        frame_values(axes, panel, values, [])
+        shaded = common_bands(panel, [run for run, _ in runs])
+        frame_values(axes, panel, values, shaded)
+        for band in shaded:
+            draw_band(axes, band)
+        for (found, lines), (_, colour) in zip(drawn, runs, strict=True):
+            found += [mark for line in lines for mark in mark_cut_offs(axes, line, colour)]
     else:
         nothing_measured(axes)
-    return figure, axes, [artists for artists, _ in drawn]
+    return figure, axes, artists
 
 
-def _draw_run(axes: Any, panel: Panel, run: RunRecord, colour: str) -> tuple[list[Any], np.ndarray]:
-    """Draw one run's curves; returns their artists, and the values that the axis must show."""
+def common_bands(panel: Panel, runs: Sequence[RunRecord]) -> list[Band]:
+    """The ranges and the target of a plot, where all runs that have some have the same."""
+    found = [of_run for of_run in (bands(panel, run) for run in runs) if of_run]
+    if not found or any(of_run != found[0] for of_run in found):
+        return []
+    return [replace(band, colour=REFERENCE) for band in found[0]]
+
+
+def _draw_run(axes: Any, panel: Panel, run: RunRecord, colour: str) -> tuple[list[Any], list[Line]]:
+    """Draw one run's curves; returns their artists and lines."""
     artists: list[Any] = []
-    shown = [np.zeros(0)]
-    for curve, line in zip(curves_of(panel), LINES, strict=False):
-        raw, smooth, values = raw_and_smooth(run, curve.metric, panel)
-        shown.append(values)
-        marker = "o" if len(smooth.step) < 3 else None
-        artists += axes.plot(raw.step, raw.value, color=colour, linewidth=0.6, alpha=0.22)
-        artists += axes.plot(
-            smooth.step, smooth.value, color=colour, linewidth=2, linestyle=line, marker=marker
-        )
+    lines = [line_of(run, curve, panel) for curve in curves_of(panel)]
+    for line, style in zip(lines, LINES, strict=False):
+        artists += draw_line(axes, line, colour, style)
     for mark in marks(run):
-        line = (0, (1, 2)) if mark.loss else (0, (4, 3))
-        artists.append(axes.axvline(mark.position, color=colour, linewidth=0.9, linestyle=line, alpha=0.7))
-    return artists, np.concatenate(shown)
+        dashes = (0, (1, 2)) if mark.loss else (0, (4, 3))
+        artists.append(axes.axvline(mark.position, color=colour, linewidth=0.9, linestyle=dashes, alpha=0.7))
+    return artists, lines

@@ -6,13 +6,21 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
 from bapo_megatron.commands.report.data import RunRecord
 from bapo_megatron.commands.report.panels import Panel
-from bapo_megatron.commands.report.series import prediction, ratio_profile
+from bapo_megatron.commands.report.series import (
+    FEW_TOKENS,
+    RATIO_CENTRES,
+    prediction,
+    ratio_profile,
+    ratio_tokens,
+)
 
-_TICKS = (0.5, 0.7, 1, 1.4, 2, 3)
+_TICKS = {RATIO_CENTRES[0]: "<0.5", 0.7: "0.7", 1.0: "1", 1.4: "1.4", 2.0: "2", RATIO_CENTRES[-1]: "≥3"}
+"""The outer bins have no end."""
+_FEW = f" Hollow and pale: fewer than {FEW_TOKENS} tokens, so mostly chance."
 _MANY = 200
 """Number of points above which they are drawn small."""
 
@@ -23,7 +31,7 @@ DISTRIBUTIONS = (
         "mean probability of the token",
         (),
         "Mean probability of the tokens at each importance ratio, over the whole run. In the paper it falls "
-        "on both sides of 1: what the bounds clip are unlikely tokens.",
+        "on both sides of 1: what the bounds clip are unlikely tokens." + _FEW,
         "Figs. 5 and 10",
     ),
     Panel(
@@ -32,7 +40,7 @@ DISTRIBUTIONS = (
         "mean entropy (nats)",
         (),
         "Mean entropy where the tokens of each ratio were chosen. In the paper it rises on both sides of 1: "
-        "where the policy is undecided, ratios move most.",
+        "where the policy is undecided, ratios move most." + _FEW,
         "Fig. 10",
     ),
     Panel(
@@ -63,9 +71,8 @@ def draw_distribution(axes: Any, panel: Panel, runs: Sequence[Drawn]) -> list[li
     )
     artists = [_profile(axes, run, colour, what) for run, colour in runs]
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(_TICKS))
+    axes.set_xticks(list(_TICKS), list(_TICKS.values()))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
     axes.set_xlim(0.4, 4.0)
     axes.set_xlabel("importance ratio")
     if any(artists):
@@ -74,11 +81,20 @@ def draw_distribution(axes: Any, panel: Panel, runs: Sequence[Drawn]) -> list[li
 
 
 def _profile(axes: Any, run: RunRecord, colour: str, what: Literal["probability", "entropy"]) -> list[Any]:
-    profile = ratio_profile(run, what)
+    profile, tokens = ratio_profile(run, what), ratio_tokens(run)
     known = np.isfinite(profile.value)
     if not known.any():
         return []
-    return list(axes.plot(profile.step[known], profile.value[known], "o-", color=colour, linewidth=2, ms=4))
+    enough = known if tokens is None else known & (tokens >= FEW_TOKENS)
+    pale = known & ~enough
+    line = axes.plot(profile.step[known], profile.value[known], "-", color=colour, linewidth=1, alpha=0.35)
+    firm = axes.plot(
+        profile.step, np.where(enough, profile.value, np.nan), "o-", color=colour, linewidth=2, ms=4
+    )
+    hollow = axes.plot(
+        profile.step[pale], profile.value[pale], "o", color=colour, markerfacecolor="none", alpha=0.45, ms=5
+    )
+    return [*line, *firm, *hollow]
 
 
 def _scatter(axes: Any, run: RunRecord, colour: str) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,19 @@ from pathlib import Path
 
 from bapo_megatron.commands.report.comparison import write_comparison
 from bapo_megatron.commands.report.data import Headline, RunRecord, headline, known_values, mean, read_run
+from bapo_megatron.commands.report.header import facts, in_short
 from bapo_megatron.commands.report.panels import PANELS, Panel
-from bapo_megatron.commands.report.series import marks
-from bapo_megatron.commands.report.text import event_cells, number, render, short, staleness_cells, svg_uri
+from bapo_megatron.commands.report.readings import readings
+from bapo_megatron.commands.report.series import FEW_TOKENS, marks
+from bapo_megatron.commands.report.text import (
+    event_cells,
+    number,
+    render,
+    setting_lines,
+    short,
+    staleness_cells,
+    svg_uri,
+)
 from bapo_megatron.errors import refuse_arguments
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -69,20 +78,22 @@ def _render(run: RunRecord, pictures: list[Picture], window: int) -> str:
         run=run,
         reward=f"{number(figures['reward_first'])} → {number(figures['reward_last'])}",
         window=figures["window"],
-        facts=_facts(run, figures),
+        numbers=_numbers(run, figures),
+        facts=facts(run),
+        readings=readings(run),
+        in_short=in_short(run.config),
         pictures=pictures,
         smoothing=window,
         metrics=list(_metric_rows(run, figures["window"])),
-        settings="\n".join(
-            f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in run.config.items()
-        ),
+        settings=setting_lines(run.config),
+        few=FEW_TOKENS,
         losses=any(mark.loss for mark in marks(run)),
         staleness=staleness_cells(run),
         events=[event_cells(event) for event in run.events],
     )
 
 
-def _facts(run: RunRecord, figures: Headline) -> list[tuple[str, str]]:
+def _numbers(run: RunRecord, figures: Headline) -> list[tuple[str, str]]:
     """The headline numbers besides the reward, as (text, name)."""
     return [
         (f"{figures['steps']:,}", "steps"),

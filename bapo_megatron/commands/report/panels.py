@@ -1,6 +1,7 @@
 """The plots (panels) of a report as data: metrics, colours, captions.
 
-Green is for positive advantages, red for negative advantages, dark blue for everything else.
+Blue is for positive advantages, orange for negative advantages, near-black for everything else. People who do
+not tell red from green tell these apart; tests simulate what they see.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from typing import Literal
 from bapo_megatron.algo.measurements.staleness import BUCKETS
 from bapo_megatron.commands.report.data import RunRecord
 
-NEUTRAL = "#1f3b63"
-POSITIVE = "#2b8a5a"
-NEGATIVE = "#c2453a"
-AGES = ("#9fb3cf", "#7f9abf", "#5f80ac", "#456894", "#2f5079", "#1f3b63")
+NEUTRAL = "#30343b"
+POSITIVE = "#0072b2"
+NEGATIVE = "#d55e00"
+AGES = ("#f8890c", "#e05536", "#bf3952", "#972766", "#390963", "#000004")
 """The colours of the staleness buckets, darker with age."""
+REFERENCE = "#6b7280"
+"""The colour of what belongs to no run: ranges and targets in a comparison."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class Curve:
     colour: str = NEUTRAL
     label: str | None = None
     dashed: bool = False
+    share: str | None = None
+    """The metric of the share of tokens that the value is a mean over. Where these are few, it is pale."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,21 @@ class Band:
 
 def _quadrants(what: str) -> tuple[Curve, ...]:
     """The curves of the four kinds of tokens; kinds that raise the entropy are dashed."""
-    return (
-        Curve(f"quadrant/positive_high/{what}", POSITIVE, "rewarded, likely"),
-        Curve(f"quadrant/positive_low/{what}", POSITIVE, "rewarded, unlikely", dashed=True),
-        Curve(f"quadrant/negative_high/{what}", NEGATIVE, "punished, likely", dashed=True),
-        Curve(f"quadrant/negative_low/{what}", NEGATIVE, "punished, unlikely"),
+    kinds = (
+        ("positive_high", POSITIVE, "rewarded, likely", False),
+        ("positive_low", POSITIVE, "rewarded, unlikely", True),
+        ("negative_high", NEGATIVE, "punished, likely", True),
+        ("negative_low", NEGATIVE, "punished, unlikely", False),
+    )
+    return tuple(
+        Curve(
+            f"quadrant/{kind}/{what}",
+            colour,
+            label,
+            dashed,
+            f"quadrant/{kind}/tokens" if what == "clipped" else None,  # the other is a share of one sum
+        )
+        for kind, colour, label, dashed in kinds
     )
 
 
@@ -226,7 +241,7 @@ PANELS = (
         "Clipped tokens by staleness",
         "share of the bucket",
         tuple(
-            Curve(f"staleness/{bucket}/clipped", colour, bucket)
+            Curve(f"staleness/{bucket}/clipped", colour, bucket, share=f"staleness/{bucket}/tokens")
             for bucket, colour in zip(BUCKETS, AGES, strict=True)
         ),
         "Tokens that the bounds clip, by age in updates. The older a token, the farther its ratio from 1.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ from bapo_megatron.commands.report.panels import (
     Panel,
     bands,
 )
-from bapo_megatron.commands.report.series import marks
+from bapo_megatron.commands.report.series import FEW_TOKENS, marks, tokens_behind
+from bapo_megatron.runtime.jsonl_log import Row
 
 _INK = "#2b2f36"
 _PALE_INK = "#6b7280"
-_GRID = "#e6e8ec"
+_GRID = "#dfe2e7"
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -57,6 +59,8 @@ _SPIKE_RATIO = 20
 """The ratio of maximum to median above which the axis is logarithmic."""
 MOST_UPDATES = 2000
 """The number of updates above which the thin line follows the steps, as updates would make a solid block."""
+_FEW_POINTS = 8
+"""The number of points below which a curve shows each; a line of one cannot be seen without."""
 _RATIO_TICKS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 5, 10)
 _PLAIN_TITLE_PAD, _LEGEND_TITLE_PAD = 10, 25
 """Points between a title and its axes, without and with a legend between them."""
@@ -96,7 +100,7 @@ def _save_panel(panel: Panel, run: RunRecord, folder: Path) -> bytes:
         figure = Figure(figsize=(5, 3.2), layout="constrained")
         (_draw_distribution if panel in DISTRIBUTIONS else _draw)(figure.subplots(), panel, run)
         figure.savefig(folder / f"{panel.file}.png", dpi=200)
-        figure.savefig(vector, format="svg", metadata={"Date": None})
+        figure.savefig(vector, format="svg", metadata={"Date": None}, transparent=True)
     return vector.getvalue()
 
 
@@ -107,11 +111,14 @@ def _draw_distribution(axes: Any, panel: Panel, run: RunRecord) -> None:
     if not artists:
         nothing_measured(axes)
     elif panel.file == "entropy_prediction":
-        axes.legend(loc="upper left", handlelength=0.5)
+        axes.legend(loc="best", handlelength=0.5)
 
 
 def _draw(axes: Any, panel: Panel, run: RunRecord) -> None:
-    values = np.concatenate([_draw_curve(axes, curve, panel, run) for curve in panel.curves])
+    lines = [(curve, line_of(run, curve, panel)) for curve in panel.curves]
+    for curve, line in lines:
+        draw_line(axes, line, curve.colour, (0, (3, 1.2)) if curve.dashed else "-", curve.label)
+    values = np.concatenate([line.shown for _, line in lines])
     axes.set_title(panel.title, pad=_title_pad(panel), **TITLE)
     axes.set_xlabel("step")
     axes.set_ylabel(panel.y_label)
@@ -119,41 +126,127 @@ def _draw(axes: Any, panel: Panel, run: RunRecord) -> None:
     if len(values):
         shaded = bands(panel, run)
         frame_values(axes, panel, values, shaded)
+        for curve, line in lines:
+            mark_cut_offs(axes, line, curve.colour)
         _annotate(axes, panel, run, shaded)
     else:
         nothing_measured(axes)
 
 
-def _draw_curve(axes: Any, curve: Curve, panel: Panel, run: RunRecord) -> np.ndarray:
-    """Draw a thin line of the measured values and a thick one of their moving mean.
+@dataclass(frozen=True)
+class Line:
+    """A curve of a run: what is drawn of one metric."""
 
-    Returns the values that the axis must show.
-    """
-    raw, smooth, shown = raw_and_smooth(run, curve.metric, panel)
-    axes.plot(raw.step, raw.value, color=curve.colour, linewidth=0.8, alpha=0.35)
-    marker = "o" if len(smooth.step) < 3 else None  # A line of one point cannot be seen.
-    style = {"linewidth": 2, "marker": marker, "linestyle": (0, (3, 1.2)) if curve.dashed else "-"}
-    axes.plot(smooth.step, smooth.value, color=curve.colour, label=curve.label, **style)
-    return shown
+    thin: Series
+    """Single updates, or single steps."""
+    thick: Series
+    """The moving mean by step, NaN where it is of few tokens."""
+    pale: Series
+    """The rest of the moving mean, and the points where it meets the thick line."""
+    shown: np.ndarray
+    """The values that the axis must show."""
 
 
-def raw_and_smooth(run: RunRecord, metric: str, panel: Panel) -> tuple[Series, Series, np.ndarray]:
-    """The values of a metric by update, their moving mean by step, and the values that the axis must show.
+def line_of(run: RunRecord, curve: Curve, panel: Panel) -> Line:
+    """The values of a metric by update, and their moving mean by step.
 
     By step too where there are no values by update, or too many.
     """
-    mean, raw = run.by_step(metric), run.by_update(metric)
+    mean, raw = run.by_step(curve.metric), run.by_update(curve.metric)
+    window = smoothing_window(len(mean.value))
     if not np.isfinite(raw.value).any() or len(raw.value) > MOST_UPDATES:
         raw = mean
-    smooth = Series(mean.step, moving_mean(mean.value, smoothing_window(len(mean.value))))
-    thin, thick = raw.value[np.isfinite(raw.value)], smooth.value[np.isfinite(smooth.value)]
-    shown = thin if panel.y_scale == "spikes" else _without_outliers(thin)
-    return raw, smooth, np.concatenate([shown, thick])
+    smooth, few = Series(mean.step, moving_mean(mean.value, window)), np.zeros(len(mean.value), dtype=bool)
+    rows = run.updates or run.steps
+    tokens = tokens_behind(rows, curve.share) if curve.share else None
+    if tokens is not None:
+        values = run.by_update(curve.metric).value if run.updates else mean.value
+        smooth, few = _weighted(mean.step, rows, values, tokens, window)
+        if raw is mean:
+            by_step, of_few = _weighted(mean.step, rows, values, tokens, 1)
+            raw = Series(mean.step, np.where(of_few, np.nan, by_step.value))
+        else:
+            raw = Series(raw.step, np.where(tokens >= FEW_TOKENS, values, np.nan))
+    thick = np.where(few, np.nan, smooth.value)
+    beside = few | np.append(few[1:], False) | np.insert(few[:-1], 0, False)
+    pale = np.where(beside, smooth.value, np.nan)
+    firm, ends = raw.value[np.isfinite(raw.value)], thick[np.isfinite(thick)]
+    if not len(ends):
+        ends = smooth.value[np.isfinite(smooth.value)]
+    shown = firm if panel.y_scale == "spikes" else _without_outliers(firm)
+    return Line(raw, Series(smooth.step, thick), Series(smooth.step, pale), np.concatenate([shown, ends]))
+
+
+def _weighted(
+    steps: np.ndarray, rows: Sequence[Row], values: np.ndarray, tokens: np.ndarray, window: int
+) -> tuple[Series, np.ndarray]:
+    """The moving mean over all tokens of its steps, and where these are few."""
+    place = {step: index for index, step in enumerate(steps)}
+    sums, counts = np.zeros(len(steps)), np.zeros(len(steps))
+    for row, value, count in zip(rows, values, tokens, strict=True):
+        if row["step"] in place and np.isfinite(value):
+            sums[place[row["step"]]] += count * value
+            counts[place[row["step"]]] += count
+    box = np.ones(window)
+    sums, counts = (np.convolve(found, box)[window // 2 :][: len(steps)] for found in (sums, counts))
+    means = np.full(len(steps), np.nan)
+    np.divide(sums, counts, out=means, where=counts > 0)
+    return Series(steps, means), (counts > 0) & (counts < FEW_TOKENS)
+
+
+def draw_line(axes: Any, line: Line, colour: str, style: Any, label: str | None = None) -> list[Any]:
+    """Draw a thin line of the measured values, and a thick one of their moving mean, pale where it is of few
+    tokens; returns the artists."""
+    marker = "o" if len(line.thick.step) < _FEW_POINTS else None
+    known = np.isfinite(line.thick.value).any() or np.isfinite(line.pale.value).any()
+    return [
+        *axes.plot(line.thin.step, line.thin.value, color=colour, linewidth=0.8, alpha=0.3),
+        *axes.plot(
+            line.pale.step,
+            line.pale.value,
+            color=colour,
+            linewidth=1.2,
+            alpha=0.4,
+            linestyle=style,
+            marker=marker,
+        ),
+        *axes.plot(
+            line.thick.step,
+            line.thick.value,
+            color=colour,
+            label=label if known else None,
+            linewidth=2,
+            linestyle=style,
+            marker=marker,
+        ),
+    ]
+
+
+def mark_cut_offs(axes: Any, line: Line, colour: str) -> list[Any]:
+    """Mark with triangles at the edge where a line leaves the axes; returns the artists."""
+    low, high = axes.get_ylim()
+    artists: list[Any] = []
+    for series in (line.thin, line.pale):
+        for beyond, edge, shape in ((series.value > high, 1, "^"), (series.value < low, 0, "v")):
+            if beyond.any():
+                artists += axes.plot(
+                    series.step[beyond],
+                    np.full(beyond.sum(), edge),
+                    linestyle="none",
+                    marker=shape,
+                    markersize=4,
+                    color=colour,
+                    alpha=0.8,
+                    markeredgewidth=0,
+                    transform=axes.get_xaxis_transform(),
+                    clip_on=False,
+                )
+    return artists
 
 
 def _annotate(axes: Any, panel: Panel, run: RunRecord, shaded: list[Band]) -> None:
     for band in shaded:
-        _draw_band(axes, band)
+        draw_band(axes, band)
     for mark in marks(run):
         colour, line = (NEGATIVE, (0, (1, 2))) if mark.loss else (_PALE_INK, (0, (4, 3)))
         axes.axvline(mark.position, color=colour, linewidth=0.8, linestyle=line, alpha=0.7)
@@ -165,14 +258,14 @@ def _annotate(axes: Any, panel: Panel, run: RunRecord, shaded: list[Band]) -> No
             ncols=len(panel.curves) if len(panel.curves) != _TWO_ROWS else 2,
             borderpad=0.2,
             borderaxespad=0,
-            handlelength=1.2,
+            handlelength=2.2 if any(curve.dashed for curve in panel.curves) else 1.2,
             columnspacing=0.8 if crowded else 1.2,
             labelspacing=0.1,
             fontsize=7.5 if crowded else 9,
         ).set_in_layout(False)  # The title's pad keeps its place.
 
 
-def _draw_band(axes: Any, band: Band) -> None:
+def draw_band(axes: Any, band: Band) -> None:
     """Shade a range, labelled above; or draw a line, labelled below, where no curve is."""
     is_line = band.low == band.high
     if is_line:

@@ -24,6 +24,11 @@ RATIO_CENTRES = np.array(
 )
 
 
+FEW_TOKENS = 100
+"""The number of tokens below which a mean is drawn pale. The standard error of a share is then above 0.05 at
+the most, and single tokens make spikes."""
+
+
 @dataclass(frozen=True)
 class Mark:
     """An event marked on the axis of steps."""
@@ -56,6 +61,23 @@ def ratio_profile(run: RunRecord, what: Literal["probability", "entropy"]) -> Se
         total = sum(tokens for tokens, _ in known)
         values.append(sum(tokens * value for tokens, value in known) / total if total else np.nan)
     return Series(RATIO_CENTRES, np.array(values))
+
+
+def ratio_tokens(run: RunRecord) -> np.ndarray | None:
+    """The number of tokens in each bin of the ratio, over the whole run; None if they were not counted."""
+    rows = [row for row in run.updates or run.steps if row.get("policy/tokens") is not None]
+    if not rows:
+        return None
+    shares = ((row, [row.get(f"ratio/{name}/tokens") or 0.0 for name in RATIO_BINS]) for row in rows)
+    counts: np.ndarray = np.sum([_tokens(row) * np.array(found) for row, found in shares], axis=0)
+    return counts
+
+
+def tokens_behind(rows: Sequence[Row], share: str) -> np.ndarray | None:
+    """The number of tokens behind a mean in each row, with the metric ``share``; None if not counted."""
+    if not any(row.get("policy/tokens") is not None and row.get(share) is not None for row in rows):
+        return None
+    return np.array([(row.get("policy/tokens") or 0) * (row.get(share) or 0.0) for row in rows], dtype=float)
 
 
 Reading = Literal["covariance", "effect"]
@@ -163,12 +185,12 @@ def final_results(run: RunRecord) -> dict[str, float | None]:
     }
 
 
-def passes(run: RunRecord) -> float | None:
+def passes(run: RunRecord) -> int | None:
     """The paper's staleness (2x, 4x, 8x), updates of a batch: passes over it times its mini-batches."""
     reuse, mini_batches = (
         run.config.get(f"algorithm.{name}") for name in ("reuse_epochs", "updates_per_epoch")
     )
-    return float(reuse * mini_batches) if reuse and mini_batches else None
+    return int(reuse * mini_batches) if reuse and mini_batches else None
 
 
 def bounds_in_force(run: RunRecord) -> tuple[float | None, float | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from importlib.resources import files
 from typing import Any
 
@@ -34,6 +35,8 @@ def number(value: float | None) -> str:
         return f"{value:,}"
     if abs(value) >= 100:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}"
+    if abs(value) >= 10:
+        return f"{value:.1f}"
     return f"{value:.3g}" if abs(value) < 0.01 else f"{value:.3f}"
 
 
@@ -50,6 +53,11 @@ def svg_uri(svg: bytes) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
 
 
+def setting_lines(config: dict[str, Any]) -> list[str]:
+    """The resolved configuration, one setting a line."""
+    return [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in config.items()]
+
+
 def event_cells(event: dict[str, Any]) -> tuple[str, str, str]:
     """The table cells of an event: time, kind and details."""
     others = {key: value for key, value in event.items() if key not in ("time", "kind")}
@@ -61,10 +69,11 @@ def event_cells(event: dict[str, Any]) -> tuple[str, str, str]:
 def staleness_cells(run: RunRecord) -> list[tuple[str, list[str]]]:
     """Table rows, one for each staleness bucket with tokens; the first two values are percentages."""
     return [
-        (bucket, [*(_percent(value) for value in values[:2]), *(number(value) for value in values[2:])])
+        (bucket, [*(percent(value) for value in values[:2]), *(number(value) for value in values[2:])])
         for bucket, values in by_staleness(run)
     ]
 
 
-def _percent(share: float | None) -> str:
+def percent(share: float | None) -> str:
+    """A share as text, e.g. 12.5%."""
     return NO_VALUE if share is None else f"{100 * share:.3g}%"

@@ -210,6 +210,19 @@ def test_page_says_the_headline_and_the_configuration(reported: Path) -> None:
     assert "<td>resume</td><td>step 41</td>" in page
 
 
+def test_sections_come_in_order_and_raw_rows_are_folded(reported: Path) -> None:
+    page = (reported / "report" / "index.html").read_text()
+    titles = re.findall("<h2>(.*?)</h2>", page)
+    assert titles == ["Configuration", "Curves", "By staleness", "Events", "Values"]
+    header = page[: page.index("<h2>Configuration")]
+    for name in ("algorithm", "preset", "target", "staleness", "held-out", "baseline"):
+        assert f"<dt>{name}</dt>" in header
+    assert "does not show that this method is better" in header
+    for folded in ("algorithm.bounds.high_end = 3.0", "<wbr>clip_fraction_low"):
+        assert page.rindex("<details", 0, page.index(folded)) > page.rindex("<h2>", 0, page.index(folded))
+    assert not re.search(r"<details[^>]*open[^>]*>\s*<summary>All", page)
+
+
 @pytest.mark.parametrize("name", [*(panel.file for panel in (*PANELS, *DISTRIBUTIONS)), "overview"])
 def test_pictures_show_something(reported: Path, name: str) -> None:
     pixels = imread(reported / "report" / f"{name}.png")

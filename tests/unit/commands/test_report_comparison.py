@@ -10,10 +10,11 @@ from matplotlib.image import imread
 
 from bapo_megatron.cli import run as bapo
 from bapo_megatron.commands.report.comparison import setting_differences, with_unique_names, write_comparison
+from bapo_megatron.commands.report.comparison_plots import common_bands
 from bapo_megatron.commands.report.data import RunRecord
 from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
 from bapo_megatron.commands.report.page import common_folder
-from bapo_megatron.commands.report.panels import PANELS
+from bapo_megatron.commands.report.panels import PANELS, REFERENCE
 from tests.unit.commands.test_report import (
     ALLOWED,
     BOUNDS,
@@ -85,6 +86,18 @@ def test_results_and_differences_are_there(page: Path) -> None:
     assert "step 41" in text
 
 
+def test_sections_come_in_order(page: Path) -> None:
+    text = page.read_text()
+    titles = re.findall("<h2>(.*?)</h2>", text)
+    assert titles == ["Configuration", "Final results", "Curves", "By staleness", "Events"]
+    header = text[: text.index("<h2>Configuration")]
+    for name in ("algorithm", "preset", "target", "staleness", "held-out", "baseline", "reward"):
+        assert f'<th scope="row">{name}</th>' in header
+    assert header.count("BAPO: clipping bounds searched for each update") == 2
+    assert "not recorded" in header  # of the young run
+    assert "One run of each setting" in header
+
+
 @pytest.mark.parametrize("name", SHOWN)
 def test_pictures_show_something(page: Path, name: str) -> None:
     pixels = imread(page.parent / f"{name}.png")
@@ -105,6 +118,23 @@ def test_differences_by_hand() -> None:
     assert setting_differences([first, first]) == []
 
 
+def test_a_range_is_drawn_where_all_runs_that_have_one_have_the_same() -> None:
+    [panel] = [panel for panel in PANELS if panel.file == "clip_bounds"]
+
+    def run_with(**settings: float) -> RunRecord:
+        named = {f"algorithm.bounds.{name}": value for name, value in settings.items()}
+        return RunRecord(Path("run"), [{"step": 1}], [], [], {**BOUNDS, **named})
+
+    fixed = run_with(low_end=0.6, high_end=1.2)
+    assert [(band.low, band.high) for band in common_bands(panel, [run_with(), fixed])] == [
+        (1.2, 3.0),
+        (0.6, 0.9),
+    ]
+    assert {band.colour for band in common_bands(panel, [run_with()])} == {REFERENCE}
+    assert common_bands(panel, [run_with(), run_with(high_end=2.0)]) == []
+    assert common_bands(panel, [fixed]) == []
+
+
 def test_runs_of_one_name_keep_all_that_was_read() -> None:
     evaluations = [{"step": 1, "eval/mean": 0.25}]
     runs = [RunRecord(Path(name), [{"step": 1}], [], [], {"name": "same"}, evaluations) for name in "ab"]
@@ -123,7 +153,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> Non
     text = write_comparison(places, tmp_path / "out").read_text()
     assert "same (one)" in text
     assert "same (two)" in text
-    assert "Nothing: the resolved configurations are the same" in text
+    assert "Nothing differs: the resolved configurations are the same" in text
 
 
 @pytest.mark.usefixtures("few_pictures")

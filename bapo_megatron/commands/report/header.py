@@ -1,0 +1,224 @@
+"""The head of a report: a run's method, its target, the data's age, what it reached, and its baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from bapo_megatron.algo.bounds import BoundsConfig, describe, preset_name, sum_count
+from bapo_megatron.commands.report.data import RunRecord, headline, known_values, mean
+from bapo_megatron.commands.report.text import number, percent
+from bapo_megatron.runtime.jsonl_log import Row
+
+NOT_RECORDED = "not recorded"
+_NAMES = {"grpo": "GRPO", "clip_higher": "clip-higher (DAPO)"}
+_SEARCHED_FOR = {"update": "each update", "lagged": "each update, on the one before"}
+Fact = tuple[str, str]
+"""A name, and what is said under it."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """How the searches for the bounds ended, as shares of the updates."""
+
+    moved: float
+    reached: float
+
+
+def bounds_of(run: RunRecord) -> BoundsConfig | None:
+    """The clipping bounds that a run was configured with; None if its directory does not say."""
+    named = {field.name: f"algorithm.bounds.{field.name}" for field in fields(BoundsConfig)}
+    stored = {name: run.config[key] for name, key in named.items() if key in run.config}
+    return BoundsConfig(**stored) if "low_start" in stored and "high_start" in stored else None
+
+
+def search_of(run: RunRecord) -> Search | None:
+    """How the searches ended; None for fixed bounds, for another loss, and for logs without them."""
+    bounds = bounds_of(run)
+    rows = run.updates or run.steps
+    moves, reached = known_values(rows, "bapo/rounds"), mean(known_values(rows, "bapo/reached"))
+    if not _is_searched(run, bounds) or not moves or reached is None:
+        return None
+    return Search(sum(count > 0 for count in moves) / len(moves), reached)
+
+
+def _is_searched(run: RunRecord, bounds: BoundsConfig | None) -> bool:
+    return bounds is not None and _loss(run) == "clip" and sum_count(bounds) > 2
+
+
+def _loss(run: RunRecord) -> str:
+    return str(run.config.get("algorithm.loss", "clip"))
+
+
+# --- the facts -----------------------------------------------------------------------------------
+
+
+def facts(run: RunRecord) -> list[Fact]:
+    """Algorithm, preset, target, staleness, held-out problems and baseline of a run, in words."""
+    return [
+        ("algorithm", algorithm(run)),
+        ("preset", _preset(run)),
+        ("target", _target(run)),
+        ("staleness", _staleness(run)),
+        ("held-out", _held_out(run)),
+        ("baseline", _baseline(run)),
+    ]
+
+
+def algorithm(run: RunRecord) -> str:
+    """The name of the method, and how its bounds come about."""
+    bounds, loss = bounds_of(run), _loss(run)
+    if bounds is None:
+        return NOT_RECORDED
+    if loss != "clip":
+        name = f"loss {loss}"
+    elif _is_searched(run, bounds):
+        name = (
+            f"BAPO: clipping bounds searched for {_SEARCHED_FOR.get(bounds.scope, 'each part of an update')}"
+        )
+    else:
+        name = f"{_NAMES.get(preset_name(bounds) or '', 'PPO')}: clipping bounds {describe(bounds)}"
+    return name + (", with PAPO" if run.config.get("algorithm.polarity.enabled") else "")
+
+
+def _preset(run: RunRecord) -> str:
+    bounds = bounds_of(run)
+    if bounds is None:
+        return NOT_RECORDED
+    if _loss(run) != "clip":
+        return "none: the loss has its own settings"
+    if not _is_searched(run, bounds):
+        return preset_name(bounds) or "none"
+    usual = replace(bounds, target=BoundsConfig().target)
+    if preset_name(bounds) is None and preset_name(usual):
+        return f"{describe(usual).split(', target')[0]}), but for its target"
+    return f"{describe(bounds).split(', target')[0]})"
+
+
+def _target(run: RunRecord) -> str:
+    bounds = bounds_of(run)
+    if bounds is None:
+        return NOT_RECORDED
+    if not _is_searched(run, bounds):
+        return "none: fixed bounds aim at nothing" if _loss(run) == "clip" else "none"
+    said = f"{bounds.target:g} of the gradient from positive tokens"
+    found = search_of(run)
+    if found is None:
+        return said
+    return (
+        f"{said}; reached in {percent(found.reached)} of the updates, a bound moved in {percent(found.moved)}"
+    )
+
+
+def _staleness(run: RunRecord) -> str:
+    reuse, mini_batches = (
+        run.config.get(f"algorithm.{name}") for name in ("reuse_epochs", "updates_per_epoch")
+    )
+    parts = []
+    if reuse and mini_batches:
+        parts.append(
+            f"{reuse * mini_batches} updates of a batch ({_count(reuse, 'pass', 'passes')} of "
+            f"{_count(mini_batches, 'update')})"
+        )
+    behind = run.config.get("rollout.max_staleness")
+    if behind:
+        parts.append(f"sampled up to {_count(behind, 'step')} before")
+    average, oldest = (
+        mean(known_values(run.steps, "staleness/mean")),
+        known_values(run.steps, "staleness/max"),
+    )
+    if average is not None:
+        most = f", {max(oldest):g} at most" if oldest else ""
+        parts.append(f"a token is {average:.3g} updates old in the mean{most}")
+    return "; ".join(parts) or NOT_RECORDED
+
+
+def _held_out(run: RunRecord) -> str:
+    rows = _evaluated(run)
+    if not rows:
+        return "not evaluated"
+    first, last = rows[0], rows[-1]
+    if len(rows) == 1:
+        return f"{_score(first)} at step {first['step']}"
+    return f"{_score(first)} → {_score(last)}{_interval(last)}, steps {first['step']} and {last['step']}"
+
+
+def _baseline(run: RunRecord) -> str:
+    """What the results may be compared with: the run's own beginning."""
+    rows = [row for row in _evaluated(run) if row["step"] == 0]
+    said = f"the policy before training, reward {number(headline(run.steps)['reward_first'])}"
+    return f"{said}, held-out {_score(rows[0])}" if rows else said
+
+
+def _evaluated(run: RunRecord) -> list[Row]:
+    return [row for row in run.evaluations if row.get("eval/mean") is not None]
+
+
+def _score(row: Row) -> str:
+    return percent(row["eval/mean"])
+
+
+def _interval(row: Row) -> str:
+    """The 95% interval of a row's score, if it is that of one suite."""
+    ends = [
+        [value for name, value in row.items() if "/avg@" in name and name.endswith(end)]
+        for end in ("_low", "_high")
+    ]
+    if any(len(found) != 1 or found[0] is None for found in ends):
+        return ""
+    return f" (95% interval {percent(ends[0][0])} to {percent(ends[1][0])})"
+
+
+def _count(count: int, one: str, many: str = "") -> str:
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+# --- the configuration in short -------------------------------------------------------------------
+
+
+def in_short(config: dict[str, Any]) -> list[Fact]:
+    """The settings that a reader asks for first, from a resolved configuration by dotted names."""
+    get = config.get
+    rows = [
+        ("model", _joined(get("model.hf_path"), get("model.dtype"))),
+        ("data", _joined(get("data.path"))),
+        (
+            "batch",
+            _filled(
+                "{} prompts of {} responses, at most {} tokens, temperature {}",
+                *(get(f"rollout.{name}") for name in _BATCH),
+            ),
+        ),
+        (
+            "optimizer",
+            _filled(
+                "AdamW, learning rate {}, {}, warm-up of {} updates, weight decay {}",
+                *(get(f"optimizer.{name}") for name in ("lr", "decay", "warmup_updates", "weight_decay")),
+            ),
+        ),
+        ("evaluation", _evaluation(config)),
+        ("engine", _joined(get("rollout.engine"))),
+        ("seed", _joined(get("seed"))),
+    ]
+    return [(name, said) for name, said in rows if said]
+
+
+_BATCH = ("prompts_per_step", "group_size", "max_response_tokens", "temperature")
+
+
+def _joined(*values: Any) -> str:
+    return ", ".join(str(value) for value in values if value is not None)
+
+
+def _filled(form: str, *values: Any) -> str:
+    if any(value is None for value in values):
+        return ""
+    return form.format(*(f"{value:g}" if isinstance(value, float) else value for value in values))
+
+
+def _evaluation(config: dict[str, Any]) -> str:
+    every, suites = config.get("evaluation.every"), config.get("evaluation.suites")
+    if not every or not suites:
+        return ""
+    samples = _count(config.get("evaluation.samples", 1), "response")
+    return f"every {_count(every, 'step')}, {samples} a problem: {', '.join(map(str, suites))}"

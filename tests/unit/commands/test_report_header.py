@@ -1,0 +1,179 @@
+"""What a report says of its runs in words: each fact from logs and settings made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.algo.bounds import BoundsConfig, balanced, clip_higher, fixed, floored, grpo, paper
+from bapo_megatron.commands.report.data import RunRecord
+from bapo_megatron.commands.report.header import facts, in_short
+from bapo_megatron.commands.report.readings import comparison_readings, readings
+
+
+def settings_of(bounds: BoundsConfig) -> dict[str, Any]:
+    return {f"algorithm.bounds.{field.name}": getattr(bounds, field.name) for field in fields(bounds)}
+
+
+def run_of(bounds: BoundsConfig | None = None, rounds: tuple[int, ...] = (), **rest: Any) -> RunRecord:
+    """A run of two steps; a search that moved nothing reached its target, and the others did not."""
+    config = {**(settings_of(bounds) if bounds else {}), **rest.pop("config", {})}
+    steps = [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.75}]
+    updates = [{"step": 1, "bapo/rounds": count, "bapo/reached": float(count == 0)} for count in rounds]
+    return RunRecord(Path("run"), steps, updates, [], config, **rest)
+
+
+def fact(name: str, run: RunRecord) -> str:
+    return dict(facts(run))[name]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "algorithm", "preset", "target"),
+    [
+        (
+            balanced(),
+            "BAPO: clipping bounds searched for each update",
+            "balanced (gradient, absolute, uniform, high_first, update)",
+            "0.4 of the gradient from positive tokens",
+        ),
+        (
+            paper(),
+            "BAPO: clipping bounds searched for each part of an update",
+            "paper (gradient, absolute, uniform, high_first, micro_batch of about 16384 tokens)",
+            "0.4 of the gradient from positive tokens",
+        ),
+        (
+            BoundsConfig(target=0.5, low_start=0.8),
+            "BAPO: clipping bounds searched for each update",
+            "floored (gradient, absolute, uniform, high_first, update), but for its target",
+            "0.5 of the gradient from positive tokens",
+        ),
+        (
+            BoundsConfig(low_end=0.8),
+            "BAPO: clipping bounds searched for each update",
+            "of no preset (gradient, absolute, uniform, high_first, update)",
+            "0.4 of the gradient from positive tokens",
+        ),
+        (grpo(), "GRPO: clipping bounds fixed at 0.8 and 1.2", "grpo", "none: fixed bounds aim at nothing"),
+        (
+            clip_higher(),
+            "clip-higher (DAPO): clipping bounds fixed at 0.8 and 1.28",
+            "clip_higher",
+            "none: fixed bounds aim at nothing",
+        ),
+        (
+            fixed(0.9, 1.2),
+            "PPO: clipping bounds fixed at 0.9 and 1.2",
+            "none",
+            "none: fixed bounds aim at nothing",
+        ),
+        (None, "not recorded", "not recorded", "not recorded"),
+    ],
+)
+def test_method(bounds: BoundsConfig | None, algorithm: str, preset: str, target: str) -> None:
+    run = run_of(bounds)
+    assert [fact(name, run) for name in ("algorithm", "preset", "target")] == [algorithm, preset, target]
+
+
+def test_other_losses_and_papo_are_named() -> None:
+    run = run_of(balanced(), config={"algorithm.loss": "cispo", "algorithm.polarity.enabled": True})
+    assert fact("algorithm", run) == "loss cispo, with PAPO"
+    assert fact("target", run) == "none"
+    assert floored() != balanced()
+
+
+def test_target_says_how_the_searches_ended() -> None:
+    """Of four updates two moved a bound, and these two missed the target."""
+    said = fact("target", run_of(balanced(), rounds=(0, 3, 51, 0)))
+    assert said.endswith("; reached in 50% of the updates, a bound moved in 50%")
+
+
+def test_staleness_by_hand() -> None:
+    config = {"algorithm.reuse_epochs": 2, "algorithm.updates_per_epoch": 4, "rollout.max_staleness": 1}
+    run = run_of(config=config)
+    run.steps[0].update({"staleness/mean": 3.0, "staleness/max": 7.0})
+    run.steps[1].update({"staleness/mean": 4.0, "staleness/max": 11.0})
+    assert fact("staleness", run) == (
+        "8 updates of a batch (2 passes of 4 updates); sampled up to 1 step before; "
+        "a token is 3.5 updates old in the mean, 11 at most"
+    )
+    assert fact("staleness", run_of()) == "not recorded"
+
+
+def test_held_out_and_baseline_by_hand() -> None:
+    rows: list[dict[str, Any]] = [
+        {"step": 0, "eval/mean": 0.29},
+        {"step": 10, "eval/mean": None},
+        {"step": 20, "eval/mean": 0.845, "eval/sums/avg@1_low": 0.795, "eval/sums/avg@1_high": 0.89},
+    ]
+    run = run_of(evaluations=rows)
+    assert fact("held-out", run) == "29% → 84.5% (95% interval 79.5% to 89%), steps 0 and 20"
+    assert fact("baseline", run) == "the policy before training, reward 0.250, held-out 29%"
+    assert fact("held-out", run_of(evaluations=rows[2:])) == "84.5% at step 20"
+    assert fact("baseline", run_of(evaluations=rows[2:])) == "the policy before training, reward 0.250"
+    assert fact("held-out", run_of()) == "not evaluated"
+
+
+def test_two_suites_have_no_common_interval() -> None:
+    row = {"step": 9, "eval/mean": 0.5} | {f"eval/{suite}/avg@1_low": 0.4 for suite in "ab"}
+    rows = [{"step": 0, "eval/mean": 0.1}, row | {f"eval/{suite}/avg@1_high": 0.6 for suite in "ab"}]
+    assert fact("held-out", run_of(evaluations=rows)) == "10% → 50%, steps 0 and 9"
+
+
+def test_bounds_that_stay_at_their_starts_are_told() -> None:
+    [reward, search, method] = readings(run_of(balanced(), rounds=(0,) * 40))
+    assert reward == "The reward went from 0.250 to 0.750."
+    assert search.startswith(
+        "A bound moved in no update: nearly always the target of 0.4 was met at 0.6 and 1.2"
+    )
+    assert search.endswith("and nothing of the search.")
+    assert method.startswith("It does not show that this method is better than another")
+    seldom = readings(run_of(balanced(), rounds=(51, *(0,) * 39)))[1]
+    assert seldom.startswith("A bound moved in 2.5% of the updates only")
+
+
+def test_bounds_that_move_are_told_and_where_they_end() -> None:
+    moved = readings(run_of(balanced(), rounds=(0, 51, 51, 51)))[1]
+    assert moved == (
+        "In 75% of the updates the positive tokens held less than the target of 0.4 at 0.6 and 1.2, and the "
+        "search moved a bound. In 75% of the updates the search came to its end, 0.9 and 3, and the positive "
+        "tokens still held less than the target."
+    )
+
+
+@pytest.mark.parametrize("bounds", [grpo(), None])
+def test_without_a_search_nothing_is_said_of_it(bounds: BoundsConfig | None) -> None:
+    assert len(readings(run_of(bounds, rounds=(0, 0)))) == 2
+
+
+def test_a_recipes_note_comes_first() -> None:
+    noted = run_of(grpo(), config={"logging.note": "A toy.", "name": "a"})
+    other = run_of(grpo(), config={"logging.note": "No toy.", "name": "b"})
+    assert readings(noted)[0] == "A toy."
+    assert comparison_readings([noted, other])[:2] == ["a: A toy.", "b: No toy."]
+    assert comparison_readings([noted, noted])[0] == "A toy."
+    assert len(comparison_readings([run_of(), run_of()])) == 1
+
+
+def test_settings_in_short() -> None:
+    config = {
+        "model.hf_path": "models/tiny",
+        "rollout.prompts_per_step": 16,
+        "rollout.group_size": 8,
+        "rollout.max_response_tokens": 64,
+        "rollout.temperature": 1.0,
+        "optimizer.lr": 2e-05,
+        "evaluation.every": 10,
+        "evaluation.suites": ["sums"],
+        "seed": 0,
+    }
+    assert in_short(config) == [
+        ("model", "models/tiny"),
+        ("batch", "16 prompts of 8 responses, at most 64 tokens, temperature 1"),
+        ("evaluation", "every 10 steps, 1 response a problem: sums"),
+        ("seed", "0"),
+    ]
+    assert in_short({}) == []

@@ -1,0 +1,170 @@
+"""What the plots of a report draw: means of few tokens pale, cut-offs marked, colours for all eyes."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from bapo_megatron.algo.measurements.diagnostics import RATIO_BINS
+from bapo_megatron.commands.report.comparison_plots import COLOURS
+from bapo_megatron.commands.report.data import RunRecord, Series
+from bapo_megatron.commands.report.distributions import DISTRIBUTIONS, draw_distribution
+from bapo_megatron.commands.report.panels import AGES, NEGATIVE, NEUTRAL, PANELS, POSITIVE, Curve
+from bapo_megatron.commands.report.plots import Line, draw_line, line_of, mark_cut_offs
+from bapo_megatron.commands.report.series import RATIO_CENTRES, ratio_tokens
+
+VALUE, SHARE = "kind/clipped", "kind/tokens"
+CURVE = Curve(VALUE, share=SHARE)
+
+
+def run_of(*updates: tuple[int, float, float | None], tokens: float | None = 1000) -> RunRecord:
+    """Updates given as (step, share of tokens, value)."""
+    rows = [
+        {"step": step, SHARE: share, VALUE: value, "policy/tokens": tokens} for step, share, value in updates
+    ]
+    steps = [{"step": step, VALUE: 0.5} for step in sorted({step for step, *_ in updates})]
+    return RunRecord(Path("run"), steps, rows, [], {})
+
+
+def known(series: Series) -> dict[float, float]:
+    return {x: y for x, y in zip(series.step.tolist(), series.value.tolist(), strict=True) if np.isfinite(y)}
+
+
+def test_single_tokens_make_no_spikes() -> None:
+    """Step 1: 400 tokens at 0.1 and 1 token at 1 give 41 / 401. Step 2: 2 tokens alone, pale."""
+    line = line_of(run_of((1, 0.4, 0.1), (1, 0.001, 1.0), (2, 0.002, 1.0), (2, 0.0, None)), CURVE, PANELS[0])
+    assert known(line.thin) == {0.5: 0.1}
+    assert known(line.thick) == {1: pytest.approx(41 / 401)}
+    assert known(line.pale) == {1: pytest.approx(41 / 401), 2: 1.0}  # it begins where the thick line ends
+    assert line.shown.tolist() == pytest.approx([0.1, 41 / 401])  # the axis need not show the spike
+
+
+def test_a_curve_of_few_tokens_throughout_is_pale_and_shown() -> None:
+    line = line_of(run_of((1, 0.05, 0.2), (2, 0.05, 0.4)), CURVE, PANELS[0])
+    assert known(line.thick) == {}
+    assert known(line.pale) == {1: pytest.approx(0.2), 2: pytest.approx(0.4)}
+    assert line.shown.tolist() == pytest.approx([0.2, 0.4])
+
+
+@pytest.mark.parametrize("curve", [CURVE, Curve(VALUE)])
+def test_without_counts_nothing_is_pale(curve: Curve) -> None:
+    run = run_of((1, 0.001, 0.2), (2, 0.001, 0.4), tokens=None if curve.share else 1000)
+    line = line_of(run, curve, PANELS[0])
+    assert known(line.thin) == {1: 0.2, 2: 0.4}
+    assert known(line.thick) == {1: 0.5, 2: 0.5}  # the steps' own means
+    assert known(line.pale) == {}
+
+
+def test_pale_parts_are_drawn_paler() -> None:
+    axes = Figure().subplots()
+    values = Series(np.arange(2.0), np.ones(2))
+    thin, pale, thick = draw_line(axes, Line(values, values, values, np.ones(1)), "#000000", "-")
+    assert thin.get_alpha() < 0.5
+    assert pale.get_alpha() < 0.5 < 1 == (thick.get_alpha() or 1)
+    assert pale.get_linewidth() < thick.get_linewidth()
+
+
+def test_what_leaves_the_axes_is_marked_at_the_edge() -> None:
+    axes = Figure().subplots()
+    axes.set_ylim(0, 1)
+    thin = Series(np.arange(5.0), np.array([0.5, 1.5, np.nan, -0.1, 1.0]))
+    nothing = Series(np.zeros(0), np.zeros(0))
+    above, below = mark_cut_offs(axes, Line(thin, nothing, nothing, np.ones(1)), "#000000")
+    assert (above.get_marker(), above.get_xdata().tolist(), above.get_ydata().tolist()) == ("^", [1], [1])
+    assert (below.get_marker(), below.get_xdata().tolist(), below.get_ydata().tolist()) == ("v", [3], [0])
+    assert not above.get_clip_on()
+    assert mark_cut_offs(axes, Line(nothing, nothing, nothing, np.ones(1)), "#000000") == []
+
+
+def profile_run(tokens: float | None = 10_000) -> RunRecord:
+    """Half of the tokens in the bin of 1, 1 % in each of two others, and 20 tokens in the last."""
+    shares = {"0.98-1.02": 0.5, "0.9-0.98": 0.01, "1.02-1.1": 0.01, "from_3.0": 0.002}
+    row: dict[str, Any] = {"step": 1, "policy/tokens": tokens}
+    for name in RATIO_BINS:
+        row |= {f"ratio/{name}/tokens": shares.get(name, 0.0), f"ratio/{name}/probability": 0.5}
+    return RunRecord(Path("run"), [{"step": 1}], [row], [], {})
+
+
+def test_bins_of_few_tokens_are_hollow() -> None:
+    axes = Figure().subplots()
+    [[line, firm, hollow]] = draw_distribution(axes, DISTRIBUTIONS[0], [(profile_run(), "#000000")])
+    drawn = firm.get_xdata()[np.isfinite(firm.get_ydata())]
+    ones = RATIO_BINS.index("0.98-1.02")
+    assert drawn.tolist() == pytest.approx(RATIO_CENTRES[ones - 1 : ones + 2].tolist())
+    assert hollow.get_xdata().tolist() == pytest.approx([RATIO_CENTRES[-1]])
+    assert hollow.get_markerfacecolor() == "none"
+    assert line.get_alpha() < 0.5
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["<0.5", "0.7", "1", "1.4", "2", "≥3"]
+
+
+def test_bins_are_counted_over_the_run() -> None:
+    counts = ratio_tokens(profile_run())
+    assert counts is not None
+    assert counts[-1] == pytest.approx(20)
+    assert counts.sum() == pytest.approx(5220)
+    assert ratio_tokens(profile_run(tokens=None)) is None
+
+
+def test_without_counts_no_bin_is_hollow() -> None:
+    axes = Figure().subplots()
+    [[_, firm, hollow]] = draw_distribution(axes, DISTRIBUTIONS[0], [(profile_run(None), "#000000")])
+    assert np.isfinite(firm.get_ydata()).sum() == 4
+    assert len(hollow.get_xdata()) == 0
+
+
+# --- colours -------------------------------------------------------------------------------------
+
+# What people see who lack one kind of cone: Machado, Oliveira and Fernandes 2009, severity 1, linear RGB.
+VISION = {
+    "all cones": np.eye(3),
+    "deuteranopia": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+    "protanopia": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+}
+TO_XYZ = np.array(
+    [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+)
+
+
+def linear(colour: str) -> np.ndarray:
+    values = np.array(to_rgb(colour))
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def lab(colour: str, vision: str) -> np.ndarray:
+    seen = TO_XYZ @ np.clip(VISION[vision] @ linear(colour), 0, 1) / np.array([0.95047, 1, 1.08883])
+    x, y, z = np.where(seen > 216 / 24389, np.cbrt(seen), (24389 / 27 * seen + 16) / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def distance(first: str, second: str, vision: str) -> float:
+    """The CIE76 difference of two colours; 2.3 is just noticeable side by side."""
+    return float(np.linalg.norm(lab(first, vision) - lab(second, vision)))
+
+
+def test_the_simulation_by_example() -> None:
+    """The former red and green of the curves: far apart, but hardly so for people without red cones."""
+    assert distance("#2b8a5a", "#c2453a", "all cones") > 80
+    assert distance("#2b8a5a", "#c2453a", "protanopia") < 15
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_colours_are_told_apart(vision: str) -> None:
+    assert min(distance(*pair, vision) for pair in pairwise(AGES)) > 25  # the former six blues: 9
+    assert min(distance(*pair, vision) for pair in combinations((POSITIVE, NEGATIVE, NEUTRAL), 2)) > 40
+    assert min(distance(*pair, vision) for pair in combinations(COLOURS, 2)) > 15
+
+
+@pytest.mark.parametrize("colour", [POSITIVE, NEGATIVE, NEUTRAL, *COLOURS[:4]])
+def test_lines_stand_out_from_the_page(colour: str) -> None:
+    """A contrast of 3 to 1 with white, which WCAG asks of graphics."""
+    assert 1.05 / (float(TO_XYZ[1] @ linear(colour)) + 0.05) > 3

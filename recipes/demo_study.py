@@ -23,7 +23,7 @@ learning rate of 1.2e-4 none of two did; at 1.6e-4 both, but entropy at 4x was 0
 from dataclasses import replace
 from pathlib import Path
 
-from bapo_megatron.config import RunConfig, load_recipe
+from bapo_megatron.config import LoggingConfig, RunConfig, load_recipe
 
 HERE = Path(__file__).parent
 
@@ -38,10 +38,16 @@ def recipe() -> RunConfig:
         steps=32,
         model=replace(run.model, hf_path=demo / "policy_study"),
         data=replace(run.data, path=demo / "train_study.jsonl"),
-        rollout=replace(run.rollout, prompts_per_step=6, group_size=8),
-        algorithm=replace(run.algorithm, reuse_epochs=1, updates_per_epoch=1),
+        rollout=replace(run.rollout, prompts_per_step=6, group_size=8, max_response_tokens=64),
+        # Every arm sets its bounds; the target of the base is that of the runs in docs/study.jsonl.
+        algorithm=replace(
+            run.algorithm,
+            bounds=replace(run.algorithm.bounds, target=0.5),
+            reuse_epochs=1,
+            updates_per_epoch=1,
+        ),
         optimizer=replace(run.optimizer, lr=1.4e-4),
         evaluation=replace(run.evaluation, suites=(str(demo / "eval_study.jsonl"),)),
         checkpoint=replace(run.checkpoint, keep_last=1),
-        logging=replace(run.logging, tensorboard=False),
+        logging=LoggingConfig(tensorboard=False),
     )

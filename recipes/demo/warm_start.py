@@ -1,7 +1,12 @@
-"""The supervised warm start of the demo's policy: `bapo sft recipes/demo/warm_start.py`.
+r"""The supervised warm start of the demo's policy: `bapo sft recipes/demo/warm_start.py`.
 
 `python recipes/demo/make_task.py --out recipes/demo` makes its inputs: the tokenizer and random model in
-`model/`, and `warm_start.jsonl` with solutions. The result, `policy/`, is part of the repository.
+`model/`, and `warm_start.jsonl` with solutions. The result, `policy/`, is part of the repository, and the
+policy of tests. It guesses or works a sum out. The demo trains `policy_rambles/`, which fails at length:
+
+    python recipes/demo/make_task.py --out runs/demo_task --guesses 0 --rambles 0.7 --attempts 2 4
+    bapo sft recipes/demo/warm_start.py --model.hf-path runs/demo_task/model \
+        --data.path runs/demo_task/warm_start.jsonl --output recipes/demo/policy_rambles
 """
 
 from pathlib import Path

@@ -25,7 +25,7 @@ from bapo_megatron.commands.report.text import (
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 
-_NOT_SETTINGS = ("name", "run_dir", "allow_change", "accept_resume_mismatch")
+_NOT_SETTINGS = ("name", "run_dir", "allow_change", "accept_resume_mismatch", "logging.note")
 _SHOWN_EVENTS = ("start", "resume", "resume_mismatch_accepted", "config_changed", *LOSS_EVENTS)
 
 

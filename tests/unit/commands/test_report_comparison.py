@@ -112,7 +112,7 @@ def test_same_runs_give_the_same_page(runs: list[Path], tmp_path: Path) -> None:
 
 
 def test_differences_by_hand() -> None:
-    first = {"name": "a", "run_dir": "x", "same": 1, "lr": 1e-6, "kind": "grpo"}
+    first = {"name": "a", "run_dir": "x", "logging.note": "n", "same": 1, "lr": 1e-6, "kind": "grpo"}
     second = {"name": "b", "run_dir": "y", "same": 1, "lr": 2e-6}
     assert setting_differences([first, second]) == [("kind", ['"grpo"', "–"]), ("lr", ["1e-06", "2e-06"])]  # noqa: RUF001
     assert setting_differences([first, first]) == []

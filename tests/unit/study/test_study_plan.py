@@ -200,7 +200,7 @@ def test_another_checkout_may_analyse_a_study(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="recipe: model.hf_path: .*/recipes/demo/.* in the study"):
         store_plan(make_study_plan(elsewhere))
     another_task = replace(elsewhere, recipe=RECIPE.with_name("demo_cpu.py"), analyse=True)
-    with pytest.raises(ConfigError, match="hf_path: .* in the study, demo/policy now"):
+    with pytest.raises(ConfigError, match="hf_path: .* in the study, demo/policy_rambles now"):
         check_same_study(make_study_plan(another_task))
 
 

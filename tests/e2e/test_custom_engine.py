@@ -32,7 +32,9 @@ def recipe() -> RunConfig:
         custom_engine=PlainConfig(),
     )
     algorithm = replace(run.algorithm, updates_per_epoch=2)
-    return replace(run, steps=3, rollout=rollout, algorithm=algorithm, evaluation=EvaluationConfig())
+    model = replace(run.model, hf_path=Path("recipes/demo/policy"))  # its guesses are short
+    evaluation = EvaluationConfig()
+    return replace(run, steps=3, model=model, rollout=rollout, algorithm=algorithm, evaluation=evaluation)
 """
 
 

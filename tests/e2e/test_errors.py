@@ -61,7 +61,10 @@ def message_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: s
         (["--steps=0"], "steps=0 must be at least 1"),
         (["--algorithm.loss=ppo"], "algorithm.loss='ppo' is unknown: give "),
         (["--algorithm.loss=nowhere:Loss"], "algorithm.loss=nowhere:Loss: importing nowhere failed"),
-        (["--algorithm.loss=cispo"], "algorithm.loss=cispo does not read that"),
+        (
+            ["--algorithm.loss=cispo", "--algorithm.bounds.target=0.5"],
+            "algorithm.loss=cispo does not read that",
+        ),
         (
             ["--algorithm.loss=sapo", '--algorithm.loss-settings={"temperature": 2}'],
             "algorithm.loss_settings.temperature=2: algorithm.loss=sapo has no such setting",

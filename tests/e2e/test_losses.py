@@ -30,7 +30,8 @@ def recipe():
         prompts_per_step=4, group_size=4, max_response_tokens=32, drop_uniform_groups=False
     )
     optimizer = replace(demo.optimizer, lr=1e-3, warmup_updates=0)
-    demo = replace(demo, steps=2, rollout=rollout, evaluation=EvaluationConfig(every=0))
+    model = replace(demo.model, hf_path=Path("recipes/demo/policy"))  # its guesses are short
+    demo = replace(demo, steps=2, model=model, rollout=rollout, evaluation=EvaluationConfig(every=0))
     return replace(demo, algorithm=algorithm, optimizer=optimizer)
 """
 

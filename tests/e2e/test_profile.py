@@ -34,7 +34,7 @@ def test_a_step_of_a_rank_is_traced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--profile.steps", "41"], "profile.steps has 41: the run has steps 1 to 40"),
+        (["--profile.steps", "41"], "profile.steps has 41: the run has steps 1 to 30"),
         (["--profile.steps", "2", "--profile.ranks", "1"], "profile.ranks has 1: the run has ranks 0 to 0"),
     ],
 )

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 TP2_PP2 = ["--parallel.tensor=2", "--parallel.pipeline=2"]
 COMMAND = ["-m", "bapo_megatron.cli", "verify-parallel", "recipes/demo_cpu.py"]
 LAUNCHED = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-SMALL = ["--tokens=600", "--longest=64", "--batch.pack-tokens=112"]
+SMALL = ["--tokens=600", "--longest=64", "--rollout.max-response-tokens=64", "--batch.pack-tokens=112"]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from bapo_megatron.commands.report.data import RunRecord
 NEUTRAL = "#30343b"
 POSITIVE = "#0072b2"
 NEGATIVE = "#d55e00"
-AGES = ("#f8890c", "#e05536", "#bf3952", "#972766", "#390963", "#000004")
+AGES = ("#f98e09", "#e05536", "#ca404a", "#b0315b", "#7c1d6d", "#000004")
 """The colours of the staleness buckets, darker with age."""
 REFERENCE = "#6b7280"
 """The colour of what belongs to no run: ranges and targets in a comparison."""
@@ -49,6 +49,8 @@ class Panel:
     y_scale: Literal["auto", "from_zero", "percent", "ratio", "spikes"] = "from_zero"
     """``from_zero``: from 0, or the smallest value below. ``ratio``: logarithmic. ``spikes``: logarithmic if
     a few values are far above the others."""
+    thin: bool = True
+    """Whether single updates are drawn, too."""
     compared: tuple[int, ...] | None = None
     """Indices of the curves that a comparison of several runs draws; None for all."""
 
@@ -234,6 +236,7 @@ PANELS = (
         (Curve("staleness/mean", NEUTRAL, "mean"), Curve("staleness/max", AGES[0], "oldest token")),
         "How many updates lie between the policy that sampled a token and the one that trains on it.",
         "the setting of Figs. 2 and 11",
+        thin=False,  # within a step it climbs with every update
         compared=(0,),
     ),
     Panel(

@@ -174,6 +174,8 @@ def line_of(run: RunRecord, curve: Curve, panel: Panel) -> Line:
     if not len(ends):
         ends = smooth.value[np.isfinite(smooth.value)]
     shown = firm if panel.y_scale == "spikes" else _without_outliers(firm)
+    if not panel.thin:
+        raw, shown = Series(np.zeros(0), np.zeros(0)), np.zeros(0)
     return Line(raw, Series(smooth.step, thick), Series(smooth.step, pale), np.concatenate([shown, ends]))
 
 

@@ -55,7 +55,7 @@ def svg_uri(svg: bytes) -> str:
 
 def setting_lines(config: dict[str, Any]) -> list[str]:
     """The resolved configuration, one setting a line."""
-    return [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in config.items()]
+    return [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in sorted(config.items())]
 
 
 def event_cells(event: dict[str, Any]) -> tuple[str, str, str]:

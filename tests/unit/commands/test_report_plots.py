@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from importlib.resources import files
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,13 @@ def test_without_counts_nothing_is_pale(curve: Curve) -> None:
     assert known(line.thin) == {1: 0.2, 2: 0.4}
     assert known(line.thick) == {1: 0.5, 2: 0.5}  # the steps' own means
     assert known(line.pale) == {}
+
+
+def test_a_panel_may_leave_single_updates_out() -> None:
+    [panel] = [panel for panel in PANELS if panel.file == "staleness"]
+    line = line_of(run_of((1, 0.5, 0.2), (1, 0.5, 0.4)), Curve(VALUE), panel)
+    assert len(line.thin.step) == 0
+    assert line.shown.tolist() == [0.5]
 
 
 def test_pale_parts_are_drawn_paler() -> None:
@@ -135,20 +144,30 @@ TO_XYZ = np.array(
 )
 
 
-def linear(colour: str) -> np.ndarray:
+HALF_A_TURN = np.array([[-0.574, 1.43, 0.144], [0.426, 0.43, 0.144], [0.426, 1.43, -0.856]])
+"""CSS's hue-rotate(180deg)."""
+
+
+def in_scheme(colour: str, scheme: str) -> np.ndarray:
+    """The colour on the page: the dark scheme inverts plots, and turns hues back (style.html)."""
     values = np.array(to_rgb(colour))
+    return np.clip(HALF_A_TURN @ (1 - values), 0, 1) if scheme == "dark" else values
+
+
+def linear(colour: str, scheme: str = "light") -> np.ndarray:
+    values = in_scheme(colour, scheme)
     return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
 
 
-def lab(colour: str, vision: str) -> np.ndarray:
-    seen = TO_XYZ @ np.clip(VISION[vision] @ linear(colour), 0, 1) / np.array([0.95047, 1, 1.08883])
+def lab(colour: str, vision: str, scheme: str) -> np.ndarray:
+    seen = TO_XYZ @ np.clip(VISION[vision] @ linear(colour, scheme), 0, 1) / np.array([0.95047, 1, 1.08883])
     x, y, z = np.where(seen > 216 / 24389, np.cbrt(seen), (24389 / 27 * seen + 16) / 116)
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
-def distance(first: str, second: str, vision: str) -> float:
+def distance(first: str, second: str, vision: str, scheme: str = "light") -> float:
     """The CIE76 difference of two colours; 2.3 is just noticeable side by side."""
-    return float(np.linalg.norm(lab(first, vision) - lab(second, vision)))
+    return float(np.linalg.norm(lab(first, vision, scheme) - lab(second, vision, scheme)))
 
 
 def test_the_simulation_by_example() -> None:
@@ -157,11 +176,21 @@ def test_the_simulation_by_example() -> None:
     assert distance("#2b8a5a", "#c2453a", "protanopia") < 15
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("vision", VISION)
-def test_colours_are_told_apart(vision: str) -> None:
-    assert min(distance(*pair, vision) for pair in pairwise(AGES)) > 25  # the former six blues: 9
-    assert min(distance(*pair, vision) for pair in combinations((POSITIVE, NEGATIVE, NEUTRAL), 2)) > 40
-    assert min(distance(*pair, vision) for pair in combinations(COLOURS, 2)) > 15
+def test_colours_are_told_apart(vision: str, scheme: str) -> None:
+    def least(pairs: Iterable[tuple[str, str]]) -> float:
+        return min(distance(*pair, vision, scheme) for pair in pairs)
+
+    assert least(pairwise(AGES)) > 19  # the former six blues: 9
+    assert least(combinations((POSITIVE, NEGATIVE, NEUTRAL), 2)) > 34
+    assert least(combinations(COLOURS, 2)) > 14
+
+
+def test_the_dark_scheme_is_the_one_of_the_simulation() -> None:
+    style = files("bapo_megatron.commands.report").joinpath("style.html").read_text()
+    assert "figure img, .swatch { filter: invert(1) hue-rotate(180deg); }" in style
+    assert in_scheme("#ffffff", "dark") == pytest.approx(np.zeros(3), abs=1e-3)
 
 
 @pytest.mark.parametrize("colour", [POSITIVE, NEGATIVE, NEUTRAL, *COLOURS[:4]])

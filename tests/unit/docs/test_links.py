@@ -44,7 +44,7 @@ LONGEST = {
     "docs/architecture.md": 205,
     "docs/losses.md": 120,
     "docs/off_policy.md": 85,
-    "docs/diagnostics.md": 60,
+    "docs/diagnostics.md": 65,
     "docs/papo.md": 70,
     "docs/study_plan.md": 140,
 }

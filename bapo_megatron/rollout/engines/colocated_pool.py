@@ -87,7 +87,11 @@ class ColocatedPool(EnginePool):
             finally:
                 await quorum.release(engine.name)
 
-        return await self._each(names, confirm)
+        confirmed = await self._each(names, confirm)
+        for name in names:
+            if name not in confirmed:  # its digest counts no more: others may load from a folder
+                quorum.withdraw(name)
+        return confirmed
 
     async def finish_wake(self, names: Collection[str]) -> list[str]:
         """Let engines whose weights are confirmed take back the rest of their memory, and sample."""

@@ -30,6 +30,10 @@ class DigestQuorum:
         self._loading.add(engine)
         self._reported.pop(engine, None)
 
+    def withdraw(self, engine: str) -> None:
+        """Forget the digest of an engine that is not used."""
+        self._reported.pop(engine, None)
+
     async def release(self, engine: str) -> None:
         """Stop waiting for the engine, whether it has reported its digest or not."""
         self._loading.discard(engine)

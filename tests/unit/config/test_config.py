@@ -39,6 +39,7 @@ from bapo_megatron.config.validation import flat, out_of_range
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
+from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 
 GOOD = RunConfig(
     "good",
@@ -178,7 +179,7 @@ SHAPE = ModelShape("qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 131072, 1e-6, 1
             {"urls": ("http://node7:30000",)},
             "colocated: the run must start the servers itself.*leave out urls=http://node7:30000",
         ),
-        ({"sync": "broadcast"}, "colocated needs sync=disk, not broadcast: NCCL"),
+        ({"sync": "broadcast"}, "colocated needs sync=ipc or disk, not broadcast: NCCL"),
         ({"on_update": "in_place"}, "colocated with on_update=in_place.*leave on_update out"),
     ],
 )
@@ -188,6 +189,31 @@ def test_what_does_not_go_with_colocated_servers(settings: dict, message: str) -
     wrong = dataclasses.replace(fine, sglang=SglangConfig(colocated=True, **settings))
     with pytest.raises(ConfigError, match=rf"rollout\.sglang\.{message}"):
         dataclasses.replace(GOOD, rollout=wrong).check()
+
+
+def test_only_colocated_servers_read_the_trainers_memory() -> None:
+    def with_servers(**settings: Any) -> RunConfig:
+        rollout = dataclasses.replace(GOOD.rollout, engine="sglang", sglang=SglangConfig(**settings))
+        return dataclasses.replace(GOOD, rollout=rollout)
+
+    with_servers(sync="ipc", colocated=True).check()
+    with pytest.raises(
+        ConfigError, match=r"rollout\.sglang\.sync=ipc needs colocated=true.*use disk or broadcast"
+    ):
+        with_servers(sync="ipc").check()
+
+
+def test_a_server_that_reads_memory_needs_a_process_that_trains_on_its_gpu() -> None:
+    def problem(training: int, **settings: Any) -> str | None:
+        sglang = SglangConfig(servers=4, tensor=2, colocated=True, **settings)
+        return placement_problem(RolloutConfig(engine="sglang", sglang=sglang), 8, training)
+
+    assert problem(8, sync="ipc") is None
+    assert problem(4, sync="disk") is None
+    told = problem(4, sync="ipc")
+    assert told is not None
+    assert "take GPUs 0 to 7, and this run trains on GPUs 0 to 3" in told
+    assert "start fewer servers, or use sync=disk" in told
 
 
 def test_a_layout_that_splits_the_model_passes() -> None:

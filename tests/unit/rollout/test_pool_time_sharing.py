@@ -3,68 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bapo_megatron.interfaces import Confirm, ReleasesMemory
-from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.pool import EnginesGone
-from bapo_megatron.types import GenerateRequest, Generation
 from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids, until
-
-
-class SleepingEngine(ScriptedEngine):
-    """Notes what must not happen to an engine without memory."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(mixed, name)
-        self.has_memory = True
-        self.wrongs: list[str] = []
-        self.fails: str | None = None
-        """``release`` or ``wake``, which raises."""
-
-    async def generate(self, request: GenerateRequest) -> Generation:
-        if not self.has_memory:
-            self.wrongs.append("generate")
-        return await super().generate(request)
-
-    async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
-        if not self.has_memory:
-            self.wrongs.append("load")
-        await super().load(folder, version, confirm)
-
-    async def release_memory(self) -> None:
-        if not self.has_memory:
-            self.wrongs.append("release")
-        if self.fails == "release":
-            raise OSError("the release failed")
-        await self.abort()
-        self.has_memory = False
-
-    async def wake(self, folder: Path, version: int, confirm: Confirm) -> None:
-        if self.has_memory:
-            self.wrongs.append("wake")
-        if self.fails == "wake":
-            raise OSError("the wake failed")
-        self.has_memory = True
-        await super().load(folder, version, confirm)
+from tests.support.sleeping_engine import SleepingEngine, sampling_in_turns
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(coroutine, 90))
-
-
-@asynccontextmanager
-async def sampling(world: World, admitted: bool = True, rounds: bool = True) -> AsyncIterator[ColocatedPool]:
-    async with world.sampling(rounds=rounds, kind=ColocatedPool):
-        assert isinstance(world.pool, ColocatedPool)
-        if admitted:
-            await world.pool.admit()
-        yield world.pool
 
 
 def engines() -> list[SleepingEngine]:
@@ -80,7 +32,7 @@ def test_nothing_is_sent_or_loaded_before_engines_are_admitted(tmp_path: Path) -
     async def check() -> None:
         both = engines()
         world = World(tmp_path, both)
-        async with sampling(world, admitted=False) as pool:
+        async with sampling_in_turns(world, admitted=False) as pool:
             assert await world.sampler.next_batch(1, 0.3) is None
             assert [one.folders for one in both] == [[], []]
             pool.check(minutes=0.0)  # held is not lost
@@ -95,7 +47,7 @@ def test_engines_wake_with_the_weights_that_came_while_they_slept(tmp_path: Path
     async def check() -> None:
         both = engines()
         world = World(tmp_path, both)
-        async with sampling(world) as pool:
+        async with sampling_in_turns(world) as pool:
             for step in (1, 2, 3):
                 batch = await world.batch(step)
                 assert {v for g in batch.groups for r in g.rollouts for v in r.versions_R} == {step - 1}
@@ -115,7 +67,7 @@ def test_tokens_of_requests_in_flight_are_kept(tmp_path: Path) -> None:
     async def check() -> None:
         (engine,) = [SleepingEngine("one")]
         world = World(tmp_path, [engine], max_staleness=1)
-        async with sampling(world, rounds=False) as pool:
+        async with sampling_in_turns(world, rounds=False) as pool:
             engine.gate.clear()
             await until(lambda: engine.asked)
             begun = len(engine.asked)
@@ -141,7 +93,7 @@ def test_an_engine_that_fails_waits_until_it_is_admitted(tmp_path: Path, fails: 
         both = engines()
         both[0].fails = fails
         world = World(tmp_path, both)
-        async with sampling(world) as pool:
+        async with sampling_in_turns(world) as pool:
             await world.batch(1)
             released = await pool.release()
             assert sorted(released) == (["two"] if fails == "release" else ["one", "two"])
@@ -150,7 +102,7 @@ def test_an_engine_that_fails_waits_until_it_is_admitted(tmp_path: Path, fails: 
             assert pool.up == 1
             await asyncio.sleep(0.2)  # ten heartbeats
             assert both[0].folders == [Path("v0")], "it was loaded before its server was ended"
-            both[0].has_memory, both[0].fails = True, None  # a new process
+            both[0].restart()
             await pool.admit()
             await until(lambda: pool.up == 2)
             assert both[0].version == 1
@@ -166,7 +118,7 @@ def test_an_engine_that_wakes_with_other_weights_does_not_sample(tmp_path: Path)
     async def check() -> None:
         three = [*engines(), SleepingEngine("three")]
         world = World(tmp_path, three)
-        async with sampling(world) as pool:
+        async with sampling_in_turns(world) as pool:
             await world.batch(1)
             released = await pool.release()
             three[1].digest = "garbage"
@@ -188,7 +140,7 @@ def test_a_load_that_ends_after_the_release_lets_nobody_in(tmp_path: Path) -> No
         both = engines()
         both[0].ready = False
         world = World(tmp_path, both)
-        async with sampling(world) as pool:
+        async with sampling_in_turns(world) as pool:
             await world.batch(1)
             goes_on = asyncio.Event()
             load = both[0].load
@@ -212,7 +164,7 @@ def test_time_without_engines_counts_from_their_admission(tmp_path: Path) -> Non
     async def check() -> None:
         (engine,) = [SleepingEngine("one")]
         world = World(tmp_path, [engine])
-        async with sampling(world) as pool:
+        async with sampling_in_turns(world) as pool:
             await world.batch(1)
             await pool.release()
             engine.ready = False
@@ -232,7 +184,7 @@ def test_an_engine_lost_after_a_long_training_is_not_lost_since_before_it(tmp_pa
     async def check() -> None:
         (engine,) = [SleepingEngine("one")]
         world = World(tmp_path, [engine])
-        async with sampling(world) as pool:
+        async with sampling_in_turns(world) as pool:
             await world.batch(1)
             await pool.release()
             await world.weights(1)

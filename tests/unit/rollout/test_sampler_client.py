@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,12 @@ from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.heartbeat import ALIVE, with_heartbeats
 
 SILENT_S = 5.0
+WAKING = [
+    ("begin_wake", (["one"],)),
+    ("receive_handles", ({"one": [b"7"]},)),
+    ("confirm_weights", (["one"], 7)),
+    ("finish_wake", (["one"],)),
+]
 """Longer than a busy machine takes to start an interpreter."""
 
 
@@ -106,3 +113,77 @@ def test_what_goes_wrong_at_the_beginning_is_told(tmp_path: Path, monkeypatch: p
     ours.send(("start", (1, None)))
     asyncio.run(process._serve(theirs, None))  # type: ignore[arg-type]
     assert ours.recv() == ("error", "RunStopped", "the journal could not be written", [])
+
+
+class Told(SamplerClient):
+    """A client of processes that note what they are told, and die at a call."""
+
+    def __init__(self, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[list[str]] = []
+        """For each process, its calls."""
+        self.dies_at: list[str] = []
+        monkeypatch.setattr(client.time, "sleep", lambda _: None)
+        super().__init__(None, events.append)  # type: ignore[arg-type]
+
+    def _launch(self) -> Any:
+        self.told.append([])
+        return None, SimpleNamespace(close=lambda: None)
+
+    def _exchange(self, method: str, *arguments: Any) -> Any:
+        if self.dies_at and self.dies_at[0] == method:
+            self.dies_at.pop(0)
+            raise client.SamplerDied(f"at {method}")
+        self.told[-1].append(" ".join(map(str, (method, *arguments))))
+        return [f"of {method}"]
+
+
+@pytest.fixture
+def told(events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Told:
+    made = Told(events, monkeypatch)
+    made.start(1, None)
+    return made
+
+
+def test_a_new_process_is_told_that_engines_may_have_weights_of_no_folder(told: Told) -> None:
+    """And that they sample, if they do. What was in a folder before is not loaded."""
+    told.load_weights(Path("v0"), 0, 0)
+    told.admit()
+    told.release()
+    told.expect_handles(7, 3)
+    told.dies_at = ["state"]
+    told.state()
+    assert told.told[1] == ["start 1 None", "expect_handles 7 3", "state"], (
+        "they are held while the policy trains"
+    )
+    assert told.finish_wake(["one"]) == ["of finish_wake"]
+    told.admit()
+    told.dies_at = ["state"]
+    told.state()
+    assert told.told[2] == ["start 1 None", "expect_handles 7 3", "admit", "state"]
+
+
+def test_a_folder_that_came_after_handles_is_what_a_new_process_loads(told: Told) -> None:
+    told.expect_handles(7, 3)
+    told.load_weights(Path("v7"), 7, 3)
+    told.dies_at = ["state"]
+    told.state()
+    assert told.told[1] == ["start 1 None", "load_weights v7 7 3", "state"]
+
+
+@pytest.mark.parametrize(("method", "arguments"), WAKING)
+def test_a_wake_in_which_the_process_dies_is_not_repeated(
+    told: Told, method: str, arguments: tuple[Any, ...]
+) -> None:
+    """The next process knows nothing of engines that are about to wake."""
+    told.expect_handles(7, 3)
+    told.dies_at = [method]
+    assert getattr(told, method)(*arguments) == []
+    assert told.told[1] == ["start 1 None", "expect_handles 7 3"]
+    assert getattr(told, method)(*arguments) == [f"of {method}"]
+
+
+def test_weights_by_handles_are_told_to_a_process_that_lives(told: Told) -> None:
+    told.dies_at = ["expect_handles"]
+    told.expect_handles(7, 3)
+    assert told.told[1][0] == "start 1 None"
+    assert "expect_handles 7 3" in told.told[1]

@@ -6,6 +6,7 @@ What a real CPU server does is in tests/contract/test_released_memory.py.
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.digest_quorum import Disagreement
 from bapo_megatron.rollout.engines.requests import limits_of
@@ -37,6 +39,8 @@ class SleepingServer(FakeServer):
         """What its weights are, whatever it says."""
         self.loads_nothing = False
         """It answers that it has loaded weights, and has not."""
+        self.updates = False
+        """Between begin_weight_update and end_weight_update."""
         self.dies_at: str | None = None
         self.dead: str | None = None
         """Why it has ended."""
@@ -56,7 +60,30 @@ class SleepingServer(FakeServer):
             self.tags |= set(body["tags"])
         if path == "update_weights_from_disk" and not self.loads_nothing:
             self.weights = body["weight_version"]
+        if path == "update_weights_from_tensor" and self.updates and not self.loads_nothing:
+            self.weights = base64.b64decode(body["serialized_named_tensors"][0]).decode()
+        if path == "update_weight_version":
+            self.version = body["new_version"]
+        self._refuse_out_of_turn(path)
         return False
+
+    def _refuse_out_of_turn(self, path: str) -> None:
+        """Answer with status 400 where SGLang does: outside of an update, or a second begin."""
+        wrong = {
+            "begin_weight_update": (self.updates, "a weight-update session is open already"),
+            "end_weight_update": (not self.updates, "no weight-update session is open"),
+            "update_weights_from_tensor": (
+                not self.updates,
+                "must run between begin_weight_update() and end",
+            ),
+        }.get(path)
+        if wrong is None:
+            return
+        self.answers.pop(path, None)
+        if wrong[0]:
+            self.answers[path] = (400, {"success": False, "message": wrong[1]})
+        elif path != "update_weights_from_tensor":
+            self.updates = path == "begin_weight_update"
 
     def _died(self, path: str, body: dict[str, Any]) -> str | None:
         tags = set(body.get("tags", []))
@@ -66,7 +93,8 @@ class SleepingServer(FakeServer):
             return "released while it was not idle"
         if path == "resume_memory_occupation" and tags & self.tags:
             return f"resumed {sorted(tags & self.tags)}, which was there"
-        if path in ("update_weights_from_disk", "weights_checker") and "weights" not in self.tags:
+        needs = ("update_weights_from_disk", "update_weights_from_tensor", "weights_checker")
+        if path in needs and "weights" not in self.tags:
             return f"{path} without memory for weights"
         if path in ("generate", "flush_cache") or body.get("flush_cache"):
             return None if self.tags >= ALL else f"{path} without {sorted(ALL - self.tags)}"
@@ -127,6 +155,114 @@ def test_the_calls_in_their_order(servers: list[SleepingServer], model: Path, fo
         "resume_memory_occupation kv_cache",
         "continue_generation",
     ]
+
+
+async def wake_by_handles(engine: SglangEngine, weights: bytes = b"7", confirm: Confirm = agreed) -> None:
+    await engine.begin_wake()
+    for _ in range(2):
+        await engine.receive_handles([weights])
+    await engine.confirm_weights(7, confirm)
+    await engine.finish_wake()
+
+
+HANDED = [
+    *("resume_memory_occupation cuda_graph weights", "end_weight_update", "begin_weight_update"),
+    *["update_weights_from_tensor"] * 2,
+    *("end_weight_update", "update_weight_version", "weights_checker"),
+    *("resume_memory_occupation kv_cache", "continue_generation"),
+]
+
+
+def test_the_calls_of_a_wake_by_handles(servers: list[SleepingServer], model: Path) -> None:
+    """Twice: an update that a failure has left open is ended first, and none is open the first time."""
+    digests = []
+
+    async def confirm(digest: str) -> None:
+        digests.append(digest)
+
+    async def check() -> None:
+        engine = engine_on(servers[0], model)
+        for left_open in (False, True):
+            await engine.release_memory()
+            servers[0].calls.clear()
+            servers[0].updates = left_open
+            await wake_by_handles(engine, confirm=confirm)
+            assert servers[0].calls == HANDED
+            assert await engine.weight_version() == 7
+
+    asyncio.run(check())
+    assert servers[0].dead is None
+    assert servers[0].tags == ALL
+    assert digests == ["of 7", "of 7"]
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("refuses", "update_weights_from_tensor: status 400.*must run between"),
+        ("other version", "says it has weights 3 after it was sent 7"),
+    ],
+)
+def test_a_server_that_takes_no_handles_is_named(
+    servers: list[SleepingServer], model: Path, way: str, says: str
+) -> None:
+    async def check() -> None:
+        engine = engine_on(servers[0], model)
+        await engine.release_memory()
+        if way == "refuses":
+            await engine.begin_wake()
+            servers[0].updates = False
+            with pytest.raises(ServerError, match=f"{servers[0].url}/{says}"):
+                await engine.receive_handles([b"7"])
+        else:
+            servers[0].answers["model_info"] = (200, {"weight_version": "3"})
+            with pytest.raises(ServerError, match=f"{servers[0].url}: {says}"):
+                await wake_by_handles(engine)
+        assert "continue_generation" not in servers[0].calls
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("path", sorted({call.split()[0] for call in HANDED}))
+def test_a_server_that_dies_in_a_wake_by_handles(
+    servers: list[SleepingServer], model: Path, path: str
+) -> None:
+    async def check() -> None:
+        engine = engine_on(servers[0], model)
+        await engine.release_memory()
+        servers[0].dies_at = path
+        with pytest.raises(ServerError, match=servers[0].url):
+            await wake_by_handles(engine)
+
+    asyncio.run(check())
+
+
+def test_a_server_that_says_it_has_read_and_has_not_gives_another_digest(
+    servers: list[SleepingServer], model: Path
+) -> None:
+    """What it resumed is unset. Nothing is sampled from that."""
+    digests = []
+
+    async def confirm(digest: str) -> None:
+        digests.append(digest)
+        if len(digests) > 1 and len(set(digests)) > 1:
+            raise Disagreement(digest)
+
+    async def check() -> None:
+        servers[1].loads_nothing = True
+        for server in servers:
+            engine = engine_on(server, model)
+            await engine.release_memory()
+            if server.loads_nothing:
+                with pytest.raises(Disagreement):
+                    await wake_by_handles(engine, confirm=confirm)
+            else:
+                await wake_by_handles(engine, confirm=confirm)
+
+    asyncio.run(check())
+    assert digests == ["of 7", "of unset"]
+    assert "continue_generation" not in servers[1].calls
+    assert "kv_cache" not in servers[1].tags
 
 
 def test_nothing_is_sampled_from_weights_that_are_not_confirmed(

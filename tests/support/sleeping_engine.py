@@ -1,0 +1,107 @@
+"""A scripted engine that gives up its memory, and the sampler of a run on such engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Literal
+
+from bapo_megatron.interfaces import Confirm
+from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
+from bapo_megatron.types import GenerateRequest, Generation
+from tests.support.sampling import ScriptedEngine, World, mixed
+
+State = Literal["awake", "asleep", "receiving", "confirmed"]
+
+
+class SleepingEngine(ScriptedEngine):
+    """Notes what must not happen to an engine without memory.
+
+    The handles that it gets are parts of the name of its weights: ``v`` and ``1`` make those of the folder
+    ``v1``.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(mixed, name)
+        self.state: State = "awake"
+        self.wrongs: list[str] = []
+        self.calls: list[str] = []
+        """Of those that concern its memory."""
+        self.fails: str | None = None
+        """A call that raises."""
+        self.hangs: str | None = None
+        """A call that never ends, though the engine answers its health check."""
+        self._received = ""
+
+    def restart(self) -> None:
+        """A new process takes its place."""
+        self.state, self.version, self.fails, self.hangs = "awake", 0, None, None
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        if self.state != "awake":
+            self.wrongs.append("generate")
+        return await super().generate(request)
+
+    async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
+        if self.state != "awake":
+            self.wrongs.append("load")
+        await super().load(folder, version, confirm)
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+
+    async def abort(self) -> None:
+        self.calls.append("abort")
+        await super().abort()
+
+    async def release_memory(self) -> None:
+        await self._begin("release", "awake")
+        await super().abort()
+        self.state = "asleep"
+
+    async def wake(self, folder: Path, version: int, confirm: Confirm) -> None:
+        await self._begin("wake", "asleep")
+        self.state = "awake"
+        await super().load(folder, version, confirm)
+
+    async def begin_wake(self) -> None:
+        await self._begin("begin_wake", "asleep")
+        self.state, self._received = "receiving", ""
+
+    async def receive_handles(self, handles: Sequence[bytes]) -> None:
+        await self._begin("receive_handles", "receiving")
+        (handle,) = handles
+        self._received += handle.decode()
+
+    async def confirm_weights(self, version: int, confirm: Confirm) -> None:
+        await self._begin("confirm_weights", "receiving")
+        self.version = version
+        await confirm(self.digest or self._received)
+        self.state = "confirmed"
+
+    async def finish_wake(self) -> None:
+        await self._begin("finish_wake", "confirmed")
+        self.state = "awake"
+
+    async def _begin(self, call: str, state: State) -> None:
+        self.calls.append(call)
+        if self.state != state:
+            self.wrongs.append(call)
+        if self.fails == call:
+            raise OSError(f"the {call} failed")
+        if self.hangs == call:
+            await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def sampling_in_turns(
+    world: World, first_step: int = 1, admitted: bool = True, rounds: bool = True
+) -> AsyncIterator[ColocatedPool]:
+    """The pool of a sampler on engines that share their GPUs."""
+    async with world.sampling(first_step, rounds=rounds, kind=ColocatedPool):
+        assert isinstance(world.pool, ColocatedPool)
+        if admitted:
+            await world.pool.admit()
+        yield world.pool

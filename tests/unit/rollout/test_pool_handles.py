@@ -1,0 +1,415 @@
+"""The pool of colocated engines whose weights come by handles: who samples, and with which weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.interfaces import ReceivesHandles
+from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
+from bapo_megatron.rollout.sampler.held_out import HeldOut
+from bapo_megatron.rollout.sampler.process import Service
+from bapo_megatron.types import StepBatch
+from tests.support.sampling import PATIENCE, ScriptedEngine, World, mixed, until
+from tests.support.sleeping_engine import SleepingEngine, sampling_in_turns
+
+CALLS = ("begin_wake", "receive_handles", "confirm_weights", "finish_wake")
+
+
+class HandleWorld(World):
+    """A run whose weights come by handles: ``weights`` only says so."""
+
+    async def weights(self, step: int) -> None:
+        await self.call("expect_handles", step, step)
+
+    async def in_folder(self, step: int) -> None:
+        """The weights of ``step`` in a folder, for engines that did not get them by handles."""
+        await self.call("load_weights", Path(f"v{step}"), step, step)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """What the sampler's process answers the trainer."""
+        held_out = HeldOut(self.config, (), self.dataset, self.pool, self.score)
+        engine, events = self.config.rollout.engine_config, list[dict[str, Any]]()
+        kind, answer, *_ = await Service(self.sampler, self.pool, engine, held_out, events).answer(
+            method, arguments
+        )
+        assert kind == "ok", answer
+        return answer
+
+    async def begin(self, pool: ColocatedPool) -> None:
+        """Sample from the first weights: no engine sleeps, and all load them from a folder."""
+        await self.in_folder(0)
+        await pool.admit()
+        await until(lambda: pool.up == len(self.engines))
+
+    def refusals(self) -> str:
+        """Why engines were left out."""
+        return "; ".join(event["reason"] for event in self.events if event["kind"] == "engine_refused")
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 90))
+
+
+def named(*names: str) -> list[SleepingEngine]:
+    return [SleepingEngine(name) for name in names]
+
+
+def versions(batch: StepBatch) -> set[int]:
+    return {int(v) for group in batch.groups for one in group.rollouts for v in one.versions_R}
+
+
+async def hand_over(world: HandleWorld, names: Collection[str], version: int) -> list[str]:
+    """All calls but the last, as the trainer makes them: weights in two buckets."""
+    going = await world.call("begin_wake", names)
+    for bucket in (b"v", str(version).encode()):
+        going = await world.call("receive_handles", {name: [bucket] for name in going})
+    confirmed: list[str] = await world.call("confirm_weights", going, version)
+    return confirmed
+
+
+def test_an_engine_can_be_asked_whether_it_reads_handles() -> None:
+    assert isinstance(SleepingEngine("one"), ReceivesHandles)
+    assert not isinstance(ScriptedEngine(mixed), ReceivesHandles)
+
+
+def test_engines_wake_with_the_weights_of_handles(tmp_path: Path) -> None:
+    """The third step's come by a folder; then handles again."""
+
+    async def check() -> None:
+        both = named("one", "two")
+        world = HandleWorld(tmp_path, both)
+        async with sampling_in_turns(world, admitted=False) as pool:
+            await world.begin(pool)
+            for step in range(1, 5):
+                assert versions(await world.batch(step)) == {step - 1}
+                released = await world.call("release")
+                assert sorted(released) == ["one", "two"]
+                if step == 3:
+                    await world.in_folder(step)
+                    woken = await world.call("wake", released)
+                else:
+                    await world.weights(step)
+                    confirmed = await hand_over(world, released, step)
+                    assert pool.up == 0, "an engine samples before it has all its memory"
+                    assert await world.sampler.next_batch(step + 1, 0.05) is None
+                    woken = await world.call("finish_wake", confirmed)
+                assert sorted(woken) == ["one", "two"]
+                assert pool.up == 2
+                await world.call("admit")
+            assert versions(await world.batch(5)) == {4}
+        assert [one.wrongs for one in both] == [[], []]
+        assert [one.folders for one in both] == [[Path("v0"), Path("v3")]] * 2
+        by_handles = ["begin_wake", "receive_handles", "receive_handles", "confirm_weights", "finish_wake"]
+        one_turn, by_folder = ["release", *by_handles], ["release", "wake"]
+        memory = [call for call in both[0].calls if call not in ("abort", "resume")]
+        assert memory == [*one_turn, *one_turn, *by_folder, *one_turn]
+        assert world.event_kinds().count("engine_ready") == 2, "a wake is no come-back"
+        assert "engine_refused" not in world.event_kinds()
+
+    run(check())
+
+
+def test_an_engine_that_has_woken_has_an_empty_cache(tmp_path: Path) -> None:
+    async def check() -> None:
+        (engine,) = named("one")
+        world = HandleWorld(tmp_path, [engine])
+        async with sampling_in_turns(world, admitted=False) as pool:
+            await world.begin(pool)
+            pool._prefix_cache = True
+            cached = pool.cached_at(pool._slots[0])
+            assert cached is not None
+            assert cached.is_warm
+            await world.call("release")
+            await world.weights(1)
+            await world.call("finish_wake", await hand_over(world, ["one"], 1))
+            assert not cached.is_warm
+
+    run(check())
+
+
+@pytest.mark.parametrize("fails", CALLS)
+def test_an_engine_that_fails_is_left_out(tmp_path: Path, fails: str) -> None:
+    """The other goes on; a new process of the first loads the same weights from a folder."""
+
+    async def check() -> None:
+        both = named("one", "two")
+        world = HandleWorld(tmp_path, both)
+        async with sampling_in_turns(world, admitted=False) as pool:
+            await world.begin(pool)
+            await world.batch(1)
+            released = await world.call("release")
+            await world.weights(1)
+            both[0].fails = fails
+            confirmed = await hand_over(world, released, 1)
+            assert sorted(confirmed) == (["one", "two"] if fails == "finish_wake" else ["two"])
+            await world.in_folder(1)
+            assert await world.call("finish_wake", confirmed) == ["two"]
+            assert pool.up == 1
+            assert both[0].calls[-1] == fails, "it was asked for more"
+            assert f"the {fails} failed" in world.refusals()
+            asked = len(both[0].asked)
+            assert versions(await world.batch(2)) == {1}
+            assert (len(both[0].asked), both[0].folders) == (asked, [Path("v0")])
+            both[0].restart()
+            await world.call("admit")
+            await until(lambda: pool.up == 2)
+            assert both[0].folders == [Path("v0"), Path("v1")]
+        assert [one.wrongs for one in both] == [[], []]
+
+    run(check())
+
+
+@pytest.mark.parametrize("hangs", CALLS)
+def test_an_engine_that_hangs_is_left_out(tmp_path: Path, hangs: str) -> None:
+    """It answers its health checks. The other two agree without it."""
+
+    async def check() -> None:
+        three = named("one", "two", "three")
+        world = HandleWorld(tmp_path, three)
+        async with sampling_in_turns(world, admitted=False) as pool:
+            pool._timeouts = replace(PATIENCE, update_s=0.2)
+            await world.begin(pool)
+            released = await world.call("release")
+            await world.weights(1)
+            three[2].hangs = hangs
+            woken = await world.call("finish_wake", await hand_over(world, released, 1))
+            assert sorted(woken) == ["one", "two"]
+            assert pool.up == 2
+        (event,) = [event for event in world.events if event["kind"] == "engine_hangs"]
+        assert event["engine"] == "three"
+        assert "not done in 0.2 s" in event["reason"]
+
+    run(check())
+
+
+@pytest.mark.parametrize("silent", CALLS)
+def test_an_engine_that_falls_silent_is_left_out_early(tmp_path: Path, silent: str) -> None:
+    """A process that is gone does not use up the time of a load."""
+
+    async def check() -> None:
+        three = named("one", "two", "three")
+        world = HandleWorld(tmp_path, three)
+        async with sampling_in_turns(world, admitted=False) as pool:
+            pool._timeouts = replace(PATIENCE, update_s=3600.0)
+            await world.begin(pool)
+            released = await world.call("release")
+            await world.weights(1)
+            three[2].hangs, three[2].ready = silent, False
+            woken = await world.call("finish_wake", await hand_over(world, released, 1))
+            assert sorted(woken) == ["one", "two"]
+        assert "no answer for" in world.refusals()
+        assert "engine_hangs" not in world.event_kinds()
+
+    run(check())
+
+
+def test_one_of_three_with_other_weights_is_refused(tmp_path: Path) -> None:
+    async def check() -> None:
+        three = named("one", "two", "three")
+        world = HandleWorld(tmp_path, three)
+        async with sampling_in_turns(world, admitted=False) as pool:
+            await world.begin(pool)
+            await world.batch(1)
+            released = await world.call("release")
+            await world.weights(1)
+            three[1].digest = "garbage"
+            confirmed = await hand_over(world, released, 1)
+            assert sorted(confirmed) == ["one", "three"]
+            asked = len(three[1].asked)
+            await world.call("finish_wake", confirmed)
+            await world.call("admit")
+            assert versions(await world.batch(2)) == {1}
+            assert (len(three[1].asked), pool.up) == (asked, 2)
+            assert "different weights" in world.refusals()
+
+    run(check())
+
+
+def test_of_two_that_differ_neither_wakes(tmp_path: Path) -> None:
+    """Nobody knows which is right. Both get the weights from a folder then."""
+
+    async def check() -> None:
+        both = named("one", "two")
+        world = HandleWorld(tmp_path, both)
+        async with sampling_in_turns(world, admitted=False) as pool:
+            await world.begin(pool)
+            await world.batch(1)
+            released = await world.call("release")
+            await world.weights(1)
+            both[1].digest = "garbage"
+            assert await hand_over(world, released, 1) == []
+            await world.in_folder(1)
+            for engine in both:
+                engine.restart()
+            both[1].digest = None
+            await world.call("admit")
+            await until(lambda: pool.up == 2)
+            assert versions(await world.batch(2)) == {1}
+
+    run(check())
+
+
+def engine_that_was_left_out(tmp_path: Path, digest: str | None) -> list[str]:
+    """The names of the engines that work when one has loaded the weights from the folder, with ``digest``."""
+    found: list[str] = []
+
+    async def check() -> None:
+        both = named("one", "two")
+        world = HandleWorld(tmp_path, both)
+        async with sampling_in_turns(world, admitted=False) as pool:
+            await world.begin(pool)
+            released = await world.call("release")
+            await world.weights(1)
+            both[0].fails = "receive_handles"
+            confirmed = await hand_over(world, released, 1)
+            await world.in_folder(1)
+            await world.call("finish_wake", confirmed)
+            both[0].restart()
+            both[0].digest, before, asked = digest, len(both[0].folders), len(both[0].asked)
+            await world.call("admit")
+            # It tries again as often as it is refused.
+            await until(lambda: pool.up == 2 or len(both[0].folders) > before + 2)
+            assert set(both[0].folders[before:]) == {Path("v1")}
+            assert both[1].folders == [Path("v0")], "it had the weights"
+            found.extend(slot.engine.name for slot in pool._slots if slot.is_up)
+            if digest is not None:
+                assert "different weights" in world.refusals()
+                assert len(both[0].asked) == asked
+
+    run(check())
+    return found
+
+
+def test_an_engine_that_was_left_out_loads_the_weights_from_a_folder(tmp_path: Path) -> None:
+    assert engine_that_was_left_out(tmp_path, None) == ["one", "two"]
+
+
+def test_an_engine_that_finds_other_weights_in_the_folder_is_refused(tmp_path: Path) -> None:
+    """The digest of those that came by handles counts, though nobody else loads from the folder."""
+    assert engine_that_was_left_out(tmp_path, "garbage") == ["two"]
+
+
+def test_an_engine_that_was_lost_comes_back_with_the_weights_that_it_has(tmp_path: Path) -> None:
+    """One failed request is no reason to start a server again, nor to change the GPUs' turn."""
+
+    async def check() -> None:
+        both = named("one", "two")
+        world = HandleWorld(tmp_path, both)
+        async with sampling_in_turns(world, admitted=False) as pool:
+            await world.begin(pool)
+            await world.batch(1)
+            released = await world.call("release")
+            await world.weights(1)
+            await world.call("finish_wake", await hand_over(world, released, 1))
+            await world.call("admit")
+            for slot in pool._slots:
+                pool.lose(slot, "a request failed")
+            assert pool.up == 0
+            assert not pool.wants_weights, "they may have the weights still"
+            await until(lambda: pool.up == 2)
+            assert versions(await world.batch(2)) == {1}
+        assert [engine.folders for engine in both] == [[Path("v0")]] * 2
+        assert both[0].calls[-2:] == ["abort", "resume"], "it may have had requests, or been paused"
+
+    run(check())
+
+
+def test_who_can_bring_weights_when_no_engine_has_them(tmp_path: Path) -> None:
+    """The trainer alone, as long as they are in no folder."""
+
+    async def check() -> None:
+        both = named("one", "two")
+        world = HandleWorld(tmp_path, both)
+        async with sampling_in_turns(world, admitted=False) as pool:
+            await world.begin(pool)
+            await world.batch(1)
+            released = await world.call("release")
+            assert not pool.wants_weights, "those of the folder"
+            await world.weights(1)
+            await world.call("finish_wake", await hand_over(world, released, 1))
+            await world.call("admit")
+            both[0].restart()
+            pool.lose(pool._slots[0], "its server has ended")
+            await until(lambda: "one: has weights 0, and 1 are in no folder" in world.refusals())
+            assert not pool.wants_weights, "the other works"
+            both[1].restart()
+            pool.lose(pool._slots[1], "its server has ended")
+            await until(lambda: pool.wants_weights)
+            assert world.sampler.needs_weights
+            assert [engine.folders for engine in both] == [[Path("v0")]] * 2
+            await world.in_folder(1)
+            assert not pool.wants_weights
+            await until(lambda: pool.up == 2)
+            assert versions(await world.batch(2)) == {1}
+
+    run(check())
+
+
+async def taken_over(world: HandleWorld, after_death: Sequence[SleepingEngine]) -> list[str]:
+    """The names of engines that a second sampler uses; what it samples has the same weights.
+
+    ``after_death``: engines that are started again meanwhile.
+    """
+    async with sampling_in_turns(world, admitted=False) as pool:
+        await world.begin(pool)
+        await world.batch(1)
+        released = await world.call("release")
+        await world.weights(1)
+        await world.call("finish_wake", await hand_over(world, released, 1))
+        await world.call("admit")
+    for engine in after_death:
+        engine.restart()
+    for engine in world.engines:
+        assert isinstance(engine, SleepingEngine)
+        engine.calls.clear()
+        engine.asked.clear()
+    async with sampling_in_turns(world, first_step=2, admitted=False) as pool:
+        await world.weights(1)
+        await asyncio.sleep(0.1)  # five heartbeats
+        assert pool.up == 0, "an engine samples before the trainer has admitted it"
+        await world.call("admit")
+        have = len(world.engines) - len(after_death)
+        await until(lambda: pool.up == have and (have > 0 or pool.wants_weights))
+        if have:
+            assert versions(await world.batch(2)) == {1}
+        return [slot.engine.name for slot in pool._slots if slot.is_up]
+
+
+def test_a_new_sampler_goes_on_with_engines_that_have_the_weights(tmp_path: Path) -> None:
+    async def check() -> None:
+        both = named("one", "two")
+        world = HandleWorld(tmp_path, both)
+        assert sorted(await taken_over(world, [])) == ["one", "two"]
+        assert [engine.folders for engine in both] == [[Path("v0")]] * 2
+        assert both[0].calls[:2] == ["abort", "resume"], "the dead one may have left requests, or a pause"
+
+    run(check())
+
+
+def test_a_new_sampler_does_not_use_an_engine_that_was_started_again(tmp_path: Path) -> None:
+    """It has the weights of its model's folder, which answer as well as any."""
+
+    async def check() -> None:
+        both = named("one", "two")
+        world = HandleWorld(tmp_path, both)
+        assert await taken_over(world, both[:1]) == ["two"]
+        assert both[0].asked == []
+        assert "resume" not in both[0].calls
+        assert both[0].folders == [Path("v0")]
+        assert "one: has weights 0, and 1 are in no folder" in world.refusals()
+
+    run(check())
+
+
+def test_a_new_sampler_asks_for_weights_if_nobody_has_them(tmp_path: Path) -> None:
+    async def check() -> None:
+        both = named("one", "two")
+        assert await taken_over(HandleWorld(tmp_path, both), both) == []
+
+    run(check())

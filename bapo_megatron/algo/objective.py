@@ -1,4 +1,4 @@
-"""The objective of an update: the loss in use and every measurement, as one additive vector of the tokens.
+"""The objective of an update: one additive vector of loss, count of tokens and the sums of measurements.
 
 The sums are additive over packs and ranks; the metrics come from them after the one reduction. Nothing here
 waits for a GPU: the output layer asks for the vector in every chunk of a pack.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -86,6 +87,11 @@ def submit(command: SubmitCommand, config: RunConfig) -> str:
 
 def launch(job: ClusterJob, dry_run: bool) -> str:
     """Run `slurm/launch.py`, the only user of NeMo-Run, in an interpreter that has NeMo-Run."""
+    if not dry_run and shutil.which("sbatch") is None:
+        raise ConfigError(
+            "there is no sbatch on this machine: submit on a login node of the cluster; --dry-run prints the "
+            "job here"
+        )
     if not dry_run:
         RunPaths(job.run_dir).logs.mkdir(parents=True, exist_ok=True)
     command = [nemo_run_python(), str(job.templates / "launch.py"), *(["--dry-run"] if dry_run else [])]

@@ -101,8 +101,9 @@ def _scatter(axes: Any, run: RunRecord, colour: str) -> list[Any]:
     found = prediction(run)
     if not len(found.predicted):
         return []
-    label = "" if found.correlation is None else f"correlation {found.correlation:.2f}"
-    size = 9 if len(found.predicted) > _MANY else 26
+    count = len(found.predicted)
+    label = "" if found.correlation is None else f"correlation {found.correlation:.2f} of {count} points"
+    size = 9 if count > _MANY else 26
     points = axes.scatter(found.predicted, found.measured, s=size, color=colour, alpha=0.45, linewidths=0)
     points.set_label(label)
     return [points]

@@ -197,8 +197,8 @@ PANELS = (
         "Clipped tokens by kind",
         "share of the kind",
         _quadrants("clipped"),
-        "Which tokens lose their gradient. Rewarded unlikely tokens and punished likely ones raise the "
-        "entropy: where they are clipped more than the others, clipping lowers it.",
+        "Which tokens lose their gradient. Rewarded unlikely tokens and punished likely ones (dashed) raise "
+        "the entropy: where they are clipped more than the others, clipping lowers it.",
         "Table 4; section 3 says it of Fig. 5",
         "percent",
         compared=(1,),
@@ -209,7 +209,7 @@ PANELS = (
         "share of the gradient's mass",
         _quadrants("contribution"),
         "Who moves the policy. Rewarded likely tokens and punished unlikely ones lower the entropy, the "
-        "other two kinds raise it.",
+        "other two kinds (dashed) raise it.",
         "Table 4",
         "percent",
         compared=(1, 2),

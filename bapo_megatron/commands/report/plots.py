@@ -110,7 +110,7 @@ def _draw_distribution(axes: Any, panel: Panel, run: RunRecord) -> None:
     [artists] = draw_distribution(axes, panel, [(run, NEUTRAL)])
     if not artists:
         nothing_measured(axes)
-    elif panel.file == "entropy_prediction":
+    elif panel.file == "entropy_prediction" and artists[0].get_label():
         axes.legend(loc="best", handlelength=0.5)
 
 
@@ -254,7 +254,7 @@ def _annotate(axes: Any, panel: Panel, run: RunRecord, shaded: list[Band]) -> No
         axes.axvline(mark.position, color=colour, linewidth=0.8, linestyle=line, alpha=0.7)
     if len(panel.curves) > 1:
         crowded = len(panel.curves) > 3
-        axes.legend(
+        legend = axes.legend(
             loc="lower left",
             bbox_to_anchor=(0, 1.01),
             ncols=len(panel.curves) if len(panel.curves) != _TWO_ROWS else 2,
@@ -264,7 +264,10 @@ def _annotate(axes: Any, panel: Panel, run: RunRecord, shaded: list[Band]) -> No
             columnspacing=0.8 if crowded else 1.2,
             labelspacing=0.1,
             fontsize=7.5 if crowded else 9,
-        ).set_in_layout(False)  # The title's pad keeps its place.
+        )
+        for handle in legend.legend_handles:
+            handle.set_marker("")  # it would hide a dash
+        legend.set_in_layout(False)  # the title's pad keeps its place
 
 
 def draw_band(axes: Any, band: Band) -> None:

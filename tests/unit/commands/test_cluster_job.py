@@ -10,7 +10,7 @@ import pytest
 
 from bapo_megatron.commands.cluster.cluster_file import ClusterFile, load_cluster
 from bapo_megatron.commands.cluster.job import ClusterJob, check_job
-from bapo_megatron.commands.cluster.submit import SubmitCommand, nemo_run_python, submit
+from bapo_megatron.commands.cluster.submit import SubmitCommand, launch, nemo_run_python, submit
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
@@ -243,6 +243,16 @@ def test_the_command_line() -> None:
         SubmitCommand.of(["--cluster", "c.toml"])
     with pytest.raises(ConfigError, match="has examples of FILE"):
         SubmitCommand.of(["r.py", "--cluster"])
+
+
+def test_a_machine_without_slurm_is_told_where_to_submit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = replace(job(), flags=("--run-dir", str(tmp_path / "run")))
+    with pytest.raises(ConfigError, match=r"no sbatch on this machine.*login node.*--dry-run"):
+        launch(run, dry_run=False)
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_nemo_run_the_way_to_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

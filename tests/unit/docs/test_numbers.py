@@ -41,8 +41,10 @@ def test_budgets(column: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert re.search(rf"\b{re.escape(figure)}", planned), f"{name}: {figure} is not in\n{planned}"
 
 
-PLANNING = ROOT / "docs/planning.md"
-LAYOUTS = re.findall(r"^\| \**(TP \d[^|*]*)\** \| \**(\w+)\** \|(.*)\|$", PLANNING.read_text(), re.MULTILINE)
+LAYOUT_PAGE = ROOT / "docs/layout_32b.md"
+LAYOUTS = re.findall(
+    r"^\| \**(TP \d[^|*]*)\** \| \**(\w+)\** \|(.*)\|$", LAYOUT_PAGE.read_text(), re.MULTILINE
+)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_layouts_of_the_32b_recipe(
 def test_half_of_the_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     sentence = r"\*\*Half of them\*\*: `([^`]+)` fits 32 GPUs at (\d+)\s+tokens/s/GPU, `([^`]+)` at (\d+)\."
-    found = re.search(sentence, PLANNING.read_text())
+    found = re.search(sentence, LAYOUT_PAGE.read_text())
     assert found
     for flags, speed in (found.groups()[:2], found.groups()[2:]):
         assert run(["plan", "recipes/bp_math_32b_64k.py", *flags.split()]) == 0
@@ -82,7 +84,8 @@ def test_half_of_the_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         assert f"{speed} tokens/s/GPU" in planned
 
 
-COLOCATED = re.findall(r"^\| \[(\w+)\]\(\.\./recipes[^|]*\|(.*)\|$", PLANNING.read_text(), re.MULTILINE)
+COLOCATED_PAGE = (ROOT / "docs/colocated.md").read_text()
+COLOCATED = re.findall(r"^\| \[(\w+)\]\(\.\./recipes[^|]*\|(.*)\|$", COLOCATED_PAGE, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("recipe", "figures"), COLOCATED, ids=[row[0] for row in COLOCATED])

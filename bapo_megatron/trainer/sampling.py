@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import DataConfig, EvaluationConfig, RolloutConfig, RunConfig
 from bapo_megatron.data.difficulty import within_difficulty
+from bapo_megatron.data.prepare.options import CARD_FILE, DATA_FILE
 from bapo_megatron.data.prompts import PromptSet, load_prompts
 from bapo_megatron.data.suites import Suite, load_suite
 from bapo_megatron.errors import ConfigError
@@ -64,9 +66,27 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
 
 def load_problems(data: DataConfig, reward_function: str, tokenizer: Any) -> PromptSet:
     """The training problems, tokenized, each with a ground truth that ``reward_function`` can judge."""
+    _check_prepared_for(data.path, reward_function)
     check = ground_truth_check(reward_function)
     found = load_prompts(data.path, tokenizer, data.max_prompt_tokens, check)
     return replace(found, prompts=within_difficulty(found.prompts, data), found=len(found.prompts))
+
+
+def _check_prepared_for(path: Path, reward_function: str) -> None:
+    """ConfigError if the data was prepared for a reward of the user's, and the run has a built-in one.
+
+    Ground truths may be any text then: a built-in function would call every response wrong.
+    """
+    card = path.with_name(CARD_FILE)
+    if path.name != DATA_FILE or not card.is_file() or ":" in reward_function:
+        return
+    with suppress(ValueError, KeyError, TypeError):  # not a card of ours
+        prepared_for = str(json.loads(card.read_text())["options"]["reward"])
+        if ":" in prepared_for:
+            raise ConfigError(
+                f"reward.function={reward_function}, but {path} was prepared for {prepared_for}: add "
+                f"--reward.function {prepared_for}, or prepare it again without --reward"
+            )
 
 
 def load_suites(evaluation: EvaluationConfig, max_prompt_tokens: int, tokenizer: Any) -> tuple[Suite, ...]:

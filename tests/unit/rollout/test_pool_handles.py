@@ -223,6 +223,7 @@ def test_one_of_three_with_other_weights_is_refused(tmp_path: Path) -> None:
             assert sorted(confirmed) == ["one", "three"]
             asked = len(three[1].asked)
             await world.call("finish_wake", confirmed)
+            three[1].restart()  # the trainer ends what has not woken: its version alone would let it in
             await world.call("admit")
             assert versions(await world.batch(2)) == {1}
             assert (len(three[1].asked), pool.up) == (asked, 2)
@@ -251,6 +252,28 @@ def test_of_two_that_differ_neither_wakes(tmp_path: Path) -> None:
             await world.call("admit")
             await until(lambda: pool.up == 2)
             assert versions(await world.batch(2)) == {1}
+
+    run(check())
+
+
+def test_of_two_that_differed_one_comes_back_without_the_other(tmp_path: Path) -> None:
+    """The digest that the other had reported is no reason to refuse the first for ever."""
+
+    async def check() -> None:
+        both = named("one", "two")
+        world = HandleWorld(tmp_path, both)
+        async with sampling_in_turns(world, admitted=False) as pool:
+            await world.begin(pool)
+            released = await world.call("release")
+            await world.weights(1)
+            both[1].digest = "garbage"
+            assert await hand_over(world, released, 1) == []
+            await world.in_folder(1)
+            both[0].restart()
+            both[1].ready = False  # its server does not come again
+            await world.call("admit")
+            await until(lambda: pool.up == 1)
+            assert both[0].version == 1
 
     run(check())
 

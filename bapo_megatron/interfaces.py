@@ -200,7 +200,7 @@ class ReceivesHandles(ReleasesMemory, Protocol):
 
     async def receive_handles(self, handles: Sequence[bytes]) -> None:
         """Load some weights: for each tensor-parallel rank a pickle of (name, tensor) pairs, which names
-        memory of the trainer and holds no data. That memory may change when this has returned."""
+        memory of the trainer and holds no data. That memory may change when the next call has returned."""
 
     async def confirm_weights(self, version: int, confirm: Confirm) -> None:
         """The weights are whole, and of ``version``: give ``confirm`` their digest, as ``load`` does."""

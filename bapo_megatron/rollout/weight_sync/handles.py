@@ -44,7 +44,7 @@ def shareable(nbytes: int, device: torch.device) -> Tensor:
 def handles_of(named: Sequence[tuple[str, Tensor]]) -> bytes:
     """A pickle of names and handles of tensors in ``shareable`` memory, for one reader. It holds no data.
 
-    The memory must exist, and stay as it is, until the reader has answered.
+    The memory must exist, and stay as it is, until the reader is done (``ipc.py``).
     """
     if any(tensor.is_cuda for _, tensor in named):
         torch.cuda.current_stream().synchronize()

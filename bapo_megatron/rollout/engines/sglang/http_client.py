@@ -210,7 +210,7 @@ class SglangServer:
         await self._post("/update_weights_from_distributed", body, timeout)
 
     async def receive_handles(self, handles: Sequence[bytes], timeout: float) -> None:
-        """Load weights from another process's memory. The first rank answers: others may read a moment longer,
+        """Load weights from another process's memory. The first rank answers; others may read on
         until they take part in the next call.
 
         ``handles``: for each tensor-parallel rank a pickle by ``weight_sync/handles.py``.

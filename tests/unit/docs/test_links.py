@@ -10,45 +10,9 @@ import pytest
 
 from tests.support.pages import PAGES, ROOT, anchors, links
 
-LONGEST = {
-    "README.md": 110,
-    "docs/quickstart_gpu.md": 80,
-    "docs/customize.md": 120,
-    "docs/slurm.md": 150,
-    "docs/troubleshooting.md": 120,
-    "docs/results.md": 60,
-    "docs/reproduce.md": 60,
-    "docs/tuning.md": 80,
-    "docs/rollouts.md": 150,
-    "docs/sglang.md": 100,
-    "docs/network.md": 80,
-    "docs/operations.md": 200,
-    "docs/cluster_file.md": 100,
-    "docs/kill_tests.md": 60,
-    "docs/gpu.md": 130,
-    "docs/gpu_path.md": 60,
-    "docs/doctor.md": 100,
-    "docs/verify.md": 100,
-    "docs/rehearsal.md": 125,
-    "docs/security.md": 140,
-    "docs/router.md": 80,
-    "docs/data.md": 80,
-    "docs/rewards.md": 80,
-    "docs/evaluation.md": 120,
-    "docs/checkpoints.md": 120,
-    "docs/parallelism.md": 120,
-    "docs/planning.md": 120,
-    "docs/extending.md": 200,
-    "docs/extending_internals.md": 240,
-    "docs/algorithm.md": 250,
-    "docs/architecture.md": 205,
-    "docs/losses.md": 120,
-    "docs/off_policy.md": 85,
-    "docs/diagnostics.md": 65,
-    "docs/papo.md": 70,
-    "docs/study_plan.md": 140,
-}
-"""Lines of the pages, those first that a newcomer reads first: what does not fit belongs on another page."""
+README_LINES = 110
+PAGE_LINES = 250
+"""A page that is longer is two pages; docs/config.md is generated, a field a line."""
 
 _NAMED = re.compile(r"docs/\w+\.md(?:#[\w-]+)?")
 _CODE = ("bapo_megatron", "checkpoints_tools", "recipes", "slurm", "benchmarks", "cluster")
@@ -97,6 +61,7 @@ def test_anchors_are_githubs(tmp_path: Path) -> None:
     assert anchors(page) == {"c_low-bapo-moves-it", "what-it-does", "what-it-does-1"}
 
 
-@pytest.mark.parametrize("page", LONGEST)
-def test_pages_stay_short(page: str) -> None:
-    assert (ROOT / page).read_text().count("\n") <= LONGEST[page]
+def test_pages_stay_short() -> None:
+    lengths = {page: page.read_text().count("\n") for page in sorted((ROOT / "docs").glob("*.md"))}
+    assert {page.name for page, lines in lengths.items() if lines > PAGE_LINES} <= {"config.md"}
+    assert (ROOT / "README.md").read_text().count("\n") <= README_LINES

@@ -15,6 +15,7 @@ from checkpoints_tools.core.blocks import BlockTensor
 from checkpoints_tools.core.copying import copy_tensors
 from checkpoints_tools.core.output_plan import OutputPlan, holes
 from checkpoints_tools.core.progress import ByteProgress, format_bytes
+from checkpoints_tools.formats.torch_dist import OPTIMIZER
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,11 @@ class Conversion:
     source: Path
     output: Path
     tensors: int
+    """Tensors of the model."""
     parameters: int
+    """Elements of the model's tensors."""
+    states: int
+    """Tensors of the optimizer's state."""
     nbytes: int
     """Bytes of the output's files."""
     files: int
@@ -60,9 +65,11 @@ class Conversion:
     """Bytes that were free before it."""
 
     def __str__(self) -> str:
+        optimizer = f", {self.states} tensors of the optimizer" if self.states else ""
         return (
             f"{self.source} -> {self.output}\n"
-            f"  {self.tensors} tensors, {self.parameters:,} parameters, in {self.files} data files\n"
+            f"  {self.tensors} tensors, {self.parameters:,} parameters{optimizer}, in {self.files} data "
+            "files\n"
             f"  {format_bytes(self.nbytes)} ({self.nbytes:,} bytes); {format_bytes(self.free)} are free"
         )
 
@@ -75,11 +82,13 @@ def convert(
     ConfigError if the disk has not the space, or turns out not to have it; nothing is left behind.
     """
     free = check_space(output, plan.nbytes - holes(tensors))
+    weights = [tensor for name, tensor in plan.tensors.items() if not name.startswith(OPTIMIZER)]
     result = Conversion(
         source,
         output,
-        len(plan.tensors),
-        sum(prod(tensor.shape) for tensor in plan.tensors.values()),
+        len(weights),
+        sum(prod(tensor.shape) for tensor in weights),
+        len(plan.tensors) - len(weights),
         plan.nbytes,
         len(plan.sizes),
         free,

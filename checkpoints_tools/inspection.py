@@ -67,7 +67,7 @@ class Inspection:
     model: dict[str, Any] | None
     """The fields of config.json that shape the model; None if the checkpoint carries none."""
     parameters: int
-    """Parameters of the model where it is known, else elements of the weights as stored."""
+    """Parameters of the model where it is known, else elements of the weights as stored on all ranks."""
     dtypes: dict[str, int]
     """Bytes of the weights by type."""
     vocabulary_rows: int | None
@@ -92,6 +92,8 @@ class _Content:
     common: Mapping[str, Any]
     weights: tuple[GlobalTensor, ...]
     optimizer: str | None
+    other_shards: tuple[GlobalTensor, ...] = ()
+    """Shards of other tensor ranks: they count as bytes, their keys are those of the first."""
     optimizer_tensors: tuple[GlobalTensor, ...] = ()
     objects: tuple[str, ...] = ()
     ranks: Mapping[str, int] | None = None
@@ -109,8 +111,9 @@ def inspect_checkpoint(path: Path, step: str = LATEST, reference: Path | None = 
     embedding = next((t for t in content.weights if t.key.endswith(_EMBEDDINGS)), None)
     rows = embedding.shape[0] if embedding is not None and embedding.shape else None
     ranks = (content.ranks or {}).get("tensor", 1)
+    stored = (*content.weights, *content.other_shards)
     dtypes: dict[str, int] = {}
-    for tensor in content.weights:
+    for tensor in stored:
         dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + _nbytes(tensor)
     return Inspection(
         folder=str(location.folder),
@@ -119,7 +122,7 @@ def inspect_checkpoint(path: Path, step: str = LATEST, reference: Path | None = 
         iteration=_iteration(location, content.common),
         written_at={**_written_at(content.common), **(content.ranks or {})},
         model=model,
-        parameters=parameters or sum(prod(tensor.shape) for tensor in content.weights),
+        parameters=parameters or sum(prod(tensor.shape) for tensor in stored),
         dtypes=dtypes,
         vocabulary_rows=rows * ranks if rows is not None else None,
         optimizer=content.optimizer,
@@ -143,22 +146,26 @@ def _read_torch_dist(folder: Path) -> _Content:
     weights = tuple(tensor for tensor in tensors if not tensor.key.startswith("optimizer."))
     layout = layers_layout(metadata, find_prefix(metadata, folder))
     kind = optimizer_format(metadata, common)
-    return _Content(layout, common, weights, kind, state, tuple(metadata.objects))
+    return _Content(layout, common, weights, kind, optimizer_tensors=state, objects=tuple(metadata.objects))
 
 
 def _read_mp_rank(folder: Path) -> _Content:
     files = RankFiles(folder)
-    weights = []
-    for virtual in range(files.virtual):
-        for pipeline in range(files.pipeline):
-            chunk = files.chunk(0, pipeline, virtual)
-            stage = f"stage {pipeline + virtual * files.pipeline}: "
-            weights += [
-                GlobalTensor(stage + key, t.dtype, t.shape, ()) for key, t in chunk.parameters.items()
-            ]
+    shards: list[list[GlobalTensor]] = [[] for _ in range(files.tensor)]
+    for tensor, held in enumerate(shards):
+        for virtual in range(files.virtual):
+            for pipeline in range(files.pipeline):
+                chunk = files.chunk(tensor, pipeline, virtual)
+                stage = f"stage {pipeline + virtual * files.pipeline}: "
+                held += [
+                    GlobalTensor(stage + key, t.dtype, t.shape, ()) for key, t in chunk.parameters.items()
+                ]
+    first, *others = shards
     ranks = {"tensor": files.tensor, "pipeline": files.pipeline, "virtual": files.virtual}
     kind = "mp_rank" if files.has_optimizer else None
-    return _Content("shards of tensor rank 0", files.common, tuple(weights), kind, ranks=ranks)
+    rest = tuple(tensor for held in others for tensor in held)
+    layout = "shards of tensor rank 0"
+    return _Content(layout, files.common, tuple(first), kind, rest, ranks=ranks)
 
 
 def _read_hf(folder: Path) -> _Content:

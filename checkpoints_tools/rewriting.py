@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.runtime.files import read_file_inside
 from checkpoints_tools.archives.pickle_allow_list import PickledObject
 from checkpoints_tools.archives.pickle_writer import Call, Instance, Name
 from checkpoints_tools.archives.torch_archive import object_archive
@@ -25,7 +26,7 @@ def common_for_stacked(source: TorchDist) -> bytes:
     """
     path = source.folder / _COMMON
     if source.layout == "stacked":
-        return path.read_bytes()
+        return read_file_inside(source.folder, _COMMON)
     content = source.common.get(_CONTENT)
     kept = content if isinstance(content, dict) else {}
     changed = {**kept, **CONTENT}

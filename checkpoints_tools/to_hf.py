@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import with_dtype
 from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.runtime.files import read_file_inside
 from checkpoints_tools.carried import carried_files
 from checkpoints_tools.conversion import DEFAULTS, Conversion, Settings, convert
 from checkpoints_tools.core.atomic_output import check_output, temporary_folder
@@ -74,8 +75,7 @@ def to_hf(
     files = carried_files(model)
     config = files.pop(_CONFIG).read_bytes()
     plan.copied = {folder / name: path for name, path in files.items()}
-    changed = dtype is not None or origin == "optimizer"
-    plan.last[folder / _CONFIG] = _with_type(config, set(types.values())) if changed else config
+    plan.last[folder / _CONFIG] = with_dtype(config, {_TORCH_TYPES[kind] for kind in types.values()})
     return convert(source, tensors, plan, output, settings)
 
 
@@ -97,12 +97,4 @@ def _weight_map(model: Path, tensors: Iterable[str]) -> dict[str, str] | None:
 
 
 def _index(model: Path) -> bytes | None:
-    return (model / INDEX).read_bytes() if (model / INDEX).is_file() else None
-
-
-def _with_type(config: bytes, types: Collection[str]) -> bytes:
-    """config.json with the weights' dtype set, if all tensors have one dtype; no other byte changes."""
-    if len(types) != 1:
-        return config
-    name = _TORCH_TYPES[next(iter(types))]
-    return re.sub(rb'("(?:torch_)?dtype"\s*:\s*)"\w+"', rb'\1"' + name.encode() + rb'"', config)
+    return read_file_inside(model, INDEX) if (model / INDEX).is_file() else None

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bapo_megatron.checkpoint.writer import Digests, digest
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.runtime.distributed import is_main, share
-from bapo_megatron.runtime.files import file_below, file_inside
+from bapo_megatron.runtime.files import file_below, read_file_inside
 from bapo_megatron.runtime.run_paths import MANIFEST, POLICY, TRAINER_STATE, Moment, RunPaths, step_entries
 
 READERS = 4
@@ -79,7 +79,7 @@ def _read(path: Path, moment: Moment) -> Checkpoint:
 def _trainer_state(path: Path) -> tuple[dict[str, Any], str | None]:
     """The state of the training loop; or why it cannot be read."""
     try:
-        state = json.loads(file_inside(path, TRAINER_STATE).read_text())
+        state = json.loads(read_file_inside(path, TRAINER_STATE))
     except (CheckpointError, OSError, ValueError, RecursionError) as error:
         return {}, f"{TRAINER_STATE} cannot be read: {error}"
     return (state, None) if isinstance(state, dict) else ({}, f"{TRAINER_STATE} holds no JSON object")
@@ -88,11 +88,13 @@ def _trainer_state(path: Path) -> tuple[dict[str, Any], str | None]:
 def _manifest(path: Path) -> tuple[Digests, str | None]:
     """The digests of the manifest, the largest file first; or why it cannot be used."""
     try:
-        files = dict(json.loads((path / MANIFEST).read_text())["files"])
+        files = dict(json.loads(read_file_inside(path, MANIFEST))["files"])
         return dict(sorted(files.items(), key=lambda item: -item[1]["bytes"])), None
     except FileNotFoundError:
         return {}, "it has no manifest"
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except CheckpointError as error:
+        return {}, f"its manifest cannot be read: {error}"
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OSError) as error:
         return {}, f"its manifest cannot be read: {error!r:.200}"
 
 

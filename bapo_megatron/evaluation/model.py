@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +59,7 @@ def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
         return Model(location.folder, source, model_digest(location.folder))
     folder, note = output / "model", output / "model.json"
     output.mkdir(parents=True, exist_ok=True)
-    with (output / ".model.lock").open("w") as lock:
+    with open(output / ".model.lock", "ab", opener=_no_link) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # elements of an array share it: the first converts
         if folder.exists():
             made_of = (
@@ -70,6 +72,16 @@ def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
             write_atomically(note, json.dumps({"checkpoint": source}) + "\n")
             to_hf(location.folder, folder, reference)
     return Model(folder, source, model_digest(folder))
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Open without following a link, and without waiting for the other end of a FIFO."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        raise ConfigError(f"{path} is no plain file: remove it, or give another --output") from None
 
 
 def model_digest(folder: Path) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import check_files_inside
+from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.runtime.files import check_files_inside, read_file_inside
 
 # megatron-core takes the factor of Llama 3's RoPE scaling as an argument and fixes these three.
 _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
@@ -47,9 +49,9 @@ def read_model_shape(folder: Path) -> ModelShape:
     check_files_inside(folder)
     path = folder / "config.json"
     try:
-        if path.stat().st_size > _LONGEST_BYTES:
-            raise ConfigError(f"{path} is longer than {_LONGEST_BYTES:,} bytes: it is no configuration")
-        config = json.loads(path.read_text())
+        config = json.loads(read_file_inside(folder, path.name, _LONGEST_BYTES))
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise ConfigError(
             f"model.hf_path={folder}: no config.json there; give a Hugging Face model folder"
@@ -93,6 +95,31 @@ def model_shape(config: dict[str, Any], source: str) -> ModelShape:
     _check_counts(shape, source)
     _refuse_variants(config, source)
     return shape
+
+
+def with_dtype(config: bytes, dtypes: Collection[str]) -> bytes:
+    """config.json with ``dtypes``, those of the weights beside it by torch's names, if there is one alone.
+
+    transformers 4 knows the field as ``torch_dtype``, 5 as ``dtype``; those that are there are set. No other
+    byte changes.
+    """
+    if len(set(dtypes)) != 1:
+        return config
+    [name] = set(dtypes)
+    return re.sub(
+        rb'("(?:torch_)?dtype"\s*:\s*)(?:"[\w.]+"|null)',
+        lambda found: found[1] + b'"' + name.encode() + b'"',
+        config,
+    )
+
+
+def missing_file(path: Path, first: str, others: int) -> str:
+    """The message for a file of weights that the index names and that is not there."""
+    more = f" and {others} more" if others else ""
+    return (
+        f"{path} is missing: the index says that it holds {first}{more}. Copy it from where the model came "
+        "from, or fetch the model again"
+    )
 
 
 def _check_counts(shape: ModelShape, source: str) -> None:

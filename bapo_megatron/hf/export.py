@@ -11,9 +11,19 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import check_files_inside, new_folder, write_atomically
+from bapo_megatron.hf.config import with_dtype
+from bapo_megatron.runtime.files import check_files_inside, write_atomically
 from bapo_megatron.runtime.storage import writing
+from bapo_megatron.runtime.written_folders import (
+    MARK,
+    check_replaceable,
+    new_folder,
+    unlike_mark,
+    write_mark,
+)
+
+WRITER = "bapo"
+"""Who wrote an export, as its mark says."""
 
 _SHARD_BYTES = 4 * 2**30
 
@@ -29,11 +39,14 @@ def export_hf(
     at the end; an earlier export is replaced, anything else there is refused (ConfigError). RunStopped if the
     disk does not take it.
     """
-    check_export_output(output)
     if dist.get_rank() == 0:
-        with writing("the exported model", output), new_folder(output) as folder:
+        check_export_output(output)
+        with writing("the exported model", output), new_folder(output, WRITER, foreign) as folder:
             _copy_reference(reference, folder)
-            _write_shards(weights, folder, shard_bytes)
+            dtypes = _write_shards(weights, folder, shard_bytes)
+            config = folder / "config.json"
+            write_atomically(config, with_dtype(config.read_bytes(), dtypes))
+            write_mark(folder, WRITER)
     else:
         for _ in weights:
             pass
@@ -43,11 +56,13 @@ def export_hf(
 def _copy_reference(reference: Path, folder: Path) -> None:
     check_files_inside(reference)  # what a link leads to would become part of the export
     for path in sorted(reference.iterdir()):
-        if path.is_file() and not path.name.endswith(_WEIGHT_FILES):
+        if path.is_file() and path.name != MARK and not path.name.endswith(_WEIGHT_FILES):
             shutil.copyfile(path, folder / path.name)
 
 
-def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> None:
+def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> set[str]:
+    """Write the files of ``weights``; the types of the tensors."""
+    dtypes = set()
     shards: list[list[str]] = []
     total = filled = 0
     held: dict[str, Tensor] = {}
@@ -61,6 +76,7 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_byt
 
     for name, tensor in weights:
         size = tensor.numel() * tensor.element_size()
+        dtypes.add(str(tensor.dtype).removeprefix("torch."))
         if held and filled + size > shard_bytes:
             flush()
             filled = 0
@@ -68,6 +84,7 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_byt
         filled, total = filled + size, total + size
     flush()
     _name_shards(folder, shards, total)
+    return dtypes
 
 
 def _shard_name(number: int) -> str:
@@ -89,8 +106,10 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
 
 
 def check_export_output(output: Path) -> None:
-    """Raise ConfigError if ``output`` exists and is no Hugging Face folder: it would be replaced."""
-    if output.is_dir() and ((output / "config.json").is_file() or not any(output.iterdir())):
-        return
-    if output.exists():
-        raise ConfigError(f"{output} exists and is no Hugging Face folder, so it is kept: name another")
+    """Raise ConfigError if ``output`` exists and is no earlier export: it would be replaced."""
+    check_replaceable(output, WRITER, foreign)
+
+
+def foreign(folder: Path) -> str | None:
+    """What ``folder`` is or holds that no export wrote, in words; None if an export wrote all of it."""
+    return unlike_mark(folder, WRITER)

@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.hf.config import ModelShape, missing_file
 from bapo_megatron.hf.parameter_map import hf_tensors
-from bapo_megatron.runtime.files import check_files_inside, file_inside
+from bapo_megatron.runtime.files import check_files_inside, file_inside, read_file_inside
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -66,7 +66,7 @@ class HfReader:
         index = self.folder / _INDEX
         if index.exists():
             try:
-                weight_map = json.loads(index.read_text())["weight_map"]
+                weight_map = json.loads(read_file_inside(self.folder, _INDEX))["weight_map"]
                 files = {str(name): file_inside(self.folder, file).name for name, file in weight_map.items()}
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ConfigError(f"{index} cannot be read: {error!r:.200}") from None
@@ -80,6 +80,9 @@ class HfReader:
     def _file(self, filename: str) -> safe_open:
         if filename not in self._open_files:
             path = self.folder / filename
+            if not path.is_file():
+                first, *rest = sorted(name for name, file in self._file_of.items() if file == filename)
+                raise ConfigError(missing_file(path, first, len(rest)))
             try:
                 self._open_files[filename] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:

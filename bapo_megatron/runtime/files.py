@@ -4,14 +4,18 @@ which files of a folder that others made are read."""
 from __future__ import annotations
 
 import os
-import shutil
+import stat
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
 from bapo_megatron.errors import CheckpointError, ConfigError
+
+COPY_AGAIN = "copy it again from where it is whole, or take another checkpoint"
+"""What a person can do about a damaged file of a checkpoint; ends a message."""
+
+MOST_DESCRIPTION_BYTES = 1 << 26
+"""Bytes of a file that describes others (a manifest, an index), at most."""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -72,39 +76,6 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-@contextmanager
-def new_folder(output: Path) -> Iterator[Path]:
-    """A folder beside ``output`` that becomes it, durably, at the end of the block that fills it with files.
-
-    A folder that had the name is replaced. If the block raises, the new one is deleted.
-    """
-    temporary = output.with_name(f".{output.name}.tmp")
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        _publish(temporary, output)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _publish(temporary: Path, output: Path) -> None:
-    for path in temporary.iterdir():
-        sync_file(path)
-    sync_folder(temporary)
-    replaced = output.with_name(f".{output.name}.replaced")
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    if output.exists():
-        output.rename(replaced)
-    temporary.rename(output)
-    sync_folder(output.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
-
-
 def file_inside(folder: Path, name: str) -> Path:
     """The path of the file ``name`` of a checkpoint or model folder, after it is known to lie there.
 
@@ -119,14 +90,38 @@ def file_inside(folder: Path, name: str) -> Path:
             raise CheckpointError(f"{folder} names {name[:200]!a}, which is no file of the folder")
         if path.is_symlink() and not _may_lead(folder.resolve(), path.resolve()):
             raise CheckpointError(
-                f"{path} is a link to {os.readlink(path)[:200]!a}, outside of the folder: copy the file, "
-                "or name the folder that holds it"
+                f"{path} is a link to {os.readlink(path)[:200]!a}, outside of the folder: name the "
+                "folder that holds the file, or make one of plain files (cp -rL; of the hub's models: "
+                "hf download MODEL --local-dir FOLDER)"
             )
         if path.exists() and not path.is_file():
             raise CheckpointError(f"{path} is no plain file")
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, links in a circle, a zero byte
         raise CheckpointError(f"{str(path)[-200:]!a} cannot be a file: {error}") from None
     return path
+
+
+def read_file_inside(folder: Path, name: str, most_bytes: int = MOST_DESCRIPTION_BYTES) -> bytes:
+    """The content of the small file ``name`` of a checkpoint or model folder (``file_inside``).
+
+    FileNotFoundError if it is missing. CheckpointError for what is no plain file, and for one of more than
+    ``most_bytes``.
+    """
+    path = file_inside(folder, name)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            # Of what was opened: the name may lead to a FIFO by now.
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise CheckpointError(f"{path} is no plain file")
+            data = file.read(most_bytes + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > most_bytes:
+        raise CheckpointError(f"{path} is longer than {most_bytes:,} bytes: it is damaged, or another file")
+    return data
 
 
 def file_below(folder: Path, name: str) -> Path:

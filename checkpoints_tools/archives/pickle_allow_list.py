@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, cast
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.runtime.files import COPY_AGAIN
 
 DTYPES = {
     "bfloat16": "BF16",
@@ -129,9 +130,12 @@ def load_pickle(data: bytes, source: str, persistent: Callable[[Any], Any] | Non
         raise
     except Exception as error:
         # A damaged pickle can fail at anything that its instructions do: one message for all of it.
-        raise CheckpointError(
-            f"{source}: damaged pickle ({type(error).__name__}: {shown(str(error))})"
-        ) from None
+        why = (
+            "it ends too early"
+            if isinstance(error, EOFError)
+            else f"{type(error).__name__}: {shown(str(error))}"
+        )
+        raise CheckpointError(f"{source}: damaged pickle ({why}); {COPY_AGAIN}") from None
 
 
 def shown(text: str) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bapo_megatron.errors import CheckpointError
+from bapo_megatron.runtime.files import COPY_AGAIN
 from checkpoints_tools.archives.pickle_allow_list import (
     DTYPE_BYTES,
     MOST_PICKLE_BYTES,
@@ -74,14 +75,16 @@ def read_archive(stream: BinaryIO, file: Path, name: str, start: int = 0, length
     if start < 0 or length < 0 or start + length > end:
         raise CheckpointError(
             f"{source} should lie at bytes {start} to {start + length}, but the file has {end}: "
-            "it is truncated"
+            f"it is truncated; {COPY_AGAIN}"
         )
     try:
         window = io.BufferedReader(_Window(stream.fileno(), start, length), 4096)
         with zipfile.ZipFile(window) as archive:
             return _MemberReader(archive, window, file, source, start, length).read()
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
-        raise CheckpointError(f"{source} is no archive of torch.save, or damaged: {error}") from None
+        raise CheckpointError(
+            f"{source} is no archive of torch.save, or is truncated or damaged ({error}); {COPY_AGAIN}"
+        ) from None
     except (struct.error, ValueError, OverflowError, EOFError, OSError) as error:
         raise CheckpointError(f"{source} cannot be read: {error!r}") from None
 

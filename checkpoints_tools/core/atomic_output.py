@@ -16,10 +16,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import sync_folder
+from bapo_megatron.runtime.written_folders import (
+    bring_back,
+    check_replaceable,
+    put_in_place,
+    unlike_mark,
+    write_mark,
+)
 
-# What shows that a folder is a checkpoint, which --overwrite may replace. Anything else is somebody's.
-_MARKS = ("config.json", "latest_checkpointed_iteration.txt", ".metadata")
+WRITER = "bapo-ckpt"
+"""Who wrote an output, as its mark says."""
+
+_FOLDER_ALONE = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota is used up",
@@ -36,26 +44,21 @@ def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
     """``output`` as an absolute path. ConfigError if it may not be written there."""
     output = output.absolute()
     output = output.parent.resolve() / output.name
-    replaced = _replaced_folder(output)
-    if not output.exists() and replaced.exists():
-        replaced.rename(output)  # a run was killed between the two renames that replace an output
+    bring_back(output, _replaced_folder(output))
     for source in (source.resolve() for source in sources):
         if output == source or output in source.parents or source in output.parents:
             raise ConfigError(
                 f"output {output} and input {source} are, or lie in, one another: choose another"
             )
-    if output.is_symlink() or (output.exists() and not output.is_dir()):
-        raise ConfigError(f"output {output} exists and is no folder")
-    if output.is_mount():
-        raise ConfigError(f"output {output} is a mount point: give the name of a new folder in it")
-    if output.is_dir() and any(output.iterdir()):
-        if not overwrite:
-            raise ConfigError(f"output {output} exists; --overwrite replaces it")
-        if not any((output / mark).is_file() for mark in _MARKS):
-            raise ConfigError(
-                f"output {output} exists and is no checkpoint, so --overwrite does not replace it"
-            )
+    check_replaceable(output, WRITER, foreign)
+    if not overwrite and output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"output {output} exists; --overwrite replaces it")
     return output
+
+
+def foreign(folder: Path) -> str | None:
+    """What ``folder`` is or holds that these tools did not write, in words; None if they wrote all of it."""
+    return unlike_mark(folder, WRITER)
 
 
 def check_space(output: Path, nbytes: int) -> int:
@@ -122,9 +125,13 @@ class _FolderLock:
         """Lock the folder, or raise ``_Taken``."""
         try:
             # One call in C: no signal handler runs between the opening and the note of it.
-            self._open.extend(map(os.open, [self._folder], [os.O_RDONLY]))
+            self._open.extend(map(os.open, [self._folder], [_FOLDER_ALONE]))
         except FileNotFoundError:
             raise _Taken(self._folder) from None
+        except NotADirectoryError:  # so the system says of links, too
+            raise ConfigError(
+                f"{self._folder}, in which the output is written first, is no folder: move it away"
+            ) from None
         try:
             fcntl.flock(self._open[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -146,7 +153,7 @@ class _FolderLock:
 
 def _clear(folder: Path, ignore_errors: bool = False) -> None:
     """Remove what a killed run has left. Locked meanwhile, so that nobody else begins in it."""
-    if folder.exists():
+    if os.path.lexists(folder):
         lock = _FolderLock(folder)
         try:
             lock.take()
@@ -176,16 +183,5 @@ def _replaced_folder(output: Path) -> Path:
 
 
 def _publish(folder: Path, output: Path) -> None:
-    sync_folder(folder)
-    replaced = _replaced_folder(output)
-    shutil.rmtree(replaced, ignore_errors=True)
-    try:
-        if output.is_dir() and any(output.iterdir()):
-            output.rename(replaced)
-        folder.rename(output)
-    except BaseException:
-        if replaced.exists() and not output.exists():
-            replaced.rename(output)
-        raise
-    sync_folder(output.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    write_mark(folder, WRITER)
+    put_in_place(folder, output, _replaced_folder(output), WRITER, foreign)

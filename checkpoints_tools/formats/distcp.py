@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.runtime.files import file_inside
+from bapo_megatron.runtime.files import COPY_AGAIN, file_inside, read_file_inside
 from checkpoints_tools.archives.pickle_allow_list import MOST_PICKLE_BYTES, PickledObject, load_pickle, shown
 from checkpoints_tools.archives.torch_dist_metadata import METADATA_JSON
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive, read_tensor
@@ -72,9 +72,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = file_inside(folder, METADATA)
     try:
-        if path.stat().st_size > MOST_PICKLE_BYTES:
-            raise CheckpointError(f"{path} is too long to be a description: damaged")
-        data = path.read_bytes()
+        data = read_file_inside(folder, METADATA, MOST_PICKLE_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     metadata = load_pickle(data, str(path))
@@ -104,8 +102,7 @@ def check_backends(folder: Path) -> None:
     """
     path = file_inside(folder, "metadata.json")
     try:
-        with path.open("rb") as file:
-            stored = json.loads(file.read(_LONGEST_JSON))
+        stored = json.loads(read_file_inside(folder, path.name, _LONGEST_JSON))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -212,7 +209,7 @@ class _Ranges:
         if start + length > self._size(name, key):
             raise CheckpointError(
                 f"{self._folder / name} is truncated: it has {self._size(name, key)} bytes, and {key} should "
-                f"lie at bytes {start} to {start + length}"
+                f"lie at bytes {start} to {start + length}; {COPY_AGAIN}"
             )
         return Place(self._folder / name, start, length)
 
@@ -220,9 +217,13 @@ class _Ranges:
         if name not in self._sizes:
             try:
                 self._sizes[name] = file_inside(self._folder, name).stat().st_size
+            except FileNotFoundError:
+                raise CheckpointError(
+                    f"{self._folder / name}, which holds {key}, is missing; {COPY_AGAIN}"
+                ) from None
             except (OSError, ValueError) as error:
                 raise CheckpointError(
-                    f"{self._folder / name}, which holds {key}, is missing: {error}"
+                    f"{self._folder / name}, which holds {key}, cannot be read: {error}"
                 ) from None
         return self._sizes[name]
 

@@ -10,6 +10,7 @@ a run of ours        checkpoints/step_000120/{manifest.json, policy/ (torch_dist
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError, ConfigError
-from bapo_megatron.runtime.files import file_below
+from bapo_megatron.runtime.files import file_below, read_file_inside
 from bapo_megatron.runtime.run_paths import CHECKPOINTS, MANIFEST, POLICY, moment_of
 from checkpoints_tools.formats.distcp import METADATA
 
@@ -28,7 +29,9 @@ LATEST = "latest"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 _CONFIG = "config.json"
-_ITERATION = re.compile(r"iter_(\d+)")
+_ITERATION = re.compile(r"iter_(\d{1,18})")
+_MOST_TRACKER_BYTES = 1000
+_MOST_DIGITS = 18
 
 
 class Format(StrEnum):
@@ -63,9 +66,9 @@ def locate(path: Path, step: str = LATEST) -> Location:
         return _of_run(path.parent)
     if (found := _weights(path)) is not None:
         return Location(path, found, _iteration(path))
-    if (path / TRACKER).exists() or any(_ITERATION.fullmatch(name.name) for name in _folders(path)):
+    if os.path.lexists(path / TRACKER) or any(_ITERATION.fullmatch(name.name) for name in _folders(path)):
         return _megatron(path, number)
-    if (path / MANIFEST).exists() or moment_of(path.name):
+    if os.path.lexists(path / MANIFEST) or moment_of(path.name):
         return _of_run(path)
     if (path / CHECKPOINTS).is_dir():
         path = path / CHECKPOINTS
@@ -120,9 +123,13 @@ def _folders(path: Path) -> Iterator[Path]:
 def _number(step: str) -> int | None:
     if step == LATEST:
         return None
-    if not step.isascii() or not step.isdigit():
-        raise ConfigError(f"--step {step}: give {LATEST} or a number")
+    if not _is_number(step):
+        raise ConfigError(f"--step {step[:40]}: give {LATEST} or a number")
     return int(step)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
 
 
 def _iteration(folder: Path) -> int | None:
@@ -149,12 +156,14 @@ def _megatron(path: Path, number: int | None) -> Location:
 def _tracked(path: Path) -> str:
     tracker = path / TRACKER
     try:
-        text = tracker.read_text().strip()
+        text = read_file_inside(path, TRACKER, _MOST_TRACKER_BYTES).decode().strip()
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; choose one with --step") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{tracker} cannot be read: {error}; choose one with --step") from None
     if text == "release":
         return text
-    if not text.isascii() or not text.isdigit():
+    if not _is_number(text):
         raise CheckpointError(f"{tracker} holds {text[:40]!r}, which is no iteration; choose one with --step")
     return f"iter_{int(text):07d}"
 
@@ -208,11 +217,13 @@ def _model_of_run(path: Path) -> Path | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(read_file_inside(path.parent, path.name))
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: the checkpoint is not whole") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{path} cannot be read: {error!s:.200}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object: it is damaged")
     return value

@@ -20,7 +20,7 @@ from typing import Any
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.hf.config import ModelShape
 from bapo_megatron.hf.parameter_map import Mapping, canonical_name, mapping_table
-from bapo_megatron.runtime.files import file_inside
+from bapo_megatron.runtime.files import COPY_AGAIN, file_inside
 from checkpoints_tools.archives.torch_zip import StoredTensor, read_archive
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.core.segments import check_cover, cut_into_sources
@@ -218,7 +218,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
         with path.open("rb") as stream:
             state = read_archive(stream, path, "the rank's state")
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete") from None
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete; {COPY_AGAIN}") from None
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise CheckpointError(f"{path} holds no dictionary of states")
     return state

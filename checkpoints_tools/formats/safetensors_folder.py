@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.runtime.files import check_files_inside
+from bapo_megatron.hf.config import missing_file
+from bapo_megatron.runtime.files import COPY_AGAIN, check_files_inside, file_inside, read_file_inside
 from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 
 INDEX = "model.safetensors.index.json"
@@ -28,6 +29,9 @@ def read_safetensors_folder(folder: Path) -> dict[str, BlockTensor]:
     found: dict[str, BlockTensor] = {}
     weight_map = read_weight_map(folder)
     for file in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]:
+        if weight_map is not None and not file_inside(folder, file).is_file():
+            first, *others = sorted(name for name, held in weight_map.items() if held == file)
+            raise CheckpointError(missing_file(folder / file, first, len(others)))
         for tensor in read_safetensors(folder / file):
             if weight_map is not None and weight_map.get(tensor.name) != file:
                 raise CheckpointError(
@@ -53,9 +57,9 @@ def read_weight_map(folder: Path) -> dict[str, str] | None:
             return None
         raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}")
     try:
-        weight_map = _parse(index.read_bytes())["weight_map"]
+        weight_map = _parse(read_file_inside(folder, INDEX))["weight_map"]
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
-        raise CheckpointError(f"{index} cannot be read: {error!r}") from None
+        raise CheckpointError(f"{index} cannot be read: {error!r:.200}") from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is no table of tensors")
     for name, file in weight_map.items():
@@ -75,7 +79,9 @@ def read_safetensors(path: Path) -> list[BlockTensor]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-                raise CheckpointError(f"{path} is truncated or no safetensors file: {size} bytes")
+                raise CheckpointError(
+                    f"{path} is truncated or no safetensors file: {size} bytes; {COPY_AGAIN}"
+                )
             header = _parse(file.read(length))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the header cannot be read: {error}") from None
@@ -95,7 +101,11 @@ def read_safetensors(path: Path) -> list[BlockTensor]:
             )
         position += tensor.nbytes
     if position != size:
-        raise CheckpointError(f"{path} has {size} bytes; its header speaks of {position}")
+        last = next((t.name for t in tensors if t.blocks[0].position + t.nbytes > size), "")
+        where = f": it is truncated in tensor {last}" if last else ": it has more than its tensors"
+        raise CheckpointError(
+            f"{path} has {size} bytes, its header speaks of {position}{where}; {COPY_AGAIN}"
+        )
     return tensors
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.parameter_map import hf_tensors
+from bapo_megatron.runtime.written_folders import MARK
 
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _BITS = {"BF16": torch.int16, "F16": torch.int16, "F32": torch.int32}
@@ -55,6 +56,7 @@ def save_random_model(
 ) -> Path:
     """The folder, with a tokenizer's files; ``changes`` are fields of its config.json."""
     folder.mkdir(parents=True)
+    changes = {"torch_dtype": str(TYPES[dtype]).removeprefix("torch."), **changes}
     (folder / "config.json").write_text(json.dumps(config_of(family, **changes), indent=1))
     (folder / "generation_config.json").write_text('{"eos_token_id": [2]}')
     (folder / "tokenizer.json").write_bytes(b'{"model": "\xc3\xa9"}\r\n')
@@ -105,7 +107,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
     """All files of a folder."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MARK)
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
 def edit_metadata(folder: Path, change: Callable[[Any], None]) -> None:

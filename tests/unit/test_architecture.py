@@ -28,7 +28,10 @@ LAYERS = [
 SIBLINGS = {"rollout", "policy", "checkpoint"}
 """They never import each other: what one needs of another comes through ``interfaces``, from ``trainer``."""
 LARGEST_ROOM = 20
-TOOLS_MAY_USE = {"errors", "runtime.files", "runtime.run_paths", "hf.config", "hf.parameter_map"}
+TOOLS_MAY_USE = {
+    *("errors", "runtime.files", "runtime.run_paths", "runtime.written_folders"),
+    *("hf.config", "hf.parameter_map"),
+}
 
 
 @cache

@@ -32,7 +32,9 @@ from bapo_megatron.data.prepare.problems import Problem, problem_of, with_column
 from bapo_megatron.data.prepare.sources import Source, open_source
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.runtime.files import new_folder
+from bapo_megatron.runtime.written_folders import check_replaceable, new_folder, unlike_names
+
+_WRITER = "bapo data prepare"
 
 Read = tuple[Source, int, Problem | RowError]
 """A source, the number of a row in it (the first is 0), and what the row is."""
@@ -52,7 +54,7 @@ def prepare(options: PrepareOptions) -> Card:
     for source in sources:
         rows = sum(_shown(duplicates, read) for read in _problems(source, options))
         card.sources.append({"name": source.name, "sha256": source.digest(), "rows": rows})
-    with new_folder(options.output) as folder:
+    with new_folder(options.output, _WRITER, _foreign) as folder:
         card.sha256 = _write(folder / DATA_FILE, sources, filters, card)
         _check_result(card, options)
         (folder / CARD_FILE).write_text(json.dumps(card.as_json(), indent=2, ensure_ascii=False) + "\n")
@@ -62,12 +64,16 @@ def prepare(options: PrepareOptions) -> Card:
 
 def check_dataset_output(output: Path, overwrite: bool) -> None:
     """Raise ConfigError if ``output`` exists and may not be replaced."""
-    if not output.exists():
-        return
-    if not (output / CARD_FILE).is_file():
-        raise ConfigError(f"output={output} exists and is no prepared dataset, so it is kept: name another")
-    if not overwrite:
+    check_replaceable(output, _WRITER, _foreign)
+    if not overwrite and (output / CARD_FILE).exists():
         raise ConfigError(f"output={output} exists: name another, or give --overwrite")
+
+
+def _foreign(folder: Path) -> str | None:
+    """What ``folder`` is or holds that is no prepared dataset, in words; None for a prepared dataset."""
+    if (found := unlike_names(folder, {DATA_FILE, CARD_FILE, CARD_TEXT})) is not None:
+        return found
+    return None if (folder / CARD_FILE).is_file() else "is no prepared dataset"
 
 
 def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> Iterator[Read]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import resource
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import Settings, reshard, to_hf, to_megatron
 from checkpoints_tools.core import atomic_output, copying
 from checkpoints_tools.core.atomic_output import check_space, temporary_folder
@@ -130,16 +132,19 @@ def test_a_kill_while_replacing_loses_neither(convert: Convert, tmp_path: Path) 
     output = tmp_path / "output"
     convert(output, Settings())
     new = folder_bytes(output)
-    (output / "old").write_text("an older one")
+    config = next(output.rglob("config.json"))
+    changed = config.read_bytes().replace(b" 512", b" 256")  # of the same length, as the mark has it
+    config.write_bytes(changed)
     old = folder_bytes(output)
+    assert old != new
     seen = set()
     for _ in moments(convert, output, OVERWRITE):
         # As the next run finds it.
         found = folder_bytes(atomic_output.check_output(output, True, []))
         assert found in (old, new)
-        seen.add(len(found))
-        (output / "old").write_text("an older one")
-    assert seen == {len(old), len(new)}
+        seen.add(found == new)
+        config.write_bytes(changed)
+    assert seen == {False, True}
     assert folder_bytes(output) == new
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
@@ -243,16 +248,16 @@ def test_a_signal_between_the_renames_brings_the_old_output_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "output"
-    output.mkdir()
-    (output / "config.json").write_text("old")
-    rename = Path.rename
+    with atomic_output.atomic_output(output) as folder:
+        (folder / "config.json").write_text("old")
+    rename = os.rename
 
-    def told(path: Path, target: Path) -> Path:
+    def told(path: Path, target: Path) -> None:
         if path == temporary_folder(output):
             raise SystemExit(143)
-        return rename(path, target)
+        rename(path, target)
 
-    monkeypatch.setattr(Path, "rename", told)
+    monkeypatch.setattr(os, "rename", told)
     with pytest.raises(SystemExit), atomic_output.atomic_output(output) as folder:
         (folder / "config.json").write_text("new")
     assert (output / "config.json").read_text() == "old"
@@ -262,25 +267,146 @@ def test_a_signal_between_the_renames_brings_the_old_output_back(
 def test_an_existing_output_is_kept_without_overwrite(convert: Convert, tmp_path: Path) -> None:
     output = tmp_path / "output"
     convert(output, Settings())
-    (output / "mark").touch()
+    before = output.stat().st_ino
     with pytest.raises(ConfigError, match="exists; --overwrite replaces it"):
         convert(output, Settings())
-    assert (output / "mark").exists()
+    assert output.stat().st_ino == before
     convert(output, OVERWRITE)
-    assert not (output / "mark").exists()
+    assert output.stat().st_ino != before
 
 
-def test_a_folder_that_is_no_checkpoint_is_kept_even_so(convert: Convert, tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match="is no checkpoint, so --overwrite does not replace it"):
-        convert(tmp_path, OVERWRITE)
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="exists and is no folder"):
-        convert(tmp_path / "file", OVERWRITE)
-    (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="exists and is no folder"):
-        convert(tmp_path / "link", OVERWRITE)
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+def test_an_output_of_another_command_is_kept(tmp_path: Path, model: Path) -> None:
+    output = tmp_path / "output"
+    to_megatron(model, output)
+    mark = json.loads((output / MARK).read_text())
+    (output / MARK).write_text(json.dumps(mark | {"written_by": "bapo"}))
+    with pytest.raises(ConfigError, match="was written by 'bapo', not by bapo-ckpt"):
+        to_megatron(model, output, settings=OVERWRITE)
+
+
+Target = Callable[[Path, Path], object]
+
+
+def run_folder(path: Path, _: Path) -> None:
+    """As a run has it, config.json among its files."""
+    (path / "journal").mkdir(parents=True)
+    (path / "journal/step_000001.npz").touch()
+    (path / "config.json").write_text("{}")
+    (path / "metrics.jsonl").write_text("{}")
+
+
+def with_a_file_more(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    (path / "release/thesis.tex").touch()
+
+
+def with_an_empty_folder_more(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    (path / "iter_0000100").mkdir()
+
+
+def with_an_edited_file(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    with (path / "release/hf/config.json").open("a") as file:
+        file.write(" ")
+
+
+def with_a_link_for_a_file(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    tokenizer = path / "release/hf/tokenizer.json"
+    tokenizer.unlink()
+    tokenizer.symlink_to("config.json")
+
+
+def without_a_mark(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    (path / MARK).unlink()
+
+
+def with_a_damaged_mark(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    (path / MARK).write_text("{")
+
+
+def with_a_fifo_as_mark(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    (path / MARK).unlink()
+    os.mkfifo(path / MARK)
+
+
+TARGETS: list[tuple[Target, str]] = [
+    (run_folder, "is the directory of a run"),
+    (with_a_file_more, r"holds release/thesis\.tex, which was put there by something else"),
+    (with_an_empty_folder_more, "holds iter_0000100, which was put there"),
+    (with_an_edited_file, r"holds release/hf/config\.json, which was changed since"),
+    (with_a_link_for_a_file, r"holds release/hf/tokenizer\.json, which was put there"),
+    (without_a_mark, "has no .*an earlier version"),
+    (with_a_damaged_mark, "cannot be read"),
+    (with_a_fifo_as_mark, "is no plain file"),
+    (lambda path, _: path.touch(), "is a file"),
+    (lambda path, _: os.mkfifo(path), "is a FIFO"),
+    (lambda path, written: path.symlink_to(written), "is a link to"),
+    (lambda path, _: path.symlink_to("nothing"), "is a link to"),
+]
+
+
+@pytest.mark.parametrize(("make", "told"), TARGETS)
+def test_what_was_not_written_by_it_is_never_replaced(
+    make: Target, told: str, model: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Also not if it comes there while the output is being written."""
+    make(tmp_path / "output", checkpoint)
+    before = entries(tmp_path)
+    with pytest.raises(ConfigError, match=rf"(?s)output .*/output .*{told}"):
+        to_hf(checkpoint, tmp_path / "output", model, settings=OVERWRITE)
+    assert entries(tmp_path) == before
+
+    late = tmp_path / "late"
+    to_megatron(model, late)
+    with pytest.raises(ConfigError, match=told), atomic_output.atomic_output(late) as folder:
+        (folder / "config.json").touch()
+        shutil.rmtree(late)
+        make(late, checkpoint)
+        before = entries(late)
+    assert entries(late) == before
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def entries(path: Path) -> list[tuple[str, int, int]]:
+    """All that is at ``path``, by name, kind and inode."""
+    found = [path, *path.rglob("*")] if path.is_dir() and not path.is_symlink() else [path]
+    return sorted((str(p), p.lstat().st_mode, p.lstat().st_ino) for p in found)
+
+
+def test_a_home_folder_is_no_output(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with pytest.raises(ConfigError, match="is your home folder"):
+        convert(tmp_path / "home", OVERWRITE)
+
+
+@pytest.mark.parametrize("kind", [os.mkfifo, lambda path: path.symlink_to("/")])
+def test_a_temporary_folder_that_is_none(
+    convert: Convert, tmp_path: Path, kind: Callable[[Path], object]
+) -> None:
+    """The name in which an output is written first leads nowhere else, and is not waited for."""
+    kind(temporary_folder(tmp_path / "output"))
+    with pytest.raises(ConfigError, match="is no folder: move it away"):
+        convert(tmp_path / "output", Settings())
+
+
+def test_what_was_moved_aside_and_is_no_output_is_kept(convert: Convert, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    convert(output, Settings())
+    aside = atomic_output._replaced_folder(output)
+    aside.mkdir()
+    (aside / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="bapo-ckpt keeps it: move it away"):
+        convert(output, OVERWRITE)
+    assert (aside / "thesis.tex").exists()
+    assert open_checkpoint(output, reference=None)
 
 
 def test_an_empty_folder_is_an_output(convert: Convert, tmp_path: Path) -> None:

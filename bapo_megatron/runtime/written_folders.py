@@ -1,0 +1,194 @@
+"""Output folders that a command may replace: those that it wrote itself, with nothing else in them.
+
+A folder is known by a mark, a file that is written last and lists all others with their sizes. A folder
+without it, or with anything that it does not list, is never replaced and never deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.runtime.files import read_file_inside, sync_file, sync_folder, write_atomically
+from bapo_megatron.runtime.run_paths import RunPaths
+
+MARK = ".bapo-written.json"
+"""File in a written folder: who wrote it, and the size of every other file."""
+
+Foreign = Callable[[Path], str | None]
+"""What a folder is or holds that the command did not write, in words; None if it wrote all of it."""
+
+
+def write_mark(folder: Path, writer: str) -> None:
+    """Write the mark of ``writer``, durably, into a folder that is whole otherwise."""
+    files = {name: path.lstat().st_size for name, path in sorted(_entries(folder)) if not path.is_dir()}
+    mark = {"written_by": writer, "files": files}
+    write_atomically(folder / MARK, json.dumps(mark, indent=1) + "\n")
+
+
+def unlike_mark(folder: Path, writer: str) -> str | None:
+    """What ``folder`` is or holds that ``writer`` did not write, in words; None if it wrote all of it.
+
+    Files that were deleted since do not count: to replace the folder loses nothing then either.
+    """
+    if (kind := _kind(folder)) is not None:
+        return kind
+    if _is_run(folder):
+        return "is the directory of a run"
+    if not os.path.lexists(folder / MARK):
+        return f"has no {MARK}: it was made by something else, or by an earlier version"
+    try:
+        mark = json.loads(read_file_inside(folder, MARK))
+        files: dict[str, Any] = dict(mark["files"])
+        by = mark["written_by"]
+    except (CheckpointError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return f"has a {MARK} that cannot be read ({error!s:.200})"
+    if by != writer:
+        return f"was written by {str(by)[:80]!r}, not by {writer}"
+    return _unlisted(folder, {**files, MARK: None})
+
+
+def unlike_names(folder: Path, names: set[str]) -> str | None:
+    """``unlike_mark`` for a folder of plain files with fixed ``names``, which is known by them."""
+    return _kind(folder) or _unlisted(folder, dict.fromkeys(names))
+
+
+def check_replaceable(output: Path, writer: str, foreign: Foreign) -> None:
+    """ConfigError, with what to do, if ``output`` exists and ``writer`` did not write all of it."""
+    if not os.path.lexists(output) or _is_empty(output):
+        return
+    if (found := foreign(output)) is not None:
+        raise ConfigError(
+            f"output {output} {found}. {writer} replaces only what it wrote itself: name another folder, or "
+            "look what it is, and move it away or remove it yourself"
+        )
+
+
+def put_in_place(new: Path, output: Path, aside: Path, writer: str, foreign: Foreign) -> None:
+    """Give the folder ``new`` the name ``output``; what had the name is deleted, after that.
+
+    It is moved to ``aside`` first and looked at there, where nobody who knows it by its name changes it. If
+    it is not ``writer``'s it is moved back: ConfigError. A kill between the renames is mended by
+    ``bring_back``.
+    """
+    bring_back(output, aside)
+    _remove_own(aside, writer, foreign)
+    try:
+        if os.path.lexists(output) and not _is_empty(output):
+            os.rename(output, aside)
+            if (found := foreign(aside)) is not None:
+                raise ConfigError(
+                    f"output {output} {found}. It was not like that when {writer} began, and is kept as it is"
+                )
+        os.rename(new, output)
+    except BaseException:
+        bring_back(output, aside)
+        raise
+    sync_folder(output.parent)
+    _remove_own(aside, writer, foreign)
+
+
+def bring_back(output: Path, aside: Path) -> None:
+    """Give ``output`` its name back if a process was killed between moving it ``aside`` and replacing it."""
+    if os.path.lexists(aside) and not os.path.lexists(output):
+        os.rename(aside, output)
+
+
+def set_aside(output: Path, foreign: Foreign) -> Path | None:
+    """Rename what stands at ``output`` unless it can be replaced; its new name."""
+    if not os.path.lexists(output) or _is_empty(output) or foreign(output) is None:
+        return None
+    number = 1
+    while os.path.lexists(kept := output.with_name(f"{output.name}.kept-{number}")):
+        number += 1
+    os.rename(output, kept)
+    return kept
+
+
+@contextmanager
+def new_folder(output: Path, writer: str, foreign: Foreign) -> Iterator[Path]:
+    """A folder beside ``output`` that becomes it, durably, at the end of the block that fills it with files.
+
+    A folder of the name that ``writer`` wrote is replaced. If the block raises, the new one is deleted.
+    """
+    temporary, aside = (output.with_name(f".{output.name}.{end}") for end in ("tmp", "replaced"))
+    bring_back(output, aside)
+    if os.path.lexists(temporary):
+        if (kind := _kind(temporary)) is not None:
+            raise ConfigError(f"{temporary}, which {writer} writes first, {kind}: move it away")
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for path in temporary.iterdir():
+            sync_file(path)
+        sync_folder(temporary)
+        put_in_place(temporary, output, aside, writer, foreign)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _remove_own(folder: Path, writer: str, foreign: Foreign) -> None:
+    """Delete a folder of ``writer``'s if it is there. ConfigError if it is not its own."""
+    if os.path.lexists(folder):
+        if not _is_empty(folder) and (found := foreign(folder)) is not None:
+            raise ConfigError(f"{folder} {found}; {writer} keeps it: move it away")
+        shutil.rmtree(folder)
+
+
+def _kind(path: Path) -> str | None:
+    """What ``path`` is if it is no folder that could be an output."""
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        return f"is a link to {os.readlink(path)[:200]!a}"
+    if not stat.S_ISDIR(mode):
+        return "is a file" if stat.S_ISREG(mode) else "is a FIFO, a socket or a device"
+    if path.is_mount():
+        return "is a mount point"
+    home = Path(os.path.expanduser("~"))
+    if home.is_dir() and path.samefile(home):
+        return "is your home folder"
+    return None
+
+
+def _is_run(folder: Path) -> bool:
+    paths = RunPaths(folder)
+    return any(
+        os.path.lexists(part) for part in (paths.metrics, paths.journal, paths.checkpoints, paths.lock)
+    )
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether ``path`` is an empty folder that may become the output."""
+    return _kind(path) is None and not any(path.iterdir())
+
+
+def _unlisted(folder: Path, files: dict[str, Any]) -> str | None:
+    """The first entry that is none of ``files``: sizes by path, None for any size."""
+    folders = {parent.as_posix() for name in files for parent in Path(name).parents}
+    for name, path in _entries(folder):
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode) and name in folders:
+            continue
+        shown = ascii(name)[1:-1]
+        if name not in files or not stat.S_ISREG(status.st_mode):
+            return f"holds {shown}, which was put there by something else"
+        if files[name] is not None and status.st_size != files[name]:
+            return f"holds {shown}, which was changed since: it had {files[name]} bytes"
+    return None
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Everything below ``folder``, by its path there; no link is followed."""
+    for place, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = Path(place) / name
+            yield path.relative_to(folder).as_posix(), path

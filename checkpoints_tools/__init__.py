@@ -1,11 +1,18 @@
 """Convert, reshard, inspect and compare checkpoints: bytes are moved from file to file, no model is built."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from checkpoints_tools.conversion import Conversion, Settings
-from checkpoints_tools.inspection import Inspection, inspect_checkpoint
-from checkpoints_tools.resharding import reshard
 from checkpoints_tools.to_hf import to_hf
 from checkpoints_tools.to_megatron import to_megatron
-from checkpoints_tools.verification import Verification, verify
+
+if TYPE_CHECKING:
+    from checkpoints_tools.inspection import Inspection, inspect_checkpoint
+    from checkpoints_tools.resharding import reshard
+    from checkpoints_tools.verification import Verification, verify
 
 __all__ = [
     "Conversion",
@@ -18,3 +25,18 @@ __all__ = [
     "to_megatron",
     "verify",
 ]
+
+_MODULES = {
+    "Inspection": "inspection",
+    "inspect_checkpoint": "inspection",
+    "reshard": "resharding",
+    "Verification": "verification",
+    "verify": "verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is first asked for: conversions start without them."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,7 @@
-"""The commands of ``bapo-ckpt``: their flags, and what they do."""
+"""The commands of ``bapo-ckpt``: their flags, and what they do.
+
+Each imports what it alone needs when it runs: start-up is a good part of a small conversion.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,8 @@ import tyro
 
 from bapo_megatron.errors import ConfigError
 from checkpoints_tools.conversion import Settings
-from checkpoints_tools.inspection import inspect_checkpoint
-from checkpoints_tools.inspection_text import as_text
-from checkpoints_tools.resharding import Target, reshard
 from checkpoints_tools.to_hf import to_hf
 from checkpoints_tools.to_megatron import to_megatron
-from checkpoints_tools.verification import verify
 
 
 class Command(Protocol):
@@ -114,6 +113,9 @@ class Inspect:
 
     def run(self) -> int:
         """Look, and print what was found."""
+        from checkpoints_tools.inspection import inspect_checkpoint
+        from checkpoints_tools.inspection_text import as_text
+
         found = inspect_checkpoint(self.path, self.step, self.hf_reference)
         print(dumps(found.as_json(), indent=2) if self.json else as_text(found))
         return 0
@@ -143,6 +145,8 @@ class Verify:
 
     def run(self) -> int:
         """Compare, and print what was found."""
+        from checkpoints_tools.verification import verify
+
         settings = Settings(threads=self.threads, progress=not self.json)
         found = verify(
             self.first,
@@ -168,7 +172,7 @@ class Reshard:
     """Its folder or one above it, of Megatron-LM or of a run; for --to mp_rank also a Hugging Face folder."""
     out: tyro.conf.Positional[Path]
     """Folder to write; it appears when it is whole."""
-    to: Target = "torch_dist"
+    to: Literal["torch_dist", "mp_rank"] = "torch_dist"
     """Format to write."""
     grid: int = 8
     """Pieces of each matrix, for torch_dist: the largest TP size at which a rank reads only its part."""
@@ -188,6 +192,8 @@ class Reshard:
 
     def run(self) -> int:
         """Convert, and print what was written."""
+        from checkpoints_tools.resharding import reshard
+
         result = reshard(
             self.checkpoint,
             self.out,

@@ -104,7 +104,7 @@ def read_safetensors(path: Path) -> list[BlockTensor]:
         last = next((t.name for t in tensors if t.blocks[0].position + t.nbytes > size), "")
         where = f": it is truncated in tensor {last}" if last else ": it has more than its tensors"
         raise CheckpointError(
-            f"{path} has {size} bytes, its header speaks of {position}{where}; {COPY_AGAIN}"
+            f"{path} has {size} bytes; its header speaks of {position}{where}; {COPY_AGAIN}"
         )
     return tensors
 

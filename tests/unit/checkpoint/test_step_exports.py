@@ -164,13 +164,20 @@ def test_zero_exports_nothing(tmp_path: Path, model: Path, policy: Path) -> None
     assert owner.events == []
 
 
+_WAITS_WHEN_IT_IS_NICE = """
+import os, signal
+nice = os.nice
+os.nice = lambda change: (nice(change), signal.pause())
+"""
+
+
 @pytest.fixture
-def endless(owner: Owner, policy: Path) -> Owner:
-    """The checkpoint of step 10 has a manifest that nobody writes: who reads it waits."""
+def endless(owner: Owner, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Owner:
+    """Step 10 has a checkpoint; an export waits for ever once it has lowered its priority."""
     save(owner.store, 10, copy_of(policy), {})
-    manifest = owner._folder / "step_000010/manifest.json"
-    manifest.unlink()
-    os.mkfifo(manifest)
+    (tmp_path / "hooks").mkdir()
+    (tmp_path / "hooks/sitecustomize.py").write_text(_WAITS_WHEN_IT_IS_NICE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hooks"))
     return owner
 
 
@@ -262,6 +269,13 @@ def test_a_step_that_was_made_again_is_exported_again(owner: Owner) -> None:
     owner.reach(10)
     owner.wait()
     assert not stale.exists()
+    # With what the run did not write in it, the earlier one is kept beside it.
+    assert (owner.exports.folder / "step_000010.kept-1/stale").exists()
+    shutil.rmtree(owner.exports.folder / "step_000010.kept-1")
+    owner.reach(10)
+    owner.wait()
+    assert owner.kinds()[-1] == ("export_done", 10)
+    assert [path.name for path in owner.exports.folder.iterdir()] == ["step_000010"]
 
 
 def test_a_continued_run_makes_the_newest_two_that_are_missing(

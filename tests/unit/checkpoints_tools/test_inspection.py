@@ -79,6 +79,14 @@ def test_mp_rank_folders(hf: Path, tmp_path: Path) -> None:
     groups = {group.key: group for group in found.keys}
     assert groups["stage 2: decoder.layers.*.mlp.linear_fc1.weight"].shape == (40, 48)
     assert groups["stage 2: output_layer.weight"].shape == (128, 48)
+    files = (tmp_path / "legacy/release").glob("mp_rank_*/model_optim_rng.pt")
+    stored = sum(
+        tensor.nbytes
+        for path in files
+        for tensor in torch.load(path, weights_only=False)["model"].values()
+        if isinstance(tensor, torch.Tensor)
+    )
+    assert found.dtypes == {"BF16": stored}  # of both tensor ranks
     (tmp_path / "legacy/release/mp_rank_01_000/distrib_optim.pt").touch()
     assert inspect_checkpoint(tmp_path / "legacy").optimizer == "mp_rank"
 

@@ -3,10 +3,13 @@ end in one line."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +17,23 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bapo_megatron.checkpoint.reader import _manifest, _trainer_state
 from bapo_megatron.data.fields import RowError
 from bapo_megatron.data.prompts import prompt_token_ids
 from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.evaluation.model import find_checkpoint, model_digest
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.hf.export import _copy_reference
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.rollout.engines.local.model import _load
 from bapo_megatron.runtime.files import check_files_inside, file_below, file_inside
+from checkpoints_tools import to_hf, to_megatron
 from checkpoints_tools.carried import carried_files
+from checkpoints_tools.formats.distcp import check_backends, read_metadata
+from checkpoints_tools.formats.locate import Format, Location, hf_reference, locate
 from checkpoints_tools.formats.safetensors_folder import read_safetensors, read_safetensors_folder
+from tests.support.checkpoint_models import folder_bytes, save_random_model
 
 POLICY = Path(__file__).parents[2] / "fixtures/policy"
 
@@ -123,6 +132,148 @@ def test_the_hubs_cache_may_link_to_its_blobs_and_no_further(tmp_path: Path) -> 
     (snapshot / "README.md").symlink_to("../../refs")
     with pytest.raises(CheckpointError, match=r"README\.md is a link to"):
         read_model_shape(found)
+
+
+def test_a_snapshot_of_the_hubs_cache_is_a_model(tmp_path: Path) -> None:
+    """As huggingface_hub lays it out, for what trains, converts and evaluates."""
+    plain = save_random_model(tmp_path / "plain", files=2)
+    cache = tmp_path / "hub/models--org--Model-1.5B"
+    snapshot = cache / f"snapshots/{'0123456789' * 4}"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text(snapshot.name)
+    for path in (path for path in plain.rglob("*") if path.is_file()):
+        place = snapshot / path.relative_to(plain)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        blob = cache / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copy(path, blob)
+        place.symlink_to(os.path.relpath(blob, place.parent))
+    HfReader(snapshot).check(read_model_shape(snapshot))
+    to_megatron(snapshot, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert folder_bytes(tmp_path / "back") == folder_bytes(plain)
+    assert model_digest(find_checkpoint(snapshot, "latest").folder) == model_digest(plain)
+    (tmp_path / "link").symlink_to(snapshot)
+    assert read_model_shape(tmp_path / "link") == read_model_shape(plain)
+
+    farm = tmp_path / "farm"
+    farm.mkdir()
+    for path in snapshot.glob("*.*"):
+        (farm / path.name).symlink_to(path)
+    with pytest.raises(CheckpointError, match=r"(?s)is a link to .*hf download MODEL --local-dir"):
+        read_model_shape(farm)
+
+
+@pytest.fixture
+def deadline() -> Iterator[None]:
+    """Ends a read that waits for a FIFO, long after a loaded machine would have ended one that does not."""
+
+    def over(*_: object) -> None:
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def _digits(path: Path) -> None:
+    path.unlink()
+    path.write_text("9" * 5000)
+
+
+def _endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def _enormous(path: Path) -> None:
+    os.truncate(path, 1 << 40)  # a hole
+
+
+@pytest.mark.parametrize("attack", [_fifo, _endless, _digits, _enormous])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "latest_checkpointed_iteration.txt",
+        "release/.metadata",
+        "release/common.pt",
+        "release/hf/config.json",
+        "release/hf/model.safetensors.index.json",
+    ],
+)
+def test_descriptions_are_plain_files_of_bounded_size(
+    name: str, attack: Callable[[Path], None], tmp_path: Path, deadline: None
+) -> None:
+    model = save_random_model(tmp_path / "hf", files=2)
+    to_megatron(model, tmp_path / "megatron")
+    attack(tmp_path / "megatron" / name)
+    with pytest.raises(ConfigError, match=re.escape(Path(name).name)) as caught:
+        to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert len(str(caught.value)) < 600 + len(str(tmp_path))
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("attack", [_fifo, _endless, _digits, _enormous])
+def test_the_file_that_names_the_backends(
+    attack: Callable[[Path], None], tmp_path: Path, deadline: None
+) -> None:
+    (tmp_path / "metadata.json").touch()
+    attack(tmp_path / "metadata.json")
+    with pytest.raises(CheckpointError, match=r"metadata\.json"):
+        check_backends(tmp_path)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100])
+def test_a_description_that_was_cut_short_says_what_to_do(cut: int, tmp_path: Path) -> None:
+    path = tmp_path / ".metadata"
+    to_megatron(save_random_model(tmp_path / "hf"), tmp_path / "megatron")
+    path.write_bytes((tmp_path / "megatron/release/.metadata").read_bytes()[:cut])
+    with pytest.raises(CheckpointError, match=r"\.metadata: damaged pickle \(.+\); copy it again") as caught:
+        read_metadata(tmp_path)
+    assert "EOFError: )" not in str(caught.value)
+
+
+@pytest.mark.parametrize("attack", [_fifo, _endless, _digits, _enormous])
+@pytest.mark.parametrize("name", ["manifest.json", "trainer.json"])
+def test_the_trainer_reads_descriptions_so_as_well(
+    name: str, attack: Callable[[Path], None], tmp_path: Path, deadline: None
+) -> None:
+    (tmp_path / "step_000010").mkdir()
+    path = tmp_path / "step_000010" / name
+    path.touch()
+    attack(path)
+    problem = (_manifest if name == "manifest.json" else _trainer_state)(path.parent)[1]
+    assert problem is not None
+    assert "cannot be read" in problem
+    if name == "manifest.json":
+        with pytest.raises(CheckpointError, match=r"manifest\.json"):
+            locate(path.parent)
+
+
+def test_a_run_names_its_model_in_a_plain_file(tmp_path: Path, deadline: None) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints/step_000010/policy").mkdir(parents=True)
+    os.mkfifo(run / "config.json")
+    place = Location(run / "checkpoints/step_000010/policy", Format.TORCH_DIST, 10)
+    with pytest.raises(CheckpointError, match="name the model's folder with --hf-reference"):
+        hf_reference(place, None)
+
+
+@pytest.mark.parametrize("read", [HfReader, read_safetensors_folder])
+def test_a_missing_shard_is_named_with_a_tensor_and_the_fix(
+    read: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    model = save_random_model(tmp_path / "hf", files=3)
+    shape = read_model_shape(model)
+    shard = model / "model-00002-of-00003.safetensors"
+    shard.unlink()
+    with pytest.raises(
+        ConfigError, match=rf"{shard.name} is missing: .* holds \S+ and \d+ more\. Copy it from"
+    ):
+        found = read(model)
+        found.check(shape)
 
 
 def test_links_within_a_folder_are_files(model: Path) -> None:

@@ -1,0 +1,139 @@
+"""An export: what it may replace, and the type that its config.json gives."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.config import with_dtype
+from bapo_megatron.hf.export import check_export_output, export_hf, foreign
+from bapo_megatron.runtime import written_folders
+from bapo_megatron.runtime.distributed import free_port
+from bapo_megatron.runtime.written_folders import MARK, set_aside
+from checkpoints_tools import Settings, to_hf, to_megatron
+from tests.support.checkpoint_models import load_tensors, save_random_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_random_model(tmp_path / "hf", files=2)
+
+
+def export(model: Path, output: Path) -> None:
+    export_hf(iter(load_tensors(model).items()), model, output)
+
+
+def test_an_export_replaces_an_export(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "export"
+    export(model, output)
+    export(model, output)
+    assert load_tensors(output).keys() == load_tensors(model).keys()
+    (output / "notes.md").touch()
+    with pytest.raises(ConfigError, match=r"holds notes\.md, which was put there by something else"):
+        export(model, output)
+    assert (output / "notes.md").exists()
+
+
+def run_folder(path: Path) -> None:
+    (path / "checkpoints").mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (run_folder, "is the directory of a run"),
+        (save_random_model, "has no .* earlier version"),
+        (os.mkfifo, "is a FIFO"),
+        (lambda path: path.touch(), "is a file"),
+        (lambda path: path.symlink_to("/"), "is a link to"),
+    ],
+)
+def test_nothing_else_is_replaced(
+    make: Callable[[Path], object], told: str, model: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "output"
+    make(output)
+    before = output.lstat().st_ino
+    with pytest.raises(ConfigError, match=rf"output .*{told}"):
+        check_export_output(output)
+    with pytest.raises(ConfigError, match=told):
+        export(model, output)
+    assert output.lstat().st_ino == before
+    # A run's own export never fails for it at the run's end.
+    assert set_aside(output, foreign) == tmp_path / "output.kept-1"
+    assert (tmp_path / "output.kept-1").lstat().st_ino == before
+    export(model, output)
+    assert set_aside(output, foreign) is None
+
+
+def test_a_kill_between_the_renames_loses_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old export is beside its name then; a next one that fails brings it back."""
+    output = tmp_path / "export"
+    export(model, output)
+    output.rename(tmp_path / ".export.replaced")
+
+    def fails(*_: object) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(written_folders, "sync_folder", fails)
+    with pytest.raises(OSError, match="no"):
+        export(model, output)
+    assert load_tensors(output).keys() == load_tensors(model).keys()
+
+
+def test_the_mark_of_the_first_model_is_not_carried_along(model: Path, tmp_path: Path) -> None:
+    (model / MARK).write_text("{}")
+    export(model, tmp_path / "export")
+    assert json.loads((tmp_path / "export" / MARK).read_text())["written_by"] == "bapo"
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+def test_config_json_has_the_type_of_the_tensors(kind: str, model: Path, tmp_path: Path) -> None:
+    """By both names that transformers has had for it."""
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "bfloat16"}))
+    weights = {name: tensor.to(getattr(torch, kind)) for name, tensor in load_tensors(model).items()}
+    export_hf(iter(weights.items()), model, tmp_path / "export")
+    found = json.loads((tmp_path / "export/config.json").read_text())
+    assert (found["torch_dtype"], found["dtype"]) == (kind, kind)
+
+
+def test_converted_float32_weights_are_float32_in_config_json(tmp_path: Path) -> None:
+    """Of a run in float32 that began from a bfloat16 model."""
+    weights = save_random_model(tmp_path / "float32", dtype="F32")
+    model = save_random_model(tmp_path / "hf")
+    to_megatron(weights, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "back", model)
+    assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == "float32"
+    to_hf(tmp_path / "megatron", tmp_path / "back", model, "bf16", settings=Settings(overwrite=True))
+    assert (tmp_path / "back/config.json").read_bytes() == (model / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (b'{"torch_dtype":"bfloat16"}', b'{"torch_dtype":"float32"}'),
+        (b'{"dtype" : null, "a": 1}', b'{"dtype" : "float32", "a": 1}'),
+        (b'{"a": "torch_dtype"}', b'{"a": "torch_dtype"}'),
+    ],
+)
+def test_no_other_byte_changes(config: bytes, expected: bytes) -> None:
+    assert with_dtype(config, {"float32"}) == expected
+    assert with_dtype(config, {"float32", "bfloat16"}) == config

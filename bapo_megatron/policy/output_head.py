@@ -81,7 +81,7 @@ class OutputHead:
             yield part, logits if self.temperature == 1.0 else logits.div_(temperature)
 
     def _stats(self, logits_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob, entropy and logsumexp of each token of a chunk."""
+        """Log-prob, entropy and logsumexp of each token of a chunk, float32."""
         log_norm_C, mean_C = _local_softmax(logits_CV)
         column_C, mine_C = self._local_columns(label_C, logits_CV.size(1))
         peak_C = self._all_reduce(log_norm_C.clone(), dist.ReduceOp.MAX)
@@ -90,7 +90,9 @@ class OutputHead:
         sums = torch.stack([mass_C, mass_C * mean_C, chosen_C])
         norm_C, weighted_C, chosen_C = self._all_reduce(sums, dist.ReduceOp.SUM)
         log_norm_C = norm_C.log() + peak_C
-        return chosen_C - log_norm_C, log_norm_C - weighted_C / norm_C, log_norm_C
+        found = chosen_C - log_norm_C, log_norm_C - weighted_C / norm_C, log_norm_C
+        log_prob_C, entropy_C, log_norm_C = (value_C.float() for value_C in found)
+        return log_prob_C, entropy_C, log_norm_C
 
     def _local_columns(self, label_C: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Labels as columns of this rank's part (0 where they lie elsewhere), and whether they lie here."""
@@ -167,19 +169,42 @@ def _matmul_into_float32(weight_VH: Tensor) -> Callable[[Tensor, Tensor], object
 
 
 def _local_softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """logsumexp(z) and the mean of z under its softmax; in blocks, whose softmax lies beside the logits."""
+    """logsumexp(z) and the mean of z under its softmax; in blocks, whose softmax lies beside the logits.
+
+    float64 on a CPU, float32 on a GPU.
+    """
     rows, width = logits_CV.shape
     block = min(rows, max(1, (_SOFTMAX_LOGITS if logits_CV.is_cuda else _CACHED_LOGITS) // width))
-    log_norm_C, mean_C = logits_CV.new_empty(2, rows)
+    softmax, dtype = (_gpu_softmax, torch.float32) if logits_CV.is_cuda else (_cpu_softmax, torch.float64)
+    log_norm_C, mean_C = logits_CV.new_empty(2, rows, dtype=dtype)
     buffer = torch.empty_like(logits_CV[:block])
     for start in range(0, rows, block):
         part = slice(start, min(start + block, rows))
         logits = logits_CV[part]
-        prob = torch.softmax(logits, 1, out=buffer[: logits.size(0)])
-        peak, column = logits.max(1)
-        log_norm_C[part] = peak - prob.gather(1, column[:, None])[:, 0].log()
-        mean_C[part] = torch.linalg.vecdot(prob, logits)
+        log_norm_C[part], mean_C[part] = softmax(logits, buffer[: logits.size(0)])
     return log_norm_C, mean_C
+
+
+def _gpu_softmax(logits_CV: Tensor, buffer_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """logsumexp(z) and mean by one fused kernel, whose threads' sums are added as a tree."""
+    prob_CV = torch.softmax(logits_CV, 1, out=buffer_CV)
+    peak_C, column_C = logits_CV.max(1)
+    log_norm_C = peak_C - prob_CV.gather(1, column_C[:, None])[:, 0].log()
+    return log_norm_C, torch.linalg.vecdot(prob_CV, logits_CV)
+
+
+def _cpu_softmax(logits_CV: Tensor, buffer_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """logsumexp(z) and mean, from d = z - max z: log sum e^d + max z, and sum d e^d / sum e^d + max z.
+
+    ``sum`` adds pairwise. torch's softmax on a CPU adds one number after another, which at 49,152 float32
+    numbers makes entropies 2e-4 nats too low. The logits' size, up to a hundred times the entropy's, is added
+    in float64, and cancels there.
+    """
+    peak_C1 = logits_CV.amax(1, keepdim=True)
+    gap_CV = torch.sub(logits_CV, peak_C1, out=buffer_CV)
+    mass_CV = gap_CV.exp()
+    total_C, weighted_C, peak_C = mass_CV.sum(1), gap_CV.mul_(mass_CV).sum(1), peak_C1[:, 0].double()
+    return peak_C + total_C.double().log(), peak_C + weighted_C.double() / total_C
 
 
 def _add_product(total_VH: Tensor, gap_CV: Tensor, hidden_CH: Tensor) -> None:

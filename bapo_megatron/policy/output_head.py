@@ -15,7 +15,11 @@ pack never exist (40 GB in float32 for 64k tokens and 152k entries), and no matm
 because a loss is additive over tokens: the gradient of a token needs no other token. So a ``TokenFn`` sees a
 chunk of a pack at a time; what it must know of a whole sequence comes from sums made before.
 
-Shapes: ``_T`` tokens, ``_C`` tokens of a chunk, ``_H`` hidden size, ``_V`` this rank's vocabulary.
+``rows_N`` are the rows of the hidden states whose logits are wanted (None: all), in the order of the labels
+or of the batch. They are copied a chunk at a time.
+
+Shapes: ``_T`` tokens, ``_N`` those whose logits are wanted, ``_C`` tokens of a chunk, ``_H`` hidden size,
+``_V`` this rank's vocabulary.
 """
 
 from __future__ import annotations
@@ -51,24 +55,38 @@ class OutputHead:
     """
 
     @torch.no_grad()
-    def stats(self, hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor) -> TokenStats:
-        """Log-probs of the labels and entropies, float32, both [tokens]."""
-        log_prob_T, entropy_T = hidden_TH.new_empty(2, label_T.numel(), dtype=torch.float32)
-        for part, logits_CV in self._logits(hidden_TH, weight_VH):
-            log_prob_T[part], entropy_T[part], _ = self._stats(logits_CV, label_T[part])
-        return TokenStats(log_prob_T, entropy_T)
+    def stats(
+        self, hidden_TH: Tensor, weight_VH: Tensor, label_N: Tensor, rows_N: Tensor | None = None
+    ) -> TokenStats:
+        """Log-probs of the labels and entropies, float32, both [N]."""
+        log_prob_N, entropy_N = hidden_TH.new_empty(2, label_N.numel(), dtype=torch.float32)
+        for part, _, logits_CV in self._logits(hidden_TH, weight_VH, rows_N):
+            log_prob_N[part], entropy_N[part], _ = self._stats(logits_CV, label_N[part])
+        return TokenStats(log_prob_N, entropy_N)
 
-    def sums(self, hidden_TH: Tensor, weight_VH: Tensor, batch: MicroBatch, loss: TokenFn) -> Tensor:
-        """The vector of ``loss`` over the tokens, float64; element 0 is differentiable.
+    def sums(
+        self,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        batch: MicroBatch,
+        loss: TokenFn,
+        rows_N: Tensor | None = None,
+    ) -> Tensor:
+        """The vector of ``loss`` over the tokens of ``batch``, float64; element 0 is differentiable.
 
         Its gradients are those in the hidden states and in the weights.
         """
-        total: Tensor = _LossAndGradient.apply(hidden_TH, weight_VH, batch, loss, self)  # type: ignore[no-untyped-call]
+        total: Tensor = _LossAndGradient.apply(hidden_TH, weight_VH, batch, loss, self, rows_N)  # type: ignore[no-untyped-call]
         return total
 
-    def _logits(self, hidden_TH: Tensor, weight_VH: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The logits / t chunk by chunk, float32, with the chunk's tokens; the next chunk overwrites them."""
-        tokens = hidden_TH.size(0)
+    def _logits(
+        self, hidden_TH: Tensor, weight_VH: Tensor, rows_N: Tensor | None = None
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """The logits / t chunk by chunk, float32, after the chunk's place and its hidden states.
+
+        The next chunk overwrites the logits.
+        """
+        tokens = hidden_TH.size(0) if rows_N is None else rows_N.numel()
         size = min(self.chunk_tokens, tokens)
         buffer = hidden_TH.new_empty(size, weight_VH.size(0), dtype=torch.float32)
         # A tensor: CUDA multiplies by the reciprocal of a plain number, which rounds otherwise than SGLang.
@@ -76,9 +94,10 @@ class OutputHead:
         matmul = _matmul_into_float32(weight_VH)
         for start in range(0, tokens, size):
             part = slice(start, min(start + size, tokens))
+            hidden_CH = hidden_TH[part] if rows_N is None else hidden_TH[rows_N[part]]
             logits = buffer[: part.stop - start]
-            matmul(hidden_TH[part], logits)
-            yield part, logits if self.temperature == 1.0 else logits.div_(temperature)
+            matmul(hidden_CH, logits)
+            yield part, hidden_CH, logits if self.temperature == 1.0 else logits.div_(temperature)
 
     def _stats(self, logits_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob, entropy and logsumexp of each token of a chunk, float32."""
@@ -111,13 +130,19 @@ class _LossAndGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, batch: MicroBatch, loss: TokenFn, head: OutputHead
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        batch: MicroBatch,
+        loss: TokenFn,
+        head: OutputHead,
+        rows_N: Tensor | None,
     ) -> Tensor:
-        grad_hidden_TH = torch.empty_like(hidden_TH)
+        grad_hidden_TH = torch.zeros_like(hidden_TH)
         # Chunks add up in float32 whatever the weights' type.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         total: Tensor | None = None
-        for part, logits_CV in head._logits(hidden_TH, weight_VH):
+        for part, hidden_CH, logits_CV in head._logits(hidden_TH, weight_VH, rows_N):
             chunk = batch.take(part)
             log_prob_C, entropy_C, log_norm_C = head._stats(logits_CV, chunk.label_T)
             sums, grad_C = _sums_and_gradient(log_prob_C, entropy_C, chunk, loss)
@@ -128,8 +153,11 @@ class _LossAndGradient(torch.autograd.Function):
             gap_CV.scatter_add_(1, column_C[:, None], -mine_C[:, None].float())
             gap = gap_CV.to(weight_VH.dtype)
             scale = (-grad_C / head.temperature)[:, None]  # float32, so that a token's weight is not rounded
-            torch.mm(gap, weight_VH, out=grad_hidden_TH[part]).mul_(scale)
-            _add_product(grad_weight_VH, gap, (hidden_TH[part] * scale).to(weight_VH.dtype))
+            if rows_N is None:
+                torch.mm(gap, weight_VH, out=grad_hidden_TH[part]).mul_(scale)
+            else:
+                grad_hidden_TH.index_copy_(0, rows_N[part], torch.mm(gap, weight_VH).mul_(scale))
+            _add_product(grad_weight_VH, gap, (hidden_CH * scale).to(weight_VH.dtype))
         ctx.save_for_backward(grad_hidden_TH, grad_weight_VH)
         ctx.dtype = weight_VH.dtype
         assert total is not None
@@ -140,7 +168,14 @@ class _LossAndGradient(torch.autograd.Function):
         grad_hidden_TH, grad_weight_VH = ctx.saved_tensors
         scale = grad_sums[0]
         grad_weight_VH *= scale.to(grad_weight_VH.dtype)
-        return grad_hidden_TH * scale.to(grad_hidden_TH.dtype), grad_weight_VH.to(ctx.dtype), None, None, None
+        return (
+            grad_hidden_TH * scale.to(grad_hidden_TH.dtype),
+            grad_weight_VH.to(ctx.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _sums_and_gradient(

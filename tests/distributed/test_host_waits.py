@@ -32,6 +32,7 @@ UPDATE = {
 }
 OF_THE_HOST = {
     "attention/padded.py padding_plan",  # made once for a pack, on a CPU alone
+    "policy/passes.py _part",  # the mask of a pack, before it goes to the device
     "policy/megatron.py update",
     "optimizer/optimizer.py step_with_ready_grads",  # torch's Adam keeps its step counters on the host
 }

@@ -156,7 +156,7 @@ def test_bfloat16_log_probs_are_those_of_sglang(temperature: float, chunk: int) 
     """The same logits to the bit; log-probs to float32's rounding of logits of up to 64 / 0.6."""
     hidden, weight, labels = language_model_like()
     head = OutputHead(temperature, chunk)
-    logits = torch.cat([part.clone() for _, part in head._logits(hidden, weight)])
+    logits = torch.cat([part.clone() for _, _, part in head._logits(hidden, weight)])
     theirs = torch.matmul(hidden.float(), weight.float().T).div_(torch.full((1, 1), temperature))
     assert torch.equal(logits, theirs)
     gap = head.stats(hidden, weight, labels).log_prob_T - engine_log_probs(
@@ -178,7 +178,7 @@ def test_servers_without_the_flag_would_differ(temperature: float) -> None:
 def test_a_temperature_divides_the_finished_float32_logits() -> None:
     """Not the matmul's factor 1 / t, which rounds otherwise: 3 / 0.6 is 5, and 3 * (1 / 0.6) is not."""
     hidden, weight = torch.tensor([[3.0]]), torch.tensor([[1.0]])
-    [(_, logits)] = OutputHead(0.6, 1)._logits(hidden, weight)
+    [(*_, logits)] = OutputHead(0.6, 1)._logits(hidden, weight)
     assert logits.item() == (torch.tensor(3.0) / torch.tensor(0.6)).item()
 
 
@@ -244,7 +244,7 @@ def test_a_real_vocabulary_is_summed_as_in_float64(entries: int, chunk: int) -> 
     expected_T = log_prob_TV.gather(1, labels[:, None])[:, 0]
     torch.testing.assert_close(found.log_prob_T.double(), expected_T, rtol=2e-6, atol=0)
     torch.testing.assert_close(found.entropy_T.double(), entropy_T, rtol=2e-6, atol=0)
-    norms = [head._stats(logits, labels[part])[2] for part, logits in head._logits(hidden, weight)]
+    norms = [head._stats(logits, labels[part])[2] for part, _, logits in head._logits(hidden, weight)]
     torch.testing.assert_close(torch.cat(norms).double(), weight.double().logsumexp(0), rtol=2e-6, atol=0)
 
 

@@ -100,8 +100,8 @@ class Decoding:
         return self._call(self._next_ids, mask_BT, self._next_positions)
 
     def _prefill(self, mask_BL: Tensor) -> Tensor:
-        """The logits behind the prompts. Equal prompts, those of a group, go through the model once; the other
-        rows get copies of their keys, values and logits."""
+        """The logits behind the prompts. Equal prompts, a group's, go through the model once: the other rows
+        get copies of their keys, values and logits."""
         first = [self._prompt_B.index(place) for place in range(max(self._prompt_B) + 1)]
         rows = torch.tensor(first, device=self._device)
         logits_UV = self._call(self._next_ids[rows], mask_BL[rows], self._next_positions[rows])

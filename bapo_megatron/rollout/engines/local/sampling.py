@@ -37,8 +37,7 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, draw_B: Tensor) -> tuple[Te
     total_B1 = cumulative_BV[:, -1:]
     if not bool(torch.isfinite(total_B1).all()):
         raise FloatingPointError("the logits are not finite: the model's weights have overflowed")
-    # The inverse of the cumulative distribution: a draw is above 0 and at most 1, so the token exists and never
-    # has probability 0.
+    # A draw is above 0 and at most 1, so the token exists and never has probability 0.
     drawn_B = torch.searchsorted(cumulative_BV, draw_B[:, None] * total_B1)[:, 0]
     token_B = torch.where(greedy_B, log_prob_BV.argmax(dim=-1), drawn_B)
     # A CPU's log_softmax sums in float32, one after another: at 49,152 entries its total is off by 1e-5.

@@ -25,6 +25,9 @@ FORMAT = 2
 _SAMPLES_ONLY = "rollout_only"
 """Entry of config.json beside the configuration: whether ``bapo train --rollout-only`` has made the run."""
 
+THREADS = "threads"
+"""The field whose value the run directory keeps where none is given: sums on a CPU depend on it."""
+
 _ADDED: dict[str, Any] = {
     "algorithm.loss": "clip",
     "algorithm.loss_settings": {},
@@ -44,6 +47,7 @@ _ADDED: dict[str, Any] = {
     "rollout.sglang.api_key_file": None,
     "rollout.sglang.require_api_key": False,
     "logging.note": "",
+    THREADS: None,
 }
 """Fields that older directories of this format lack, with the value that was in force then."""
 
@@ -96,7 +100,12 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
     metrics = RunPaths(config.directory).metrics
     if stored is None or not metrics.exists() or metrics.stat().st_size == 0:
         return  # no step was made yet
-    different = [change for change in changes(config, stored) if not _may_change(change[0], config)]
+    kept = {THREADS} if config.threads is None else set()
+    different = [
+        change
+        for change in changes(config, stored)
+        if not _may_change(change[0], config) and change[0] not in kept
+    ]
     if different:
         raise ConfigError(
             f"the run {config.directory} was started with other settings:\n"

@@ -54,28 +54,34 @@ def train_process(config: RunConfig) -> None:
     from bapo_megatron.policy.layout import parallel_processes
     from bapo_megatron.train import train
     from bapo_megatron.trainer.build import open_run
+    from bapo_megatron.trainer.threads import pin_threads
 
     with (
         _heeding(config) as preemption,
         parallel_processes(config.parallel),
         _only_writer(config),
-        open_run(config, preemption) as run,
     ):
-        train(run)
-        finish(run)
+        config, kept = pin_threads(config)
+        with open_run(config, preemption) as run:
+            if kept and run.recorder:
+                run.recorder.event(kept)
+            train(run)
+            finish(run)
 
 
 def rollout_only_process(config: RunConfig) -> None:
     """One rank of a run with ``--rollout-only``. Those that a launcher has started beside rank 0 wait."""
     from bapo_megatron.runtime.distributed import process_group
     from bapo_megatron.trainer.rollout_only import sample_steps
+    from bapo_megatron.trainer.threads import pin_threads
 
     with (
         _heeding(config) as preemption,
         process_group("gloo", config.parallel.timeout_minutes),
         _only_writer(config),
     ):
-        sample_steps(config, preemption)
+        config, kept = pin_threads(config)
+        sample_steps(config, preemption, kept)
 
 
 @contextmanager

@@ -62,6 +62,11 @@ class RunConfig:
     accept_resume_mismatch: tuple[str, ...] = ()
     """Differences that the resume check has found and that are accepted, as CHECKPOINT:NAME, such as
     step_000120:canary. They hold for that checkpoint alone, and events.jsonl records them."""
+    threads: Annotated[int | None, Ge(1)] = None
+    """CPU threads of each rank, in a run without a GPU; the sampler, which computes while the ranks wait, has
+    those of all ranks of its machine. None: what the environment gives at the start of the run
+    (OMP_NUM_THREADS, else its share of the cores), which config.json keeps for its continuations. Another
+    number adds in another order."""
     hang_minutes: float = 60.0
     """Hang watchdog: a process that makes no update for so long, and does not wait for rollouts, prints all
     its stacks and ends. 0: never."""

@@ -9,17 +9,20 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bapo_megatron.runtime.device import choose_vector_kernels, uses_gpu
 
 _CPU = torch.device("cpu")
 _thread = threading.local()
+_NORM_BLOCK = 2**20
+"""Numbers that are widened to float64 at a time: 8 MiB."""
 
 
 def has_cuda() -> bool:
@@ -133,10 +136,23 @@ def use_torch_optimizer() -> None:
     choice.Adam, choice.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
     distrib_optimizer.Adam = torch.optim.Adam
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = False
-    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    clip_grads.l2_norm_impl = _l2_norm
     for module in (clip_grads, base):
         module.multi_tensor_applier = utils.local_multi_tensor_applier
         module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+
+
+def _l2_norm(
+    _chunk_size: int, _overflow: Tensor, lists: Sequence[Sequence[Tensor]], _each: bool, *_: Any
+) -> tuple[Tensor, None]:
+    """The norm of all tensors, float32 [1], from squares that are added in float64.
+
+    It has the arguments of apex's ``multi_tensor_l2norm``. Megatron's own stand-in adds float32 numbers one
+    after another: at 28 M of them its norm is 0.16 % too small, and gradients are clipped by it.
+    """
+    blocks = [block for tensors in lists for one in tensors for block in one.flatten().split(_NORM_BLOCK)]
+    norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
+    return torch.linalg.vector_norm(torch.stack(norms)).float()[None], None
 
 
 class _InOrder:

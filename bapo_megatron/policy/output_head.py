@@ -15,7 +15,11 @@ pack never exist (40 GB in float32 for 64k tokens and 152k entries), and no matm
 because a loss is additive over tokens: the gradient of a token needs no other token. So a ``TokenFn`` sees a
 chunk of a pack at a time; what it must know of a whole sequence comes from sums made before.
 
-Shapes: ``_T`` tokens, ``_C`` tokens of a chunk, ``_H`` hidden size, ``_V`` this rank's vocabulary.
+``rows_N`` are the rows of the hidden states whose logits are wanted (None: all), in the order of the labels
+or of the batch. They are copied a chunk at a time.
+
+Shapes: ``_T`` tokens, ``_N`` those whose logits are wanted, ``_C`` tokens of a chunk, ``_H`` hidden size,
+``_V`` this rank's vocabulary.
 """
 
 from __future__ import annotations
@@ -51,24 +55,38 @@ class OutputHead:
     """
 
     @torch.no_grad()
-    def stats(self, hidden_TH: Tensor, weight_VH: Tensor, label_T: Tensor) -> TokenStats:
-        """Log-probs of the labels and entropies, float32, both [tokens]."""
-        log_prob_T, entropy_T = hidden_TH.new_empty(2, label_T.numel(), dtype=torch.float32)
-        for part, logits_CV in self._logits(hidden_TH, weight_VH):
-            log_prob_T[part], entropy_T[part], _ = self._stats(logits_CV, label_T[part])
-        return TokenStats(log_prob_T, entropy_T)
+    def stats(
+        self, hidden_TH: Tensor, weight_VH: Tensor, label_N: Tensor, rows_N: Tensor | None = None
+    ) -> TokenStats:
+        """Log-probs of the labels and entropies, float32, both [N]."""
+        log_prob_N, entropy_N = hidden_TH.new_empty(2, label_N.numel(), dtype=torch.float32)
+        for part, _, logits_CV in self._logits(hidden_TH, weight_VH, rows_N):
+            log_prob_N[part], entropy_N[part], _ = self._stats(logits_CV, label_N[part])
+        return TokenStats(log_prob_N, entropy_N)
 
-    def sums(self, hidden_TH: Tensor, weight_VH: Tensor, batch: MicroBatch, loss: TokenFn) -> Tensor:
-        """The vector of ``loss`` over the tokens, float64; element 0 is differentiable.
+    def sums(
+        self,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        batch: MicroBatch,
+        loss: TokenFn,
+        rows_N: Tensor | None = None,
+    ) -> Tensor:
+        """The vector of ``loss`` over the tokens of ``batch``, float64; element 0 is differentiable.
 
         Its gradients are those in the hidden states and in the weights.
         """
-        total: Tensor = _LossAndGradient.apply(hidden_TH, weight_VH, batch, loss, self)  # type: ignore[no-untyped-call]
+        total: Tensor = _LossAndGradient.apply(hidden_TH, weight_VH, batch, loss, self, rows_N)  # type: ignore[no-untyped-call]
         return total
 
-    def _logits(self, hidden_TH: Tensor, weight_VH: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """The logits / t chunk by chunk, float32, with the chunk's tokens; the next chunk overwrites them."""
-        tokens = hidden_TH.size(0)
+    def _logits(
+        self, hidden_TH: Tensor, weight_VH: Tensor, rows_N: Tensor | None = None
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """The logits / t chunk by chunk, float32, after the chunk's place and its hidden states.
+
+        The next chunk overwrites the logits.
+        """
+        tokens = hidden_TH.size(0) if rows_N is None else rows_N.numel()
         size = min(self.chunk_tokens, tokens)
         buffer = hidden_TH.new_empty(size, weight_VH.size(0), dtype=torch.float32)
         # A tensor: CUDA multiplies by the reciprocal of a plain number, which rounds otherwise than SGLang.
@@ -76,12 +94,13 @@ class OutputHead:
         matmul = _matmul_into_float32(weight_VH)
         for start in range(0, tokens, size):
             part = slice(start, min(start + size, tokens))
+            hidden_CH = hidden_TH[part] if rows_N is None else hidden_TH[rows_N[part]]
             logits = buffer[: part.stop - start]
-            matmul(hidden_TH[part], logits)
-            yield part, logits if self.temperature == 1.0 else logits.div_(temperature)
+            matmul(hidden_CH, logits)
+            yield part, hidden_CH, logits if self.temperature == 1.0 else logits.div_(temperature)
 
     def _stats(self, logits_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-prob, entropy and logsumexp of each token of a chunk."""
+        """Log-prob, entropy and logsumexp of each token of a chunk, float32."""
         log_norm_C, mean_C = _local_softmax(logits_CV)
         column_C, mine_C = self._local_columns(label_C, logits_CV.size(1))
         peak_C = self._all_reduce(log_norm_C.clone(), dist.ReduceOp.MAX)
@@ -90,7 +109,9 @@ class OutputHead:
         sums = torch.stack([mass_C, mass_C * mean_C, chosen_C])
         norm_C, weighted_C, chosen_C = self._all_reduce(sums, dist.ReduceOp.SUM)
         log_norm_C = norm_C.log() + peak_C
-        return chosen_C - log_norm_C, log_norm_C - weighted_C / norm_C, log_norm_C
+        found = chosen_C - log_norm_C, log_norm_C - weighted_C / norm_C, log_norm_C
+        log_prob_C, entropy_C, log_norm_C = (value_C.float() for value_C in found)
+        return log_prob_C, entropy_C, log_norm_C
 
     def _local_columns(self, label_C: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Labels as columns of this rank's part (0 where they lie elsewhere), and whether they lie here."""
@@ -109,13 +130,19 @@ class _LossAndGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, batch: MicroBatch, loss: TokenFn, head: OutputHead
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        batch: MicroBatch,
+        loss: TokenFn,
+        head: OutputHead,
+        rows_N: Tensor | None,
     ) -> Tensor:
-        grad_hidden_TH = torch.empty_like(hidden_TH)
+        grad_hidden_TH = torch.zeros_like(hidden_TH)
         # Chunks add up in float32 whatever the weights' type.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         total: Tensor | None = None
-        for part, logits_CV in head._logits(hidden_TH, weight_VH):
+        for part, hidden_CH, logits_CV in head._logits(hidden_TH, weight_VH, rows_N):
             chunk = batch.take(part)
             log_prob_C, entropy_C, log_norm_C = head._stats(logits_CV, chunk.label_T)
             sums, grad_C = _sums_and_gradient(log_prob_C, entropy_C, chunk, loss)
@@ -126,8 +153,11 @@ class _LossAndGradient(torch.autograd.Function):
             gap_CV.scatter_add_(1, column_C[:, None], -mine_C[:, None].float())
             gap = gap_CV.to(weight_VH.dtype)
             scale = (-grad_C / head.temperature)[:, None]  # float32, so that a token's weight is not rounded
-            torch.mm(gap, weight_VH, out=grad_hidden_TH[part]).mul_(scale)
-            _add_product(grad_weight_VH, gap, (hidden_TH[part] * scale).to(weight_VH.dtype))
+            if rows_N is None:
+                torch.mm(gap, weight_VH, out=grad_hidden_TH[part]).mul_(scale)
+            else:
+                grad_hidden_TH.index_copy_(0, rows_N[part], torch.mm(gap, weight_VH).mul_(scale))
+            _add_product(grad_weight_VH, gap, (hidden_CH * scale).to(weight_VH.dtype))
         ctx.save_for_backward(grad_hidden_TH, grad_weight_VH)
         ctx.dtype = weight_VH.dtype
         assert total is not None
@@ -138,7 +168,14 @@ class _LossAndGradient(torch.autograd.Function):
         grad_hidden_TH, grad_weight_VH = ctx.saved_tensors
         scale = grad_sums[0]
         grad_weight_VH *= scale.to(grad_weight_VH.dtype)
-        return grad_hidden_TH * scale.to(grad_hidden_TH.dtype), grad_weight_VH.to(ctx.dtype), None, None, None
+        return (
+            grad_hidden_TH * scale.to(grad_hidden_TH.dtype),
+            grad_weight_VH.to(ctx.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _sums_and_gradient(
@@ -167,19 +204,42 @@ def _matmul_into_float32(weight_VH: Tensor) -> Callable[[Tensor, Tensor], object
 
 
 def _local_softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """logsumexp(z) and the mean of z under its softmax; in blocks, whose softmax lies beside the logits."""
+    """logsumexp(z) and the mean of z under its softmax; in blocks, whose softmax lies beside the logits.
+
+    float64 on a CPU, float32 on a GPU.
+    """
     rows, width = logits_CV.shape
     block = min(rows, max(1, (_SOFTMAX_LOGITS if logits_CV.is_cuda else _CACHED_LOGITS) // width))
-    log_norm_C, mean_C = logits_CV.new_empty(2, rows)
+    softmax, dtype = (_gpu_softmax, torch.float32) if logits_CV.is_cuda else (_cpu_softmax, torch.float64)
+    log_norm_C, mean_C = logits_CV.new_empty(2, rows, dtype=dtype)
     buffer = torch.empty_like(logits_CV[:block])
     for start in range(0, rows, block):
         part = slice(start, min(start + block, rows))
         logits = logits_CV[part]
-        prob = torch.softmax(logits, 1, out=buffer[: logits.size(0)])
-        peak, column = logits.max(1)
-        log_norm_C[part] = peak - prob.gather(1, column[:, None])[:, 0].log()
-        mean_C[part] = torch.linalg.vecdot(prob, logits)
+        log_norm_C[part], mean_C[part] = softmax(logits, buffer[: logits.size(0)])
     return log_norm_C, mean_C
+
+
+def _gpu_softmax(logits_CV: Tensor, buffer_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """logsumexp(z) and mean by one fused kernel, whose threads' sums are added as a tree."""
+    prob_CV = torch.softmax(logits_CV, 1, out=buffer_CV)
+    peak_C, column_C = logits_CV.max(1)
+    log_norm_C = peak_C - prob_CV.gather(1, column_C[:, None])[:, 0].log()
+    return log_norm_C, torch.linalg.vecdot(prob_CV, logits_CV)
+
+
+def _cpu_softmax(logits_CV: Tensor, buffer_CV: Tensor) -> tuple[Tensor, Tensor]:
+    """logsumexp(z) and mean, from d = z - max z: log sum e^d + max z, and sum d e^d / sum e^d + max z.
+
+    ``sum`` adds pairwise. torch's softmax on a CPU adds one number after another, which at 49,152 float32
+    numbers makes entropies 2e-4 nats too low. The logits' size, up to a hundred times the entropy's, is added
+    in float64, and cancels there.
+    """
+    peak_C1 = logits_CV.amax(1, keepdim=True)
+    gap_CV = torch.sub(logits_CV, peak_C1, out=buffer_CV)
+    mass_CV = gap_CV.exp()
+    total_C, weighted_C, peak_C = mass_CV.sum(1), gap_CV.mul_(mass_CV).sum(1), peak_C1[:, 0].double()
+    return peak_C + total_C.double().log(), peak_C + weighted_C.double() / total_C
 
 
 def _add_product(total_VH: Tensor, gap_CV: Tensor, hidden_CH: Tensor) -> None:

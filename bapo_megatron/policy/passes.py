@@ -2,13 +2,16 @@
 
 Packs come in, one additive float64 vector of sums goes out, equal on all ranks; the caller's ``TokenFn``
 gives it its meaning. Packs come whole; each rank takes its context-parallel part of them here.
+
+The layers see all tokens of a part, and the output layer those that are trained on: no ``TokenFn`` reads
+others. Which they are is read on the host, from the pack's mask, so no device is waited for.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +26,20 @@ from bapo_megatron.policy.model import PolicyModel
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.types import MicroBatch, SearchedLoss, TokenFn, TokenStats
 
-Evaluate = Callable[[Tensor, MicroBatch], Tensor]
+
+@dataclass(frozen=True)
+class _Part:
+    """This rank's context-parallel part of a pack, on its device."""
+
+    tokens: MicroBatch
+    """All tokens, for the layers."""
+    trained: MicroBatch
+    """The tokens that are trained on, for the output layer; the first token, which is masked, if none is."""
+    rows_N: Tensor | None
+    """Their rows among all tokens; None where all are trained on."""
+
+
+Evaluate = Callable[[Tensor, _Part], Tensor]
 """From hidden states [tokens, hidden] of a part of a pack to its vector; element 0 is differentiated."""
 
 
@@ -42,24 +58,25 @@ class Passes:
 
     def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
         """``fn`` of the log-probs under pi_old, summed over the packs of all ranks; entropies are zero."""
-        parts = [self._part(batch) for batch in batches]
+        parts = [self._part(batch).trained for batch in batches]
         outputs = [fn(TokenStats(p.old_log_prob_T, torch.zeros_like(p.mask_T)), p) for p in parts]
         return self._sum_over_ranks(outputs, outputs[0].numel())
 
     def stats(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
-        """Log-probs and entropies of whole packs, on every rank of the replica, on the CPU."""
+        """Log-probs and entropies of whole packs, prompts too, on every rank of the replica, on the CPU."""
         size, rank = _context()
         found = [torch.zeros(2, batch.token_T.numel(), device=self._device) for batch in batches]
         here = iter(zip(found, batches, strict=True))
 
-        def keep(stats: TokenStats, _part: MicroBatch) -> Tensor:
+        def keep(hidden_TH: Tensor, part: _Part) -> Tensor:
             values, batch = next(here)
             held = positions(batch.cu_seqlens, size, rank)
+            stats = self._head.stats(hidden_TH, self._last.output_weight, part.tokens.label_T)
             values[:, held.to(values.device, non_blocking=True)] = torch.stack(stats)
             return torch.zeros(1, device=self._device)
 
         with torch.no_grad():
-            self._schedule(batches, self._measured(keep), forward_only=True)
+            self._schedule(batches, keep, forward_only=True)
         for values in found:
             _share_stats(values)
         return [TokenStats(*values.cpu()) for values in found]
@@ -75,14 +92,15 @@ class Passes:
         return self._sum_over_ranks(outputs, self._width(outputs, batches, loss))
 
     def _measured(self, fn: TokenFn) -> Evaluate:
-        def evaluate(hidden_TH: Tensor, part: MicroBatch) -> Tensor:
-            return fn(self._head.stats(hidden_TH, self._last.output_weight, part.label_T), part)
+        def evaluate(hidden_TH: Tensor, part: _Part) -> Tensor:
+            trained, weight_VH = part.trained, self._last.output_weight
+            return fn(self._head.stats(hidden_TH, weight_VH, trained.label_T, part.rows_N), trained)
 
         return evaluate
 
     def _differentiated(self, loss: TokenFn) -> Evaluate:
-        def evaluate(hidden_TH: Tensor, part: MicroBatch) -> Tensor:
-            return self._head.sums(hidden_TH, self._last.output_weight, part, loss)
+        def evaluate(hidden_TH: Tensor, part: _Part) -> Tensor:
+            return self._head.sums(hidden_TH, self._last.output_weight, part.trained, loss, part.rows_N)
 
         return evaluate
 
@@ -90,7 +108,7 @@ class Passes:
         """The searched loss per micro-batch: sums over the replicas' present packs first, then the loss."""
         measure = self._measured(loss.measure)
 
-        def evaluate(hidden_TH: Tensor, part: MicroBatch) -> Tensor:
+        def evaluate(hidden_TH: Tensor, part: _Part) -> Tensor:
             sums = measure(hidden_TH, part).double()
             dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
             return self._differentiated(loss.loss_of(sums.cpu()))(hidden_TH, part)
@@ -105,7 +123,7 @@ class Passes:
         The activations of all packs exist at once; with full recomputation those are the layers' inputs.
         """
         parts = [self._part(batch) for batch in batches]
-        held = deque((self._hidden(part, self._model[0])[:, 0], part) for part in parts)
+        held = deque((self._hidden(part.tokens, self._model[0])[:, 0], part) for part in parts)
         measure = self._measured(loss.measure)
         measured = [measure(hidden_TH, part) for hidden_TH, part in held]
         sums = self._sum_over_ranks(measured, measured[0].numel())
@@ -115,7 +133,9 @@ class Passes:
             vector = evaluate(*held.popleft())
             outputs.append(vector.detach())
             self._config.grad_scale_func(vector[0]).backward()
-        tokens = sum((part.mask_T.sum().int() for part in parts), start=torch.zeros((), dtype=torch.int))
+        tokens = sum(
+            (part.tokens.mask_T.sum().int() for part in parts), start=torch.zeros((), dtype=torch.int)
+        )
         self._config.finalize_model_grads_func(self._model, tokens.to(self._device))
         return self._sum_over_ranks(outputs, outputs[0].numel())
 
@@ -137,14 +157,14 @@ class Passes:
         return outputs
 
     def _forward_step(self, evaluate: Evaluate) -> Callable[..., Any]:
-        def step(iterator: Iterator[MicroBatch], model: Any) -> Any:
+        def step(iterator: Iterator[_Part], model: Any) -> Any:
             part = next(iterator)
 
             def loss(hidden_T1H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 sums = evaluate(hidden_T1H[:, 0], part)
-                return sums[0], part.mask_T.sum().to(torch.int), sums.detach().double()
+                return sums[0], part.tokens.mask_T.sum().to(torch.int), sums.detach().double()
 
-            return self._hidden(part, model), loss
+            return self._hidden(part.tokens, model), loss
 
         return step
 
@@ -160,9 +180,16 @@ class Passes:
         )
         return hidden
 
-    def _part(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's context-parallel part of a pack, on its device."""
-        return slice_batch(batch, *_context()).to(self._device)
+    def _part(self, batch: MicroBatch) -> _Part:
+        tokens = slice_batch(batch, *_context())
+        rows_N = tokens.mask_T.nonzero()[:, 0]
+        if rows_N.numel() == tokens.mask_T.numel():
+            here = tokens.to(self._device)
+            return _Part(here, here, None)
+        if rows_N.numel() == 0:  # a dummy's: collectives, and the vector's length, need a token
+            rows_N = rows_N.new_zeros(1)
+        trained = tokens.take(rows_N).to(self._device)
+        return _Part(tokens.to(self._device), trained, rows_N.to(self._device, non_blocking=True))
 
     def _width(self, outputs: list[Tensor], batches: Sequence[MicroBatch], fn: TokenFn) -> int:
         """Length of the vectors of ``fn``; earlier stages, which have none, ask one dummy token."""

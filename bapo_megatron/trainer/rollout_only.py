@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from typing import Any
 
 from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.config import RunConfig
@@ -28,14 +29,20 @@ _WAIT_S = 5.0
 """How long rank 0 waits for its sampler before the ranks meet again."""
 
 
-def sample_steps(config: RunConfig, preemption: PreemptionSignal) -> None:
+def sample_steps(
+    config: RunConfig, preemption: PreemptionSignal, event: dict[str, Any] | None = None
+) -> None:
     """Sample the steps that are left. Collective: rank 0 does everything, the others wait for it.
+
+    ``event``: one of the start, to be recorded.
 
     Preempted or RunStopped on every rank if it has to stop before; the same command goes on.
     """
     first_step = share(next_step(config) if is_main() else None)
     if is_main():
         with _opened_record(config, first_step) as record:
+            if event:
+                record.event(event)
             if first_step <= config.steps:
                 with open_engines(config, record.event) as (sampler, _):
                     _sample(config, preemption, first_step, sampler, record)

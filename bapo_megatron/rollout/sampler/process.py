@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import uvloop
 
 from bapo_megatron.config import EngineConfig, RunConfig
@@ -172,12 +173,20 @@ def main() -> None:
         setup: Setup | None = pipe.recv()
         if setup is None:  # the trainer has ended before it called anything
             return
+        use_threads(setup.config.threads)
         collect_seldom()
         uvloop.run(_serve(pipe, setup))
     except (EOFError, ConnectionResetError, BrokenPipeError):
         os._exit(0)  # the trainer is gone; threads may still decode
     except RunStopped as stopped:  # what engines had in hand at the end could not be written
         sys.exit(f"sampler: {stopped}")
+
+
+def use_threads(of_a_rank: int | None) -> None:
+    """Give an engine in this process the threads of this machine's ranks, which wait while it computes."""
+    if of_a_rank is not None:
+        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
+        torch.set_num_threads(of_a_rank * int(ranks))
 
 
 def collect_seldom() -> None:

@@ -156,7 +156,7 @@ def test_bfloat16_log_probs_are_those_of_sglang(temperature: float, chunk: int) 
     """The same logits to the bit; log-probs to float32's rounding of logits of up to 64 / 0.6."""
     hidden, weight, labels = language_model_like()
     head = OutputHead(temperature, chunk)
-    logits = torch.cat([part.clone() for _, part in head._logits(hidden, weight)])
+    logits = torch.cat([part.clone() for _, _, part in head._logits(hidden, weight)])
     theirs = torch.matmul(hidden.float(), weight.float().T).div_(torch.full((1, 1), temperature))
     assert torch.equal(logits, theirs)
     gap = head.stats(hidden, weight, labels).log_prob_T - engine_log_probs(
@@ -178,7 +178,7 @@ def test_servers_without_the_flag_would_differ(temperature: float) -> None:
 def test_a_temperature_divides_the_finished_float32_logits() -> None:
     """Not the matmul's factor 1 / t, which rounds otherwise: 3 / 0.6 is 5, and 3 * (1 / 0.6) is not."""
     hidden, weight = torch.tensor([[3.0]]), torch.tensor([[1.0]])
-    [(_, logits)] = OutputHead(0.6, 1)._logits(hidden, weight)
+    [(*_, logits)] = OutputHead(0.6, 1)._logits(hidden, weight)
     assert logits.item() == (torch.tensor(3.0) / torch.tensor(0.6)).item()
 
 
@@ -214,3 +214,51 @@ def test_the_logits_of_a_pack_never_exist(monkeypatch: pytest.MonkeyPatch) -> No
     with Sizes():
         OutputHead(1.0, 8).sums(hidden, weight, batch, squared)[0].backward()
     assert max(seen) == 8
+
+
+REAL_VOCABULARIES = (49_152, 151_936)
+"""Of SmolLM2 and Qwen2.5."""
+
+
+def real_vocabulary(entries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, weights and labels of six tokens whose logits are the weights' columns, to the bit.
+
+    They are sharp and flat, around 0 and around 30, so entropies are 0.03 to 11 nats.
+    """
+    generator = torch.Generator().manual_seed(entries)
+    noise = torch.randn(entries, 6, generator=generator)
+    weight = noise * torch.tensor([0.5, 2.0, 3.0, 3.5, 4.5, 6.0]) + torch.tensor(
+        [0.0, 30.0, 0.0, 30.0, 10.0, 0.0]
+    )
+    return torch.eye(6), weight, torch.multinomial(weight.t().softmax(1), 1, generator=generator)[:, 0]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 6])
+@pytest.mark.parametrize("entries", REAL_VOCABULARIES)
+def test_a_real_vocabulary_is_summed_as_in_float64(entries: int, chunk: int) -> None:
+    hidden, weight, labels = real_vocabulary(entries)
+    log_prob_TV = weight.t().double().log_softmax(1)
+    entropy_T = -(log_prob_TV.exp() * log_prob_TV).sum(1)
+    head = OutputHead(1.0, chunk)
+    found = head.stats(hidden, weight, labels)
+    expected_T = log_prob_TV.gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(found.log_prob_T.double(), expected_T, rtol=2e-6, atol=0)
+    torch.testing.assert_close(found.entropy_T.double(), entropy_T, rtol=2e-6, atol=0)
+    norms = [head._stats(logits, labels[part])[2] for part, _, logits in head._logits(hidden, weight)]
+    torch.testing.assert_close(torch.cat(norms).double(), weight.double().logsumexp(0), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("entries", REAL_VOCABULARIES)
+def test_gradients_at_a_real_vocabulary_are_those_of_float64(entries: int) -> None:
+    hidden, weight, labels = real_vocabulary(entries)
+    batch = batch_of(labels, torch.linspace(0.3, 3.0, 6))
+    wide_hidden, wide_weight = (x.double().requires_grad_() for x in (hidden, weight))
+    log_probs = (wide_hidden @ wide_weight.t()).log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    squared(TokenStats(log_probs, torch.zeros(6)), batch)[0].backward()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    OutputHead(1.0, 4).sums(hidden, weight, batch, squared)[0].backward()
+    gap_VT = wide_weight.grad  # the gradient of the logits: each token has a weight of its own
+    assert ((weight.grad.double() - gap_VT).norm(dim=0) < 2e-6 * gap_VT.norm(dim=0)).all()
+    size = (gap_VT.t().abs() @ wide_weight.detach().abs()).norm()  # weights of 30 cancel in the sum
+    assert (hidden.grad.double() - wide_hidden.grad).norm() < 2e-6 * size

@@ -1,6 +1,7 @@
 """Batched decoding of a set of requests, one token per step.
 
-Shapes: ``_N`` requests, ``_B`` rows still in the batch, ``_L`` padded prompt, ``_R`` longest response.
+Shapes: ``_N`` requests, ``_B`` rows still in the batch, ``_U`` distinct prompts, ``_L`` padded prompt,
+``_R`` longest response.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ class Decoding:
         self._draw_BR = torch.from_numpy(draw_BR).to(self._device)
 
     def _pad_prompts(self, longest: int) -> None:
+        place: dict[tuple[int, ...], int] = {}  # of each distinct prompt, in the order of their first rows
+        prompts = [tuple(request.input_ids.tolist()) for request in self._requests]
+        self._prompt_B = [place.setdefault(prompt, len(place)) for prompt in prompts]
         width = max(len(request.input_ids) for request in self._requests)
         ids_BL = np.zeros((len(self._requests), width), np.int64)
         mask_BT = np.ones((len(self._requests), width + longest), bool)
@@ -90,10 +94,28 @@ class Decoding:
             self._drop_finished()
 
     def _forward(self) -> Tensor:
+        mask_BT = self._mask_BT[:, : self._columns]
+        if self._made == 0:
+            return self._prefill(mask_BT)
+        return self._call(self._next_ids, mask_BT, self._next_positions)
+
+    def _prefill(self, mask_BL: Tensor) -> Tensor:
+        """The logits behind the prompts. Equal prompts, a group's, go through the model once: the other rows
+        get copies of their keys, values and logits."""
+        first = [self._prompt_B.index(place) for place in range(max(self._prompt_B) + 1)]
+        rows = torch.tensor(first, device=self._device)
+        logits_UV = self._call(self._next_ids[rows], mask_BL[rows], self._next_positions[rows])
+        if len(first) == len(self._prompt_B):
+            return logits_UV
+        prompt_B = torch.tensor(self._prompt_B, device=self._device)
+        self._cache.batch_select_indices(prompt_B)
+        return logits_UV[prompt_B]
+
+    def _call(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         logits: Tensor = self._model(
-            input_ids=self._next_ids,
-            attention_mask=self._mask_BT[:, : self._columns],
-            position_ids=self._next_positions,
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,

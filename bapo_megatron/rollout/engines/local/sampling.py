@@ -33,17 +33,13 @@ def sample(logits_BV: Tensor, temperature_B: Tensor, draw_B: Tensor) -> tuple[Te
     greedy_B = temperature_B == 0
     scale_B = torch.where(greedy_B, 1.0, temperature_B)
     log_prob_BV = torch.log_softmax(logits_BV.float() / scale_B[:, None], dim=-1)
-    token_B = torch.where(greedy_B, log_prob_BV.argmax(dim=-1), _inverse_cdf(log_prob_BV, draw_B))
-    return token_B, log_prob_BV.gather(1, token_B[:, None])[:, 0]
-
-
-def _inverse_cdf(log_prob_BV: Tensor, draw_B: Tensor) -> Tensor:
-    """The first token whose cumulative probability reaches the draw.
-
-    A draw is above 0 and at most 1, so the token always exists and never has probability 0.
-    """
     cumulative_BV = log_prob_BV.double().exp_().cumsum(dim=-1)
     total_B1 = cumulative_BV[:, -1:]
     if not bool(torch.isfinite(total_B1).all()):
         raise FloatingPointError("the logits are not finite: the model's weights have overflowed")
-    return torch.searchsorted(cumulative_BV, draw_B[:, None] * total_B1)[:, 0]
+    # A draw is above 0 and at most 1, so the token exists and never has probability 0.
+    drawn_B = torch.searchsorted(cumulative_BV, draw_B[:, None] * total_B1)[:, 0]
+    token_B = torch.where(greedy_B, log_prob_BV.argmax(dim=-1), drawn_B)
+    # A CPU's log_softmax sums in float32, one after another: at 49,152 entries its total is off by 1e-5.
+    chosen_B = log_prob_BV.gather(1, token_B[:, None])[:, 0] - total_B1[:, 0].log()
+    return token_B, chosen_B.float()

@@ -1,0 +1,85 @@
+"""The embedded engine: what goes through the model, and what a token's log-prob is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bapo_megatron.rollout.engines.local.model import LocalModel
+from bapo_megatron.rollout.engines.local.sampling import sample
+from bapo_megatron.types import GenerateRequest, Generation, SamplingParams
+from tests.support.models import save_tiny_model
+
+PROMPTS = ([5, 6, 7, 8], [9, 10], [5, 6, 7, 9, 11])
+"""Of different lengths, two of them with one beginning."""
+GROUP = 4
+
+
+def group_requests() -> list[GenerateRequest]:
+    """A group of responses to each prompt; a seed each."""
+    return [
+        GenerateRequest(f"{place}-{n}", np.array(ids, np.int32), SamplingParams(1.0, 9, (1,), 10 * place + n))
+        for n in range(GROUP)
+        for place, ids in enumerate(PROMPTS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalModel]:
+    """A tiny Qwen2."""
+    loaded = LocalModel(save_tiny_model("qwen2", tmp_path_factory.mktemp("model")), max_batch=64)
+    yield loaded
+    loaded.close()
+
+
+def shapes_of(model: LocalModel, requests: Sequence[GenerateRequest]) -> tuple[list[Any], list[Generation]]:
+    """The shape of the ids of every call of the model, and the answers."""
+    shapes: list[Any] = []
+    counter = model._model.register_forward_pre_hook(
+        lambda _module, _args, named: shapes.append(tuple(named["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        return shapes, model.generate(requests)
+    finally:
+        counter.remove()
+
+
+def test_the_prompt_of_a_group_goes_through_the_model_once(model: LocalModel) -> None:
+    shapes, _ = shapes_of(model, group_requests())
+    assert shapes[0] == (len(PROMPTS), 5)
+    assert shapes[1] == (len(PROMPTS) * GROUP, 1)
+
+
+def test_a_shared_prompt_samples_what_each_request_samples_alone(model: LocalModel) -> None:
+    """Their products have other shapes, so log-probs agree to rounding."""
+    requests = group_requests()
+    together = model.generate(requests)
+    for request, answer in zip(requests, together, strict=True):
+        [alone] = model.generate([request])
+        assert answer.token_ids_R.tolist() == alone.token_ids_R.tolist()
+        np.testing.assert_allclose(answer.log_probs_R, alone.log_probs_R, rtol=2e-6, atol=2e-6)
+    assert len({tuple(answer.token_ids_R.tolist()) for answer in together}) > GROUP
+
+
+def test_different_prefixes_are_no_equal_prompts(model: LocalModel) -> None:
+    """A response that goes on from its own beginning shares its prompt with nobody."""
+    first = GenerateRequest("a", np.array([5, 6, 7], np.int32), SamplingParams(1.0, 3, (), 0), 1)
+    other = GenerateRequest("b", np.array([5, 6, 8], np.int32), SamplingParams(1.0, 3, (), 0), 1)
+    shapes, _ = shapes_of(model, [first, other, first])
+    assert shapes[0] == (2, 3)
+
+
+@pytest.mark.parametrize("entries", [49_152, 151_936])
+def test_log_probs_at_a_real_vocabulary_are_those_of_float64(entries: int) -> None:
+    """torch's own float32 softmax on a CPU is off by 1e-5 of a probability."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, entries, generator=generator) * torch.tensor([[0.5], [1.0], [3.0], [5.0]])
+    temperature, draw = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.rand(4, dtype=torch.float64)
+    token, log_prob = sample(logits, temperature, draw)
+    expected = logits.double().log_softmax(1).gather(1, token[:, None])[:, 0]
+    assert token[1] == logits[1].argmax()
+    torch.testing.assert_close(log_prob.double(), expected, rtol=5e-7, atol=0)

@@ -24,6 +24,7 @@ from bapo_megatron.rollout.engines.sglang.authorization import servers_key_file
 from bapo_megatron.rollout.engines.sglang.requirements import (
     FP32_HEAD,
     IN_PLACE,
+    NO_PREFILL_GRAPH,
     RESERVED_TOKENS,
     flag,
     install_command,
@@ -82,8 +83,14 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
         *("--context-length", str(context)),
         # On a CPU nothing is saved: SGLang then plays what it would do on a GPU.
         *(("--enable-memory-saver",) if cuda and sglang.colocated else ()),
+        *(NO_PREFILL_GRAPH if cuda and not _names(sglang.flags, NO_PREFILL_GRAPH[0]) else ()),
         *more_flags(sglang),
     ]
+
+
+def _names(flags: Sequence[str], name: str) -> bool:
+    """Whether one of ``flags`` is ``name``, with its value behind it or after an equals sign."""
+    return any(flag.partition("=")[0] == name for flag in flags)
 
 
 def gpus_of(sglang: SglangConfig, number: int) -> range:

@@ -46,7 +46,8 @@ def train(run: Run) -> None:
             metrics = step_metrics(batch, updates, clock, names)
             run.recorder.step(step, updates, {**metrics, **run.time_sharing.metrics()})
         check_one_sign(step, updates, run.recorder)
-        check_engine_gap(run.config.algorithm, step, updates, run.recorder)
+        is_first = run.time_sharing.is_shared and step == run.first_step
+        check_engine_gap(run.config.algorithm, step, updates, run.recorder, is_first)
         if _is_due(run, step):
             begin_checkpoint(run, step)
         finalize_checkpoint(run, wait=step == run.config.steps)

@@ -223,15 +223,19 @@ class CommandResult:
         return f"{self.ended}: {lines[-1]}" if lines else self.ended
 
 
-def run_command(command: Sequence[str], deadline_s: float) -> CommandResult:
+def run_command(
+    command: Sequence[str], deadline_s: float, environment: Mapping[str, str] | None = None
+) -> CommandResult:
     """Run ``command`` to its end, or kill it and all it started after ``deadline_s`` seconds. Never raises.
+    ``environment``: None for this process's.
 
     Output goes through files: a grandchild that holds a pipe open would be waited for.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             nothing = subprocess.DEVNULL
-            child = ChildProcess(command, os.environ, True, stdin=nothing, stdout=output, stderr=errors)
+            about = os.environ if environment is None else environment
+            child = ChildProcess(command, about, True, stdin=nothing, stdout=output, stderr=errors)
         except OSError as error:
             return CommandResult("", "", f"{command[0]} cannot be started: {error.strerror or error}")
         try:

@@ -48,7 +48,8 @@ class TimeSharing:
         """The policy has them at first. ``sampler`` and ``servers``: rank 0's; None elsewhere. ``ipc``: the
         run's weight sync, if it is that one."""
         engine = config.rollout.engine_config
-        self._is_shared = engine.colocated and config.rollout.replay is None
+        self.is_shared = engine.colocated and config.rollout.replay is None
+        """Whether there are engines to take turns with."""
         self._policy, self._sampler, self._servers, self._on_event = policy, sampler, servers, on_event
         self._ipc = ipc
         self._offloads = config.parallel.offload
@@ -77,7 +78,7 @@ class TimeSharing:
         RunStopped, on every rank, if the sampler's process or the memory is lost. The policy is back all the
         same, for a last checkpoint, if it has room (``trains``).
         """
-        if not self._is_shared or self._trains:
+        if not self.is_shared or self._trains:
             return
         start = perf_counter()
         problem = _stop_of(self._release_engines) or self._wait_for_memory()
@@ -95,7 +96,7 @@ class TimeSharing:
         RunStopped, on every rank, if the host has no room for the policy, or the sampler's process or a
         server cannot go on.
         """
-        if not self._is_shared or not self._trains:
+        if not self.is_shared or not self._trains:
             return
         start = perf_counter()
         self._trains = False  # also if what follows fails: `train` must bring the policy back

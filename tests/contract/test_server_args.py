@@ -13,7 +13,7 @@ import pytest
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE
+from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE, NO_PREFILL_GRAPH, prefill_graph
 from bapo_megatron.rollout.engines.sglang.server_process import (
     server_command,
     server_environment,
@@ -27,6 +27,7 @@ RECIPES = [path for path in sorted((ROOT / "recipes").glob("*.py")) if not path.
 FIELDS = (
     *("error", "model_path", "tp_size", "base_gpu_id", "context_length", "dtype", "mem_fraction_static"),
     *("weight_version", "skip_tokenizer_init", "device", *IN_PLACE),
+    *("cuda_graph_config", "enable_memory_saver", "graphs"),
 )
 
 
@@ -47,16 +48,17 @@ def flags_of(config: RunConfig, model: Path, number: int = 0) -> list[str]:
     return command[2:]
 
 
-def resolved(lines: list[list[str]]) -> list[dict[str, Any]]:
-    """SGLang's settings for each command line, in one process."""
+def resolved(lines: list[list[str]], colocated: bool = False) -> list[dict[str, Any]]:
+    """SGLang's settings for each command line, in one process with the environment of such servers."""
     try:
         python = sglang_python()
     except ConfigError as error:
         pytest.skip(str(error))
+    environment = server_environment(cuda=True, colocated=colocated)
     ended = subprocess.run(
         [str(python), str(READER)],
         input=json.dumps({"lines": lines, "fields": FIELDS}),
-        env=server_environment(cuda=True),
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         check=False,
@@ -66,18 +68,37 @@ def resolved(lines: list[list[str]]) -> list[dict[str, Any]]:
     return found
 
 
-def test_every_recipes_servers_start_with_flags_that_sglang_takes(tmp_path: Path) -> None:
-    wanted: list[tuple[str, RunConfig, list[str]]] = []
+def variants(folder: Path) -> list[tuple[str, RunConfig, list[str]]]:
+    """Every recipe as it stands, and with servers that keep requests in place: name, settings, flags."""
+    found = []
     for recipe in RECIPES:
         config = load_recipe(recipe, RunConfig)
-        in_place = replace(config.rollout.sglang, on_update="in_place", servers=2)
-        for one in (config, replace(config, rollout=replace(config.rollout, sglang=in_place))):
+        ways = [config]
+        if not config.rollout.sglang.colocated:
+            in_place = replace(config.rollout.sglang, on_update="in_place", servers=2)
+            ways.append(replace(config, rollout=replace(config.rollout, sglang=in_place)))
+        for one in ways:
             number = one.rollout.sglang.servers - 1
-            wanted.append((recipe.stem, one, flags_of(one, model_of(recipe, config, tmp_path), number)))
+            found.append((recipe.stem, one, flags_of(one, model_of(recipe, config, folder), number)))
+    return found
+
+
+def without(flags: list[str], name: str) -> list[str]:
+    """The flags without one, and its value."""
+    place = flags.index(name)
+    return flags[:place] + flags[place + 2 :]
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_every_recipes_servers_start_with_flags_that_sglang_takes(colocated: bool, tmp_path: Path) -> None:
+    wanted = [one for one in variants(tmp_path) if one[1].rollout.sglang.colocated is colocated]
+    assert wanted
+    flags = wanted[0][2]
+    by_hand = [*without(flags, NO_PREFILL_GRAPH[0]), "--cuda-graph-backend-prefill=full"]
     # What the test itself would notice: a flag that SGLang lacks, and one that a check refuses.
-    name, config, flags = wanted[0]
     mistakes = [[*flags, "--no-such-flag"], [*flags, "--attention-backend", "none-such"]]
-    found = resolved([*(line for _, _, line in wanted), *mistakes])
+    default = without(flags, NO_PREFILL_GRAPH[0])
+    found = resolved([*(line for _, _, line in wanted), default, by_hand, *mistakes], colocated)
     for (name, config, _), settings in zip(wanted, found, strict=False):
         sglang = config.rollout.sglang
         in_place = sglang.on_update == "in_place"
@@ -89,4 +110,14 @@ def test_every_recipes_servers_start_with_flags_that_sglang_takes(tmp_path: Path
         assert (settings["dtype"], settings["device"]) == (config.model.dtype, "cuda"), name
         assert (settings["weight_version"], settings["skip_tokenizer_init"]) == ("0", True), name
         assert [settings[field] for field in IN_PLACE] == [in_place] * len(IN_PLACE), name
-    assert all("error" in settings for settings in found[len(wanted) :])
+        assert settings["enable_memory_saver"] is colocated, name
+        assert prefill_graph(settings) == "disabled", name
+        assert settings["graphs"] == {"decode": "FullCudaGraphBackend"}, name
+    without_flag, with_own = found[len(wanted) : len(wanted) + 2]
+    if colocated:  # the memory saver is the real one: SGLang's default ends such a server at its start
+        refusal = "Breakable CUDA graph is not compatible with memory saver mode"
+        assert without_flag == {"error": f"NotImplementedError: {refusal}"}
+    else:
+        assert without_flag["graphs"]["prefill"] == "BreakableCudaGraphBackend"
+    assert with_own["graphs"]["prefill"] == "FullCudaGraphBackend"
+    assert all("error" in settings for settings in found[len(wanted) + 2 :])

@@ -1,59 +1,153 @@
 """SGLang's own reading of server flags on a machine that plays an H100. Run in SGLang's environment.
 
 Reads ``{"lines": [[flag, ...], ...], "fields": [...]}`` from standard input: the flags of servers after
-``sglang.launch_server``, and settings by name. Each line is parsed by the real ``ServerArgs``, and resolved
-with all the checks that a server makes before it starts a process: flags that exclude each other, the context
-against the model's, the backends of the platform. What those ask of the GPU is answered here: its kind and
-its memory. Prints a JSON list: of each line the settings, or ``{"error": ...}``.
+``sglang.launch_server``, and settings by name. Each line is parsed by the real ``ServerArgs``, resolved with
+all the checks that a server makes before it starts a process (flags that exclude each other, the context
+against the model's, the backends of the platform), and published; then SGLang makes the backends of the CUDA
+graphs that its server would capture. Prints a JSON list: of each line the settings with ``graphs``, the class
+of each phase's backend, or ``{"error": ...}``.
+
+The H100 is played in torch, which every probe of SGLang asks in the end; answers that they remember from the
+import are forgotten. Which graphs are the default is asked of ``utils.is_cuda``, what attention does of names
+that modules have imported: one machine must answer all of them.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).parents[2] / "bapo_megatron/rollout/engines/sglang_cpu"))
 
 import stand_ins
 
 stand_ins.install()
 
-from sglang.srt.arg_groups import kv_shard_hook, memory_hook  # noqa: E402
-from sglang.srt.runtime_context import override_platform  # noqa: E402
+import sglang.srt.model_loader  # noqa: E402, F401 - with the layers, which import CUDA packages on an H100
+import torch  # noqa: E402
+from sglang.srt import platforms, runtime_context  # noqa: E402
+from sglang.srt.model_executor.runner_backend import utils as graph_backends  # noqa: E402
+from sglang.srt.platforms.cuda import CudaSRTPlatform  # noqa: E402
 from sglang.srt.server_args import prepare_server_args  # noqa: E402
+from sglang.srt.utils import common  # noqa: E402
 
-H100 = {
-    "is_cuda": True,
-    "is_sm90": True,
-    "is_hopper_with_cuda_12_3": True,
-    "device_sm": 90,
-    "device_capability": (9, 0),
-    "has_flashinfer": True,
-}
 MEMORY_MB = 81_559
 """What nvidia-smi says of an H100."""
+GPUS = 8
+PROBES = {
+    **dict.fromkeys(("is_cuda", "is_cuda_alike", "is_sm90_supported", "is_hopper_with_cuda_12_3"), True),
+    **dict.fromkeys(("is_hip", "is_cpu", "is_npu", "is_xpu", "is_musa", "is_mps", "is_sail"), False),
+    **dict.fromkeys(("is_sm100_supported", "is_sm120_supported", "is_blackwell_supported"), False),
+    "is_flashinfer_available": True,
+    "get_device_sm": 90,
+    "get_device_capability": (9, 0),
+    "get_device_count": GPUS,
+    "get_device_name": "NVIDIA H100 80GB HBM3",
+    "get_nvgpu_memory_capacity": MEMORY_MB,
+}
+"""Functions of ``sglang.srt.utils.common``, and what they answer on an H100."""
+
+
+def play_h100() -> None:
+    """Let torch, and with it SGLang wherever it asks, see eight H100s with CUDA 13."""
+    torch.version.cuda = "13.0"
+    about = SimpleNamespace(
+        name=PROBES["get_device_name"],
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        total_memory=MEMORY_MB << 20,
+    )
+    for name, answer in {
+        "is_available": True,
+        "device_count": GPUS,
+        "get_device_name": about.name,
+        "get_device_capability": (9, 0),
+        "get_device_properties": about,
+        "mem_get_info": (about.total_memory, about.total_memory),
+    }.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    # What asks a driver, or for a package that no CPU needs.
+    replace_everywhere("get_nvgpu_memory_capacity", lambda: MEMORY_MB)
+    replace_everywhere("is_flashinfer_available", lambda: True)
+    for remembered in vars(common).values():
+        if hasattr(remembered, "cache_clear"):
+            remembered.cache_clear()
+    platforms._current_platform = CudaSRTPlatform()
+    for module in modules():
+        if hasattr(module, "current_platform"):
+            module.current_platform = platforms._current_platform
+        for name, value in PROBES.items():
+            if isinstance(vars(module).get(f"_{name}"), bool):  # ``_is_cuda = is_cuda()`` of an import
+                setattr(module, f"_{name}", value)
+
+
+def modules() -> list[object]:
+    """The modules of SGLang that are imported."""
+    return [one for name, one in sorted(sys.modules.items()) if name.startswith("sglang.") and one]
+
+
+def replace_everywhere(name: str, function: object) -> None:
+    """Put ``function`` in the place of a probe, also where a module has imported it by name."""
+    old = getattr(common, name)
+    for module in modules():
+        for known, value in list(vars(module).items()):
+            if value is old:
+                setattr(module, known, function)
+
+
+def doubters() -> list[str]:
+    """The places where SGLang would still see another machine: ``module.name`` of each."""
+    found = []
+    for module in modules():
+        for name, expected in PROBES.items():
+            for known in (name, f"_{name}"):
+                value = vars(module).get(known)
+                if callable(value) and not isinstance(value, type):
+                    value = value()
+                if value is not None and value != expected:
+                    found.append(f"{module.__name__}.{known} is {value}")
+    return found
 
 
 def resolved(argv: list[str]) -> dict[str, object]:
-    """The settings of one server, as ``/server_info`` would report them."""
+    """The settings of one server, as ``/server_info`` would report them, and its graphs' backends."""
     try:
         arguments = prepare_server_args([*argv, "--device", "cuda"])
         arguments.resolve_once()
-        return arguments.resolved_dict()
+        runtime_context.reset_context()
+        runtime_context.publish(arguments, role="scheduler")
+        return common.msgspec_to_builtins(arguments.resolved_dict()) | {"graphs": graphs()}
     except SystemExit:  # argparse, which has said why
         return {"error": f"argparse refuses {' '.join(argv)}"}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
+def graphs() -> dict[str, str]:
+    """The backends that the published server's runners of CUDA graphs make for themselves, by phase."""
+    model_runner = SimpleNamespace(device="cuda", server_args=runtime_context.get_server_args())
+    runner = SimpleNamespace(model_runner=model_runner, device_module=torch.cuda)
+    config = runtime_context.get_exec().graph.cuda_graph_config
+    makers = {
+        "decode": graph_backends.resolve_decode_backend,
+        "prefill": graph_backends.resolve_prefill_backend,
+    }
+    with runtime_context.get_parallel().override(tp_group=SimpleNamespace()):
+        return {
+            phase: type(make(runner)).__name__
+            for phase, make in makers.items()
+            if config[phase].backend != "disabled"
+        }
+
+
 def main() -> None:
     """Read, resolve, print."""
     wanted = json.load(sys.stdin)
-    for module in (memory_hook, kv_shard_hook):
-        module.get_device_memory_capacity = lambda _device: MEMORY_MB
-    with override_platform(**H100):
-        found = [resolved(argv) for argv in wanted["lines"]]
+    play_h100()
+    found = [resolved(argv) for argv in wanted["lines"]]
+    if doubting := doubters():  # after it, for modules that were imported on the way
+        sys.exit("not everything sees an H100: " + ", ".join(doubting))
     print(json.dumps([{k: v for k, v in one.items() if k in wanted["fields"]} for one in found]))
 
 

@@ -84,10 +84,11 @@ def guarded(section: str, rows: Callable[[], Iterator[DoctorRow]]) -> Iterator[D
         )
 
 
-def _sglang_needs(facts: Facts | None) -> tuple[bool, Path | None]:
+def _sglang_needs(facts: Facts | None) -> tuple[bool, Path | None, bool]:
     if facts is None:
-        return False, None
-    return facts.starts_servers, None if facts.python is None else Path(facts.python)
+        return False, None, False
+    python = None if facts.python is None else Path(facts.python)
+    return facts.starts_servers, python, facts.starts_servers and facts.colocated
 
 
 def _sandbox_needs(facts: Facts | None) -> tuple[bool, bool, int]:

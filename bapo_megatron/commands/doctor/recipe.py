@@ -51,6 +51,8 @@ class Facts:
     api_key_file: str | None = None
     """The file of the servers' API key, if the recipe names one."""
     require_api_key: bool = False
+    colocated: bool = False
+    """The servers are on the GPUs that train."""
     allow_weak_sandbox: bool = False
     forgeable_rows: int = 0
     """Rows of the dataset with tests that a program can pass by forging."""
@@ -135,6 +137,7 @@ def facts_of(config: RunConfig) -> Facts:
         urls=list(sglang.urls) if samples else [],
         python=None if sglang.python is None else str(sglang.python),
         on_update=sglang.on_update,
+        colocated=sglang.colocated,
         longest_sequence=config.longest_request,
         dtype=config.model.dtype,
         runs_programs=runs_code(config.reward.function),

@@ -18,9 +18,11 @@ from bapo_megatron.commands.doctor.tested import SGLANG, pins
 from bapo_megatron.rollout.engines.sglang.requirements import (
     FP32_HEAD,
     IN_PLACE,
+    NO_PREFILL_GRAPH,
     RESERVED_TOKENS,
     flag,
     install_command,
+    prefill_graph,
 )
 
 SECTION = "servers"
@@ -164,6 +166,10 @@ def _setting_rows(url: str, server: dict[str, Any], facts: Facts) -> Iterator[Do
         yield DoctorRow(
             SECTION, url, "optional", f"no {flag(FP32_HEAD)}", needed, f"start it with {flag(FP32_HEAD)}"
         )
+    if prefill_graph(server) == "breakable":
+        needed = "no graphs of the prefill: SGLang's default may sample wrong tokens"
+        fix = f"start it with {' '.join(NO_PREFILL_GRAPH)}"
+        yield DoctorRow(SECTION, url, "optional", "breakable prefill graphs", needed, fix)
     if facts.on_update == "in_place":
         for field in IN_PLACE:
             if server.get(field) is False:

@@ -35,11 +35,13 @@ print(json.dumps(found))
 _ASK_GPU = "import torch; torch.cuda.init(); print(torch.cuda.device_count())"
 
 
-def sglang_rows(required: bool, given: Path | None = None) -> Iterator[DoctorRow]:
-    """The environment's rows. ``required``: the run starts servers of its own; ``given``: its interpreter."""
+def sglang_rows(required: bool, given: Path | None = None, colocated: bool = False) -> Iterator[DoctorRow]:
+    """The environment's rows. ``required``: the run starts servers of its own, ``colocated`` ones; ``given``:
+    its interpreter."""
     use = "for rollout.engine=sglang"
     try:
-        from bapo_megatron.rollout.engines.sglang.server_process import sglang_python
+        from bapo_megatron.rollout.engines.sglang.preload import tried_preload
+        from bapo_megatron.rollout.engines.sglang.server_process import server_environment, sglang_python
 
         python = sglang_python(given)
     except Exception as error:  # ConfigError, or whatever a broken package of this environment raises
@@ -57,6 +59,20 @@ def sglang_rows(required: bool, given: Path | None = None) -> Iterator[DoctorRow
         yield sglang_package_row(name, versions.get(name), tested.get(name), required, needed)
     if versions.get("torch") and should_have_gpu():
         yield sglang_gpu_row(run_command([str(python), "-I", "-c", _ASK_GPU], GPU_DEADLINE_S), required)
+        environment = server_environment(cuda=True, colocated=True, python=python)
+        yield preload_row(tried_preload(python, environment, GPU_DEADLINE_S), python, colocated)
+
+
+def preload_row(child: CommandResult, python: Path, required: bool) -> DoctorRow:
+    """Whether the library that colocated servers preload finds what it needs."""
+    name, needed = "memory saver", "a library that colocated servers preload"
+    if not child.ended:
+        return DoctorRow(SECTION, name, "ok", "its library is found and loads", needed)
+    fix = (
+        f"a missing libcudart.so.13: {_shown(python)} -m pip install nvidia-cuda-runtime, or its folder in "
+        "LD_LIBRARY_PATH; a missing libcuda.so.1: the driver; a missing package: make cluster"
+    )
+    return DoctorRow(SECTION, name, missing(required), one_line(child.reason()), needed, fix)
 
 
 def sglang_gpu_row(child: CommandResult, required: bool) -> DoctorRow:

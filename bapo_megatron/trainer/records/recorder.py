@@ -21,6 +21,10 @@ from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.progress import Progress
 from bapo_megatron.types import Metrics, StepBatch
 
+FIRST_GAP_LIMIT = 0.5
+"""Largest mean gap, in nats, with which a run goes on after the first step that colocated engines sampled.
+Kernels and precision make 0.05; weights of another model, or without one of their tensors, whole nats."""
+
 
 class Recorder:
     """The writer of a run's metrics, events and progress, on rank 0. Steps count from 1."""
@@ -156,25 +160,46 @@ def _means(updates: Sequence[Metrics], expected: Sequence[str]) -> Metrics:
 
 
 def check_engine_gap(
-    config: AlgorithmConfig, step: int, updates: Sequence[Metrics], recorder: Recorder | None
+    config: AlgorithmConfig,
+    step: int,
+    updates: Sequence[Metrics],
+    recorder: Recorder | None,
+    is_first: bool = False,
 ) -> None:
     """The engine mismatch check (``algo/measurements/engine_gap.py``), once the step is recorded.
 
     A gap above its limits is a warning, or GapError on every rank. ``updates``: the metrics of the step's
-    updates, equal on every rank.
+    updates, equal on every rank. ``is_first``: they are the first since colocated engines got their weights
+    from this process: above ``FIRST_GAP_LIMIT`` the engines have others, and nothing of them is worth a step.
     """
     excess = list(gap_excess(config, updates))
     if not excess:
         return
     message = f"step {step}: engine and trainer differ about the same tokens: {'; '.join(excess)}"
+    must_stop = is_first and has_other_weights(config, updates)
+    on_gap: Literal["warn", "stop"] = "stop" if must_stop else config.on_gap
     if recorder:
-        recorder.engine_gap(step, message, config.on_gap)
-    if config.on_gap == "stop":
+        recorder.engine_gap(step, message, on_gap)
+    if on_gap == "stop":
         share(None)  # the first process to fail ends the others: rank 0 must have written
+        way = "raise the limit" if must_stop else "raise the limit or set algorithm.on_gap=warn"
+        also = f", and above {FIRST_GAP_LIMIT:g} in the first step of colocated engines" if must_stop else ""
         raise GapError(
-            f"{message}. Do the engines have the trainer's weights, temperature and precision? "
-            f"If the gap is known and harmless, raise the limit or set algorithm.on_gap=warn"
+            f"{message}{also}. Do the engines have the trainer's weights, temperature and precision? "
+            f"If the gap is known and harmless, {way}"
         )
+
+
+def has_other_weights(config: AlgorithmConfig, updates: Sequence[Metrics]) -> bool:
+    """Whether the first mean gap of a step is one that kernels and precision do not make.
+
+    A limit of the recipe above ``FIRST_GAP_LIMIT`` counts in its place; without one nothing is too large.
+    """
+    if config.gap_mean_limit is None:
+        return False
+    gaps = (gap for update in updates if (gap := update["rollout/engine_gap_mean"]) is not None)
+    gap = next(gaps, None)
+    return gap is not None and not gap <= max(FIRST_GAP_LIMIT, config.gap_mean_limit)  # nan is above any
 
 
 def check_one_sign(step: int, updates: Sequence[Metrics], recorder: Recorder | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -129,3 +130,36 @@ def test_stop_raises_on_every_rank_after_the_record_is_written(
         mismatch.check_engine_gap(AlgorithmConfig(on_gap="stop"), 7, UPDATES, notes if main else None)
     assert waited == [int(main)]  # it waits with the others once it has written
     assert isinstance(caught.value, ConfigError)  # exit code 2: to start again unchanged does not help
+
+
+@pytest.mark.parametrize(
+    ("gap", "limit", "is_first", "stops"),
+    [
+        (0.51, 0.05, True, True),
+        (math.nan, 0.05, True, True),
+        (0.51, 0.05, False, False),  # later it may have grown, which is a warning
+        (0.5, 0.05, True, False),
+        (0.51, 0.6, True, False),  # known to the user
+        (0.51, None, True, False),
+        (0.61, 0.6, True, True),
+    ],
+)
+def test_colocated_engines_that_begin_with_other_weights_stop_the_run(
+    gap: float, limit: float | None, is_first: bool, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first gap of the step that could be measured counts."""
+    monkeypatch.setattr(mismatch, "share", lambda _: None)
+    notes = Notes()
+    config = AlgorithmConfig(gap_mean_limit=limit)
+    updates = [
+        {MEAN: None, MAX: None},
+        {MEAN: gap, MAX: 1.0},
+        {MEAN: 9.0, MAX: 9.0},
+    ]
+    with (
+        pytest.raises(GapError, match=r"step 7: .*above 0.5 in the first step of colocated engines.*weights")
+        if stops
+        else nullcontext()
+    ):
+        mismatch.check_engine_gap(config, 7, updates, notes, is_first)
+    assert [note[-1] for note in notes.taken] == ["stop" if stops else "warn"] * (limit is not None)

@@ -155,6 +155,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str]] = {
         "no --enable-fp32-lm-head",
     ),
     "sglang": ("/server_info", {"version": "0.4.1"}, {}, "optional", "SGLang 0.4.1"),
+    "graphs": (
+        "/server_info",
+        {"cuda_graph_config": {"decode": {"backend": "full"}, "prefill": {"backend": "breakable"}}},
+        {},
+        "optional",
+        "breakable prefill graphs",
+    ),
     "cache": (
         "/server_info",
         {"disable_overlap_schedule": True},

@@ -269,6 +269,22 @@ def test_colocated_servers_give_up_their_graphs_too(monkeypatch: pytest.MonkeyPa
     assert process.server_environment(cuda=True, colocated=True)[graphs] == "0"
 
 
+@pytest.mark.parametrize("colocated", [True, False])
+def test_no_server_on_a_gpu_has_graphs_of_the_prefill_unless_the_recipe_names_them(
+    config: RunConfig, colocated: bool
+) -> None:
+    name = "--cuda-graph-backend-prefill"
+
+    def flags(*own: str, cuda: bool = True) -> list[str]:
+        rollout = RolloutConfig(engine="sglang", sglang=SglangConfig(colocated=colocated, flags=own))
+        return process.server_flags(dataclasses.replace(config, rollout=rollout), cuda=cuda)
+
+    assert flags()[flags().index(name) + 1] == "disabled"
+    assert name not in flags(cuda=False)
+    assert [flag for flag in flags(name, "full") if flag in (name, "full", "disabled")] == [name, "full"]
+    assert [flag for flag in flags(f"{name}=full") if flag.startswith(name)] == [f"{name}=full"]
+
+
 def test_a_server_on_a_gpu_never_chooses_its_device(tmp_path: Path) -> None:
     on_gpu = process.server_command(Path("python"), tmp_path, "127.0.0.1", 1, cuda=True)
     assert on_gpu[on_gpu.index("--device") + 1] == "cuda"

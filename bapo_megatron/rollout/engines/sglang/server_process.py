@@ -21,9 +21,12 @@ import bapo_megatron.rollout.engines.sglang_launch as with_key
 from bapo_megatron.config import RunConfig, SglangConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.engines.sglang.authorization import servers_key_file
+from bapo_megatron.rollout.engines.sglang.preload import VARIABLE as LIBRARY_VARIABLE
+from bapo_megatron.rollout.engines.sglang.preload import library_path
 from bapo_megatron.rollout.engines.sglang.requirements import (
     FP32_HEAD,
     IN_PLACE,
+    NO_PREFILL_GRAPH,
     RESERVED_TOKENS,
     flag,
     install_command,
@@ -82,8 +85,14 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
         *("--context-length", str(context)),
         # On a CPU nothing is saved: SGLang then plays what it would do on a GPU.
         *(("--enable-memory-saver",) if cuda and sglang.colocated else ()),
+        *(NO_PREFILL_GRAPH if cuda and not _names(sglang.flags, NO_PREFILL_GRAPH[0]) else ()),
         *more_flags(sglang),
     ]
+
+
+def _names(flags: Sequence[str], name: str) -> bool:
+    """Whether one of ``flags`` is ``name``, with its value behind it or after an equals sign."""
+    return any(flag.partition("=")[0] == name for flag in flags)
 
 
 def gpus_of(sglang: SglangConfig, number: int) -> range:
@@ -134,14 +143,23 @@ def serve(command: ServeCommand, cuda: bool) -> NoReturn:
     line = server_command(python, run.model.hf_path, command.host, command.port, cuda, flags)
     key_file = servers_key_file(run)
     print(f"the server asks for the API key in {key_file}", flush=True)
-    os.execvpe(line[0], line, server_environment(cuda, key_file=key_file))
+    colocated = run.rollout.sglang.colocated
+    os.execvpe(line[0], line, server_environment(cuda, None, key_file, colocated, python))
 
 
 def server_environment(
-    cuda: bool, threads: int | None = None, key_file: Path | None = None, colocated: bool = False
+    cuda: bool,
+    threads: int | None = None,
+    key_file: Path | None = None,
+    colocated: bool = False,
+    python: Path | None = None,
 ) -> dict[str, str]:
-    """Environment variables of the server's process: this one's without the trainer's own, and what a CPU
-    needs. ``key_file``: of the key that it asks for; None: it asks for none."""
+    """Environment variables of the server's process: this one's without the trainer's own, and what a CPU, or
+    a colocated server, needs.
+
+    ``key_file``: of the key that it asks for; None: it asks for none. ``python``: SGLang's interpreter; None:
+    that of ``sglang_python``, if there is one.
+    """
     environment = os.environ | _VARIABLES
     for name in [*_OTHER_ENVIRONMENT, KEY_FILE_VARIABLE, *filter(_is_of_launcher, environment)]:
         environment.pop(name, None)
@@ -157,6 +175,9 @@ def server_environment(
                 environment[name] = ",".join(others)
     if cuda and colocated:
         environment.setdefault(*_RELEASED_GRAPHS)
+        if (python := python or _installed_python()) is not None:
+            path = library_path(python, environment.get(LIBRARY_VARIABLE))
+            environment |= {LIBRARY_VARIABLE: path} if path else {}
     if not cuda:
         environment |= _CPU_VARIABLES
         if threads:
@@ -179,6 +200,12 @@ def sglang_python(given: Path | None = None) -> Path:
             f"elsewhere is named by {PYTHON_VARIABLE}"
         )
     return path.absolute()
+
+
+def _installed_python() -> Path | None:
+    with suppress(ConfigError):
+        return sglang_python()
+    return None
 
 
 class ServerProcess(ChildProcess):

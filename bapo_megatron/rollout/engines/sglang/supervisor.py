@@ -119,11 +119,10 @@ class ServerSupervisor:
         sglang = config.rollout.sglang
         self.gpus = gpus_of(sglang, number)
         flags = server_flags(config, number, cuda)
-        self._command = server_command(
-            sglang_python(sglang.python), config.model.hf_path, _HOST, port, cuda, flags
-        )
+        python = sglang_python(sglang.python)
+        self._command = server_command(python, config.model.hf_path, _HOST, port, cuda, flags)
         self._environment = server_environment(
-            cuda, key_file=servers_key_file(config), colocated=sglang.colocated
+            cuda, key_file=servers_key_file(config), colocated=sglang.colocated, python=python
         )
         self._log = RunPaths(config.directory).server_log(number)
         self._start_s = 60 * sglang.start_minutes

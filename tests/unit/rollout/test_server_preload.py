@@ -1,0 +1,87 @@
+"""The library that SGLang preloads into schedulers: it must find a CUDA runtime that lies in a wheel alone.
+
+Real libraries are compiled: one that needs a ``libcudart.so`` as torch_memory_saver's does, and a runtime in
+the folder where NVIDIA's wheel puts it. The interpreter has an environment of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.commands.doctor.sglang import preload_row
+from bapo_megatron.rollout.engines.sglang.preload import library_path, tried_preload
+from bapo_megatron.rollout.engines.sglang.server_process import server_environment
+
+RUNTIME = "libcudart.so.99"
+"""No machine has it elsewhere."""
+SAVER = """
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+@contextmanager
+def configure_subprocess():
+    os.environ["LD_PRELOAD"] = str(Path(__file__).with_name("preload.so"))
+    yield
+"""
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """An interpreter whose environment has the two libraries."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    folder = packages / "nvidia/cu13/lib"
+    folder.mkdir(parents=True)
+    (packages / "torch_memory_saver.py").write_text(SAVER)
+    made = (
+        ("int runtime(void) { return 0; }", folder / RUNTIME, [f"-Wl,-soname,{RUNTIME}"]),
+        (
+            "int runtime(void); int saver(void) { return runtime(); }",
+            packages / "preload.so",
+            [str(folder / RUNTIME)],
+        ),
+    )
+    for text, library, flags in made:
+        source = tmp_path / "source.c"
+        source.write_text(text)
+        command = [compiler, "-shared", "-fPIC", "-o", str(library), str(source), *flags]
+        subprocess.run(command, check=True)
+    return environment / "bin/python"
+
+
+def test_the_preload_of_a_colocated_server_finds_the_runtime_of_its_environment(
+    python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/the/site")
+    alone = tried_preload(python, server_environment(cuda=True), 60)
+    assert alone.code == 127
+    row = preload_row(alone, python, required=True)
+    assert (row.state, row.name) == ("problem", "memory saver")
+    assert f"{RUNTIME}: cannot open shared object file" in row.found
+    assert "pip install nvidia-cuda-runtime" in row.fix
+    environment = server_environment(cuda=True, colocated=True, python=python)
+    folder, site = environment["LD_LIBRARY_PATH"].split(os.pathsep)
+    assert Path(folder).parts[-3:] == ("nvidia", "cu13", "lib")
+    assert site == "/of/the/site"
+    found = tried_preload(python, environment, 60)
+    assert not found.ended, found
+    assert preload_row(found, python, required=True).state == "ok"
+
+
+def test_an_environment_without_a_runtime_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert library_path(Path(sys.executable), None) is None
+    assert library_path(Path(sys.executable), "/of/the/site") == "/of/the/site"
+    assert library_path(Path("/nowhere/python"), None) is None

@@ -22,6 +22,7 @@ from bapo_megatron.trainer.checkpointing import (
 from bapo_megatron.trainer.corrections import corrected, correction_metrics, with_old_log_probs
 from bapo_megatron.trainer.evaluation import evaluate_if_due
 from bapo_megatron.trainer.profile import profiled
+from bapo_megatron.trainer.records.idle_search import MOVED
 from bapo_megatron.trainer.records.recorder import StepClock, check_engine_gap, check_one_sign, step_metrics
 from bapo_megatron.trainer.resume import PartialStep
 from bapo_megatron.types import Metrics, MicroBatch, StepBatch
@@ -125,8 +126,11 @@ def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool, step_versio
     loss, _ = run.clip_bounds.loss(run.policy, packs, on_policy, step_version)
     result = run.policy.update(packs, loss)
     weights = run.clip_bounds.observe(result.sums)
+    measured = run.clip_bounds.objective.metrics(result.sums, run.clip_bounds.found)
+    if on_policy and MOVED in measured:  # a share of stale updates: with ratios of 1 no bound matters
+        measured[MOVED] = None
     return {
-        **run.clip_bounds.objective.metrics(result.sums, run.clip_bounds.found),
+        **measured,
         **weights,
         "policy/grad_norm": result.grad_norm,
         "policy/lr": result.learning_rate,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.config.validation import REWARD_FUNCTIONS
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward import code, math, math_verify_compare
 from bapo_megatron.reward.code_tests import check_tests, is_tests
 from bapo_megatron.runtime.dotted_path import load_dotted_path
@@ -68,6 +70,25 @@ def built_in(reward: RewardConfig) -> IsRight:
 
 
 def load_function(path: str) -> Score:
-    """The user's function at ``package.module:function``. ConfigError that says why it cannot be had."""
+    """The user's function at ``package.module:function``. ConfigError that says why it cannot be had, or
+    cannot be called as ``function(prompt, response)``."""
     found: Score = load_dotted_path("reward.function", path, "function")
+    expected = "a reward is called once for each response, as score(prompt: Prompt, response: str) -> float"
+    if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
+        raise ConfigError(
+            f"reward.function={path} is an async function; {expected}, in a process of its own: make it a "
+            f"plain one (docs/rewards.md#a-reward-of-your-own)"
+        )
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # some functions in C have none
+        return found
+    try:
+        signature.bind("prompt", "response")
+    except TypeError as error:
+        name = path.partition(":")[2]
+        raise ConfigError(
+            f"reward.function={path} is {name}{signature}, which cannot be called with a prompt and a "
+            f"response ({error}); {expected}. Change its parameters (docs/rewards.md#a-reward-of-your-own)"
+        ) from error
     return found

@@ -41,6 +41,11 @@ class RewardResult:
     number."""
     detail: str = ""
     """Text of the failure, for the log."""
+    traceback: str = dataclasses.field(default="", compare=False)
+    """Traceback of a function that raised, shortened."""
+    place: str = dataclasses.field(default="", compare=False)
+    """What tells one mistake of a function from another: the type of an error and the line that raised it, or
+    the type of a value that is no number."""
     score: float | None = dataclasses.field(default=None, compare=False)
     """Value of the reward function, before penalties; None if there is a failure."""
 
@@ -169,24 +174,25 @@ class _Worker:
         return notes
 
     def score(self, question: dict[str, Any]) -> RewardResult:
-        """Ask the process. If it dies, for which another may be to blame, ask a new one once."""
+        """Ask the process. If it dies or takes too long, ask a new one once.
+
+        Another process may be to blame for a death, and a machine that was paused for the time.
+        """
         failed, limit_s = self._config.failed, self._config.time_limit_s
         try:
             try:
                 answer = self._ask(question)
-            except ChildTimeout:
-                raise
             except ChildError:
                 self.close()
                 answer = self._ask(question)
         except ChildTimeout:
             self.close()
-            return RewardResult(failed, "time", f"more than reward.time_limit_s={limit_s}")
+            return RewardResult(failed, "time", f"twice more than reward.time_limit_s={limit_s}")
         except (ChildError, ConfigError) as error:
             self.close()
             return RewardResult(failed, "died", str(error))
         if "failure" in answer:
-            return RewardResult(failed, answer["failure"], answer["detail"])
+            return RewardResult(failed, **answer)
         return RewardResult(answer["reward"], score=answer["score"])
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:

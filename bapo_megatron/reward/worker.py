@@ -14,6 +14,7 @@ import re
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -29,6 +30,9 @@ Answerer = Callable[[dict[str, Any]], Any]
 
 DETAIL_CHARACTERS = 500
 """Longest text of an error in an answer."""
+
+TRACEBACK_CHARACTERS = 4000
+"""Longest traceback in an answer; of a longer one the middle is left out."""
 
 
 def main() -> None:
@@ -105,14 +109,48 @@ def _scorer(reward: RewardConfig) -> Answerer:
         try:
             value = score(question["prompt"], response)
         except BaseException as error:  # SystemExit too: a user's function does not end the worker
-            return {"failure": "raised", "detail": repr(error)[:DETAIL_CHARACTERS]}
+            return {"failure": "raised", **described(error)}
         number = _finite(value)
         if number is None:
-            return {"failure": "not finite", "detail": repr(value)[:DETAIL_CHARACTERS]}
+            kind = type(value).__name__
+            return {"failure": "not finite", "detail": _text_of(value), "place": kind}
         penalty = format_penalty(response, pattern, reward.format_penalty)
         return {"score": number, "reward": number - penalty}
 
     return answer
+
+
+def described(error: BaseException) -> dict[str, str]:
+    """An error as ``detail`` (one line), ``traceback`` (from the reward function on) and ``place``.
+
+    ``place``, the type and the line that raised, is the same for all errors of one mistake.
+    """
+    kind, frames = type(error).__name__, error.__traceback__
+    while frames and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    try:
+        stack = traceback.extract_tb(frames, limit=-1)
+        place = f"{kind} at {stack[0].filename}:{stack[0].lineno}" if stack else kind
+        text = "".join(traceback.format_exception(type(error), error, frames))
+    except Exception:  # no memory is left, or the error cannot be shown
+        place, text = kind, kind
+    return {"detail": _text_of(error), "traceback": shortened(text), "place": place}
+
+
+def shortened(text: str) -> str:
+    """``text`` without control characters, and without its middle if it is long."""
+    half = TRACEBACK_CHARACTERS // 2
+    if len(text) > TRACEBACK_CHARACTERS:
+        text = f"{text[:half]}\n[{len(text) - 2 * half} characters]\n{text[-half:]}"
+    # A message may quote the response: what the model wrote must not reach a terminal as it is.
+    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text.strip())
+
+
+def _text_of(value: object) -> str:
+    try:
+        return repr(value)[:DETAIL_CHARACTERS]
+    except Exception:  # a user's class may fail at it
+        return type(value).__name__
 
 
 def _finite(value: Any) -> float | None:

@@ -22,6 +22,38 @@ def score(prompt: Any, response: str) -> Any:
     return ACTIONS[word](prompt, rest)
 
 
+def one(prompt: Any) -> float:
+    """Too few parameters."""
+    return 0.0
+
+
+def of_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """Too many."""
+    return 0.0
+
+
+async def later(prompt: Any, response: str) -> float:
+    """Not a number until it is awaited."""
+    return 0.0
+
+
+def with_more(prompt: Any, response: str, scale: float = 1.0, **_: Any) -> float:
+    """What is optional is left out."""
+    return scale
+
+
+class _Object:
+    def __call__(self, prompt: Any, response: str) -> float:
+        return 0.5
+
+
+OBJECT = _Object()
+
+
+def quotes_the_response(_: Any, rest: str) -> float:
+    raise ValueError(rest)
+
+
 def sees_the_prompt(prompt: Any, _: str) -> float:
     assert type(prompt).__name__ == "Prompt"
     assert prompt.token_ids_P.dtype == "int32"
@@ -59,6 +91,8 @@ def is_dumpable(_: Any, __: str) -> float:
 
 
 ACTIONS = {
+    "quote": quotes_the_response,
+    "bug": lambda *_: {}["x"],
     "dumpable": is_dumpable,
     "prompt": sees_the_prompt,
     "talk": talks,

@@ -202,8 +202,10 @@ class ClipLoss(Loss):
         else:
             found = found or exact  # searched while the update held its forward passes
             used = at_bounds(found.bounds, measured, config).metrics()
+        searches = len(low_values(config)) + len(high_values(config)) > 2
         return {
             **used,
+            **({"bapo/bounds_moved": float(used["bapo/rounds"] > 0)} if searches else {}),
             "bapo/clip_low_distance": used["bapo/clip_low"] - exact.bounds.low,
             "bapo/clip_high_distance": used["bapo/clip_high"] - exact.bounds.high,
         }

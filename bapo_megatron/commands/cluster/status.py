@@ -53,6 +53,9 @@ class Status:
     checkpoint_age_s: float | None
     engines: tuple[int, int] | None
     """Engines alive, and known: by RUN/engines, or by the sampler's last metrics."""
+    moved: tuple[float, int] | None
+    """Share of the stale updates with moved clipping bounds, and of how many last steps; None without a
+    search."""
     trouble: str | None
     """The last event of a kind that means trouble."""
     trouble_age_s: float | None
@@ -82,6 +85,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
         checkpoint=saved[0] if saved else None,
         checkpoint_age_s=now - saved[1] if saved else None,
         engines=_engines(run, metrics, now),
+        moved=_moved(paths.metrics),
         trouble=_told(trouble) if trouble else None,
         trouble_age_s=_age(trouble, now) if trouble else None,
     )
@@ -103,6 +107,12 @@ def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(row, dict):
             yield row
+
+
+def _moved(log: Path) -> tuple[float, int] | None:
+    rows = (row.get("bapo/bounds_moved") for row in tail_rows(log))
+    shares = [share for share in rows if isinstance(share, (int, float))]
+    return (sum(shares) / len(shares), len(shares)) if shares else None
 
 
 def newest_checkpoint(run: Path) -> tuple[int, float] | None:

@@ -23,6 +23,9 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
         yield "checkpoint", "none yet"
     else:
         yield "checkpoint", f"step {status.checkpoint}, {ago(status.checkpoint_age_s)}"
+    if status.moved is not None:
+        share, steps = status.moved
+        yield "bounds", f"moved in {share:.0%} of the stale updates of the last {steps} steps"
     if status.engines is not None:
         alive, known = status.engines
         yield "engines", f"{alive} of {known} alive"

@@ -2,8 +2,9 @@
 
     python -m bapo_megatron.commands.doctor.recipe RECIPE [flags]
 
-The child prints one JSON object on its standard output: `problems`, and `facts` for the other rows, None if
-the recipe could not be loaded. It ends with exit code 2 where a flag is wrong.
+The child prints one JSON object on its standard output: `problems`; `facts` for the other rows, None if the
+recipe could not be loaded; `reward`, whether it could score a response, and what came of it, None if it was
+not tried. It ends with exit code 2 where a flag is wrong.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], Facts 
         )
         return [DoctorRow(SECTION, str(recipe), "problem", found, "a recipe that can be checked", fix)], None
     facts = Facts(**answer["facts"]) if answer["facts"] else None
-    return list(recipe_rows(str(recipe), answer["problems"])), facts
+    rows = list(recipe_rows(str(recipe), answer["problems"]))
+    return rows + [reward_row(*answer["reward"])] * (answer["reward"] is not None), facts
 
 
 def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
@@ -87,30 +89,52 @@ def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
         yield DoctorRow(SECTION, name, "problem", problem, "what `bapo train` accepts", fix)
 
 
+def reward_row(works: bool, found: str) -> DoctorRow:
+    """The row of the reward function, which was called once."""
+    fix = "mend the reward function, or the row that it cannot read (docs/rewards.md)"
+    return DoctorRow(SECTION, "reward", "ok" if works else "problem", found, "a score", fix)
+
+
 def main(arguments: Sequence[str]) -> None:
     """The child process: print problems and facts of the recipe as one JSON object."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what recipes print is no answer
     problems: list[str] = []
-    facts = None
+    facts = reward = None
     try:
         config = _load(Path(arguments[0]), arguments[1:])
-        problems = list(problems_of(config))
+        passed: list[object] = []
+        problems = list(problems_of(config, passed))
         facts = facts_of(config)
+        reward = _tried_reward(config, passed)
+        reward = None if reward and reward[1] in problems else reward  # told already: the sandbox's walls
     except ConfigError as error:
         problems.append(str(error))
-    answers.write(json.dumps({"problems": problems, "facts": facts and asdict(facts)}))
+    answers.write(json.dumps({"problems": problems, "facts": facts and asdict(facts), "reward": reward}))
     answers.flush()
 
 
-def problems_of(config: RunConfig) -> Iterator[str]:
-    """Every problem of the recipe once, with those that follow from another. Wrong fields stop the search."""
+def _tried_reward(config: RunConfig, passed: Sequence[object]) -> tuple[bool, str] | None:
+    """The trial of the reward on the first row of the data; None if the data could not be read."""
+    from bapo_megatron.commands.doctor.reward import tried_reward
+    from bapo_megatron.data.prompts import PromptSet
+
+    data = next((found for found in passed if isinstance(found, PromptSet)), None)
+    return tried_reward(config, data.prompts[0]) if data else None
+
+
+def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterator[str]:
+    """Every problem of the recipe once, with those that follow from another. Wrong fields stop the search.
+
+    What the checks that pass return is appended to ``passed``.
+    """
     from bapo_megatron.trainer.preflight import run_checks
 
     told: set[str] = set()
+    passed = [] if passed is None else passed
     for number, check in enumerate(run_checks(config)):
         try:
-            check()
+            passed.append(check())
             continue
         except ConfigError as error:
             found = str(error).splitlines()

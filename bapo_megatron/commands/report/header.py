@@ -23,6 +23,8 @@ class Search:
 
     moved: float
     reached: float
+    of: str = "updates"
+    """Which updates ``moved`` is a share of: the stale ones, where the log tells them apart."""
 
 
 def bounds_of(run: RunRecord) -> BoundsConfig | None:
@@ -39,6 +41,8 @@ def search_of(run: RunRecord) -> Search | None:
     moves, reached = known_values(rows, "bapo/rounds"), mean(known_values(rows, "bapo/reached"))
     if not _is_searched(run, bounds) or not moves or reached is None:
         return None
+    if stale := known_values(rows, "bapo/bounds_moved"):
+        return Search(sum(stale) / len(stale), reached, "stale updates")
     return Search(sum(count > 0 for count in moves) / len(moves), reached)
 
 
@@ -107,6 +111,7 @@ def _target(run: RunRecord) -> str:
         return said
     return (
         f"{said}; reached in {percent(found.reached)} of the updates, a bound moved in {percent(found.moved)}"
+        + (f" of the {found.of}" if found.of != "updates" else "")
     )
 
 

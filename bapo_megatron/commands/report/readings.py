@@ -43,7 +43,11 @@ def _of_search(run: RunRecord) -> Iterator[str]:
         return
     starts = f"{bounds.low_start:g} and {bounds.high_start:g}"
     if found.moved < _SELDOM:
-        seldom = f"in {percent(found.moved)} of the updates only" if found.moved else "in no update"
+        seldom = (
+            f"in {percent(found.moved)} of the {found.of} only"
+            if found.moved
+            else f"in no {found.of.removesuffix('s')}"
+        )
         yield (
             f"A bound moved {seldom}: nearly always the target of {bounds.target:g} was met at {starts}, "
             f"where the search begins. So the run shows what clipping there does, and nothing of the search."
@@ -56,7 +60,7 @@ def _of_search(run: RunRecord) -> Iterator[str]:
             f"and {bounds.high_end:g}, and the positive tokens still held less than the target."
         )
     yield (
-        f"In {percent(found.moved)} of the updates the positive tokens held less than the target of "
+        f"In {percent(found.moved)} of the {found.of} the positive tokens held less than the target of "
         f"{bounds.target:g} at {starts}, and the search moved a bound.{missed}"
     )
 

@@ -27,7 +27,7 @@ from bapo_megatron.rollout.sampler.event_log.events import (
 from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal
 from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
-from bapo_megatron.rollout.sampler.scoring import GroupScorer
+from bapo_megatron.rollout.sampler.scoring import FirstScores, GroupScorer
 
 MOST_RESAMPLES = 3
 """Times that a prompt is sampled once more because its group was stale, before it is given up."""
@@ -61,6 +61,7 @@ class SamplerLoop:
         self._events: list[Record] = []
         """Events that wait for their commit."""
         self._next_number = 0
+        self._first_scores = FirstScores(config.prompts_per_step)
         self._scoring: dict[int, asyncio.Task[None]] = {}
         self._dropping: set[int] = set()
         """Numbers of groups whose drop waits for its commit."""
@@ -75,6 +76,7 @@ class SamplerLoop:
     def start(self) -> None:
         """Resume the open groups, and advance from now on."""
         self._next_number = self._state.next_number
+        self._first_scores.begin(self._state)
         for group in self._state.open.values():
             self._resume(group)
         self._task = asyncio.create_task(self._run())
@@ -233,11 +235,12 @@ class SamplerLoop:
 
     async def _score(self, group: OpenGroup) -> None:
         results = await self._scorer.score(group)
-        rewards = [one.reward for one in results]
-        self.post(group_scored(group.number, rewards, [one.failure for one in results if one.failure]))
         del self._scoring[group.number]
-        if self._config.drop_uniform_groups and is_uniform(rewards):
-            self._drop(group, "uniform")
+        for scored, found in self._first_scores.passed(group, results):
+            rewards = [one.reward for one in found]
+            self.post(group_scored(scored.number, rewards, [one.failure for one in found if one.failure]))
+            if self._config.drop_uniform_groups and is_uniform(rewards):
+                self._drop(scored, "uniform")
 
     def _note_error(self, task: asyncio.Task[None]) -> None:
         """End the loop if a group could not be scored: the next question of the trainer raises the error."""

@@ -43,13 +43,15 @@ def rollout_metrics(scored: Sequence[GroupSummary], kept: int, reward: RewardCon
     lengths = np.array([length for group in groups for length in group.lengths])
     correct = np.abs(rewards - reward.correct) < np.abs(rewards - reward.wrong)
     truncated = np.array([reason == "length" for group in groups for reason in group.reasons])
+    failures = sum(len(group.failures) for group in groups)
     correct_by_group = np.split(correct, np.cumsum([len(group.rewards) for group in groups])[:-1])
     return {
         "reward/mean": _mean(rewards),
         "reward/correct_fraction": _mean(correct),
         "reward/solved_none": _mean(np.array([not one.any() for one in correct_by_group])),
         "reward/solved_all": _mean(np.array([one.all() for one in correct_by_group])),
-        "reward/failures": float(sum(len(group.failures) for group in groups)),
+        "reward/failures": float(failures),
+        "reward/failed_fraction": failures / len(rewards) if len(rewards) else None,
         "reward/timeouts": float(sum(group.failures.count("time") for group in groups)),
         "rollout/groups_sampled": float(len(groups)),
         "rollout/groups": float(kept),

@@ -248,7 +248,8 @@ async def _open(
 def _note(events: list[dict[str, Any]], kind: str, **fields: Any) -> None:
     """Keep an event for the trainer, and print it at once."""
     events.append({"kind": kind, **fields})
-    text = ", ".join(f"{name}={value}" for name, value in fields.items())
+    shown = {name: f"\n{text}" if "\n" in (text := str(value)) else text for name, value in fields.items()}
+    text = ", ".join(f"{name}={value}" for name, value in shown.items())
     with suppress(OSError):  # a log on a full disk
         print(f"sampler: {kind.replace('_', ' ')}: {text}", flush=True)
 

@@ -105,6 +105,8 @@ class _LiveView:
             if name == "reward":
                 row.append(f" {sparkline(list(self._rewards))}", style="green")
             row.append("  ")
+        for note in notes(metrics):
+            row.append(f"{note}  ", style="yellow")
         return row
 
 
@@ -114,7 +116,27 @@ def plain_line(step: int, total_steps: int, metrics: Metrics, remaining_s: float
     values = [f"{name} {value}" for name, value in shown_values(metrics)]
     tokens = f"tokens/s {_number(metrics, 'time/tokens_per_s', '.0f', 6)}"
     step_s = f"step_s {_number(metrics, 'time/step_s', '.1f', 6)}"
-    return "  ".join([count, *values, tokens, step_s, f"eta {_clock(remaining_s)}"])
+    return "  ".join([count, *values, tokens, step_s, f"eta {_clock(remaining_s)}", *notes(metrics)])
+
+
+def notes(metrics: Metrics) -> list[str]:
+    """What is out of the ordinary about a step: scores that failed, and why it made no update."""
+    found = []
+    failures, scored = metrics.get("reward/failures") or 0.0, metrics.get("rollout/groups_sampled")
+    all_failed = metrics.get("reward/failed_fraction") == 1.0
+    if failures and not all_failed:
+        found.append(f"{failures:.0f} scores failed")
+    if metrics.get("policy/updates") != 0.0:
+        return found
+    if all_failed:
+        why = f"all {failures:.0f} scores failed"
+    elif metrics.get("rollout/groups"):
+        why = "all responses rejected"  # by algorithm.corrections
+    elif scored and metrics.get("rollout/groups_dropped") == scored:
+        why = f"all {scored:.0f} groups uniform"
+    else:
+        why = "no group is left"
+    return [*found, f"no update: {why}"]
 
 
 def shown_values(metrics: Metrics) -> list[tuple[str, str]]:

@@ -14,9 +14,11 @@ from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import AlgorithmConfig, RunConfig
 from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import GapError
+from bapo_megatron.reward.functions import is_built_in
 from bapo_megatron.runtime.distributed import share
 from bapo_megatron.runtime.jsonl_log import EventLog
 from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.trainer.records.idle_search import IdleSearch
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
 from bapo_megatron.trainer.records.progress import Progress
 from bapo_megatron.types import Metrics, StepBatch
@@ -34,6 +36,7 @@ class Recorder:
         settings = {name: str(value) for name, value in flat(config).items()}
         self._metrics = MetricsLog(directory, config.logging, first_step - 1, settings)
         self._said_one_sign = False
+        self._idle_search = IdleSearch(config.algorithm.bounds)
         self._progress = Progress(config.steps, first_step)
         self._events = EventLog(RunPaths(directory).events)
         if not has_work:
@@ -47,6 +50,13 @@ class Recorder:
         print(f"{directory}: {kind} at {where}, processes: {processes}", flush=True)
         if config.algorithm.loss == "clip":
             print(f"clipping bounds: {describe(config.algorithm.bounds)}", flush=True)
+        reward = config.reward
+        if is_built_in(reward.function) and reward.failed > reward.wrong:
+            print(
+                f"warning: reward.failed={reward.failed:g} is above reward.wrong={reward.wrong:g}: a "
+                f"response that hangs its scorer gets more than a wrong one; lower reward.failed",
+                flush=True,
+            )
 
     def step(self, step: int, updates: Sequence[Metrics], metrics: Metrics) -> None:
         """Write the metrics of a step and of its updates, and move the progress line."""
@@ -54,6 +64,9 @@ class Recorder:
             self._metrics.write_update(step, {"update": number, **update})
         self._metrics.write_step(step, metrics)
         self._progress.update(step, metrics)
+        if message := self._idle_search.observe(step, updates):
+            self._events.event("bounds_idle", step=step, message=message)
+            print(f"note: {message}", flush=True)
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
         """Write the held-out metrics of the weights after ``step``, unless they were written before."""

@@ -19,6 +19,7 @@ from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import ground_truth_check, load_function
 from bapo_megatron.reward.pool import RewardPool, RewardResult
+from bapo_megatron.reward.worker import TRACEBACK_CHARACTERS, shortened
 from bapo_megatron.types import Prompt
 
 pytestmark = pytest.mark.integration
@@ -77,7 +78,7 @@ def test_a_failure_costs_one_response_and_is_named() -> None:
         "raise": "IndexError('list index out of range')",
         "die": "exit code 0",
         "crash": "signal SIGSEGV",
-        "wait 1000": "more than reward.time_limit_s=2.0",
+        "wait 1000": "twice more than reward.time_limit_s=2.0",
         "text": "'much'",
     }
     responses = [line for word in kinds for line in (word, "0.5")]
@@ -144,6 +145,70 @@ def test_a_worker_that_is_killed_costs_no_response() -> None:
         return found
 
     assert pooled(act) == [RewardResult(0.5), RewardResult(0.25), RewardResult(1.0)]
+
+
+def test_a_worker_that_was_paused_past_its_time_costs_no_response(tmp_path: Path) -> None:
+    """As by SIGSTOP, a suspended machine, a file system that stalls: the next worker scores it."""
+
+    async def act(pool: RewardPool) -> RewardResult:
+        worker = pool._workers[0]._child
+        assert worker is not None
+        os.kill(worker.pid, signal.SIGSTOP)
+        result = await pool.score(prompt(), "0.5", 1)
+        assert not pool.failures
+        return result
+
+    assert pooled(act, time_limit_s=5.0) == RewardResult(0.5)
+
+
+def test_a_failure_has_its_traceback_and_its_place() -> None:
+    """From the user's function on; the place tells its mistakes apart, whatever the message says."""
+
+    async def act(pool: RewardPool) -> list[RewardResult]:
+        return [
+            await pool.score(prompt(), text, 1)
+            for text in ("quote \x1b[31mred", "quote green", "bug", "none")
+        ]
+
+    red, green, bug, none = pooled(act)
+    assert red.traceback.splitlines()[0] == "Traceback (most recent call last):"
+    assert "worker.py" not in red.traceback
+    assert red.traceback.endswith("ValueError: \\x1b[31mred"), "control characters must not reach a terminal"
+    assert "x" * 10 not in red.traceback
+    assert red.place == green.place != bug.place
+    assert red.place.startswith("ValueError at ")
+    assert (none.traceback, none.place) == ("", "NoneType")
+
+
+def test_a_long_traceback_is_shortened() -> None:
+    text = shortened("a" * 3000 + "b" * 10_000 + "c" * 3000)
+    assert len(text) < TRACEBACK_CHARACTERS + 50
+    assert (text[:2000], text[-2000:]) == ("a" * 2000, "c" * 2000)
+    assert "[12000 characters]" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "one",
+            r"is one\(prompt: .Any.\) -> .float., which cannot be called with a prompt and a .*score\(prompt",
+        ),
+        (
+            "of_verl",
+            r"is of_verl\(data_source: .str., solution_str: .str., ground_truth.*missing a required argument",
+        ),
+        ("later", r"is an async function.*make it a plain one"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_before_the_start(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"reward.function=tests.support.reward_functions:{name} {message}"):
+        load_function(f"tests.support.reward_functions:{name}")
+
+
+@pytest.mark.parametrize("name", ["score", "with_more", "OBJECT"])
+def test_any_callable_of_two_arguments_is_a_reward(name: str) -> None:
+    assert callable(load_function(f"tests.support.reward_functions:{name}"))
 
 
 def test_code_that_holds_the_interpreter_is_ended_with_its_children(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from io import StringIO
 
 import pytest
 
-from bapo_megatron.trainer.records.progress import Progress, plain_line, sparkline
+from bapo_megatron.trainer.records.progress import Progress, notes, plain_line, sparkline
 from bapo_megatron.types import Metrics
 
 METRICS: Metrics = {
@@ -91,3 +91,34 @@ def test_sparkline() -> None:
     assert sparkline([]) == ""
     assert sparkline([0.5, 0.5]) == "▁▁"
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+
+
+FOUR_GROUPS = {"rollout/groups_sampled": 4.0, "rollout/groups": 0.0, "policy/updates": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "says"),
+    [
+        ({"reward/failures": 0.0, "policy/updates": 4.0}, []),
+        ({"reward/failures": 3.0, "policy/updates": 4.0}, ["3 scores failed"]),
+        ({**FOUR_GROUPS, "rollout/groups_dropped": 4.0}, ["no update: all 4 groups uniform"]),
+        (
+            {
+                **FOUR_GROUPS,
+                "rollout/groups_dropped": 4.0,
+                "reward/failures": 32.0,
+                "reward/failed_fraction": 1.0,
+            },
+            ["no update: all 32 scores failed"],
+        ),
+        ({**FOUR_GROUPS, "rollout/groups": 4.0}, ["no update: all responses rejected"]),
+        ({**FOUR_GROUPS, "rollout/groups_dropped": 1.0}, ["no update: no group is left"]),
+    ],
+)
+def test_a_step_without_an_update_says_why(metrics: Metrics, says: list[str]) -> None:
+    assert notes(metrics) == says
+    line = plain_line(3, 60, {**METRICS, **metrics}, 60.0)
+    assert line == "  ".join([plain_line(3, 60, METRICS, 60.0), *says])
+    stream = Terminal()
+    with closing(Progress(60, 3, stream)) as progress:
+        progress.update(3, {**METRICS, **metrics})

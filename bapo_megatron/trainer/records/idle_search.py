@@ -1,0 +1,55 @@
+"""Notice of a search that is idle: a run whose bounds stay at their starts is one of fixed bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from bapo_megatron.algo.bounds import BoundsConfig
+from bapo_megatron.types import Metrics
+
+MOVED = "bapo/bounds_moved"
+"""Whether the search of a stale update moved a bound, 1 or 0; None for an update on fresh data, absent where
+nothing is searched."""
+
+_UPDATES = 16
+"""Stale updates without a move after which it is told: two steps of the usual reuse (2 x 4 updates)."""
+
+
+class IdleSearch:
+    """Counts the first stale updates of this process, until one has moved a bound or enough have not."""
+
+    def __init__(self, bounds: BoundsConfig) -> None:
+        self._bounds = bounds
+        self._first_step: int | None = None
+        self._shares: list[float] = []
+        self._is_over = False
+
+    def observe(self, step: int, updates: Sequence[Metrics]) -> str | None:
+        """What is to be told after ``step``; None if nothing is."""
+        for update in updates:
+            if self._is_over or update.get(MOVED) is None:
+                continue
+            if update[MOVED]:
+                self._is_over = True
+                continue
+            self._first_step = self._first_step or step
+            self._shares.append(update["bapo/contribution"] or 0.0)
+        if self._is_over or len(self._shares) < _UPDATES:
+            return None
+        self._is_over = True
+        return self._message(step)
+
+    def _message(self, step: int) -> str:
+        bounds, share = self._bounds, sum(self._shares) / len(self._shares)
+        why = ""
+        if math.isfinite(share) and share >= bounds.target:
+            why = (
+                f", because positive tokens hold {share:.2g} of the {bounds.measure}, above the target of "
+                f"{bounds.target:g}"
+            )
+        return (
+            f"the bounds have not moved in the first {len(self._shares)} stale updates (steps "
+            f"{self._first_step} to {step}): so far this run equals fixed({bounds.low_start:g}, "
+            f"{bounds.high_start:g}){why} (docs/algorithm.md#which-preset)"
+        )

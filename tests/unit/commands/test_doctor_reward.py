@@ -1,0 +1,50 @@
+"""The doctor's trial of a reward: its score, or the traceback of what it raises."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bapo_megatron.commands.doctor.recipe import examine, reward_row
+from bapo_megatron.commands.doctor.reward import tried_reward
+from bapo_megatron.config import RewardConfig, RunConfig
+from bapo_megatron.config.recipe import load_recipe
+from bapo_megatron.types import Prompt
+
+RECIPE = Path(__file__).parents[3] / "recipes/demo_cpu.py"
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize(
+    ("function", "works", "says"),
+    [
+        ("math", True, r"score 1 for row 3 with its ground truth in a box as the response"),
+        ("tests.support.reward_functions:with_more", True, "score 1 for row 3"),
+        ("tests.support.reward_functions:score", False, r"no score for row 3 .*raised: KeyError\("),
+        ("tests.support.reward_functions:one", False, "cannot be called with a prompt and a response"),
+    ],
+)
+def test_a_reward_is_tried_on_a_row(function: str, works: bool, says: str) -> None:
+    config = load_recipe(RECIPE, RunConfig)
+    config = dataclasses.replace(config, reward=RewardConfig(function=function))
+    found = tried_reward(config, Prompt(3, np.zeros(1, np.int32), "34", "test"))
+    assert found[0] is works
+    assert re.search(says, found[1])
+    row = reward_row(*found)
+    assert (row.state, bool(row.fix)) == (("ok", False) if works else ("problem", True))
+    if "no score" in found[1]:
+        assert "Traceback (most recent call last):" in row.found
+        assert "return ACTIONS[word](prompt, rest)" in row.found
+
+
+def test_the_doctor_calls_the_reward_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_rewards.py").write_text("def score(prompt, response):\n    return prompt.truth\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    rows, _ = examine(RECIPE, [f"--run-dir={tmp_path / 'run'}", "--reward.function=broken_rewards:score"])
+    [row] = [row for row in rows if row.name == "reward"]
+    assert row.state == "problem"
+    assert "AttributeError: 'Prompt' object has no attribute 'truth'" in row.found

@@ -74,6 +74,8 @@ class RankRehearsal:
             kinds = stack.enter_context(fake_world(request.rank, request.world_size, self.config.parallel))
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             self.meter = Meter(fake, kinds, request.device == "cuda")
+            vocabulary = read_model_shape(self.config.model.hf_path).vocab
+            self.meter.vocabulary = vocabulary // self.config.parallel.tensor
             answer_reads(self.meter)
             watch_sizes(self.meter)
             kernel.observers.append(self.meter.see_te_kernel)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.multiprocessing import ProcessRaisedException
 
 from bapo_megatron.algo.bapo import grpo
 from bapo_megatron.algo.losses.clip import search
@@ -270,6 +271,75 @@ class _Full:
 def test_a_reload_that_found_no_memory_may_be_repeated(models: Path, samples: list[Sample]) -> None:
     [(before, after)] = run_layout(interrupted, layout("one").parallel, models / "qwen2", samples)
     assert before == after
+
+
+class LateDevice:
+    """A GPU's stream as the host sees it: copies that need not be waited for happen when it synchronizes.
+
+    RuntimeError if memory is given up that such a copy would still read or write.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.copies = 0
+        self._copy, self._resize = torch.Tensor.copy_, torch.UntypedStorage.resize_
+
+    def install(self) -> None:
+        """Take the place of torch's functions in this process, for good."""
+        device, tensor, storage = self, torch.Tensor, torch.UntypedStorage
+
+        def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            if not non_blocking:
+                return device._copy(target, source)
+            device.waiting.append((target, source))
+            device.copies += 1
+            return target
+
+        def resize(given: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            busy = {one.untyped_storage()._cdata for pair in device.waiting for one in pair}
+            if given._cdata in busy:
+                raise RuntimeError("memory is given up before its copy is done")
+            return device._resize(given, size)
+
+        tensor.copy_, storage.resize_ = copy, resize  # type: ignore[method-assign,assignment]
+        torch.cuda.synchronize = self.synchronize  # type: ignore[assignment]
+        offload.has_cuda = lambda: True
+
+    def synchronize(self) -> None:
+        for target, source in self.waiting:
+            self._copy(target, source)
+        self.waiting.clear()
+
+
+def on_a_late_device(folder: Path, samples: list[Sample], waits: bool) -> tuple[Any, Any, int, list[int]]:
+    """Digests before and after the policy was away; copies made, and those not done when a call returned."""
+    policy = build(folder, "one", "bfloat16", "model")
+    update(policy, samples)
+    before = policy.state_digest()
+    device = LateDevice()
+    device.install()
+    if not waits:
+        offload.Offload._synchronize = lambda *_: None  # type: ignore[method-assign]
+    left = []
+    for call in (lambda: policy.offload(keep_weights=True), policy.offload, policy.reload):
+        call()
+        left.append(len(device.waiting))
+    return before, policy.state_digest(), device.copies, left
+
+
+def test_memory_is_given_up_when_its_copy_is_done(models: Path, samples: list[Sample]) -> None:
+    """Weights, masters and moments go in two parts and come back; nothing waits for the next synchronize."""
+    parallel = layout("one").parallel
+    [(before, after, copies, left)] = run_layout(on_a_late_device, parallel, models / "qwen2", samples, True)
+    assert after == before
+    assert copies > 100
+    assert left == [0, 0, 0]
+
+
+def test_an_offload_that_does_not_wait_is_noticed(models: Path, samples: list[Sample]) -> None:
+    """That the test before can fail."""
+    with pytest.raises(ProcessRaisedException, match="memory is given up before its copy is done"):
+        run_layout(on_a_late_device, layout("one").parallel, models / "qwen2", samples, False)
 
 
 Saved = tuple[dict[str, list[str]], dict[str, list[str]]]

@@ -76,6 +76,7 @@ def contents(call: Call) -> tuple[object, ...]:
 PASSES = "bapo_megatron/policy/passes.py"
 FLASH, CORE = "bapo_megatron/policy/attention/flash.py", "bapo_megatron/policy/attention/core.py"
 WEIGHTS = "bapo_megatron/policy/weight_map.py"
+HEAD = "bapo_megatron/policy/output_head.py"
 ONE, CP = ParallelConfig(), ParallelConfig(context=2)
 TP, PP = ParallelConfig(tensor=2, sequence=True), ParallelConfig(pipeline=2)
 MODEL_CALL = "hidden: Tensor = model("
@@ -150,6 +151,22 @@ FAILS = {
 }
 
 
+ROUNDED_LOGITS = Mistake(
+    HEAD,
+    "torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32, out=out)",
+    "out.copy_(torch.mm(hidden_CH, weight_VH.t()))",
+)
+"""Only on a GPU, so that no answer of a CPU shows it."""
+
+
+@pytest.mark.parametrize("parallel", slow_but([ONE, TP], ONE), ids=str)
+def test_logits_that_a_gpu_alone_would_round_are_refused(parallel: ParallelConfig, tmp_path: Path) -> None:
+    found = rehearse_with(ROUNDED_LOGITS, small_run(tmp_path, parallel, layers=1), rank=0, packs=1)
+    assert found.error is not None
+    assert "the output layer's matmul gives logits of torch.bfloat16, not float32" in found.error
+    assert f" {ROUNDED_LOGITS.line}" in found.error
+
+
 @pytest.mark.parametrize("name", slow_but(FAILS, "bounds of the keys on the host"))
 def test_a_mistake_fails_at_its_line(name: str, tmp_path: Path) -> None:
     parallel, mistake = FAILS[name]
@@ -178,7 +195,7 @@ DEADLOCKS = {
 
 def test_the_planted_mistakes_are_of_lines_that_are_there() -> None:
     """For the mistakes of the slow tier: a line that is rewritten is missed at once."""
-    for _, mistake in (*FAILS.values(), *DEADLOCKS.values()):
+    for mistake in (*(mistake for _, mistake in (*FAILS.values(), *DEADLOCKS.values())), ROUNDED_LOGITS):
         assert mistake.line
 
 

@@ -32,6 +32,8 @@ _LARGE = 1 << 20
 _CHECKED = {"aten", "prims", "prim"}
 """Namespaces whose fake kernels find mixed devices by themselves."""
 _COPIES = {aten._to_copy.default, aten.copy_.default}
+_PRODUCTS = {aten.mm, aten.addmm}
+_OUTPUT_LAYER = "bapo_megatron/policy/output_head.py"
 
 
 class Meter(TorchDispatchMode):
@@ -47,6 +49,8 @@ class Meter(TorchDispatchMode):
         self.phase = ""
         self.modules: list[str] = []
         """Classes of the modules whose forward pass is running."""
+        self.vocabulary = 0
+        """Columns of this rank's logits."""
         self._fake, self._cuda = fake, cuda
         self._shapes = ShapesFromValues(self._read_shape)
 
@@ -113,6 +117,8 @@ class Meter(TorchDispatchMode):
     def _count(self, func: Any, args: Sequence[Any], named: dict[str, Any], out: Any) -> None:
         if func in _COPIES:
             self._copy(func, args, named, out)
+        if func._overloadpacket in _PRODUCTS:
+            self._check_logits(out)
         flops = self.flops.count(func, args, named, out)
         if flops:
             self.flops_of[self.phase] += flops
@@ -134,6 +140,12 @@ class Meter(TorchDispatchMode):
         if node is not None:
             return f"backward of {node.name().removesuffix('Backward').removesuffix('Backward0')}"
         return self.modules[-1] if self.modules else ""
+
+    def _check_logits(self, product: Tensor) -> None:
+        """RuntimeError for logits that a matmul rounds: the servers' are of float32 from the matmul on."""
+        is_logits = product.size(-1) == self.vocabulary and program_line().startswith(_OUTPUT_LAYER)
+        if is_logits and product.dtype != torch.float32:
+            raise RuntimeError(f"the output layer's matmul gives logits of {product.dtype}, not float32")
 
     def _copy(self, func: Any, args: Sequence[Any], named: Mapping[str, Any], out: Tensor) -> None:
         """A copy between the host and the GPU: the host waits for it, unless it need not."""

@@ -43,7 +43,8 @@ def spliced(name, *arguments):
         file.write(b"x")
         file.seek(0)
         given = dict(vmsplice=(ends[1], vector(page, 1), 1, 0),
-                     splice=(file.fileno(), None, ends[1], None, 1, 0), sendfile=(ends[1], file.fileno(), None, 1), tee=(others[0], ends[1], 1, 0))
+                     splice=(file.fileno(), None, ends[1], None, 1, 0),
+                     sendfile=(ends[1], file.fileno(), None, 1), tee=(others[0], ends[1], 1, 0))
         return libc.syscall(N[name], *given[name]) == 1
 def own_filter():
     # that allows everything

@@ -143,8 +143,7 @@ def _denied(machine: str, shared_files: bool) -> Iterator[Instruction]:
 
 def _checked(machine: str) -> Iterator[Instruction]:
     """Refuse by argument: processes that are no threads, threads with a table of files of their own (each
-    would have the whole limit of open files), addresses of datagrams, pairs of other sockets, limits of others.
-    """
+    would have the whole limit of open files), addresses of datagrams, other socket pairs and limits."""
     number = numbers(CHECKED, machine)
     first, second, address = _ARGUMENTS, _ARGUMENTS + 8, _ARGUMENTS + 4 * 8
     yield from ((_EQUAL, 0, 1, number["clone3"]), (_GIVE, 0, 0, _NO_SUCH_CALL))  # the C library takes clone

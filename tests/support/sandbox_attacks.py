@@ -29,6 +29,30 @@ ANSWERS = OUT + "/answers.jsonl"
 C = ANSWERS.encode()
 def call(name, *arguments):
     return libc.syscall(N[name], *[ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]) >= 0
+def reached(result):
+    # whether the kernel took the call, though its arguments may be of no use
+    return result >= 0 or ctypes.get_errno() != errno.EPERM
+def vector(data, size):
+    return (ctypes.c_void_p * 2)(ctypes.cast(data, ctypes.c_void_p), size)
+def spliced(name, *arguments):
+    # whether pages were put into a pipe: of memory, a file or another pipe
+    ends, others = os.pipe(), os.pipe()
+    os.write(others[1], b"x")
+    page = ctypes.create_string_buffer(8192)
+    with open("spliced", "wb+", 0) as file:
+        file.write(b"x")
+        file.seek(0)
+        given = dict(vmsplice=(ends[1], vector(page, 1), 1, 0),
+                     splice=(file.fileno(), None, ends[1], None, 1, 0),
+                     sendfile=(ends[1], file.fileno(), None, 1), tee=(others[0], ends[1], 1, 0))
+        return libc.syscall(N[name], *given[name]) == 1
+def own_filter():
+    # that allows everything
+    code = ctypes.create_string_buffer((6).to_bytes(4, "little") + (0x7FFF0000).to_bytes(4, "little"), 8)
+    described = (1).to_bytes(8, "little") + ctypes.addressof(code).to_bytes(8, "little")
+    return libc.prctl(22, 2, described, 0, 0) == 0
+def timers(count):
+    return all(libc.timer_create(1, None, ctypes.byref(ctypes.c_long())) == 0 for _ in range(count))
 def worked(attack):
     try:
         return bool(attack())
@@ -157,6 +181,31 @@ ATTACKS = {
     "keyring": "call('keyctl', 0, -3, 0)",
     "memory file": "libc.memfd_create(b'x', 0) >= 0",
     "750 MB": "__import__('mmap').mmap(-1, 750 << 20)",
+    "memory in pipes": "spliced('vmsplice')",
+    "a file's pages in pipes": "spliced('splice')",
+    "a file's pages sent to pipes": "spliced('sendfile')",
+    "pages of a pipe in pipes": "spliced('tee')",
+    "large pipes": "libc.fcntl(os.pipe()[1], 1031, 1 << 20) > 0",
+    "large buffers": "pair().setsockopt(1, 7, 1 << 20) is None",
+    "many pipes": "[os.pipe() for _ in range(40)]",
+    "files for each thread": "reached(libc.syscall(N['clone'], 0x10000, 0, 0, 0, 0))",
+    "locked memory": "libc.mlock(ctypes.create_string_buffer(4096), 4096) == 0",
+    "many timers": "timers(100)",
+    "asynchronous I/O": "libc.syscall(N['io_setup'], 64, ctypes.byref(ctypes.c_long())) == 0",
+    "asynchronous I/O submitted": "reached(libc.syscall(N['io_submit'], 0, 0, None))",
+    "watches": "libc.inotify_init1(0) >= 0",
+    "old watches": "libc.inotify_init() >= 0",
+    "rules of Landlock": "reached(libc.syscall(N['landlock_create_ruleset'], None, 0, 1))",
+    "filter": "own_filter()",
+    "filter by seccomp": "libc.syscall(N['seccomp'], 2, 0, (0x7FFF0000).to_bytes(4, 'little')) == 0",
+    "half of a core": "reached(libc.prctl(62, 0, 0, 0, ctypes.byref(ctypes.c_long())))",
+    "sync": "reached(libc.syscall(N['sync']))",
+    "sync of a file system": "libc.syncfs(os.open(os.__file__, 0)) == 0",
+    "lock of a library": "libc.flock(os.open(os.__file__, 0), 6) == 0",
+    "lock by Python": "__import__('fcntl').flock(os.open(os.__file__, 0), 6) is None",
+    "pair of internet": "reached(libc.socketpair(2, 1, 0, ctypes.create_string_buffer(8)))",
+    "pair of netlink": "reached(libc.socketpair(16, 3, 0, ctypes.create_string_buffer(8)))",
+    "mount points": "reached(libc.syscall(N['listmount'], None, None, 0, 0))",
     "many threads": "threads(500)",
     "many files": "files(6000)",
     # the kernel

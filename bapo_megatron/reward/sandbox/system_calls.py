@@ -35,6 +35,10 @@ memfd_secret:447:447 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7 removexattr:
 lremovexattr:198:15 fremovexattr:199:16
 mknod:133:- mknodat:259:33 name_to_handle_at:303:264 open_by_handle_at:304:265 fanotify_init:300:262
 fanotify_mark:301:263
+vmsplice:278:75 splice:275:76 tee:276:77 sendfile:40:71 setsockopt:54:208 io_setup:206:0 io_submit:209:2
+inotify_init:253:- inotify_init1:294:26 flock:73:32 sync:162:81 syncfs:306:267 seccomp:317:277
+landlock_create_ruleset:444:444 landlock_add_rule:445:445 landlock_restrict_self:446:446
+statmount:457:457 listmount:458:458
 init_module:175:105 finit_module:313:273 delete_module:176:106 kexec_load:246:104
 kexec_file_load:320:294 reboot:169:142 swapon:167:224 swapoff:168:225 sethostname:170:161
 setdomainname:171:162 iopl:172:- ioperm:173:- modify_ldt:154:- acct:163:89 quotactl:179:60
@@ -42,7 +46,11 @@ quotactl_fd:443:443 syslog:103:116 settimeofday:164:170 clock_settime:227:112 ad
 clock_adjtime:305:266 personality:135:92 vhangup:153:58 lookup_dcookie:212:18
 """
 """Denied always: processes and signals, sockets (a socketpair is fine), namespaces and mounts, looking into
-processes, memory and keys that no limit counts or that outlive the program, device nodes, the machine."""
+processes, memory and keys that no limit counts or that outlive the program, device nodes, the machine.
+
+Pages that a pipe holds by reference (vmsplice, splice, tee, sendfile) count for no limit once they are
+unmapped or truncated, and one byte holds a whole huge page. Rulesets, filters and watches are kernel memory
+without a limit."""
 
 DENIED_ON_SHARED_FILES = """
 chmod:90:- fchmod:91:52 fchmodat:268:53 fchmodat2:452:452 chown:92:- fchown:93:55 lchown:94:-
@@ -50,17 +58,25 @@ fchownat:260:54 utime:132:- utimes:235:- futimesat:261:- utimensat:280:88
 """
 """Denied too where the program sees the machine's files: Landlock does not hold these."""
 
-CHECKED = "clone:56:220 clone3:435:435 sendto:44:206 prlimit64:302:261 fcntl:72:25 ioctl:16:29 prctl:157:167"
+CHECKED = """
+clone:56:220 clone3:435:435 sendto:44:206 socketpair:53:199 prlimit64:302:261 fcntl:72:25 ioctl:16:29
+prctl:157:167
+"""
 """Calls of which some arguments are denied."""
 
 NEWEST = 462
 """Number of the newest system call that was read for these lists (Linux 6.10, both architectures)."""
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_CLONE_THREAD = 0x00010000
-_FCNTL = (8, 10, 15, 1024, 1026)  # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY: signals to others
+_CLONE_THREAD, _CLONE_FILES = 0x00010000, 0x00000400
+_AF_UNIX = 1
+_FCNTL = (8, 10, 15, 1024, 1026, 1031)
+"""Signals to others: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY. The pages of all of a user's
+pipes: F_SETPIPE_SZ."""
 _IOCTL = (0x8901, 0x8902, 0x5412, 0x541C, 0x540E)  # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX, TIOCSCTTY
-_PRCTL = (1, 35, 36)  # PR_SET_PDEATHSIG, PR_SET_MM, PR_SET_CHILD_SUBREAPER
+_PRCTL = (1, 22, 35, 36, 62)
+"""PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_MM, PR_SET_CHILD_SUBREAPER; PR_SCHED_CORE, which takes half of a
+core from others."""
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 
 # Instructions of classic BPF; offsets are into struct seccomp_data.
@@ -126,15 +142,17 @@ def _denied(machine: str, shared_files: bool) -> Iterator[Instruction]:
 
 
 def _checked(machine: str) -> Iterator[Instruction]:
-    """Refuse by argument: processes that are no threads, addresses of datagrams, limits of others."""
+    """Refuse by argument: processes that are no threads, threads with a table of files of their own (each
+    would have the whole limit of open files), addresses of datagrams, other socket pairs and limits."""
     number = numbers(CHECKED, machine)
     first, second, address = _ARGUMENTS, _ARGUMENTS + 8, _ARGUMENTS + 4 * 8
     yield from ((_EQUAL, 0, 1, number["clone3"]), (_GIVE, 0, 0, _NO_SUCH_CALL))  # the C library takes clone
-    yield from ((_EQUAL, 0, 4, number["clone"]), (_LOAD, 0, 0, first), (_ANY_BIT, 1, 0, _CLONE_THREAD))
-    yield from ((_GIVE, 0, 0, _DENY), (_GIVE, 0, 0, _ALLOW))
+    yield from ((_EQUAL, 0, 5, number["clone"]), (_LOAD, 0, 0, first), (_ANY_BIT, 0, 1, _CLONE_THREAD))
+    yield from ((_ANY_BIT, 1, 0, _CLONE_FILES), (_GIVE, 0, 0, _DENY), (_GIVE, 0, 0, _ALLOW))
     yield from ((_EQUAL, 0, 7, number["sendto"]), (_LOAD, 0, 0, address), (_TO_X, 0, 0, 0))
     yield from ((_LOAD, 0, 0, address + 4), (_OR_X, 0, 0, 0), (_EQUAL, 1, 0, 0))
     yield from ((_GIVE, 0, 0, _DENY), (_GIVE, 0, 0, _ALLOW))
+    yield from _by_value(number["socketpair"], first, (_AF_UNIX,), _ALLOW, _DENY)
     yield from _by_value(number["prlimit64"], first, (0,), _ALLOW, _DENY)
     yield from _by_value(number["fcntl"], second, _FCNTL, _DENY, _ALLOW)
     yield from _by_value(number["ioctl"], second, _IOCTL, _DENY, _ALLOW)

@@ -16,7 +16,11 @@ import numpy as np
 from bapo_megatron.data.fields import RowError, extra_info_of, field_of, ground_truth_of, messages_of
 from bapo_megatron.data.rows import Row, iterate_jsonl, read_rows
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.types import Prompt
+
+_END_TOKENS = 16
+"""So many tokens hold ``<think>`` and the white space behind it, also where it is no token of its own."""
 
 CheckGroundTruth = Callable[[str], str | None]
 """A check of ground truths: says what is wrong with one, or None."""
@@ -83,12 +87,14 @@ def _check(ground_truth: str, check_ground_truth: CheckGroundTruth | None) -> No
 
 
 def _prompt(number: int, row: Row, tokenizer: Any) -> Prompt:
+    token_ids_P = prompt_token_ids(messages_of(row), tokenizer)
     return Prompt(
         prompt_id=number,
-        token_ids_P=prompt_token_ids(messages_of(row), tokenizer),
+        token_ids_P=token_ids_P,
         ground_truth=ground_truth_of(row),
         data_source=field_of(row, "data_source", str, "text"),
         extra_info=extra_info_of(row),
+        opens_thinking=tokenizer.decode(token_ids_P[-_END_TOKENS:]).rstrip().endswith(THINKING),
     )
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from bapo_megatron.data.fields import RowError, extra_info_of, ground_truth_of, messages_of
 from bapo_megatron.data.rows import Row
+from bapo_megatron.reward.answer_text import last_boxed
 from bapo_megatron.reward.code_tests import is_tests
-from bapo_megatron.reward.math import last_boxed
 
 MATH_INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 CODE_INSTRUCTION = "Write one Python program, and put it into a ```python block at the end of your answer."

@@ -32,6 +32,9 @@ class CharacterTokenizer:
             raise RuntimeError("no tools here")
         return [ord(char) for message in messages for char in message["content"]]
 
+    def decode(self, ids: Any) -> str:
+        return "".join(chr(one) for one in ids)
+
 
 def row(content: str = "1+1=", truth: Any = "2", **more: Any) -> dict[str, Any]:
     return {

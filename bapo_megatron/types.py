@@ -33,6 +33,8 @@ class Prompt:
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any] = field(default_factory=dict)
+    opens_thinking: bool = False
+    """Whether the chat template ends with ``<think>``: the response begins within its thinking part."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def recipe() -> RunConfig:
         name="bp_math_32b_64k",
         steps=500,
         model=ModelConfig(hf_path=Path("models/DeepSeek-R1-Distill-Qwen-32B")),
-        data=DataConfig(path=Path("data/skywork_or1_math.parquet"), max_prompt_tokens=2048),
+        data=DataConfig(path=Path("data/skywork_math/data.jsonl"), max_prompt_tokens=2048),
         parallel=ParallelConfig(tensor=8, pipeline=1, context=8, data=1, sequence=True),
         rollout=RolloutConfig(
             prompts_per_step=64,

@@ -33,7 +33,7 @@ def recipe() -> RunConfig:
         name="bp_math_7b_64k",
         steps=500,
         model=ModelConfig(hf_path=Path("models/DeepSeek-R1-Distill-Qwen-7B")),
-        data=DataConfig(path=Path("data/skywork_or1_math.parquet")),
+        data=DataConfig(path=Path("data/skywork_math/data.jsonl")),
         parallel=ParallelConfig(tensor=4, context=4, data=1, sequence=True),
         rollout=RolloutConfig(
             temperature=0.6,

@@ -35,7 +35,7 @@ def recipe() -> RunConfig:
         name="octothinker_llama_3b",
         steps=500,
         model=ModelConfig(hf_path=Path("models/OctoThinker-3B-Long-Zero")),
-        data=DataConfig(path=Path("data/skywork_or1_math.parquet")),
+        data=DataConfig(path=Path("data/skywork_math/data.jsonl")),
         parallel=ParallelConfig(tensor=4, sequence=True),
         rollout=RolloutConfig(
             temperature=0.6,

@@ -34,7 +34,7 @@ def recipe() -> RunConfig:
         name="r1_distill_qwen_14b_16k",
         steps=500,
         model=ModelConfig(hf_path=Path("models/DeepSeek-R1-Distill-Qwen-14B")),
-        data=DataConfig(path=Path("data/skywork_or1_math.parquet")),
+        data=DataConfig(path=Path("data/skywork_math/data.jsonl")),
         parallel=ParallelConfig(tensor=8, data=1, sequence=True, offload=True),
         rollout=RolloutConfig(
             temperature=0.6,

@@ -32,7 +32,7 @@ def recipe() -> RunConfig:
         name="r1_distill_qwen_32b",
         steps=500,
         model=ModelConfig(hf_path=Path("models/DeepSeek-R1-Distill-Qwen-32B")),
-        data=DataConfig(path=Path("data/skywork_or1_math.parquet")),
+        data=DataConfig(path=Path("data/skywork_math/data.jsonl")),
         parallel=ParallelConfig(tensor=8, pipeline=2, context=2, data=1, sequence=True),
         rollout=RolloutConfig(
             temperature=0.6,

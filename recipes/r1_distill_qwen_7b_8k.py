@@ -44,7 +44,7 @@ def recipe() -> RunConfig:
         name="r1_distill_qwen_7b_8k",
         steps=500,
         model=ModelConfig(hf_path=Path("models/DeepSeek-R1-Distill-Qwen-7B")),
-        data=DataConfig(path=Path("data/skywork_or1_math.parquet")),
+        data=DataConfig(path=Path("data/skywork_math/data.jsonl")),
         parallel=ParallelConfig(tensor=4, data=2, sequence=True, offload=True),
         rollout=RolloutConfig(
             temperature=0.6,

@@ -205,6 +205,9 @@ class RewardConfig:
     memory_limit_mb: Annotated[int, Ge(256)] = 4096
     """Memory that scoring one response may take beyond that of an idle worker; also of each process of tested
     code."""
+    math_allow_operations: bool = field(default=False, kw_only=True)
+    """Mathematics: take an operation that nobody carried out (`578+328`, `10!`) for its value. Off,
+    it is an answer only where the ground truth has one of its kind (docs/rewards.md#mathematics)."""
     code_case_limit_s: Annotated[float, Gt(0)] = 6.0
     """Time limit of one test of a program; all tests of a response together have 0.9 `time_limit_s`."""
     allow_weak_sandbox: bool = False

@@ -44,16 +44,19 @@ def messages_of(row: Row) -> list[dict[str, str]]:
     return messages
 
 
-def ground_truth_of(row: Row) -> str:
-    """The ground truth, ``reward_model.ground_truth``, as text: one answer, or the tests of a program."""
+def ground_truth_of(row: Row, several: bool = False) -> str:
+    """The ground truth, ``reward_model.ground_truth``, as text: one answer, or the tests of a program.
+
+    ``several``: a list of answers is fine, too, as JSON; a reward function of the user's reads it.
+    """
     value = field_of(row, "reward_model", dict, 'an object with "ground_truth"').get("ground_truth")
-    answer = _unwrapped(value)
+    answer = _unwrapped(value, several)
     if not isinstance(answer, str) or not answer.strip():
         raise RowError(f"reward_model.ground_truth is {value!r}; it must be the answer as text, not empty")
     return answer
 
 
-def _unwrapped(value: object) -> object:
+def _unwrapped(value: object, several: bool) -> object:
     """The answer inside ``'["34"]'``, Skywork's form of some answers; any other value unchanged."""
     inner: object = value
     if isinstance(value, str) and value.lstrip().startswith('["'):
@@ -64,6 +67,8 @@ def _unwrapped(value: object) -> object:
     if isinstance(inner, list) and all(isinstance(item, str) for item in inner):
         if len(inner) > 1 and all(item.lstrip().startswith("assert") for item in inner):
             return json.dumps(inner)  # the tests of a code problem
+        if len(inner) != 1 and several:
+            return value if isinstance(value, str) else json.dumps(inner, ensure_ascii=False)
         if len(inner) != 1:
             raise RowError(f"reward_model.ground_truth is {value!r}, {len(inner)} answers; give one")
         return inner[0]

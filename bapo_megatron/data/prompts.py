@@ -16,7 +16,11 @@ import numpy as np
 from bapo_megatron.data.fields import RowError, extra_info_of, field_of, ground_truth_of, messages_of
 from bapo_megatron.data.rows import Row, iterate_jsonl, read_rows
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.types import Prompt
+
+_END_TOKENS = 16
+"""So many tokens hold ``<think>`` and the white space behind it, also where it is no token of its own."""
 
 CheckGroundTruth = Callable[[str], str | None]
 """A check of ground truths: says what is wrong with one, or None."""
@@ -43,13 +47,13 @@ def load_prompts(
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("model.hf_path: its tokenizer has no chat_template; add a chat_template.jinja")
     prompts: list[Prompt] = []
-    too_long = 0
+    too_long, several = 0, check_ground_truth is None
     for number, row in enumerate(read_rows(path)):
         try:
-            prompt = _prompt(number, row, tokenizer)
+            prompt = _prompt(number, row, tokenizer, several)
             _check(prompt.ground_truth, check_ground_truth)
         except RowError as error:
-            number, error = _as_written(path, tokenizer) or (number, error)
+            number, error = _as_written(path, tokenizer, several) or (number, error)
             raise ConfigError(f"data.path={path}, row {number} (the first is 0): {error}") from error
         if len(prompt.token_ids_P) <= max_prompt_tokens:
             prompts.append(prompt)
@@ -63,14 +67,14 @@ def load_prompts(
     return PromptSet(tuple(prompts), too_long, len(prompts))
 
 
-def _as_written(path: Path, tokenizer: Any) -> tuple[int, RowError] | None:
+def _as_written(path: Path, tokenizer: Any, several: bool) -> tuple[int, RowError] | None:
     """The first row of a JSONL file that is invalid before Arrow has given each column one type.
 
     If row 7 has a number where the others have text, Arrow may turn the text of row 0 into a number.
     """
     for number, row in enumerate(iterate_jsonl(path) if path.suffix == ".jsonl" else ()):
         try:
-            _prompt(number, row, tokenizer)
+            _prompt(number, row, tokenizer, several)
         except RowError as error:
             return number, error
     return None
@@ -82,13 +86,15 @@ def _check(ground_truth: str, check_ground_truth: CheckGroundTruth | None) -> No
         raise RowError(f"reward_model.ground_truth: {problem}")
 
 
-def _prompt(number: int, row: Row, tokenizer: Any) -> Prompt:
+def _prompt(number: int, row: Row, tokenizer: Any, several: bool) -> Prompt:
+    token_ids_P = prompt_token_ids(messages_of(row), tokenizer)
     return Prompt(
         prompt_id=number,
-        token_ids_P=prompt_token_ids(messages_of(row), tokenizer),
-        ground_truth=ground_truth_of(row),
+        token_ids_P=token_ids_P,
+        ground_truth=ground_truth_of(row, several),
         data_source=field_of(row, "data_source", str, "text"),
         extra_info=extra_info_of(row),
+        opens_thinking=tokenizer.decode(token_ids_P[-_END_TOKENS:]).rstrip().endswith(THINKING),
     )
 
 

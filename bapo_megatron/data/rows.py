@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import glob
 import json
+import re
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ Row = dict[str, Any]
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 """File name endings and the loader that reads them."""
+
+MAX_DEPTH = 100
+"""Lists and objects within each other: Arrow's reader needs a stack for each, and dies without a word."""
+
+_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*+"|[\[{\]}]')
+_STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -35,6 +42,9 @@ def read_rows(path: Path) -> list[Row]:
 def _load(path: Path) -> list[Row]:
     import datasets  # takes seconds, and only this function needs it
 
+    if FORMATS[path.suffix] == "json":
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            deque(within_depth(path, lines), maxlen=0)
     with tempfile.TemporaryDirectory(prefix="bapo_prompts_") as cache, _quiet(datasets):
         try:
             dataset = datasets.load_dataset(
@@ -42,8 +52,27 @@ def _load(path: Path) -> list[Row]:
             )
             return list(dataset)  # while its files exist
         except Exception as error:  # the loaders raise whatever their parser raises
-            cause = _broken_line(path) or repr(error.__cause__ or error)
+            cause = _broken_line(path)
+            if cause is None and path.suffix == ".jsonl":  # JSON, but columns of several types
+                rows = list(iterate_jsonl(path))
+                if all(isinstance(row, dict) for row in rows):
+                    return rows
+            cause = cause or repr(error.__cause__ or error)
             raise ConfigError(f"data.path={path}: cannot be read: {cause}") from error
+
+
+def within_depth(path: Path, lines: Iterable[str]) -> Iterator[str]:
+    """The lines of a JSON file. ConfigError at one that holds more lists and objects within each other than
+    ``MAX_DEPTH``, also if they were opened on earlier lines."""
+    depth = number = 0
+    for line in lines:
+        for token in _BRACKETS.finditer(line):
+            depth = max(0, depth + _STEPS.get(token.group(), 0))
+            if depth > MAX_DEPTH:
+                row = f"row {number} (the first is 0)" if path.suffix == ".jsonl" else f"line {number + 1}"
+                raise ConfigError(f"{path}, {row}: more than {MAX_DEPTH} brackets within each other")
+        yield line
+        number += bool(line.strip()) or path.suffix != ".jsonl"
 
 
 def iterate_jsonl(path: Path) -> Iterator[Any]:
@@ -51,7 +80,7 @@ def iterate_jsonl(path: Path) -> Iterator[Any]:
     with path.open(encoding="utf-8") as lines:
         number = 0
         try:
-            for line in lines:
+            for line in within_depth(path, lines):
                 if line.strip():
                     yield json.loads(line)
                     number += 1

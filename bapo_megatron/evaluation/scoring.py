@@ -18,7 +18,7 @@ from bapo_megatron.evaluation.statistics import (
     rerun_std,
     standard_deviation,
 )
-from bapo_megatron.reward.math import last_boxed
+from bapo_megatron.reward.answer_text import final_answer
 from bapo_megatron.types import FinishReason, Metrics
 
 
@@ -39,8 +39,8 @@ class ScoredResponse:
 
 
 def vote_of(response: str) -> str | None:
-    """Vote of a response for maj@n: its last box in normal form."""
-    answer = last_boxed(response)
+    """Vote of a response for maj@n: its last box behind the thinking part, in normal form."""
+    answer = final_answer(response)
     return (answer_text(answer) or None) if answer is not None else None
 
 

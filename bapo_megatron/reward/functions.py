@@ -55,7 +55,8 @@ def built_in(reward: RewardConfig) -> IsRight:
     """The built-in function, for a worker: it must be called in the main thread, and may never return."""
 
     def math_is_right(ground_truth: str, response: str) -> bool:
-        return math.answer_is_right(ground_truth, response, math_verify_compare.equal)
+        equal, allow = math_verify_compare.equal, reward.math_allow_operations
+        return math.answer_is_right(ground_truth, response, equal, allow)
 
     def code_is_right(ground_truth: str, response: str) -> bool:
         total_s = CODE_SHARE * reward.time_limit_s

@@ -6,25 +6,27 @@ import re
 from collections.abc import Callable
 from functools import cache, lru_cache
 
+from bapo_megatron.reward.answer_text import brackets, final_answer, last_boxed, named_operations, spelled
 from bapo_megatron.reward.math_verify_process import MathVerifyProcess
 
-Equal = Callable[[str, str], bool]
-"""Whether an answer means the same as a ground truth."""
+Equal = Callable[[str, str, bool], bool]
+"""Whether an answer means the same as a ground truth, with operations that nobody carried out or without."""
 
 INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
-
-BRACES = re.compile(r"\\{1,2}boxed\s{0,9}\{|\\.|[{}]", re.DOTALL)
-r"""``\boxed{`` (some double the backslash), an escaped character (its brace does not count), or a brace."""
 
 MAX_ANSWER_CHARACTERS = 1000
 """A longer box is wrong without being read: parsing time grows faster than length."""
 
 
-def answer_is_right(ground_truth: str, response: str, equal: Equal | None = None) -> bool:
-    """Whether the last box of the response is the ground truth, as math-verify sees it. No response makes it
-    raise. ``equal`` as for ``answers_equal``."""
-    answer = last_boxed(response)
-    return answer is not None and answers_equal(ground_truth, answer, equal)
+def answer_is_right(
+    ground_truth: str, response: str, equal: Equal | None = None, allow_operations: bool = False
+) -> bool:
+    """Whether the last box behind the thinking part is the ground truth. No response makes it raise.
+
+    ``equal`` and ``allow_operations`` as for ``answers_equal``.
+    """
+    answer = final_answer(response)
+    return answer is not None and answers_equal(ground_truth, answer, equal, allow_operations)
 
 
 def check_ground_truth(ground_truth: str) -> str | None:
@@ -39,38 +41,38 @@ def check_ground_truth(ground_truth: str) -> str | None:
     return None
 
 
-def last_boxed(response: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}`` whose braces close, or None. One pass: policies write long."""
-    open_braces: list[tuple[int, bool]] = []  # where the inside begins, and whether it is a box
-    last: tuple[int, int] | None = None
-    for token in BRACES.finditer(response):
-        if token.group().endswith("{") and token.group() != r"\{":
-            open_braces.append((token.end(), len(token.group()) > 1))
-        elif token.group() == "}" and open_braces:
-            start, is_box = open_braces.pop()
-            if is_box and (last is None or start > last[0]):
-                last = (start, token.start())
-    return None if last is None else response[last[0] : last[1]].strip()
+def is_operation(ground_truth: str) -> bool:
+    """Whether a ground truth is an operation that nobody carried out, so that an answer may be one, too."""
+    answer = _bare(ground_truth)
+    return not INTEGER.fullmatch(answer) and _math_verify().is_operation(answer)
 
 
 @lru_cache(maxsize=1 << 16)
-def answers_equal(ground_truth: str, answer: str, equal: Equal | None = None) -> bool:
+def answers_equal(
+    ground_truth: str, answer: str, equal: Equal | None = None, allow_operations: bool = False
+) -> bool:
     """Whether both mean the same. Cached: the responses of a group repeat each other.
 
-    ``equal`` compares what is not plain integers; None: a child of this process, from any thread.
+    ``equal`` compares what is not plain integers; None: a child of this process, from any thread. Without
+    ``allow_operations`` an answer with an operation that the ground truth has not, such as a sum that nobody
+    carried out, is none.
     """
-    expected, given = _bare(ground_truth), answer.strip()
-    if not given or len(given) > MAX_ANSWER_CHARACTERS:
+    if not answer.strip() or len(answer) > MAX_ANSWER_CHARACTERS:
         return False
+    expected, given = _bare(ground_truth), spelled(answer)
     if INTEGER.fullmatch(expected) and INTEGER.fullmatch(given):
         return int(expected) == int(given)
-    return (equal or _math_verify().equal)(expected, given)
+    if not allow_operations and not named_operations(given) <= named_operations(expected):
+        return False
+    if {brackets(expected), brackets(given)} == {"{", "("}:  # a set is neither a point nor an interval
+        return False
+    return (equal or _math_verify().equal)(expected, given, allow_operations)
 
 
 def _bare(ground_truth: str) -> str:
-    r"""The ground truth without the ``\boxed{}`` that it may come with."""
+    r"""The ground truth without the ``\boxed{}`` that it may come with, as ``spelled``."""
     boxed = last_boxed(ground_truth)
-    return ground_truth.strip() if boxed is None else boxed
+    return spelled(ground_truth if boxed is None else boxed)
 
 
 @cache

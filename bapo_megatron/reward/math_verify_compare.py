@@ -2,12 +2,17 @@
 
 math-verify limits its time with signals: call this in the main thread of a process that may be lost. A long
 operation on big integers (``9^{9^{9}}``, which a policy will write sooner or later) holds even those up.
+
+What math-verify takes for equal is looked at once more (answer_values.py): it computes what it reads, and it
+compares absolute differences.
 """
 
 from __future__ import annotations
 
 import logging
 from typing import Any
+
+from bapo_megatron.reward.answer_text import has_quotient, named_operations
 
 SIGNAL_LIMIT_S = 2
 """math-verify's own limit, in seconds, on one parse or comparison."""
@@ -17,16 +22,59 @@ def import_math_verify() -> None:
     """Import math-verify now, and keep it from logging every answer that it cannot read."""
     import math_verify  # noqa: F401  # half a second, and only children need it
 
+    import bapo_megatron.reward.answer_values  # noqa: F401
+
     logging.disable(logging.CRITICAL)
 
 
-def equal(ground_truth: str, answer: str) -> bool:
-    """Whether the answer means the same; False if that cannot be found out."""
+def equal(ground_truth: str, answer: str, allow_operations: bool = False) -> bool:
+    """Whether the answer means the same; False if that cannot be found out.
+
+    An operation in it that nobody carried out is no answer, unless the ground truth has one of its kind or
+    ``allow_operations``.
+    """
     from math_verify import verify
+    from math_verify.utils import timeout
 
     try:
-        return bool(verify(_parse(ground_truth), _parse(answer), timeout_seconds=SIGNAL_LIMIT_S))
+        expected, given = _parse(ground_truth), _parse(answer)
+        if not verify(expected, given, timeout_seconds=SIGNAL_LIMIT_S):
+            return False
+        same = timeout(timeout_seconds=SIGNAL_LIMIT_S)(_is_an_answer)
+        return ground_truth == answer or bool(same(expected, given, ground_truth, answer, allow_operations))
     except Exception:  # sympy raises all kinds on nonsense, RecursionError and MemoryError too
+        return False
+
+
+def _is_an_answer(
+    expected: list[Any], given: list[Any], ground_truth: str, answer: str, allow_operations: bool
+) -> bool:
+    from bapo_megatron.reward import answer_values as values
+
+    truth, said = expected[0], given[0]
+    if isinstance(truth, str) or isinstance(said, str):
+        return True  # equal as text
+    if values.differ(truth, said):
+        return False
+    if allow_operations:
+        return True
+    known, used = values.operations(truth), set(values.operations(said))
+    if not values.is_symbolic(truth):
+        whole = values.are_integers(truth) and not has_quotient(ground_truth)
+        if (whole and has_quotient(answer)) or values.hides_rational(truth, said):
+            used.add(values.ARITHMETIC)
+        return used <= known
+    return used - {values.ARITHMETIC} <= known
+
+
+def is_operation(ground_truth: str) -> bool:
+    """Whether a ground truth is itself an operation that nobody carried out."""
+    from bapo_megatron.reward.answer_values import operations
+
+    try:
+        parsed = _parse(ground_truth)[0]
+        return bool(named_operations(ground_truth) or (not isinstance(parsed, str) and operations(parsed)))
+    except Exception:  # as above
         return False
 
 

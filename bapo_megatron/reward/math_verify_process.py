@@ -30,27 +30,31 @@ class MathVerifyProcess:
         self.failures = 0
         """Questions that the child did not survive or answer in time."""
 
-    def equal(self, ground_truth: str, answer: str) -> bool:
+    def equal(self, ground_truth: str, answer: str, allow_operations: bool = False) -> bool:
         """Whether the answer means the same; False if that cannot be found out."""
-        return self._ask({"ground_truth": ground_truth, "answer": answer})
+        return self._ask("equal", ground_truth, answer, allow_operations)
 
     def parses(self, ground_truth: str) -> bool:
         """Whether math-verify reads it as mathematics."""
-        return self._ask({"ground_truth": ground_truth})
+        return self._ask("parses", ground_truth)
+
+    def is_operation(self, ground_truth: str) -> bool:
+        """Whether it is an operation that nobody carried out."""
+        return self._ask("is_operation", ground_truth)
 
     def close(self) -> None:
         """End the child."""
         with self._lock:
             self._stop()
 
-    def _ask(self, question: dict[str, str]) -> bool:
+    def _ask(self, function: str, *arguments: str | bool) -> bool:
         with self._lock:
             if self._child is None or self._owner != os.getpid():  # a fork must not share the pipes
                 self._owner = os.getpid()
                 self._child = AnsweringChild(COMMAND, with_import_path(os.environ))
                 self._child.ask(None, START_LIMIT_S)  # it compares, and scores nothing
             try:
-                return bool(self._child.ask(question, TIME_LIMIT_S))
+                return bool(self._child.ask({function: arguments}, TIME_LIMIT_S))
             except ChildError:
                 self.failures += 1
                 self._stop()

@@ -133,9 +133,9 @@ class RewardPool:
                 job.set_result(result)
 
     def _described(self, prompt: Prompt) -> dict[str, Any]:
-        """The prompt as plain JSON, or its ground truth alone, which is all that built-in functions need."""
+        """The prompt as plain JSON, or only what built-in functions need of it."""
         if is_built_in(self._config.function):
-            return {"ground_truth": prompt.ground_truth}
+            return {"ground_truth": prompt.ground_truth, "opens_thinking": prompt.opens_thinking}
         return {**vars(prompt), "token_ids_P": prompt.token_ids_P.tolist()}
 
 

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward import functions, math_verify_compare
+from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.reward.penalties import format_penalty
 from bapo_megatron.reward.sandbox.isolation import be_untraceable
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
@@ -93,10 +94,17 @@ def _limit_memory(megabytes: int) -> None:
 # --- answers -------------------------------------------------------------------------------------
 
 
-def _compare(question: dict[str, Any]) -> bool:
-    if "answer" in question:
-        return math_verify_compare.equal(question["ground_truth"], question["answer"])
-    return math_verify_compare.parses(question["ground_truth"])
+def _compare(question: dict[str, list[Any]]) -> bool:
+    [(function, arguments)] = question.items()
+    answer: bool = _COMPARISONS[function](*arguments)
+    return answer
+
+
+_COMPARISONS: dict[str, Callable[..., bool]] = {
+    "equal": math_verify_compare.equal,
+    "parses": math_verify_compare.parses,
+    "is_operation": math_verify_compare.is_operation,
+}
 
 
 def _scorer(reward: RewardConfig) -> Answerer:
@@ -164,9 +172,12 @@ def _finite(value: Any) -> float | None:
 def _score_function(reward: RewardConfig) -> Callable[[dict[str, Any], str], Any]:
     if functions.is_built_in(reward.function):
         is_right = functions.built_in(reward)
-        return lambda prompt, response: (
-            reward.correct if is_right(prompt["ground_truth"], response) else reward.wrong
-        )
+
+        def judge(prompt: dict[str, Any], response: str) -> float:
+            opened = THINKING if prompt["opens_thinking"] else ""  # by the chat template
+            return reward.correct if is_right(prompt["ground_truth"], opened + response) else reward.wrong
+
+        return judge
     users = functions.load_function(reward.function)
 
     import numpy as np

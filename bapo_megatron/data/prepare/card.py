@@ -14,6 +14,7 @@ from bapo_megatron.data.prepare.filters import INVALID
 from bapo_megatron.data.prepare.options import CARD_TEXT, DATA_FILE, PrepareOptions
 from bapo_megatron.data.prepare.problems import Problem
 from bapo_megatron.reward.code_tests import forgeable_tests
+from bapo_megatron.reward.math import is_operation
 
 FORMAT = 1
 """Version of card.json."""
@@ -56,6 +57,10 @@ class Card:
     by_ability: Counter[str] = field(default_factory=Counter)
     forgeable: int = 0
     """Kept rows with tests that a program can pass by forging (`reward.code_tests.forgeable_tests`)."""
+    operations: int = 0
+    """Kept rows whose ground truth is an operation that nobody carried out: such an answer is right there."""
+    too_long: Counter[int] = field(default_factory=Counter)
+    """Histogram of the lengths of prompts that were too long."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Histogram of prompt lengths in tokens, of what is kept; empty without a tokenizer."""
 
@@ -65,6 +70,7 @@ class Card:
         self.by_data_source[problem.data_source] += 1
         self.forgeable += forgeable_tests(problem.ground_truth) > 0
         self.by_ability[problem.ability] += 1
+        self.operations += problem.ability == "math" and is_operation(problem.ground_truth)
 
     def drop(self, row: Dropped) -> None:
         """Count a row that is left out, and keep the first of each reason as examples."""
@@ -96,6 +102,7 @@ class Card:
             "by_data_source": dict(self.by_data_source.most_common()),
             "by_ability": dict(self.by_ability.most_common()),
             "forgeable_rows": self.forgeable,
+            "operation_rows": self.operations,
             "prompt_tokens": self._prompt_tokens(),
         }
 
@@ -121,7 +128,7 @@ def as_markdown(card: Card) -> str:
         *_table(
             "Kept apart from", ("evaluation set", "rows", "SHA-256"), [_source(one) for one in card.against]
         ),
-        *([_forgeable(card)] * bool(card.forgeable)),
+        *_told(card),
         *_table("Left out", ("reason", "rows"), [*card.dropped.items()]),
         *_table("Kept", ("data source", "rows"), card.by_data_source.most_common()),
         *_table("Prompt tokens", ("", "tokens"), [*(data["prompt_tokens"] or {}).items()]),
@@ -141,12 +148,14 @@ def summary(card: Card) -> str:
     output = card.options.output
     lines = [f"{card.kept} of {rows} rows are in {output / DATA_FILE} (SHA-256 {card.sha256[:12]}...)"]
     lines += [f"left out: {count} {reason}" for reason, count in card.dropped.items()]
-    lines += [_forgeable(card)] * bool(card.forgeable)
+    lines += _told(card)
     return "\n".join([*lines, f"why, with examples: {output / CARD_TEXT}"]) + "\n"
 
 
-def _forgeable(card: Card) -> str:
-    return f"rows with tests that a program can forge (docs/rewards.md#programs): {card.forgeable}"
+def _told(card: Card) -> list[str]:
+    forgeable = f"rows with tests that a program can forge (docs/rewards.md#programs): {card.forgeable}"
+    operations = f"rows whose answer is an operation (docs/rewards.md#mathematics): {card.operations}"
+    return [forgeable] * bool(card.forgeable) + [operations] * bool(card.operations)
 
 
 def _source(source: dict[str, Any]) -> tuple[str, int, str]:

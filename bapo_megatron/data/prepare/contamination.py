@@ -3,7 +3,8 @@
 A training question is contaminated by an evaluation problem if at least ``share`` of the problem's n-grams of
 words are in it. N-grams that ``COMMON`` or more of the problems share do not count: contest problems end
 alike ("where m and n are relatively prime positive integers, find m + n"), and hundreds of honest ones too.
-A problem without an n-gram of its own must be equal in normal form.
+A share rests on ``OWN`` n-grams or more: of a short problem ("7 + 9 =") a template alone would be half. A
+problem with fewer n-grams of its own must be equal in normal form.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from bapo_megatron.data.prepare.normal_form import key, ngrams, words
 
 COMMON = 3
 """N-grams of so many problems or more do not count."""
+
+OWN = 4
+"""So many n-grams of one problem a question must have before their share counts."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,6 @@ class Contamination:
         hits: Counter[int] = Counter()
         for gram in ngrams(words(question), self._size):
             hits.update(self._having.get(gram, ()))
-        shares = [(count / self._counts[number], -number) for number, count in hits.items()]
+        shares = [(count / self._counts[number], -number) for number, count in hits.items() if count >= OWN]
         best, number = max(shares, default=(0.0, 0))
         return Match(self._problems[-number], best) if best >= self._share else None

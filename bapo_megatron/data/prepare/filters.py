@@ -84,12 +84,14 @@ def difficulty_filter(path: str, least: float, most: float) -> Filter:
     return why
 
 
-def length_filter(tokenizer: Any, most: int, lengths: Counter[int]) -> Filter:
-    """A filter that leaves out prompts of more than ``most`` tokens. ``lengths`` counts the others."""
+def length_filter(tokenizer: Any, most: int, lengths: Counter[int], too_long: Counter[int]) -> Filter:
+    """A filter that leaves out prompts of more than ``most`` tokens. ``too_long`` counts their lengths,
+    ``lengths`` those of the others."""
 
     def why(problem: Problem) -> str | None:
         count = len(prompt_token_ids(problem.messages, tokenizer))
         if count > most:
+            too_long[count] += 1
             return f"its prompt has {count} tokens"
         lengths[count] += 1
         return None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +13,8 @@ from typing import Annotated
 import tyro
 
 from bapo_megatron.config.validation import REWARD_FUNCTIONS, raise_problems
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.functions import load_function
 
 DATA_FILE, CARD_FILE, CARD_TEXT = "data.jsonl", "card.json", "README.md"
 """The files of a prepared folder: problems, data card, data card as text."""
@@ -45,6 +50,9 @@ class PrepareOptions:
     """Column of the question. None: `problem` or `question`, or `prompt` in rows with `reward_model`."""
     answer_column: str | None = None
     """Column of the answer. None: `answer`, or the last box in `solution`."""
+    source_column: str | None = None
+    """Column of the source, by which a mixture is told apart: `data_source` in what is written. None: the
+    column `data_source`, or the name of the file."""
     instruct: bool = True
     """Prompts that do not ask for a box, or a fenced block, get a sentence that does. Off, they stay as they
     are: for a base model."""
@@ -79,6 +87,8 @@ class PrepareOptions:
         if not self.own_reward and self.reward not in REWARD_FUNCTIONS:
             names = ", ".join(REWARD_FUNCTIONS)
             yield f"reward={self.reward} must be one of {names}, or your own as module:function"
+        if self.own_reward and (problem := reward_problem(self.reward)):
+            yield problem
         if self.ngram_words < 1:
             yield f"ngram_words={self.ngram_words} must be at least 1"
         if not 0 < self.ngram_share <= 1:
@@ -92,3 +102,32 @@ class PrepareOptions:
         bounded = (self.min_difficulty, self.max_difficulty) != (-1e9, 1e9)
         if bounded and self.difficulty is None:
             yield "min_difficulty and max_difficulty need difficulty: say where in extra_info the number is"
+
+
+def reward_problem(path: str) -> str | None:
+    """What is wrong with the path of a reward function of the user's, or None.
+
+    Its module may be on the machines of the run alone; then a file of nearly its name here is a mistake.
+    """
+    module, _, function = path.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), function)):
+        return f"reward={path} is no module:function"
+    here = sorted(file.stem for file in Path.cwd().glob("*.py"))
+    try:
+        found = module in here or importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        near = difflib.get_close_matches(module, here, 1)
+        return (
+            f"reward={path}: there is no module {module} here; did you mean {near[0]}:{function}?"
+            if near
+            else None
+        )
+    try:
+        load_function(path)
+    except ConfigError as error:
+        names = [name for name, value in vars(sys.modules.get(module, sys)).items() if callable(value)]
+        near = difflib.get_close_matches(function, names, 1) if module in sys.modules else []
+        return f"{error}; did you mean {module}:{near[0]}?" if near else str(error)
+    return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from bapo_megatron.data.fields import RowError
@@ -28,7 +27,7 @@ from bapo_megatron.data.prepare.filters import (
     scorable,
 )
 from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
-from bapo_megatron.data.prepare.problems import Problem, problem_of, with_columns
+from bapo_megatron.data.prepare.problems import Problem, problem_of, with_columns, with_source
 from bapo_megatron.data.prepare.sources import Source, open_source
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -53,6 +52,8 @@ def prepare(options: PrepareOptions) -> Card:
     filters = _filters(options, duplicates, card)
     for source in sources:
         rows = sum(_shown(duplicates, read) for read in _problems(source, options))
+        if not rows:
+            raise ConfigError(f"source {source.name}: it has no rows")
         card.sources.append({"name": source.name, "sha256": source.digest(), "rows": rows})
     with new_folder(options.output, _WRITER, _foreign) as folder:
         card.sha256 = _write(folder / DATA_FILE, sources, filters, card)
@@ -78,12 +79,12 @@ def _foreign(folder: Path) -> str | None:
 
 def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> Iterator[Read]:
     """The rows of a source as problems. ``renamed``: it has the columns that the options name."""
-    instruct = options.instruct and not options.own_reward
+    own, column = options.own_reward, options.source_column if renamed else None
     names = {options.question_column: "problem", options.answer_column: "answer"} if renamed else {}
     for number, row in enumerate(source.rows()):
         try:
-            problem = problem_of(with_columns(row, names), source.name, number, instruct)
-            yield source, number, replace(problem, own_reward=options.own_reward)
+            row = with_columns(with_source(row, column), names)
+            yield source, number, problem_of(row, source.name, number, options.instruct, own)
         except RowError as error:
             yield source, number, error
 
@@ -111,7 +112,9 @@ def _filters(options: PrepareOptions, duplicates: Duplicates, card: Card) -> lis
     found.append((INVALID, scorable(options.reward)))
     if options.tokenizer is not None:
         tokenizer = load_tokenizer(options.tokenizer)
-        found.append(("too long", length_filter(tokenizer, options.max_prompt_tokens, card.lengths)))
+        found.append(
+            ("too long", length_filter(tokenizer, options.max_prompt_tokens, card.lengths, card.too_long))
+        )
     return found
 
 
@@ -156,7 +159,9 @@ def _write(path: Path, sources: list[Source], filters: list[tuple[str, Filter]],
 
 def _check_result(card: Card, options: PrepareOptions) -> None:
     rows = sum(source["rows"] for source in card.sources)
-    first = "".join(f"\n{one.source}, row {one.row}: {one.why}" for one in card.invalid[:5])
+    reasons = {one.why: one for one in reversed(card.invalid)}
+    distinct = [one for one in card.invalid if reasons[one.why] is one]
+    first = "".join(f"\n{one.source}, row {one.row}: {one.why}" for one in distinct[:5])
     if len(card.invalid) > options.max_invalid * rows:
         raise ConfigError(
             f"{len(card.invalid)} of {rows} rows are invalid, more than max_invalid={options.max_invalid}; "
@@ -164,4 +169,16 @@ def _check_result(card: Card, options: PrepareOptions) -> None:
         )
     if not card.kept:
         told = ", ".join(f"{name} {count}" for name, count in card.dropped.items()) or "there are none"
-        raise ConfigError(f"no row of {rows} is left ({told}); nothing was written{first}")
+        raise ConfigError(f"no row of {rows} is left ({told}); nothing was written{_lengths(card)}{first}")
+
+
+def _lengths(card: Card) -> str:
+    """The lengths of the prompts that were too long, and what to do; nothing if there are none."""
+    if not card.too_long:
+        return ""
+    found = sorted(card.too_long.elements())
+    return (
+        f"; prompts of more than {card.options.max_prompt_tokens} tokens: the shortest has {found[0]}, the "
+        f"median {found[len(found) // 2]}, the longest {found[-1]}: raise --max-prompt-tokens (and the run's "
+        f"--data.max-prompt-tokens)"
+    )

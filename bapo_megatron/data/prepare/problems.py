@@ -11,21 +11,23 @@ ask for that gets one sentence that does. DAPO's own sentences, which ask for a 
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bapo_megatron.data.fields import RowError, extra_info_of, ground_truth_of, messages_of
 from bapo_megatron.data.rows import Row
+from bapo_megatron.reward.answer_text import last_boxed
 from bapo_megatron.reward.code_tests import is_tests
-from bapo_megatron.reward.math import last_boxed
 
 MATH_INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 CODE_INSTRUCTION = "Write one Python program, and put it into a ```python block at the end of your answer."
 
 _QUESTION, _ANSWER, _SOLUTION = ("problem", "question"), "answer", "solution"
 _OF_CHATS = ("prompt", "reward_model")
+_OF_THE_FORMAT = frozenset((*_OF_CHATS, "data_source", "ability", "extra_info"))
 """Columns by which a row is known as a chat row."""
 _GSM8K = re.compile(r"\n####\s*(\S[^\n]*?)\s*\Z")
 _ANSWER_LINE = re.compile(
@@ -94,50 +96,81 @@ def with_columns(row: Row, names: Mapping[str | None, str]) -> Row:
     return row
 
 
-def problem_of(row: Row, source: str, number: int, instruct: bool = True) -> Problem:
+def with_source(row: Row, column: str | None) -> Row:
+    """The row with the user's ``column`` (None: none) as its data source. RowError if it has no such text."""
+    if column is None:
+        return row
+    value = row.get(column)
+    if not isinstance(value, (str, int)) or not str(value).strip():
+        raise RowError(f"--source-column {column} is {value!r}; its columns are {', '.join(sorted(row))}")
+    return {**row, "data_source": str(value)}
+
+
+def problem_of(
+    row: Row, source: str, number: int, instruct: bool = True, own_reward: bool = False
+) -> Problem:
     """The problem in row ``number`` of ``source``. RowError says what is missing or wrong.
 
     ``instruct``: prompts that do not ask for the form that the reward function reads are made to.
+    ``own_reward``: a reward function of the user's judges it, which reads any ground truth.
     """
+    problem = _problem_of(row, source, number, instruct and not own_reward, own_reward)
+    return replace(problem, own_reward=own_reward)
+
+
+def _problem_of(row: Row, source: str, number: int, instruct: bool, several: bool) -> Problem:
     named = {name.lower(): value for name, value in row.items()}
     if isinstance(named.get("reward_model"), dict) or "prompt" in named:
-        return _chat(named, source, number, instruct)
+        return _chat(named, source, number, instruct, several)
     if any(name in named for name in _QUESTION):
-        return _plain(named, source, number, instruct)
+        return _plain(named, source, number, instruct, several)
     raise RowError(
-        f"its fields are {', '.join(sorted(row))}; a row has prompt and reward_model, or problem (question) "
-        f"and answer (solution)"
+        f"its columns are {', '.join(sorted(row))}; a row has prompt and reward_model, or problem (question) "
+        f"and answer (solution): name yours by --question-column and --answer-column"
     )
 
 
-def _chat(row: Row, source: str, number: int, instruct: bool) -> Problem:
+def _chat(row: Row, source: str, number: int, instruct: bool, several: bool) -> Problem:
     if isinstance(row.get("prompt"), str):
         row = {**row, "prompt": [{"role": "user", "content": row["prompt"]}]}
     messages = [{"role": one["role"], "content": one["content"]} for one in messages_of(row)]
     if messages[-1]["role"] != "user":
         raise RowError(f"prompt ends with a message of {messages[-1]['role']!r}; the last must be the user's")
-    ground_truth = ground_truth_of(row)
-    data_source = row.get("data_source")
-    info = {**extra_info_of(row), "row": number}
-    name = data_source if isinstance(data_source, str) else source
-    return _problem(messages, ground_truth, name, info, instruct)
+    ground_truth = ground_truth_of(row, several)
+    info = {**_other_columns(row, _OF_THE_FORMAT), **extra_info_of(row), "row": number}
+    return _problem(messages, ground_truth, _source_of(row, source), info, instruct)
 
 
-def _plain(row: Row, source: str, number: int, instruct: bool) -> Problem:
+def _plain(row: Row, source: str, number: int, instruct: bool, several: bool) -> Problem:
     question = next(row[name] for name in _QUESTION if name in row)
     if not isinstance(question, str) or not question.strip():
         raise RowError(f"the problem is {question!r}; it must be text, not empty")
-    known = {*_QUESTION, _ANSWER, _SOLUTION}
-    info = {
-        name: value
-        for name, value in row.items()
-        if name not in known and isinstance(value, (str, int, float)) and not isinstance(value, bool)
-    }
+    known = {*_QUESTION, _ANSWER, _SOLUTION, *_OF_THE_FORMAT}
+    info = {**_other_columns(row, known), **extra_info_of(row), "row": number}
     messages = [{"role": "user", "content": question.strip()}]
-    return _problem(messages, _answer(row), source, {**info, "row": number}, instruct)
+    return _problem(messages, _answer(row, several), _source_of(row, source), info, instruct)
 
 
-def _answer(row: Mapping[str, Any]) -> str:
+def _source_of(row: Row, source: str) -> str:
+    named = row.get("data_source")
+    return named if isinstance(named, str) and named else source
+
+
+def _other_columns(row: Row, known: Collection[str]) -> dict[str, Any]:
+    """The columns that are not ``known``, nested ones too, if JSON holds them: no images, no empty ones."""
+    others = {name: value for name, value in row.items() if name not in known and value is not None}
+    return {name: value for name, value in others.items() if _is_json(value)}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _answer(row: Mapping[str, Any], several: bool) -> str:
     """The answer: ``answer``, a text or a whole number; else what is boxed last in ``solution``."""
     answer = row.get(_ANSWER)
     if answer is None and row.get(_SOLUTION) is None:
@@ -151,7 +184,7 @@ def _answer(row: Mapping[str, Any]) -> str:
     if isinstance(answer, str) and (final := _GSM8K.search(f"\n{answer}")):
         answer = final[1]
     try:
-        return ground_truth_of({"reward_model": {"ground_truth": answer}})
+        return ground_truth_of({"reward_model": {"ground_truth": answer}}, several)
     except RowError:
         raise RowError(
             f"its answer is {answer!r}; it must be one text, not empty, or a whole number"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.data.rows import FORMATS, Row, iterate_jsonl
+from bapo_megatron.data.rows import FORMATS, Row, iterate_jsonl, within_depth
 from bapo_megatron.errors import ConfigError
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
@@ -95,7 +95,8 @@ def _from_hub(name: str, config: str | None, split: str, revision: str | None) -
 
 def _json(path: Path) -> Iterator[Any]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        rows = json.loads("".join(within_depth(path, text.splitlines(keepends=True))))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(rows, list):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,12 @@ def test_every_schema_gives_the_same_problem(row: dict[str, Any], answer: str) -
 
 
 def test_fields_beside_question_and_answer_are_kept() -> None:
-    info = problem_of({"problem": GOATS, "answer": 1, "level": 2, "steps": ["x"]}, "a_set", 0).extra_info
-    assert info == {"level": 2, "row": 0}
+    metadata = {"terms": [1, "+", 2], "difficulty": {"digits": 1}}
+    row = {"problem": GOATS, "answer": 1, "level": 2, "steps": ["x"], "metadata": metadata, "none": None}
+    info = problem_of({**row, "image": b"\x00", "solution": "so"}, "a_set", 0).extra_info
+    assert info == {"level": 2, "steps": ["x"], "metadata": metadata, "row": 0}
+    again = problem_of(problem_of({**row, "data_source": "sums"}, "a_set", 7).row(), "again", 7)
+    assert (again.data_source, again.extra_info) == ("sums", {**info, "row": 7})
     assert problem_of(skywork(GOATS, "19"), "x", 0).data_source == "train-math-made-up"
 
 
@@ -140,7 +145,7 @@ def test_programs_are_asked_for_as_a_block() -> None:
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"text": "hello"}, "its fields are text"),
+        ({"text": "hello"}, "its columns are text; a row has"),
         ({"problem": " ", "answer": "1"}, "the problem is ' '"),
         ({"problem": GOATS}, "it has neither an answer nor a solution"),
         ({"problem": GOATS, "answer": ""}, "its answer is ''; it must be one text"),
@@ -278,10 +283,27 @@ def contaminated(question: str, problems: list[str], size: int = 8, share: float
 
 
 def test_the_share_of_a_problem_is_counted_by_hand() -> None:
-    """'one two three four five' has the 3-grams 123, 234, 345; the question has the first two."""
-    found = contaminated("zero one two three four six", ["one two three four five"], size=3, share=2 / 3)
+    """'one two three four five six seven' has the 2-grams 12, 23, ..., 67; the question has the first four."""
+    problem = "one two three four five six seven"
+    found = contaminated("zero one two three four five eight", [problem], size=2, share=2 / 3)
     assert found.share == 2 / 3
-    assert contaminated("one two three four six", ["one two three four five"], size=3, share=0.67) is None
+    assert contaminated("one two three four five eight", [problem], size=2, share=0.67) is None
+
+
+def test_a_share_rests_on_four_ngrams() -> None:
+    """The 2-grams 12, 23, 34 are all that the problem has, and are in the question."""
+    assert contaminated("zero one two three four", ["one two three four"], size=2, share=0.1) is None
+    assert contaminated("One two, three four.", ["one two three four"], size=2).share == 1
+
+
+def test_problems_of_one_template_do_not_contaminate_each_other() -> None:
+    """Made-up sums, as reasoning-gym writes them: none is lost but those that are held out."""
+    template = "State the final answer to the following arithmetic problem: {} {} {} ="
+    sums = [(a, sign, b) for a in range(2, 12) for sign in "+-" for b in range(12, 24)]
+    held_out = [(7, "+", 13), (9, "-", 21)]
+    index = Contamination([EvaluationProblem("s", 0, template.format(*one)) for one in held_out], 8, 0.3)
+    lost = [one for one in sums if index.match(template.format(*one))]
+    assert lost == [one for one in sums if one in held_out]
 
 
 def test_a_disguised_problem_is_found_and_a_common_ending_is_not() -> None:
@@ -392,7 +414,10 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_for_a_wrong_schema(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"2 of 2 rows are invalid(.|\n)*row 1: its fields are text"):
+    with pytest.raises(
+        ConfigError,
+        match=r"2 of 2 rows are invalid(.|\n)*row 0: its columns are text; .*--question-column and --answer-column$",
+    ):
         prepared(tmp_path, [{"text": "a"}, {"text": "b"}], max_invalid=0.05)
     with pytest.raises(ConfigError, match=r"no row of 1 is left \(invalid 1\)"):
         prepared(tmp_path, [{"text": "a"}])
@@ -488,3 +513,83 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "--overwrite" in capsys.readouterr().err
     assert run(["data", "prepare", source, "--output", str(tmp_path / "out"), "--overwrite"]) == 0
     assert run(["data"]) == 2
+
+
+# --- what a user gets wrong --------------------------------------------------------------------------
+
+
+def test_all_prompts_are_too_long(tmp_path: Path) -> None:
+    rows = [skywork("x" * length, "1") for length in (500, 600, 900)]
+    expected = (
+        r"too long 3\).*shortest has 5\d\d, the median 6\d\d, the longest 9\d\d: raise --max-prompt-tokens"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        prepared(tmp_path, rows, tokenizer=MODEL, max_prompt_tokens=400)
+
+
+def test_an_empty_source_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"source rows\.jsonl: it has no rows"):
+        prepared(tmp_path, [])
+
+
+def test_a_reason_is_told_once(tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"text": "b"}, {"other": "c"}]
+    with pytest.raises(ConfigError, match="nothing was written") as error:
+        prepared(tmp_path, rows, max_invalid=0.0)
+    assert [line.split(":")[0] for line in str(error.value).splitlines()[1:]] == [
+        "rows.jsonl, row 0",
+        "rows.jsonl, row 2",
+    ]
+
+
+def test_a_typo_in_the_reward_ends_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prepare_rewards.py").write_text("def same_words(prompt, response):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for reward, says in (
+        ("prepare_rewards:same_word", "did you mean prepare_rewards:same_words?"),
+        ("prepare_reward:same_words", "did you mean prepare_rewards:same_words?"),
+        ("prepare_rewards:", "is no module:function"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            PrepareOptions(("absent.jsonl",), tmp_path / "out", reward=reward).check()
+    PrepareOptions(("absent.jsonl",), tmp_path / "out", reward="prepare_rewards:same_words").check()
+    PrepareOptions(("absent.jsonl",), tmp_path / "out", reward="elsewhere.of_the_cluster:score").check()
+
+
+# --- columns that reach a run -----------------------------------------------------------------------
+
+
+def test_columns_and_sources_reach_a_run(tmp_path: Path) -> None:
+    """Values of several types in one column are no obstacle: Arrow refuses them, JSON does not."""
+    rows = [
+        {"question": f"{n}+1?", "answer": str(n + 1), "task": f"task {n}", "metadata": {"terms": terms}}
+        for n, terms in enumerate(([1, "+", 1], [{"a": 2}], "none"))
+    ]
+    for row in rows[:2]:
+        row["metadata"]["kind"] = True
+    prepared(tmp_path, rows, source_column="task")
+    found = load_prompts(tmp_path / "out" / DATA_FILE, load_tokenizer(MODEL), 400).prompts
+    assert [one.data_source for one in found] == ["task 0", "task 1", "task 2"]
+    assert [one.extra_info["metadata"] for one in found] == [row["metadata"] for row in rows]
+    with pytest.raises(
+        ConfigError, match="--source-column tasks is None; its columns are answer, metadata, que"
+    ):
+        prepared(tmp_path, rows, source_column="tasks", max_invalid=0.0, overwrite=True)
+
+
+def test_several_answers_are_a_text_for_a_reward_of_ones_own(tmp_path: Path) -> None:
+    rows = [{"question": GOATS, "answer": '["1", "2"]'}, {"question": "Both?", "answer": ["1", "2"]}]
+    assert prepared(tmp_path, rows, reward="my_rewards:any_of").kept == 2
+    found = load_prompts(tmp_path / "out" / DATA_FILE, load_tokenizer(MODEL), 400).prompts
+    assert [one.ground_truth for one in found] == ['["1", "2"]'] * 2
+    with pytest.raises(ConfigError, match="2 answers; give one"):
+        load_prompts(tmp_path / "out" / DATA_FILE, load_tokenizer(MODEL), 400, ground_truth_check("math"))
+
+
+def test_answers_that_are_operations_are_counted(tmp_path: Path) -> None:
+    answers = ["120", r"\binom{10}{3}", "2^{10}", r"\sqrt{2}", "n(n+1)", "12-7"]
+    rows = [skywork(f"Question {n}?", answer) for n, answer in enumerate(answers)]
+    card = prepared(tmp_path, rows)
+    assert card.as_json()["operation_rows"] == card.operations == 3
+    assert "is an operation (docs/rewards.md#mathematics): 3" in (tmp_path / "out" / CARD_TEXT).read_text()

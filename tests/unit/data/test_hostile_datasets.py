@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -12,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from bapo_megatron.data.prepare.sources import open_source
-from bapo_megatron.data.rows import read_rows
+from bapo_megatron.data.rows import MAX_DEPTH, read_rows
 from bapo_megatron.errors import ConfigError
 
 
@@ -52,6 +53,25 @@ def test_no_script_of_a_dataset_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match="scripts are no longer supported"):
         datasets.load_dataset(str(folder / "name.py"))
     assert not proof.exists()
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+@pytest.mark.parametrize("between", ["", "\n", "\n\n"])
+def test_brackets_within_each_other_end_before_arrow(name: str, between: str, tmp_path: Path) -> None:
+    """Whole, so that JSON has nothing against them: at 100,000 Arrow dies, at 10,000 it takes a minute."""
+    deep = between.join("[" * (MAX_DEPTH + 1)) + between + "]" * (MAX_DEPTH + 1)
+    path = tmp_path / name
+    path.write_text('[{"a": "]]"}]\n' * (name == "rows.jsonl") + deep + "\n")
+    for read in (read_rows, lambda path: list(open_source(str(path), "train", None).rows())):
+        with pytest.raises(ConfigError, match=rf"{name}, (row|line) \d+.*: more than 100 brackets"):
+            read(path)
+
+
+def test_brackets_in_texts_are_not_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"a": "[" * 200 + '\\"{'}, {"a": "]"}] * 200
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_rows(path) == rows
 
 
 @pytest.mark.parametrize("row", ["[" * 100_000, "\x00", '{"a": 1'])

@@ -32,6 +32,9 @@ class CharacterTokenizer:
             raise RuntimeError("no tools here")
         return [ord(char) for message in messages for char in message["content"]]
 
+    def decode(self, ids: Any) -> str:
+        return "".join(chr(one) for one in ids)
+
 
 def row(content: str = "1+1=", truth: Any = "2", **more: Any) -> dict[str, Any]:
     return {
@@ -129,7 +132,7 @@ BROKEN_ROWS: dict[str, tuple[Any, str]] = {
 def test_a_broken_row_is_named(file: Path, name: str) -> None:
     broken, says = BROKEN_ROWS[name]
     with pytest.raises(ConfigError) as error:
-        load_prompts(write(file, [row(), row(), broken]), CharacterTokenizer(), 10)
+        load_prompts(write(file, [row(), row(), broken]), CharacterTokenizer(), 10, lambda _: None)
     assert str(file) in str(error.value)
     assert "row 2" in str(error.value)
     assert says in str(error.value)
@@ -139,6 +142,12 @@ def test_a_broken_row_is_named(file: Path, name: str) -> None:
 def test_ground_truths_that_only_look_like_json_stay(file: Path, truth: str) -> None:
     (prompt,) = load_prompts(write(file, [row(truth=truth)]), CharacterTokenizer(), 10).prompts
     assert prompt.ground_truth == truth
+
+
+def test_a_template_that_opens_the_thinking_part(file: Path) -> None:
+    rows = [row("1<think>\n"), row("<think>1</think>"), row("1+1=")]
+    found = load_prompts(write(file, rows), CharacterTokenizer(), 20).prompts
+    assert [prompt.opens_thinking for prompt in found] == [True, False, False]
 
 
 def test_ground_truths_are_checked(file: Path) -> None:

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from bapo_megatron.reward.math import answer_is_right, answers_equal, check_ground_truth, last_boxed
+from bapo_megatron.reward.answer_text import last_boxed
+from bapo_megatron.reward.math import answer_is_right, answers_equal, check_ground_truth
 from bapo_megatron.reward.math_verify_process import MathVerifyProcess
 
 

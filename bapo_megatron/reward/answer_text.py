@@ -1,0 +1,164 @@
+r"""The text of an answer: where it stands in a response, how it is spelled, which operations it names.
+
+math-verify computes what it reads: a question that is restated, ``\binom{10}{3}``, would be its own answer.
+"""
+
+from __future__ import annotations
+
+import re
+
+THINKING, THOUGHT = "<think>", "</think>"
+"""Tags around the thinking part of a response. A chat template may have opened it in the prompt."""
+
+_BRACES = re.compile(r"\\{1,2}(?:boxed|fbox)\s{0,9}\{|\\.|[{}]", re.DOTALL)
+r"""``\boxed{`` (some double the backslash), an escaped character (its brace does not count), or a brace."""
+
+_DIGITS = "0123456789"
+_RAISED_DIGITS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
+_SIGNS: dict[int, int | str] = {
+    **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)},  # full-width forms
+    0x2212: "-",
+    0x00D7: r"\times ",
+    0x00B7: r"\cdot ",
+    0x22C5: r"\cdot ",
+    0x00F7: r"\div ",
+    0x221E: r"\infty ",
+    0x03C0: r"\pi ",
+}
+for _signs, _parts in (("½⅓⅔¼¾", "12 13 23 14 34"), ("⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "15 25 35 45 16 56 18 38 58 78")):
+    _SIGNS |= {ord(s): rf"\frac{{{p[0]}}}{{{p[1]}}}" for s, p in zip(_signs, _parts.split(), strict=True)}
+_RAISED = re.compile(f"[{_RAISED_DIGITS}]+")
+_ROOT = re.compile(r"√\s{0,9}(?:\{([^{}]*)\}|\(([^()]*)\)|([0-9]+|[A-Za-z]))")
+_UNDERLINE = re.compile(r"\\underline\s{0,9}\{([^{}]*)\}")
+_THOUSANDS = re.compile(r"(?<![\d.,])[0-9]{1,3}(?:(?:\\[,!]|[\u00a0\u2009\u202f])[0-9]{3})+(?!\d)")
+_SCIENTIFIC = re.compile(r"([+-]?[0-9]{1,40}(?:\.[0-9]{1,40})?)[eE]([+-]?[0-9]{1,4})")
+_FINAL_POINT = re.compile(r"[+-]?[0-9]+\.")
+
+_NAMES = {
+    "sum": ("sum", "prod", "∑", "∏"),
+    "integral": ("int", "iint", "iiint", "oint", "∫"),
+    "limit": ("lim", "liminf", "limsup"),
+    "derivative": ("partial", "nabla"),
+    "determinant": ("det", "vmatrix", "Vmatrix", "tr", "trace", "rank"),
+    "combinatorics": ("binom", "dbinom", "tbinom", "choose", "genfrac", "nCr", "nPr"),
+    "logarithm": ("log", "ln", "lg"),
+    "divisor": ("gcd", "lcm", "hcf"),
+    "modulo": ("mod", "bmod", "pmod"),
+    "rounding": ("lfloor", "rfloor", "lceil", "rceil", "floor", "ceil", "⌊", "⌈"),
+    "extremum": ("max", "min", "sup", "inf", "argmax", "argmin"),
+    "complex": ("Re", "Im", "arg"),
+    "trigonometry": tuple(
+        f"{arc}{name}{hyperbolic}"
+        for arc in ("", "arc", "ar")
+        for name in ("sin", "cos", "tan", "cot", "sec", "csc")
+        for hyperbolic in ("", "h")
+    ),
+}
+KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
+"""Operations that an answer may name, and their kinds."""
+
+_COMMAND = re.compile(r"\\([A-Za-z]+)|([∑∏∫⌊⌈])")
+_WORDS = re.compile(r"(?<![A-Za-z\\])(gcd|lcm|log|ln|mod|binom|choose|floor|ceil)(?![A-Za-z])")
+_IN_COMMAND = re.compile(
+    r"\\(operatorname|mathrm|text|begin)\*?\s{0,9}\{(?:\s|\\[ ,;])*([A-Za-z]+)\*?(?:\s|\\[ ,;])*\}"
+)
+_UNITS = frozenset(("min",))
+r"""Names that are units of measurement in ``\text{...}``."""
+_FACTORIAL = re.compile(r"(?<!\\)!")
+_DERIVED = re.compile(r"\\d?frac\s{0,9}\{?\s{0,9}d(?:\^\{?\w\}?)?\s{0,9}[}{]|\bd/d[a-z]")
+_SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\[,;:!\s]|~)+[0-9]")
+r"""``3 4``, which math-verify adds."""
+_QUOTIENT = re.compile(r"[/:]|\\(?:[dtc]?frac|div)(?![a-z])")
+_WORDS_OF_TEXT = re.compile(r"\\(?:text|mathrm|mbox)\s{0,9}\{[^{}]*\}")
+_SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-z])\s{0,9}")
+
+
+def last_boxed(response: str) -> str | None:
+    r"""What stands in the last ``\boxed{...}`` (or ``\fbox``) whose braces close, or None. One pass: policies
+    write long."""
+    open_braces: list[tuple[int, bool]] = []  # where the inside begins, and whether it is a box
+    last: tuple[int, int] | None = None
+    for token in _BRACES.finditer(response):
+        if token.group().endswith("{") and token.group() != r"\{":
+            open_braces.append((token.end(), len(token.group()) > 1))
+        elif token.group() == "}" and open_braces:
+            start, is_box = open_braces.pop()
+            if is_box and (last is None or start > last[0]):
+                last = (start, token.start())
+    return None if last is None else response[last[0] : last[1]].strip()
+
+
+def final_answer(response: str) -> str | None:
+    """The last box behind the thinking part, or None. A response without tags has no thinking part."""
+    said = response[response.rfind(THOUGHT) + len(THOUGHT) :] if THOUGHT in response else response
+    return last_boxed(said.partition(THINKING)[0])
+
+
+def spelled(answer: str) -> str:
+    r"""The answer as math-verify reads it: ``½`` as ``\frac{1}{2}``, ``5\,000`` as ``5000``, ``1.5e3`` as
+    ``1.5\times 10^{3}``, no underline. What it writes otherwise stays."""
+    if not answer.isascii():
+        answer = _RAISED.sub(_raised, answer)
+        answer = _ROOT.sub(
+            lambda root: rf"\sqrt{{{root[1] or root[2] or root[3]}}}", answer.translate(_SIGNS)
+        )
+    answer = _UNDERLINE.sub(r"\1", answer).strip()
+    answer = _THOUSANDS.sub(lambda number: "".join(c for c in number[0] if c in _DIGITS), answer)
+    if _FINAL_POINT.fullmatch(answer):
+        return answer[:-1]
+    if number := _SCIENTIFIC.fullmatch(answer):
+        return rf"{number[1]}\times 10^{{{int(number[2])}}}"
+    return answer
+
+
+def _raised(digits: re.Match[str]) -> str:
+    plain = "".join("-" if c == "⁻" else _DIGITS[_RAISED_DIGITS.index(c)] for c in digits[0])
+    return f"^{{{plain}}}"
+
+
+def named_operations(answer: str) -> frozenset[str]:
+    """The kinds of operations that an answer names; of ``a = b`` those of ``b``, which is what it says."""
+    text = _said(answer)
+    found = {KINDS[name] for name in _names(text) if name in KINDS}
+    for pattern, kind in ((_FACTORIAL, "combinatorics"), (_DERIVED, "derivative"), (_SIDE_BY_SIDE, "spaces")):
+        if pattern.search(text):
+            found.add(kind)
+    return frozenset(found)
+
+
+def _names(text: str) -> list[str]:
+    return [
+        *(command or sign for command, sign in _COMMAND.findall(text)),
+        *(name for command, name in _IN_COMMAND.findall(text) if command != "text" or name not in _UNITS),
+        *_WORDS.findall(text),
+    ]
+
+
+def has_quotient(answer: str) -> bool:
+    """Whether there is a fraction or a division in what the answer says; words (``km/h``) do not count."""
+    return bool(_QUOTIENT.search(_WORDS_OF_TEXT.sub("", _said(answer))))
+
+
+def _said(answer: str) -> str:
+    """The answer without the left sides of equations that stand in no brackets: what it says in the end."""
+    parts, depth, start = [""], 0, 0
+    for at, character in enumerate(f"{answer},"):
+        depth += (character in "{([") - (character in "})]")
+        if depth == 0 and character in ",=":
+            if character == ",":
+                parts.append(answer[start:at])
+            start = at + 1
+    return ";".join(parts) if depth == 0 else answer
+
+
+def brackets(answer: str) -> str:
+    r"""The brackets around a whole answer: ``{`` for ``\{...\}``, ``(`` for ``(...)``, else nothing."""
+    text = _SIZES.sub("", answer).replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}").strip()
+    if text.startswith(r"\{") and text.endswith(r"\}"):
+        return "{"
+    depth = 0
+    for at, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return "(" if character == ")" and at == len(text) - 1 else ""
+    return ""

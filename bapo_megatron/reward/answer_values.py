@@ -1,0 +1,230 @@
+"""The values of an answer as sympy sees them: operations that nobody carried out, and relative differences.
+
+For the main thread of a worker process, behind a comparison by math-verify: what arrives here is of a size
+that sympy can compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import sympy
+from latex2sympy2_extended.logic import And
+from sympy.core.relational import Relational
+
+DECIMAL_TOLERANCE = 1e-5
+"""Largest relative difference of a decimal from what it stands for; math-verify looks at six decimals."""
+
+EXACT_TOLERANCE = 1e-12
+"""The same between values without decimals."""
+
+ARITHMETIC = "arithmetic"
+"""The kind of sums, products, powers and roots of numbers that a person would carry out."""
+
+_CLASSES = {
+    **dict.fromkeys(("Sum", "Product"), "sum"),
+    **dict.fromkeys(("factorial", "factorial2", "binomial", "subfactorial"), "combinatorics"),
+    **dict.fromkeys(("floor", "ceiling"), "rounding"),
+    **dict.fromkeys(("Max", "Min"), "extremum"),
+    "Integral": "integral",
+    "Limit": "limit",
+    "Derivative": "derivative",
+    "Determinant": "determinant",
+    "log": "logarithm",
+    "Mod": "modulo",
+}
+_TRIGONOMETRY = ("sympy.functions.elementary.trigonometric", "sympy.functions.elementary.hyperbolic")
+_PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+_NOTHING = 1e-25
+_DIGITS = 30
+_LARGEST_EXPONENT = 100
+
+
+def operations(expression: Any) -> frozenset[str]:
+    """The kinds of operations in an expression; ``ARITHMETIC`` only where no symbol is in the way."""
+    found: set[str] = set()
+    for part in _parts(expression):
+        for node in sympy.preorder_traversal(part):
+            kind = _CLASSES.get(type(node).__name__)
+            if type(node).__module__ in _TRIGONOMETRY:
+                kind = "trigonometry"
+            if kind is not None:
+                found.add(kind)
+        if _reducible(part):
+            found.add(ARITHMETIC)
+    return frozenset(found)
+
+
+def is_symbolic(expression: Any) -> bool:
+    """Whether an answer has symbols: it is a formula, of which there are many forms. ``x = 3`` has none."""
+    return any(part.free_symbols for part in _parts(expression))
+
+
+def are_integers(expression: Any) -> bool:
+    """Whether an answer is one or more whole numbers and nothing else."""
+    return all(isinstance(part, sympy.Integer) for part in _parts(expression))
+
+
+def hides_rational(truth: Any, answer: Any) -> bool:
+    """Whether roots, symbols or constants of an answer cancel, so that a rational truth is left."""
+    pairs = list(zip(_parts(truth), _parts(answer), strict=False))
+    return any(left.is_Rational and _cancels(left, right) for left, right in pairs)
+
+
+def differ(truth: Any, answer: Any) -> bool:
+    """Whether two answers that math-verify takes for equal are apart by more than a tolerance: it looks at
+    absolute differences, and takes 5% for 5."""
+    left, right = list(_parts(truth)), list(_parts(answer))
+    if len(left) != len(right) or (isinstance(truth, Relational) and not isinstance(truth, sympy.Eq)):
+        return False
+    symbols = sorted(set().union(*(part.free_symbols for part in (*left, *right))), key=str)
+    places = {one: sympy.Rational(7 * n + 11, 5 * n + 9) for n, one in enumerate(symbols)}
+    if isinstance(truth, sympy.FiniteSet) or isinstance(answer, sympy.FiniteSet):
+        left, right = _ordered(left, places), _ordered(right, places)
+    return any(_far(one, other, places) for one, other in zip(left, right, strict=True))
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def _parts(expression: Any) -> Iterator[Any]:
+    """The values that an answer gives: members, bounds, entries; of ``a = 3`` and ``a = b = 3`` the 3."""
+    if isinstance(expression, And):
+        relations = list(expression._unsorted_args)
+        chain = all(one.rhs == other.lhs for one, other in pairwise(relations) if isinstance(one, Relational))
+        for one in relations[-1:] if chain else relations:
+            yield from _parts(one)
+    elif isinstance(expression, sympy.Eq):
+        sides = expression.args if expression.rhs.free_symbols else (expression.rhs,)
+        for side in sides:
+            yield from _parts(side)
+    elif isinstance(expression, sympy.Interval):
+        yield from (expression.start, expression.end)
+    elif isinstance(expression, sympy.MatrixBase):
+        yield from expression.flat()
+    elif isinstance(expression, (sympy.Set, sympy.Tuple, Relational)):
+        for one in expression.args:
+            yield from _parts(one)
+    else:
+        yield expression
+
+
+# --- operations on numbers -----------------------------------------------------------------------
+
+
+def _reducible(node: Any) -> bool:
+    """Whether it has a sum, product or power of numbers that is not carried out. Fractions, roots that are no
+    rational numbers, and powers of ten are numbers."""
+    if not node.args or node == _PERCENT:
+        return False
+    if not node.free_symbols:
+        check = {sympy.Add: _is_sum, sympy.Mul: _is_product, sympy.Pow: _is_power}.get(node.func)
+        if check is not None and check(node):
+            return True
+        if isinstance(node, (sympy.Abs, sympy.UnevaluatedExpr)):
+            return True
+    return any(_reducible(one) for one in node.args)
+
+
+def _is_sum(node: Any) -> bool:
+    """Two rational terms, or two that have a root in common: 1 + 2, sqrt(8) + sqrt(2)."""
+    terms = list(_flat(sympy.Add, node))
+    if sum(_is_rational(one) for one in terms) >= 2:
+        return True
+    kinds = [one.doit().as_coeff_Mul()[1] for one in terms if not _is_rational(one)]
+    return len(set(kinds)) < len(kinds)
+
+
+def _is_product(node: Any) -> bool:
+    """Two factors above, or two below a fraction's line: 3 * 4, 1/2 * 1/3. A power of ten is none."""
+    above = below = 0
+    for factor in _flat(sympy.Mul, node):
+        turned = isinstance(factor, sympy.Pow) and factor.exp == -1
+        for one in _flat(sympy.Mul, factor.base) if turned else (factor,):
+            if isinstance(one, sympy.Float):
+                top, bottom = 1, 0
+            elif isinstance(one, sympy.Rational):
+                top, bottom = int(abs(one.p) != 1), int(one.q != 1)
+            else:
+                continue
+            above, below = (above + bottom, below + top) if turned else (above + top, below + bottom)
+    return above >= 2 or below >= 2
+
+
+def _is_power(node: Any) -> bool:
+    """A whole power of a number other than ten and constants, or a root that is rational."""
+    base, exponent = node.base, node.exp
+    if not isinstance(exponent, sympy.Rational) or isinstance(base, sympy.NumberSymbol):
+        return False
+    if isinstance(exponent, sympy.Integer):
+        return bool(exponent != -1 and base != 10)
+    if not isinstance(base, sympy.Rational) or abs(exponent.p) > _LARGEST_EXPONENT:
+        return False
+    return bool(sympy.Pow(base, exponent).is_Rational)
+
+
+def _flat(kind: Any, node: Any) -> Iterator[Any]:
+    if isinstance(node, kind):
+        for one in node.args:
+            yield from _flat(kind, one)
+    else:
+        yield node
+
+
+def _is_rational(node: Any) -> bool:
+    """Whether it is made of rational numbers by sums, products and whole powers."""
+    if isinstance(node, sympy.Pow) and not isinstance(node.exp, sympy.Integer):
+        return False
+    if node.args:
+        known = isinstance(node, (sympy.Add, sympy.Mul, sympy.Pow, sympy.UnevaluatedExpr, sympy.Abs))
+        return known and all(_is_rational(one) for one in node.args)
+    return isinstance(node, (sympy.Rational, sympy.Float))
+
+
+def _cancels(truth: Any, answer: Any) -> bool:
+    if answer.free_symbols:
+        return True
+    if _is_rational(answer):
+        return False
+    return bool(abs(sympy.N(answer - truth, _DIGITS)) < EXACT_TOLERANCE * max(1, abs(truth)))
+
+
+# --- differences ---------------------------------------------------------------------------------
+
+
+def _ordered(parts: Iterable[Any], places: dict[Any, Any]) -> list[Any]:
+    def place(part: Any) -> tuple[float, float]:
+        value = complex(sympy.N(part.subs(places), _DIGITS))
+        return value.real, value.imag
+
+    try:
+        return sorted(parts, key=place)
+    except TypeError:  # no number
+        return list(parts)
+
+
+def _far(truth: Any, answer: Any, places: dict[Any, Any]) -> bool:
+    if truth == answer:
+        return False
+    if _has_percent(truth) and not _has_percent(answer):  # a question that asks for percent
+        bare = truth.xreplace({_PERCENT: sympy.Integer(1)})
+        return _apart(truth, answer, places) and _apart(bare, answer, places)
+    return _apart(truth, answer, places)
+
+
+def _has_percent(expression: Any) -> bool:
+    return any(node == _PERCENT for node in sympy.preorder_traversal(expression))
+
+
+def _apart(truth: Any, answer: Any, places: dict[Any, Any]) -> bool:
+    left, right = truth.subs(places).doit(), answer.subs(places).doit()
+    one, other = sympy.N(left, _DIGITS), sympy.N(right, _DIGITS)
+    if not (one.is_number and other.is_number and one.is_finite and other.is_finite):
+        return False
+    size = max(abs(one), abs(other))
+    if size < _NOTHING or min(abs(one), abs(other)) < _NOTHING:
+        return (left - right).equals(0) is False
+    decimal = truth.has(sympy.Float) or answer.has(sympy.Float)
+    return bool(abs(one - other) > (DECIMAL_TOLERANCE if decimal else EXACT_TOLERANCE) * size)

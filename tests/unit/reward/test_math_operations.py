@@ -1,0 +1,228 @@
+r"""Mathematics as a calculator: operations that a policy leaves to the judge, and answers that stay right.
+
+``equal`` is called in this process, so that a table costs no child.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from bapo_megatron.reward import math_verify_compare
+from bapo_megatron.reward.answer_text import final_answer, named_operations
+from bapo_megatron.reward.math import answers_equal
+
+
+def right(truth: str, answer: str, allow_operations: bool = False) -> bool:
+    return answers_equal(truth, answer, math_verify_compare.equal, allow_operations)
+
+
+RESTATED = [
+    ("5050", r"\sum_{k=1}^{100} k"),
+    ("120", r"\prod_{k=1}^{5} k"),
+    (r"\frac{1}{3}", r"\int_0^1 x^2 dx"),
+    ("1", r"\lim_{x\to 0} \frac{\sin x}{x}"),
+    ("2x", r"\frac{d}{dx} x^2"),
+    ("2", r"2^{100} \mod 7"),
+    ("4", r"\gcd(12,8)"),
+    ("12", r"\operatorname{lcm}(4,6)"),
+    ("14", r"\lfloor\sqrt{200}\rfloor"),
+    ("-2", r"\det\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+    ("-2", r"\begin{vmatrix}1&2\\3&4\end{vmatrix}"),
+    ("120", r"\binom{10}{3}"),
+    ("120", r"{10 \choose 3}"),
+    ("3628800", "10!"),
+    ("3", r"\log_2 8"),
+    ("2", r"\max(1,2)"),
+    ("2", "|3-5|"),
+    (r"\frac{1}{2}", r"\cos\frac{\pi}{3}"),
+    ("906", "578+328"),
+    ("906", "x = 578+328"),
+    ("x = 906", "x = 578+328"),
+    ("12", r"3\cdot 4"),
+    ("14", "2(3+4)"),
+    ("1024", "2^{10}"),
+    ("1", r"\frac{1+2}{3}"),
+    ("5", r"\frac{10}{2}"),
+    ("5", "10:2"),
+    (r"\frac{5}{6}", r"\frac{1}{2}+\frac{1}{3}"),
+    (r"\frac{1}{6}", r"\frac{1}{2}\cdot\frac{1}{3}"),
+    ("4", r"\sqrt{16}"),
+    ("2", r"\frac{\sqrt{8}}{\sqrt{2}}"),
+    (r"7\sqrt{2}", r"\sqrt{50}+\sqrt{8}"),
+    ("7", "3 4"),
+    ("3", "x-x+3"),
+    ("1, 2", "1, 1+1"),
+    ("(3,4)", "(1+2,4)"),
+    ("[0,2)", "[0,1+1)"),
+    (r"\begin{pmatrix}2\\2\end{pmatrix}", r"\begin{pmatrix}1+1\\2\end{pmatrix}"),
+]
+"""Questions whose text is their own value."""
+
+
+@pytest.mark.parametrize(("truth", "answer"), RESTATED)
+def test_a_question_is_not_its_own_answer(truth: str, answer: str) -> None:
+    assert not right(truth, answer)
+    assert right(truth, answer, allow_operations=True), "or the test would be about something else"
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        (r"\binom{10}{3}", r"\binom{10}{7}"),
+        ("10!", r"10 \cdot 9!"),
+        ("2^{100}", "4^{50}"),
+        (r"\ln 2", r"\ln 2"),
+        (r"\log_2 3", r"\frac{\ln 3}{\ln 2}"),
+        ("n!", "n!"),
+        (r"2^{\lfloor n/2 \rfloor}", r"2^{\lfloor \frac{n}{2} \rfloor}"),
+        ("1/3^{40}", r"\frac{1}{3^{40}}"),
+        (r"\arctan 2", r"\arctan 2"),
+        # carried out, where the truth is not
+        (r"\binom{10}{3}", "120"),
+        ("2^{10}", "1024"),
+        # shown, and carried out
+        ("120", r"\binom{10}{3} = 120"),
+        ("5050", r"\sum_{k=1}^{100} k = 5050"),
+        ("4", r"\gcd(12, 8) = 4"),
+        ("906", "578+328=906"),
+        # numbers
+        ("3/4", r"\frac{3}{4}"),
+        (r"\frac{1}{2}", r"\frac{2}{4}"),
+        (r"2\sqrt{3}", r"\sqrt{12}"),
+        (r"10\sqrt{2}", r"\sqrt{200}"),
+        (r"\sqrt[3]{2}", "2^{1/3}"),
+        (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}"),
+        (r"\frac{\pi}{4}", r"\pi/4"),
+        (r"\frac{4\pi}{3}", r"\frac{4}{3}\cdot\pi"),
+        (r"16\pi^2", r"16\pi^{2}"),
+        (r"\frac{\sqrt{6}+\sqrt{2}}{4}", r"\frac{\sqrt{2}+\sqrt{6}}{4}"),
+        (r"\frac{1+\sqrt{5}}{2}", r"\frac{1}{2}+\frac{\sqrt{5}}{2}"),
+        ("e^2", "e^{2}"),
+        ("1000000", "10^{6}"),
+        ("1500", r"1.5\times 10^3"),
+        ("0.001", "10^{-3}"),
+        ("7/2", r"3\frac{1}{2}"),
+        ("60", r"60\text{ km/h}"),
+        ("5", r"5\text{ min}"),
+        ("3.14159265", r"\pi"),
+        # formulas have many forms
+        ("x^2+x-2", "(x-1)(x+2)"),
+        (r"\frac{n(n+1)}{2}", r"\frac{n^2+n}{2}"),
+        ("2^n", r"2\cdot 2^{n-1}"),
+        ("y=2x+3", "y = 2x + 3"),
+        # many values
+        ("1,2", "(1,2)"),
+        ("(1,2)", "1,2"),
+        (r"\pm 3", "3, -3"),
+        ("x > 3", "x>3"),
+    ],
+)
+def test_an_answer_stays_an_answer(truth: str, answer: str) -> None:
+    assert right(truth, answer)
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        ("e^{-40}", "e^{-41}"),
+        ("e^{-40}x", "e^{-41}x"),
+        ("1/3^{40}", "1/3^{41}"),
+        (r"\{1, e^{-40}\}", r"\{1, e^{-41}\}"),
+        ("(1, e^{-40})", "(1, e^{-41})"),
+        ("4e-7", "1e-7"),
+        ("0.0000004", "0.0000001"),
+        ("0", "e^{-41}"),
+        ("5", r"5\%"),
+        (r"\{1,2\}", "(1,2)"),
+        (r"\left\{1,2\right\}", r"\left(1,2\right)"),
+        ("(1,2)", r"\{1,2\}"),
+    ],
+)
+def test_what_is_near_or_alike_is_not_equal(truth: str, answer: str) -> None:
+    assert not right(truth, answer, allow_operations=True)
+    assert right(truth, truth)
+    assert right(answer, answer)
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        ("1/3", "0.333333"),
+        (r"\frac{1}{19}", "0.052632"),
+        (r"20\%", "20"),
+        (r"20\%", "0.2"),
+        ("0.2", r"20\%"),
+        ("1,2", r"\{1,2\}"),
+        (r"\{2,1\}", r"\left\{1,2\right\}"),
+        ("0", "0.0"),
+        ("e^{-40}", r"\frac{1}{e^{40}}"),
+    ],
+)
+def test_what_is_near_enough_stays_right(truth: str, answer: str) -> None:
+    assert right(truth, answer)
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        ("5000", r"5\,000"),
+        ("5000000", r"5\,000\,000"),
+        ("5000", "5,000"),
+        ("5", "5."),
+        ("1500", "1.5e3"),
+        ("0.002", "2E-3"),
+        (r"\frac{1}{2}", "½"),
+        ("7/2", "3½"),
+        (r"\sqrt{2}", "√2"),
+        (r"\sqrt{x+1}", "√(x+1)"),
+        (r"(0, \infty)", "(0, ∞)"),
+        ("x^{12}", "x¹²"),
+        ("34", "\uff13\uff14"),
+        ("34", r"\underline{34}"),
+        (r"2\pi", "2π"),
+    ],
+)
+def test_other_spellings(truth: str, answer: str) -> None:
+    assert right(truth, answer)
+    assert right(answer, truth)
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"), [("5000", r"5\,00"), ("5000", "5 000"), ("4", "½"), ("22", "2²")]
+)
+def test_other_spellings_are_no_other_numbers(truth: str, answer: str) -> None:
+    assert not right(truth, answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kinds"),
+    [
+        (r"\binom{x=10}{3}", {"combinatorics"}),
+        (r"\binom{10}{3} = 120, \gcd(4, 6) = 2", set()),
+        (r"120 = \binom{10}{3}", {"combinatorics"}),
+        (r"5\!", set()),
+        (r"\text{5 min}", set()),
+        (r"\mathrm{ gcd }(4, 6)", {"divisor"}),
+        (r"12 \operatorname{mod} 5", {"modulo"}),
+    ],
+)
+def test_the_operations_that_a_text_names(answer: str, kinds: set[str]) -> None:
+    assert named_operations(answer) == kinds
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"\boxed{1}", "1"),
+        (r"so \fbox{1}", "1"),
+        (r"<think>\boxed{2}</think> \boxed{1}", "1"),
+        (r"\boxed{2}</think> \boxed{1}", "1"),
+        (r"<think>\boxed{2}</think> no box", None),
+        (r"<think>\boxed{2}", None),
+        (r"\boxed{2}</think>", None),
+        (r"<think>a</think> \boxed{1} <think>\boxed{2}", "1"),
+        (r"<think>a</think> \boxed{1} <think>\boxed{2}</think>", None),
+    ],
+)
+def test_a_box_counts_behind_the_thinking_part(response: str, answer: str | None) -> None:
+    assert final_answer(response) == answer

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape
-from bapo_megatron.policy.device import backend, select_device
-from bapo_megatron.runtime.distributed import process_group
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int:
@@ -63,6 +61,9 @@ def _divisors(*numbers: int) -> list[int]:
 @contextmanager
 def parallel_processes(parallel: ParallelConfig) -> Iterator[None]:
     """Process groups of torch.distributed and megatron, and this rank's device, for the length of a block."""
+    from bapo_megatron.policy.device import backend, select_device  # torch, which layouts do not need
+    from bapo_megatron.runtime.distributed import process_group
+
     select_device()
     with process_group(backend(), parallel.timeout_minutes):
         from megatron.core import parallel_state

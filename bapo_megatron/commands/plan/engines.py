@@ -2,16 +2,20 @@
 
 Decoding is taken as bound by memory bandwidth: a decode step reads the weights once and the KV cache of
 every sequence (Pope et al. 2022, "Efficiently Scaling Transformer Inference", arXiv 2211.05102, section 2).
-Prefill, scheduling and communication are left out, so the times are lower bounds.
+A step's sampling ends with its last response: ``lengths.py`` has their distribution, and few of them read the
+weights as often as many. Scheduling, the engine's collectives and scoring are left out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from bapo_megatron.commands.plan.job import Job
+from bapo_megatron.commands.plan.lengths import ResponseLengths, decode_seconds, share_of_engine
 from bapo_megatron.commands.plan.sizes import total_parameters
 from bapo_megatron.hf.config import ModelShape
+from bapo_megatron.policy.flops import linear_flops_per_token
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,15 @@ class EnginePlan:
     tokens_per_second: float
     """Estimate of the tokens that all engines sample in a second."""
     step_seconds: float
-    """Estimate of the seconds for all responses of a step, at full decode batches."""
+    """Estimate of the seconds for all responses of a step, at full decode batches: where unfinished responses
+    continue in the next step (``max_staleness`` of 1 or more)."""
+    rollout_seconds: float
+    """Estimate of the seconds until the last response of a step is done, with the prompts' prefill and the
+    tail, in which few responses run."""
+    prefill_seconds: float
+    """Those of them for the prompts, each response's own: a lower one if engines share a group's prompt."""
+    cut_share: float
+    """Share of the responses that reach the longest length, by the assumed distribution."""
     longest_seconds: float
     """Estimate of the seconds for one response of the longest length, alone on its engine: a step with such a
     response is not shorter."""
@@ -65,14 +77,19 @@ def engines(job: Job) -> EnginePlan:
     per_token = cache_bytes_per_token(job.shape)
     count = gpus // size
     held = cache * size / per_token
-    # A response in the middle of its generation has half of its tokens.
-    present = job.mean_prompt + job.mean_response / 2
-    running = min(held / present, job.responses / max(1, count))
+    lengths = job.lengths
+    present = job.mean_prompt + lengths.running_mean
+    share = share_of_engine(job.responses, count, options.engine_imbalance)
+    slots = min(held / present, job.most_in_flight)
+    running = min(slots, job.responses / max(1, count))
     bandwidth = options.engine_bandwidth * gpu.memory_bandwidth
-    step = (weights + running * present * per_token / size) / bandwidth
-    rate = count * running / step
+    weight_seconds, token_seconds = weights / bandwidth, per_token / size / bandwidth
+    rate = count * running / (weight_seconds + running * present * token_seconds)
     longest = job.run.rollout.max_response_tokens
-    alone = (weights + longest / 2 * per_token / size) / bandwidth
+    prompts = share * job.mean_prompt * linear_flops_per_token(job.shape)
+    prefill = prompts / size / (options.mfu * gpu.peak)
+    busiest = _busiest(lengths, share, job.responses, max(1, int(slots)), job.mean_prompt)
+    decoding = weight_seconds * busiest[0] + token_seconds * busiest[1]
     return EnginePlan(
         gpus=gpus,
         count=count,
@@ -83,5 +100,20 @@ def engines(job: Job) -> EnginePlan:
         running=running,
         tokens_per_second=rate,
         step_seconds=job.responses * job.mean_response / rate if rate else float("inf"),
-        longest_seconds=longest * alone,
+        rollout_seconds=prefill + decoding if rate else float("inf"),
+        prefill_seconds=prefill,
+        cut_share=lengths.cut_share,
+        longest_seconds=longest * (weight_seconds + longest / 2 * token_seconds),
+    )
+
+
+@lru_cache(maxsize=256)
+def _busiest(
+    lengths: ResponseLengths, share: int, responses: int, slots: int, prompt: float
+) -> tuple[float, float]:
+    """Decode steps of the busiest engine, and tokens that it reads; the layout search asks for them often."""
+    found = lengths.of_busiest_engine(share, responses)
+    return (
+        decode_seconds(found, slots, prompt, step_seconds=1.0, token_seconds=0.0),
+        decode_seconds(found, slots, prompt, step_seconds=0.0, token_seconds=1.0),
     )

@@ -16,6 +16,7 @@ from annotated_types import Ge, Gt, Le
 
 from bapo_megatron.algo.bounds import sum_count
 from bapo_megatron.commands.plan.hardware import GPUS, GPUS_PER_NODE, Gpu
+from bapo_megatron.commands.plan.lengths import ResponseLengths, response_lengths
 from bapo_megatron.config import ParallelConfig, RunConfig
 from bapo_megatron.config.validation import out_of_range, raise_problems
 from bapo_megatron.errors import ConfigError
@@ -47,11 +48,16 @@ class PlanOptions(GpuOptions):
     """The flags of ``bapo plan`` beside the recipe's: the machines, and assumptions, so that they can be
     doubted."""
 
-    mfu: Annotated[float, Gt(0), Le(1)] = 0.4
-    """Share of the GPU's bf16 peak that it reaches while it computes. Recomputation and the pipeline's
-    idle time come on top."""
+    mfu: Annotated[float, Gt(0), Le(1)] = 0.3
+    """Share of the GPU's bf16 peak that it reaches in matrices, with the communication and the gaps between
+    packs that a run shows. Recomputation and the pipeline's idle time come on top."""
+    attention_mfu: Annotated[float, Gt(0), Le(1)] = 0.5
+    """The same in attention, whose kernels reach more, the more of a pass is attention."""
     mean_response_tokens: Annotated[int | None, Ge(1)] = None
     """Mean length of a response. None: a quarter of the longest."""
+    length_spread: Annotated[float, Gt(0)] = 1.5
+    """Standard deviation of the logarithm of the responses' lengths: 1.5 cuts 8 % of them where the mean is a
+    quarter of the longest, 1.0 4 %."""
     engine_gpus: Annotated[int | None, Ge(1)] = None
     """GPUs that run engines. None: those of the recipe's servers where they have room on its first node, else
     as many as train."""
@@ -59,6 +65,9 @@ class PlanOptions(GpuOptions):
     """Share of a GPU's memory for an engine's weights and KV cache. None: rollout.sglang.memory_fraction."""
     engine_bandwidth: Annotated[float, Gt(0), Le(1)] = 0.6
     """Share of the memory bandwidth that decoding reaches."""
+    engine_imbalance: Annotated[float, Ge(1)] = 1.0
+    """Responses of the busiest engine, as a multiple of the mean. 1: the sampler's own choice, the least
+    loaded engine; more behind a router that deals by prefix."""
     compare: int = 0
     """List this many of the fastest layouts that fit on as many GPUs."""
     as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
@@ -181,6 +190,28 @@ class Job:
         """Assumed mean length of a response."""
         longest = self.run.rollout.max_response_tokens
         return min(longest, self.options.mean_response_tokens or max(1, longest * _MEAN_RESPONSE))
+
+    @property
+    def lengths(self) -> ResponseLengths:
+        """Assumed distribution of the responses' lengths."""
+        longest = self.run.rollout.max_response_tokens
+        return response_lengths(self.mean_response, self.options.length_spread, longest)
+
+    @property
+    def most_in_flight(self) -> int:
+        """Most requests that an engine gets at a time."""
+        rollout = self.run.rollout
+        return rollout.sglang.max_in_flight if rollout.engine == "sglang" else rollout.max_batch
+
+    @property
+    def continues(self) -> bool:
+        """Whether unfinished responses continue in the next step, so that no step waits for the longest."""
+        return self.run.rollout.max_staleness > 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether engines sample while the policy trains."""
+        return self.continues and self.run.rollout.overlap and not self.colocated
 
     @property
     def mean_prompt(self) -> float:

@@ -12,7 +12,8 @@ from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import StageMemory, host_bytes, stage_memory
 from bapo_megatron.commands.plan.sizes import run_folder_bytes
 from bapo_megatron.commands.plan.speed import HostUpdate, Speed, Turns, host_update, speed, turns
-from bapo_megatron.commands.plan.traffic import Traffic, sync_traffic, update_traffic
+from bapo_megatron.commands.plan.sync import Sync, sync_traffic
+from bapo_megatron.commands.plan.traffic import Traffic, update_traffic
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class JobPlan:
     stages: list[StageMemory]
     speed: Speed
     traffic: list[Traffic]
-    sync: Traffic
+    sync: Sync
     engines: EnginePlan
     host: float
     """Bytes of host memory that a node needs while it saves."""
@@ -53,11 +54,17 @@ class JobPlan:
         return self.host_update.seconds if self.host_update else 0.0
 
     @property
+    def sampling_seconds(self) -> float:
+        """Seconds that engines need for the responses of a step: until the last is done, or at full batches
+        where unfinished ones continue in the next step."""
+        return self.engines.step_seconds if self.job.continues else self.engines.rollout_seconds
+
+    @property
     def step_seconds(self) -> float:
-        """Estimate of a step in which sampling and training take turns, with the weight sync."""
-        sampling = max(self.engines.step_seconds, self.engines.longest_seconds)
+        """Estimate of a step with the weight sync: sampling and training take turns, or overlap."""
         changing = self.turns.seconds if self.turns else 0.0
-        return sampling + self.train_seconds + self.sync.seconds + changing
+        both = (self.sampling_seconds, self.train_seconds)
+        return (max(both) if self.job.overlaps else sum(both)) + self.sync.expected_seconds + changing
 
     @property
     def trainer_nodes(self) -> int:
@@ -168,6 +175,7 @@ def as_dict(plan: JobPlan) -> dict[str, Any]:
         "turns": vars(plan.turns) if plan.turns else None,
         "servers_problem": plan.job.servers_problem,
         "train_seconds": plan.train_seconds,
+        "sampling_seconds": plan.sampling_seconds,
         "step_seconds": plan.step_seconds,
         "run_seconds": plan.run_seconds,
         "checkpoint_seconds": plan.checkpoint_seconds,

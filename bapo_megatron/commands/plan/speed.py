@@ -1,18 +1,18 @@
 """Training speed estimate of ``bapo plan``: FLOPs, duration and MFU of an update.
 
-A GPU is taken to compute at ``mfu`` x its dense bf16 peak. The costs of the layout come on top:
-recomputation, and the pipeline bubble. Communication is listed apart and not added: a measured ``mfu``
-already contains the exposed part of it.
+A GPU is taken to compute matrices at ``mfu`` x its dense bf16 peak, and attention at ``attention_mfu`` x. The
+costs of the layout come on top: recomputation, and the pipeline bubble. Communication is listed apart and not
+added: a measured ``mfu`` already contains the exposed part of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.commands.plan.job import Job, slots
 from bapo_megatron.commands.plan.memory import offloaded_bytes
 from bapo_megatron.commands.plan.sizes import stage_parameters, total_parameters
+from bapo_megatron.commands.plan.sync import DISK, HANDLES
 from bapo_megatron.commands.plan.traffic import forward_passes, update_traffic
 from bapo_megatron.policy.flops import (
     attention_flops,
@@ -27,8 +27,6 @@ moments and writes the last three, 28; rounding the new weight reads 4 and write
 write the gradient and read the weight, 6."""
 _REACHED = 0.5
 """Assumed share of the data sheets' rates that is reached."""
-DISK = 2 * GB
-"""Assumed rate at which a node writes or reads its file system, in bytes a second."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +61,9 @@ def speed(job: Job) -> Speed:
     train, before = _seconds(job, training=True), forward_passes(job) * _seconds(job, training=False)
     tokens = job.micro_batches * job.run.batch.pack_tokens * job.replicas
     rate = tokens / (train + before) / job.gpus
-    head = head_flops_per_token(job.shape)
-    again = recompute_share(job) * (forward - head) + head * _heads_twice(job) + _scores_again(job)
-    executed = 3 * forward + again + forward_passes(job) * forward
-    busy = executed * tokens / job.gpus / (job.options.mfu * job.gpu.peak)
+    work = _training(job)
+    executed = work.matrices + work.attention + work.head + forward_passes(job) * forward
+    busy = (work.seconds(job) + forward_passes(job) * _forward(job).seconds(job)) * tokens / job.gpus
     return Speed(
         flops_per_token=3 * forward,
         flops_per_token_longest=3 * forward_flops(job, job.run.longest_sequence),
@@ -86,23 +83,44 @@ def forward_flops(job: Job, length: float) -> float:
     return linear_flops_per_token(job.shape) + attention_flops(job.shape, length) / length
 
 
-def recompute_share(job: Job) -> float:
-    """Share of the layers' forward FLOPs that is recomputed: "selective" is core attention and the MLP."""
-    mode = job.run.batch.recompute
-    if mode != "selective":
-        return 1.0 if mode == "full" else 0.0
-    core = attention_flops(job.shape, job.typical_length) / job.typical_length
-    body = forward_flops(job, job.typical_length) - head_flops_per_token(job.shape)
-    return (core + 2 * job.shape.layers * mlp_matmuls(job.shape)) / body
+@dataclass(frozen=True)
+class _Work:
+    """FLOPs of a pass for each token, by the rate at which a GPU computes them."""
+
+    matrices: float
+    """Matrices of the layers."""
+    attention: float
+    """Scores and weighted values."""
+    head: float
+    """The output layer."""
+
+    def seconds(self, job: Job, stages: int = 1) -> float:
+        """Seconds of one GPU for the last of ``stages`` pipeline stages, which has the output layer."""
+        matrices = (self.matrices / stages + self.head) / job.options.mfu
+        return (matrices + self.attention / stages / job.options.attention_mfu) / job.gpu.peak
 
 
-def _scores_again(job: Job) -> float:
-    """FLOPs for each token with which flash attention's backward pass computes the scores anew.
+def _forward(job: Job) -> _Work:
+    head = head_flops_per_token(job.shape)
+    attention = attention_flops(job.shape, job.typical_length) / job.typical_length
+    return _Work(linear_flops_per_token(job.shape) - head, attention, head)
 
-    It makes five products where the forward pass makes two (FlashAttention-2, arXiv 2307.08691, section 3.1),
-    so half a forward pass more than the four of a backward pass that has the scores.
+
+def _training(job: Job) -> _Work:
+    """Forward and backward, and what runs again between them: recomputed layers ("selective" is attention and
+    the MLP), and the output layer if bounds are searched between its logits and its gradient.
+
+    Flash attention's backward pass makes five products where the forward pass makes two (FlashAttention-2,
+    arXiv 2307.08691, section 3.1), so half a forward pass more than the four of one that has the scores.
     """
-    return attention_flops(job.shape, job.typical_length) / job.typical_length / 2
+    forward, mode = _forward(job), job.run.batch.recompute
+    mlp = 2 * job.shape.layers * mlp_matmuls(job.shape)
+    matrices = {"none": 0.0, "selective": mlp, "full": forward.matrices}[mode]
+    return _Work(
+        matrices=3 * forward.matrices + matrices,
+        attention=forward.attention * (3.5 + (mode != "none")),
+        head=forward.head * (3 + _heads_twice(job)),
+    )
 
 
 def _heads_twice(job: Job) -> bool:
@@ -113,18 +131,11 @@ def _heads_twice(job: Job) -> bool:
 def _seconds(job: Job, training: bool) -> float:
     """Seconds of one pass over all micro-batches of an update, forward and backward if ``training``.
 
-    The last stage is the slowest, since it also has the output layer, and sets the pace of the pipeline. The
-    output layer computes its gradient together with its logits, without recomputation, unless the bounds are
-    searched between the two.
+    The last stage is the slowest, since it also has the output layer, and sets the pace of the pipeline.
     """
-    head = head_flops_per_token(job.shape)
-    body = (forward_flops(job, job.typical_length) - head) / job.parallel.pipeline
-    stage = body + head
-    if training:
-        again = _scores_again(job) / job.parallel.pipeline
-        stage = body * (3 + recompute_share(job)) + again + head * (3 + _heads_twice(job))
+    work = _training(job) if training else _forward(job)
     ranks = job.parallel.tensor * job.parallel.context
-    pack = stage * job.run.batch.pack_tokens / ranks / (job.options.mfu * job.gpu.peak)
+    pack = work.seconds(job, job.parallel.pipeline) * job.run.batch.pack_tokens / ranks
     return pack * slots(job.parallel, job.micro_batches)
 
 
@@ -183,12 +194,15 @@ class Turns:
     by_handles: bool
     """They load them from the policy's memory, not from the disk."""
     reading_seconds: float
-    """From the disk one reading: the other servers of the node find the bytes in its memory."""
+    """From the disk one reading: the other servers of the node find the bytes in its memory. Else the copies
+    within a GPU's memory alone."""
+    expected_reading_seconds: float
+    """From the policy's memory at the rate that was measured elsewhere (``sync.HANDLES``)."""
 
     @property
     def seconds(self) -> float:
         """All of a step."""
-        return self.moving_seconds + self.reading_seconds
+        return self.moving_seconds + self.expected_reading_seconds
 
 
 def turns(job: Job) -> Turns | None:
@@ -198,7 +212,8 @@ def turns(job: Job) -> Turns | None:
     moved, read = offloaded_bytes(job), 2.0 * total_parameters(job.shape)
     rate = _REACHED * min(job.gpu.pcie, job.gpu.host_bandwidth / job.gpus_on_node)
     seconds = read * _copies_in_memory(job) if job.hands_over else read / DISK
-    return Turns(moved, 2 * moved / rate, read, job.hands_over, seconds)
+    expected = max(seconds, read / HANDLES) if job.hands_over else seconds
+    return Turns(moved, 2 * moved / rate, read, job.hands_over, seconds, expected)
 
 
 def _copies_in_memory(job: Job) -> float:

@@ -19,10 +19,16 @@ def summary(plan: JobPlan, nodes: str | None = None) -> Iterator[str]:
     )
     yield f"Nodes: {nodes or _nodes(plan)}"
     if isfinite(plan.step_seconds):
-        rest = f"changes {plan.turns.seconds:,.0f} s, the rest" if plan.turns else "the rest"
+        sync = (
+            f"changes {plan.turns.seconds:,.0f} s"
+            if plan.turns
+            else f"sync {plan.sync.expected_seconds:,.0f} s"
+        )
+        beside = " beside it" if job.overlaps else ""
         yield (
-            f"Step:  {plan.step_seconds:,.0f} s, of which training {plan.train_seconds:,.0f} s, {rest} "
-            f"sampling; {run.steps} steps take {duration(plan.run_seconds)} (estimates)"
+            f"Step:  {plan.step_seconds:,.0f} s: training {plan.train_seconds:,.0f} s, sampling "
+            f"{plan.sampling_seconds:,.0f} s{beside}, {sync}; {run.steps} steps take "
+            f"{duration(plan.run_seconds)} (estimates)"
         )
         steps = min(run.steps, run.checkpoint.every)
         yield f"First checkpoint: step {steps}, after {duration(plan.checkpoint_seconds)}"

@@ -13,8 +13,9 @@ from bapo_megatron.commands.plan.job import Job
 from bapo_megatron.commands.plan.memory import activation_bytes, optimizer_bytes, sync_bytes
 from bapo_megatron.commands.plan.plan import JobPlan
 from bapo_megatron.commands.plan.sizes import total_parameters
-from bapo_megatron.commands.plan.speed import DISK, Turns
+from bapo_megatron.commands.plan.speed import Turns
 from bapo_megatron.commands.plan.summary import summary
+from bapo_megatron.commands.plan.sync import DISK
 from bapo_megatron.rollout.engines.timeouts import read_seconds
 
 _FEW_RESPONSES = 4
@@ -127,6 +128,7 @@ def _turns(plan: JobPlan) -> Iterator[str]:
             rows.append([str(stage.stage), turn, *values, "fits" if total <= plan.budget else "OVER"])
     yield from _aligned(rows, left=2)
     yield _changes(plan.turns)
+    yield _cores(plan.job)
 
 
 def _changes(turns: Turns) -> str:
@@ -136,10 +138,22 @@ def _changes(turns: Turns) -> str:
         if turns.moved
         else "the policy stays (parallel.offload is off)"
     )
-    source = "from the policy's memory" if turns.by_handles else f"at {DISK / GB:.0f} GB/s"
+    reading = (
+        f"from the policy's memory: copies {turns.reading_seconds:,.1f} s, expected "
+        f"{turns.expected_reading_seconds:,.1f} s (measured with miles)"
+        if turns.by_handles
+        else f"from the disk: {turns.reading_seconds:,.1f} s at {DISK / GB:.0f} GB/s"
+    )
+    return f"Changes of a step: {policy}; servers read {turns.read / GB:.1f} GB of weights {reading}"
+
+
+def _cores(job: Job) -> str:
+    """Cores that a node's processes keep busy: the scheduler of a paused server polls without a rest."""
+    sglang, workers = job.run.rollout.sglang, job.run.reward.workers
+    servers = sglang.servers * sglang.tensor
     return (
-        f"Changes of a step: {policy}; servers read {turns.read / GB:.1f} GB of weights, "
-        f"{turns.reading_seconds:,.1f} s {source}"
+        f"Cores of a node: {job.gpus_on_node + servers + workers} or more, for {job.gpus_on_node} ranks, "
+        f"{servers} server processes (a paused one keeps its core busy) and {workers} scorers"
     )
 
 
@@ -177,7 +191,8 @@ def _host_and_sync(plan: JobPlan) -> Iterator[str]:
     way = (
         "see the changes of a step"
         if plan.job.hands_over
-        else f"{plan.sync.seconds:.1f} s at one network port"
+        else f"wire {plan.sync.seconds:.1f} s at one network port, expected "
+        f"{plan.sync.expected_seconds:.1f} s ({plan.sync.basis})"
     )
     yield (
         f"Weight sync: {plan.sync.sent / GB:.1f} GB through buffers of "
@@ -210,7 +225,8 @@ def _speed(plan: JobPlan) -> Iterator[str]:
         f"{job.run.longest_sequence:,}); {s.executed_per_token / 1e9:,.1f} G executed"
     )
     yield (
-        f"At {job.options.mfu:.0%} of {job.gpu.peak / 1e12:,.0f} TFLOP/s while computing: "
+        f"At {job.options.mfu:.0%} of {job.gpu.peak / 1e12:,.0f} TFLOP/s in matrices, "
+        f"{job.options.attention_mfu:.0%} in attention: "
         f"{s.tokens_per_second:,.0f} tokens/s/GPU, {s.idle:.0%} idle, {s.model_utilization:.0%} model FLOPs"
     )
     yield (
@@ -237,9 +253,12 @@ def _engines(plan: JobPlan) -> Iterator[str]:
         f"{longest:,} tokens, or runs {e.running:,.0f} at the assumed lengths"
     )
     yield (
-        f"Estimate of sampling: {e.tokens_per_second:,.0f} tokens/s; {plan.job.responses} responses of "
-        f"{plan.job.mean_response:,.0f} tokens take {e.step_seconds:,.0f} s, one of full length alone "
-        f"{e.longest_seconds:,.0f} s"
+        f"Estimate of sampling: {e.tokens_per_second:,.0f} tokens/s at full batches, {e.step_seconds:,.0f} s "
+        f"for {plan.job.responses} responses of {plan.job.mean_response:,.0f} tokens"
+    )
+    yield (
+        f"  until the last one ends {e.rollout_seconds:,.0f} s ({e.cut_share:.0%} reach "
+        f"{plan.job.run.rollout.max_response_tokens:,} tokens); one alone takes {e.longest_seconds:,.0f} s"
     )
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bapo_megatron.algo.losses import build_loss
 from bapo_megatron.commands.plan.hardware import GPUS_PER_NODE
 from bapo_megatron.commands.plan.job import Job
-from bapo_megatron.commands.plan.sizes import stage_parameters, total_parameters
+from bapo_megatron.commands.plan.sizes import stage_parameters
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,6 @@ def update_traffic(job: Job) -> list[Traffic]:
     return [_on_link(job, name, sent, reach[name]) for name, sent in volumes.items() if sent]
 
 
-def sync_traffic(job: Job) -> Traffic:
-    """The weight sync of a step: the whole model leaves one trainer GPU by its network port, unless servers
-    read it on that GPU (``turns``)."""
-    sent = float(total_parameters(job.shape) * job.element)
-    if job.hands_over:
-        return Traffic("sync", sent, 0.0, "GPU memory")
-    return Traffic("sync", sent, sent / job.gpu.network, "network")
-
-
 def forward_passes(job: Job) -> float:
     """Number of forward-only passes of an update, a fraction where several updates share one.
 
@@ -55,6 +45,8 @@ def forward_passes(job: Job) -> float:
     With ``old_log_probs`` "trainer", pi_old takes one pass over the tokens of the step, shared by the
     ``reuse_epochs``. The off-policy sequence mask takes one of its own.
     """
+    from bapo_megatron.algo.losses import build_loss  # it needs torch, and `--help` does not need it
+
     algorithm = job.run.algorithm
     if ":" in algorithm.loss:  # it may be there on the machines of the run alone: the dearer case
         searched = True

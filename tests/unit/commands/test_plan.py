@@ -33,8 +33,9 @@ from bapo_megatron.commands.plan.sizes import (
     stage_parameters,
     total_parameters,
 )
-from bapo_megatron.commands.plan.speed import host_update, recompute_share, speed, turns
+from bapo_megatron.commands.plan.speed import host_update, speed, turns
 from bapo_megatron.commands.plan.summary import duration, nodes_text, summary
+from bapo_megatron.commands.plan.sync import Sync
 from bapo_megatron.commands.plan.table import plan_text
 from bapo_megatron.commands.plan.traffic import forward_passes, update_traffic
 from bapo_megatron.config import (
@@ -281,19 +282,20 @@ def test_traffic_takes_the_network_once_a_group_leaves_the_node() -> None:
 
 
 def test_speed_adds_up() -> None:
-    """No pipeline: time is executed FLOPs over the stated rate, and full recompute adds the layers once."""
-    for mode, passes in (("none", 0.0), ("full", 1.0)):
-        one = job(recompute=mode)
-        found = speed(one)
-        attention = attention_flops(SMALL, 30) / 30  # 2 x mean 16, but at most 16 + 14
-        body = 2 * 4 * 576 + attention
-        forward = body + 512
-        # Flash attention: seven products of which a forward pass has two, so 3.5 forward passes, not 3.
-        assert found.executed_per_token == pytest.approx(4 * forward + passes * body + attention / 2)
-        seconds = 128 * found.executed_per_token / (0.4 * 989e12)
+    """No pipeline: time is executed FLOPs over the stated rates, and full recompute adds the layers once."""
+    attention = attention_flops(SMALL, 30) / 30  # 2 x mean 16, but at most 16 + 14
+    body, head = 2 * 4 * 576, 512
+    # "selective" recomputes the MLP, 2 x 4 x 3 x 8 x 16, and the attention.
+    for mode, again, scores in (("none", 0, 0), ("selective", 3072, 1), ("full", body, 1)):
+        found = speed(job(recompute=mode))
+        # The search's pass comes on top. Flash attention makes seven products, of which a forward pass has
+        # two, so 3.5 forward passes, not 3.
+        matrices = 4 * body + again + 4 * head
+        scored = (4.5 + scores) * attention
+        assert found.executed_per_token == pytest.approx(matrices + scored)
+        seconds = 128 * (matrices / 0.3 + scored / 0.5) / 989e12
         assert found.update_seconds == pytest.approx(seconds)
         assert found.idle == pytest.approx(0, abs=1e-9)
-    assert 0 < recompute_share(job(recompute="selective")) < 1
 
 
 @pytest.mark.parametrize(
@@ -322,8 +324,8 @@ def test_pipeline_speed() -> None:
     """Two stages, 8 packs: 9 slots of the last stage, which has the output layer."""
     found = speed(job(ParallelConfig(pipeline=2)))
     attention = attention_flops(SMALL, 30) / 30 / 2
-    body = 2 * 4 * 576 / 2 + attention
-    slot = 16 * (body * 4 + attention / 2 + 4 * 512) / (0.4 * 989e12)
+    body = 2 * 4 * 576 / 2
+    slot = 16 * ((body * 4 + 4 * 512) / 0.3 + attention * 4.5 / 0.5) / 989e12
     assert found.update_seconds == pytest.approx(9 * slot)
 
 
@@ -347,6 +349,63 @@ def test_decoding_by_hand() -> None:
     assert found.tokens_per_second == pytest.approx(8 / step)
     assert found.step_seconds == pytest.approx(14 * step)
     assert found.longest_seconds == pytest.approx(14 * (2952 * 2 + 7 * 64) / 4 / (0.6 * 3350e9))
+    # All have the longest length, so nothing is left for a tail: the prompts' 2 tokens come on top.
+    assert found.prefill_seconds == pytest.approx(8 * 2 * (2 * 4 * 576 + 512) / 4 / (0.3 * 989e12))
+    assert found.rollout_seconds == pytest.approx(found.step_seconds + found.prefill_seconds)
+    assert found.cut_share == 1
+
+
+def test_the_tail_of_a_rollout_by_hand() -> None:
+    """Two engines, eight responses of 7 tokens in the mean: each has four, one of them of 14."""
+    options = PlanOptions(mean_response_tokens=7, engine_gpus=8, length_spread=1e-6)
+    even = engines(replace(job(), options=options))
+    bandwidth = 0.6 * 3350e9
+    weights, token = 2952 * 2 / 4 / bandwidth, 64 / 4 / bandwidth
+    seconds = 7 * weights + 4 * 7 * (2 + 3.5) * token
+    assert even.rollout_seconds - even.prefill_seconds == pytest.approx(seconds)
+    assert even.cut_share == pytest.approx(0)
+    spread = engines(replace(job(), options=replace(options, length_spread=3.0)))
+    assert spread.rollout_seconds > 1.9 * even.rollout_seconds  # 14 steps, not 7
+    uneven = engines(replace(job(), options=replace(options, engine_imbalance=2.0)))
+    seconds = 7 * weights + 8 * 7 * (2 + 3.5) * token
+    assert uneven.rollout_seconds - uneven.prefill_seconds == pytest.approx(seconds)
+    few = replace(job().run.rollout, max_batch=2)
+    queued = engines(Job(replace(job().run, rollout=few), SMALL, options))
+    assert queued.running == 2
+    seconds = 14 * weights + 4 * 7 * (2 + 3.5) * token  # two after two
+    assert queued.rollout_seconds - queued.prefill_seconds == pytest.approx(seconds)
+
+
+def test_a_step_that_continues_responses_waits_for_no_tail() -> None:
+    """With staleness of 1 unfinished responses go on in the next step; they overlap unless that is off."""
+    one = replace(job(), options=PlanOptions(mean_response_tokens=7, length_spread=3.0))
+    waits = make_plan(one)
+    assert waits.sampling_seconds == waits.engines.rollout_seconds > waits.engines.step_seconds
+    rollout = replace(one.run.rollout, max_staleness=1)
+    beside = make_plan(replace(one, run=replace(one.run, rollout=rollout)))
+    sync = beside.sync.expected_seconds
+    assert beside.sampling_seconds == beside.engines.step_seconds
+    assert beside.step_seconds - sync == pytest.approx(max(beside.sampling_seconds, beside.train_seconds))
+    assert " s beside it, sync " in list(summary(beside))[2]
+    turns = replace(one.run, rollout=replace(rollout, overlap=False))
+    behind = make_plan(replace(one, run=turns))
+    assert behind.step_seconds - sync == pytest.approx(behind.sampling_seconds + behind.train_seconds)
+
+
+def test_weight_syncs_by_hand() -> None:
+    """5,904 bytes: 50 GB/s on the wire; 4.61 GB/s by NCCL; 2 GB/s to the disk, and again from it."""
+
+    def sync(**changes: object) -> Sync:
+        sglang = SglangConfig(**{"urls": ("http://n1:30000",), **changes})  # type: ignore[arg-type]
+        rollout = replace(job().run.rollout, engine="sglang", sglang=sglang)
+        return make_plan(replace(job(), run=replace(job().run, rollout=rollout))).sync
+
+    assert sync(sync="broadcast").seconds == sync().seconds == pytest.approx(5904 / 50e9)
+    assert sync(sync="broadcast").expected_seconds == pytest.approx(5904 * 14.2 / 65.5e9)
+    assert sync().expected_seconds == pytest.approx(2 * 5904 / 2e9)
+    assert make_plan(colocated()).sync.expected_seconds == pytest.approx(5904 / 2e9)  # reading is a turn's
+    nodes = make_plan(planned())  # eight nodes write, each node of servers reads all
+    assert nodes.sync.expected_seconds == pytest.approx(nodes.sync.sent * (1 / 8 + 1) / 2e9)
 
 
 def test_activations_of_transformer_engines_layer_by_hand() -> None:
@@ -550,7 +609,10 @@ def test_the_seconds_of_a_hand_over_by_hand() -> None:
     assert found is not None
     assert found.by_handles
     assert found.reading_seconds == pytest.approx(2 * 2952 * (1 / 450e9 + 4 / (0.5 * 3.35e12)))
-    assert make_plan(colocated(sync="ipc")).sync.seconds == 0
+    assert found.expected_reading_seconds == pytest.approx(2 * 2952 * 2.5 / 53e9)  # as miles measured
+    assert found.seconds == found.moving_seconds + found.expected_reading_seconds
+    sync = make_plan(colocated(sync="ipc")).sync
+    assert sync.seconds == sync.expected_seconds == 0
 
 
 def test_what_does_not_fit_a_hand_over_is_told() -> None:
@@ -577,10 +639,8 @@ def test_the_copies_of_an_offloaded_policy_by_hand() -> None:
     assert found.reading_seconds == pytest.approx(2 * 2952 / 2e9)
     assert turns(job()) is None
     plan = make_plan(both)
-    sampling = max(plan.engines.step_seconds, plan.engines.longest_seconds)
-    assert plan.step_seconds == pytest.approx(
-        sampling + plan.train_seconds + plan.sync.seconds + found.seconds
-    )
+    parts = (plan.sampling_seconds, plan.train_seconds, plan.sync.expected_seconds, found.seconds)
+    assert plan.step_seconds == pytest.approx(sum(parts))
 
 
 def test_a_server_has_the_memory_of_the_recipe() -> None:
@@ -646,10 +706,11 @@ def test_the_text_of_a_plan_shows_both_turns() -> None:
     assert "  0      train        40.1      6.0   46.1  33.9  fits" in text
     assert "  0      hand over    10.1     21.2   31.3  48.7  fits" in text
     assert "  0      sample        3.0     66.0   69.0  11.0  fits" in text
-    assert "host and back, 1.0 s; servers read 15.2 GB of weights, 0.1 s from the policy's memory" in text
+    assert "servers read 15.2 GB of weights from the policy's memory: copies 0.1 s, expected 0.7 s" in text
+    assert "Cores of a node: 18 or more, for 8 ranks, 8 server processes (a paused one keeps its" in text
     disk = changed(run, "rollout.sglang.sync", "disk")
     text = plan_text(make_plan(Job(disk, find_shape(path, run.model.hf_path), PlanOptions())), [], [])
-    assert "servers read 15.2 GB of weights, 7.6 s at 2 GB/s" in text
+    assert "servers read 15.2 GB of weights from the disk: 7.6 s at 2 GB/s" in text
     assert "hand over" not in text
     stays = changed(changed(run, "parallel.offload", False), "rollout.sglang.memory_fraction", 0.5)
     assert "the policy stays (parallel.offload is off)" in plan_text(
@@ -717,6 +778,8 @@ def test_the_documentation_shows_this_plan(capsys: pytest.CaptureFixture[str]) -
         (["--mfu", "1.5"], "mfu=1.5 must be above 0 and at most 1"),
         (["--parallel.tensor", "3"], "parallel.tensor=3 does not divide"),
         (["--engine-gpus", "0"], "engine_gpus=0 must be at least 1"),
+        (["--length-spread", "0"], "length_spread=0.0 must be above 0"),
+        (["--engine-imbalance", "0.5"], "engine_imbalance=0.5 must be at least 1"),
     ],
 )
 def test_bad_input_is_named(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,107 @@
+"""Lengths of a step's responses in ``bapo plan``, and how long engines decode until the last of them ends."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import ceil, exp, log
+from statistics import NormalDist
+
+_NORMAL = NormalDist()
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True)
+class ResponseLengths:
+    """A log-normal distribution of lengths that is cut at the longest, with a given mean after the cut."""
+
+    mean: float
+    """Mean length of the responses as they come, the cut ones included."""
+    spread: float
+    """Standard deviation of the logarithm of the lengths, before the cut."""
+    longest: float
+    """Length at which responses are cut."""
+
+    @cached_property
+    def _middle(self) -> float | None:
+        """Logarithm of the median before the cut; None if all responses are cut."""
+        if self.mean >= self.longest * (1 - 1e-9):
+            return None
+        low, high = log(self.mean) - self.spread**2, log(self.longest) + 40 * self.spread
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._mean_at(middle) < self.mean else (low, middle)
+        return low
+
+    def _mean_at(self, middle: float) -> float:
+        """Mean after the cut of a log-normal distribution with median ``exp(middle)``."""
+        cut = (log(self.longest) - middle) / self.spread
+        whole = exp(middle + self.spread**2 / 2) * _NORMAL.cdf(cut - self.spread)
+        return whole + self.longest * _NORMAL.cdf(-cut)
+
+    @property
+    def cut_share(self) -> float:
+        """Share of the responses that are cut."""
+        if self._middle is None:
+            return 1.0
+        return _NORMAL.cdf((self._middle - log(self.longest)) / self.spread)
+
+    @property
+    def running_mean(self) -> float:
+        """Tokens that a running response has, on average: half of E[n^2] / E[n], for long ones run longer."""
+        if self._middle is None:
+            return self.longest / 2
+        cut = (log(self.longest) - self._middle) / self.spread
+        square = exp(2 * self._middle + 2 * self.spread**2) * _NORMAL.cdf(cut - 2 * self.spread)
+        return (square + self.longest**2 * _NORMAL.cdf(-cut)) / self.mean / 2
+
+    def quantile(self, share: float) -> float:
+        """The length that a ``share`` of the responses does not exceed."""
+        if self._middle is None:
+            return self.longest
+        return min(self.longest, max(1.0, exp(self._middle + self.spread * _NORMAL.inv_cdf(share))))
+
+    def of_busiest_engine(self, count: int, of: int) -> list[float]:
+        """Lengths of the ``count`` responses of the engine that has the longest ``of`` all, as they come.
+
+        Even quantiles instead of a random draw, in an order that has short and long ones throughout.
+        """
+        shares = [(i + 0.5) / count for i in range(count)]
+        shares[-1] = 1 - 0.5 / max(count, of)
+        order = sorted(range(count), key=lambda i: i * _GOLDEN % 1)
+        return [self.quantile(shares[i]) for i in order]
+
+
+@lru_cache(maxsize=64)
+def response_lengths(mean: float, spread: float, longest: float) -> ResponseLengths:
+    """The distribution, made once for all layouts that a search looks at."""
+    return ResponseLengths(mean, spread, longest)
+
+
+def decode_steps(lengths: Sequence[float], slots: int) -> float:
+    """Steps until all responses are done, if ``slots`` run at a time and the next starts when one ends."""
+    ends = list(lengths[:slots])
+    heapq.heapify(ends)
+    for length in lengths[slots:]:
+        heapq.heapreplace(ends, ends[0] + length)
+    return max(ends, default=0.0)
+
+
+def decode_seconds(
+    lengths: Sequence[float], slots: int, prompt: float, step_seconds: float, token_seconds: float
+) -> float:
+    """Seconds until all responses are done: the steps of the engine, and each response's own reading.
+
+    A step takes ``step_seconds`` for the weights, however few responses run, and ``token_seconds`` for every
+    token present. A response of n tokens reads its prompt n times and its own tokens n^2 / 2 times, whenever
+    it runs, so only the number of steps depends on the schedule.
+    """
+    read = sum(length * (prompt + length / 2) for length in lengths)
+    return step_seconds * decode_steps(lengths, slots) + token_seconds * read
+
+
+def share_of_engine(responses: int, engines: int, imbalance: float) -> int:
+    """Responses of the busiest of several engines, which has ``imbalance`` times the mean."""
+    return min(responses, max(1, ceil(responses / max(1, engines) * imbalance)))

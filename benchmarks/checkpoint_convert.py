@@ -226,9 +226,9 @@ def render(
         "R1-Distill-Qwen-1.5B, bfloat16, random bits), in the page cache. Medians of "
         f"{rounds} rounds in which the",
         "candidates take turns; *ratio* is the median over the rounds of the wall time over that of",
-        "`cp -r` and fsync of the same input in the same round, its range in brackets. Ours end when all is on",
-        "disk, too; `cp -r` alone does not. Processor time is user and system, with start-up. `verify` reads",
-        f"both folders and writes nothing. Load at the end: {os.getloadavg()[0]:.0f} (other work on the machine).",
+        "`cp -r` and fsync of the same input in the same round, its range in brackets. Ours end when all is",
+        "on disk, too; `cp -r` alone does not. Processor time includes the start-up. `verify` reads",
+        f"both folders, writes nothing. Load at the end: {os.getloadavg()[0]:.0f} (of others).",
         "",
         "| candidate | wall, s | ratio | processor, s | peak memory, MiB |",
         "|---|---:|---:|---:|---:|",

@@ -1,6 +1,6 @@
 """Converting checkpoints against copying them: wall time, processor time, memory.
 
-    python -m benchmarks.checkpoint_convert [--folder FOLDER] [--rounds 5] [--peers PYTHON]
+    python -m benchmarks.checkpoint_convert [--folder FOLDER] [--rounds 5] [--peers PYTHON] [--slow-rounds 2]
 
 Writes benchmarks/results/checkpoint_convert.md. FOLDER needs room for four times the model. PYTHON is an
 interpreter that has mbridge or Megatron-Bridge; what cannot run here is named with its error. For a small
@@ -50,7 +50,7 @@ RESULTS = Path(__file__).parent / "results"
 _TOOL = (sys.executable, "-m", "checkpoints_tools.cli")
 _ORACLE = (sys.executable, "-W", "ignore", "-m", "benchmarks.dcp_convert")
 _PEERS = ("mbridge", "megatron-bridge")
-_OF_HF, _OF_MEGATRON = "cp -r of the HF folder", "cp -r of the Megatron folder"
+_OF_HF, _OF_MEGATRON = "cp -r of the HF folder, and fsync", "cp -r of the Megatron folder, and fsync"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--vocabulary", type=int, default=151936)
-    parser.add_argument("--slow-rounds", type=int, default=2, help="of what takes many times as long")
+    parser.add_argument(
+        "--slow-rounds", type=int, default=2, help="of what takes many times as long; 0 leaves it out"
+    )
+    parser.add_argument("--only", nargs="+", default=[], help="candidates besides the copies")
     parser.add_argument("--peers", type=Path, default=None, help="interpreter with other converters")
     parser.add_argument("--results", type=Path, default=RESULTS / "checkpoint_convert.md")
     arguments = parser.parse_args()
@@ -89,11 +92,17 @@ def main() -> None:
         nbytes = save_model(folder / "hf", arguments.layers, arguments.vocabulary)
         run_process([*_TOOL, "to-megatron", folder / "hf", folder / "megatron"])
         found = candidates(folder, arguments.slow_rounds)
+        if arguments.only:
+            found = {n: one for n, one in found.items() if n in {*arguments.only, _OF_HF, _OF_MEGATRON}}
         peers, refused = usable_peers(folder, arguments.peers, arguments.slow_rounds)
         found |= peers
         runs = measure(found, folder / "output", arguments.rounds)
     size = f"--layers {arguments.layers} --vocabulary {arguments.vocabulary}"
-    flags = f"{size} --rounds {arguments.rounds}" + " --peers PYTHON" * (arguments.peers is not None)
+    flags = (
+        f"{size} --rounds {arguments.rounds} --slow-rounds {arguments.slow_rounds}"
+        + " --peers PYTHON" * (arguments.peers is not None)
+    )
+    flags += f" --only {' '.join(arguments.only)}" * bool(arguments.only)
     report = render(found, runs, refused, f"{nbytes / 1e9:.2f} GB", flags)
     print(report)
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
@@ -123,16 +132,16 @@ def candidates(folder: Path, slow_rounds: int) -> dict[str, Candidate]:
     synced = ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +']
     legacy = ["--to", "mp_rank", "--tp", "2"]
     return {
-        _OF_HF: Candidate(["cp", "-r", hf, output]),
+        _OF_HF: Candidate([*synced, hf, output]),
         "to-megatron": Candidate([*_TOOL, "to-megatron", hf, output], _OF_HF),
         "verify, HF against Megatron": Candidate([*_TOOL, "verify", hf, megatron], _OF_HF),
-        _OF_MEGATRON: Candidate(["cp", "-r", megatron, output]),
+        _OF_MEGATRON: Candidate([*synced, megatron, output]),
         "to-hf": Candidate([*_TOOL, "to-hf", megatron, output], _OF_MEGATRON),
         "reshard --grid 4": Candidate([*_TOOL, "reshard", megatron, output, "--grid", "4"], _OF_MEGATRON),
         "reshard --to mp_rank --tp 2": Candidate(
             [*_TOOL, "reshard", megatron, output, *legacy], _OF_MEGATRON
         ),
-        f"{_OF_HF}, and fsync": Candidate([*synced, hf, output], _OF_HF),
+        "cp -r of the HF folder": Candidate(["cp", "-r", hf, output], _OF_HF),
         "to-megatron through torch.distributed.checkpoint": Candidate(
             [*_ORACLE, "to-megatron", hf, output], _OF_HF, slow_rounds
         ),
@@ -177,7 +186,7 @@ def measure(candidates: dict[str, Candidate], output: Path, rounds: int) -> dict
                 runs[name].append(run_process(candidate.command))
                 shutil.rmtree(output, ignore_errors=True)
                 os.sync()
-    return runs
+    return {name: found for name, found in runs.items() if found}
 
 
 def run_process(command: Sequence[object]) -> Run:
@@ -216,13 +225,14 @@ def render(
         f"{platform.machine()} with {os.cpu_count()} cores. A model of {size} (the widths of",
         "R1-Distill-Qwen-1.5B, bfloat16, random bits), in the page cache. Medians of "
         f"{rounds} rounds in which the",
-        "candidates take turns; *ratio* is the median over the rounds of the wall time over that of `cp -r`",
-        "of the same input in the same round, its range in brackets. Ours end when all is on disk (fsync);",
-        "`cp -r` alone does not wait for the disk. `verify` reads both folders and writes nothing.",
+        "candidates take turns; *ratio* is the median over the rounds of the wall time over that of",
+        "`cp -r` and fsync of the same input in the same round, its range in brackets. Ours end when all is",
+        "on disk, too; `cp -r` alone does not. Processor time includes the start-up. `verify` reads",
+        f"both folders, writes nothing. Load at the end: {os.getloadavg()[0]:.0f} (of others).",
         "",
         "| candidate | wall, s | ratio | processor, s | peak memory, MiB |",
         "|---|---:|---:|---:|---:|",
-        *(row(name, candidate, runs) for name, candidate in candidates.items()),
+        *(row(name, candidate, runs) for name, candidate in candidates.items() if name in runs),
     ]
     if refused:
         lines += [

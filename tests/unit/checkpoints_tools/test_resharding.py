@@ -22,7 +22,7 @@ from checkpoints_tools.formats.opening import open_checkpoint
 from checkpoints_tools.formats.torch_dist import TorchDist
 from checkpoints_tools.formats.torch_dist_writer import Contents, plan_torch_dist
 from checkpoints_tools.rewriting import common_for_stacked
-from tests.support.checkpoint_models import edit_metadata, folder_bytes, save_random_model
+from tests.support.checkpoint_models import edit_metadata, folder_bytes, load_tensors, save_random_model
 
 
 def read_torch_dist(folder: Path) -> TorchDist:
@@ -141,7 +141,10 @@ def test_the_optimizers_state_is_compared_and_resharded(tmp_path: Path) -> None:
     assert difference.tensor == "optimizer exp_avg model.norm.weight"
     assert "1.5 (0x3fc00000) in the second" in difference.message
     assert verify(first, second, reference=hf, weights_only=True).equal
-    reshard(second, tmp_path / "again", grid=5, vocabulary_multiple=8, reference=hf)
+    done = reshard(second, tmp_path / "again", grid=5, vocabulary_multiple=8, reference=hf)
+    assert (done.tensors, done.states) == (39, 3 * 39)
+    assert done.parameters == sum(tensor.numel() for tensor in load_tensors(hf).values())
+    assert "117 tensors of the optimizer" in str(done)
     found = verify(second, tmp_path / "again")
     assert (found.equal, found.tensors) == (True, 4 * 39)
     with pytest.raises(

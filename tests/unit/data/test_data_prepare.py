@@ -428,6 +428,10 @@ def test_an_output_is_kept(tmp_path: Path) -> None:
     prepared(tmp_path, [skywork(GOATS, "19")])
     with pytest.raises(ConfigError, match="overwrite"):
         prepared(tmp_path, [skywork(GOATS, "19")])
+    (tmp_path / "out/notes.md").touch()
+    with pytest.raises(ConfigError, match=r"holds notes\.md, which was put there by something else"):
+        prepared(tmp_path, [skywork(GOATS, "19")], overwrite=True)
+    (tmp_path / "out/notes.md").unlink()
     (tmp_path / "out" / CARD_FILE).unlink()
     with pytest.raises(ConfigError, match="no prepared dataset"):
         prepared(tmp_path, [skywork(GOATS, "19")], overwrite=True)

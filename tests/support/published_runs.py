@@ -151,8 +151,8 @@ def trl(shape: ModelShape) -> JobPlan:
 
 
 def trl_memory(shape: ModelShape) -> float:
-    """Peak by the plan's parts, for what TRL's 8B run has on a GPU: weights, gradients and moments in float32 over
-    eight ranks, all that one layer saves, and its gradients. The layers' inputs are on the host."""
+    """Peak by the plan's parts for what TRL's 8B run has on a GPU: weights, gradients and moments in float32
+    over eight ranks, what one layer saves, and its gradients. The layers' inputs are on the host."""
     plan = trl(shape)
     job, stage = plan.job, plan.stages[0]
     layer = kept(shape, job.parallel, job.element, "full", "te").transient * job.tokens

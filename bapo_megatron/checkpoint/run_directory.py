@@ -44,6 +44,7 @@ _ADDED: dict[str, Any] = {
     "rollout.sglang.api_key_file": None,
     "rollout.sglang.require_api_key": False,
     "logging.note": "",
+    "reward.math_allow_operations": False,  # they were allowed, but a run goes on with the judge of today
 }
 """Fields that older directories of this format lack, with the value that was in force then."""
 

@@ -16,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks.common import machine, write
@@ -57,21 +58,20 @@ for line in sys.stdin:
 
 
 class Judge:
-    """A process that judges with the package in ``folder``."""
+    """A process that judges with the package in ``folder``: ``program`` answers a line with a rate."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, program: str) -> None:
         pipe = subprocess.PIPE
         environment = {**os.environ, "PYTHONPATH": str(folder)}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", JUDGE], stdin=pipe, stdout=pipe, cwd=folder, env=environment, text=True
+            [sys.executable, "-c", program], stdin=pipe, stdout=pipe, cwd=folder, env=environment, text=True
         )
 
-    def rate(self, kind: str) -> float:
-        """Programs of a kind that it judges a second."""
-        tests, source = KINDS[kind]
+    def rate(self, question: Sequence[object]) -> float:
+        """How many of a kind it judges a second."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps([json.dumps(tests), source, PROGRAMS]) + "\n")
+        self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
         return float(self.process.stdout.readline())
 
@@ -81,13 +81,9 @@ class Judge:
         self.process.wait()
 
 
-def main() -> None:
-    """Measure both versions in turns and write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("before", help="commit of the other version")
-    before = parser.parse_args().before
+@contextmanager
+def judges_of(before: str, program: str) -> Iterator[list[Judge]]:
+    """Judges of the version of commit ``before`` and of this one."""
     with ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="bapo_judges_")))
         (folder / "before").mkdir()
@@ -97,17 +93,30 @@ def main() -> None:
             Path(__file__).resolve().parents[1] / "bapo_megatron", folder / "now" / "bapo_megatron"
         )
         subprocess.run([sys.executable, "-m", "compileall", "-q", str(folder)], check=True)
-        judges = [Judge(folder / "before"), Judge(folder / "now")]
+        judges = [Judge(folder / "before", program), Judge(folder / "now", program)]
         for judge in judges:
             opened.callback(judge.close)
+        yield judges
+
+
+def main() -> None:
+    """Measure both versions in turns and write the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", help="commit of the other version")
+    before = parser.parse_args().before
+    with judges_of(before, JUDGE) as judges:
         rows = [_row(kind, judges) for kind in KINDS]
     write("code_sandbox", _page(before, rows))
 
 
 def _row(kind: str, judges: list[Judge]) -> str:
+    tests, source = KINDS[kind]
+    question = (json.dumps(tests), source, PROGRAMS)
     for judge in judges:
-        judge.rate(kind)  # imports, and files that are read for the first time
-    rounds = [[judge.rate(kind) for judge in judges] for _ in range(ROUNDS)]
+        judge.rate(question)  # imports, and files that are read for the first time
+    rounds = [[judge.rate(question) for judge in judges] for _ in range(ROUNDS)]
     old, new = (statistics.median(column) for column in zip(*rounds, strict=True))
     ratio = statistics.median(rates[1] / rates[0] for rates in rounds)
     return f"| {kind} | {old:.1f} | {new:.1f} | {ratio:.2f} |"

@@ -158,7 +158,7 @@ def test_absent_inputs_and_a_small_disk_are_warned_of(tmp_path: Path) -> None:
     assert data.startswith(f"data.path: {tmp_path}/data/skywork_math/data.jsonl is absent")
     (tmp_path / "models/DeepSeek-R1-Distill-Qwen-32B").mkdir(parents=True)
     (tmp_path / "models/DeepSeek-R1-Distill-Qwen-32B/config.json").touch()
-    (tmp_path / "data").mkdir()
+    (tmp_path / "data/skywork_math").mkdir(parents=True)
     (tmp_path / "data/skywork_math/data.jsonl").touch()
     assert check_job(large, force=False) == []
     small = replace(large.cluster, health=replace(large.cluster.health, disk_gb=1500))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from bapo_megatron.checkpoint.run_directory import with_present_fields
+from bapo_megatron.config import RewardConfig
 from bapo_megatron.reward import math_verify_compare
 from bapo_megatron.reward.answer_text import final_answer, named_operations
 from bapo_megatron.reward.math import answers_equal
@@ -226,3 +228,8 @@ def test_the_operations_that_a_text_names(answer: str, kinds: set[str]) -> None:
 )
 def test_a_box_counts_behind_the_thinking_part(response: str, answer: str | None) -> None:
     assert final_answer(response) == answer
+
+
+def test_a_run_of_before_goes_on_with_the_judge_of_today() -> None:
+    """Its stored configuration lacks the field."""
+    assert with_present_fields({})["reward.math_allow_operations"] is RewardConfig().math_allow_operations

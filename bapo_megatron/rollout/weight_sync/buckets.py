@@ -103,6 +103,7 @@ class _Buffer:
 
     def begin(self) -> None:
         """Begin an empty bucket."""
+        self._error: Exception | None = None
         self.names: list[str] = []
         self._tensors: list[tuple[str, tuple[int, ...]]] = []
         self._end = 0
@@ -112,23 +113,38 @@ class _Buffer:
         return self._end + tensor.nbytes <= self._nbytes and self._end % tensor.itemsize == 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Copy ``tensor`` behind the others."""
-        if self._memory_B is None:
-            self._memory_B = self._empty(self._nbytes)
-        place_B = self._memory_B[self._end : self._end + tensor.nbytes]
-        place_B.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        """Copy ``tensor`` behind the others.
+
+        An error is ``take``'s: ranks that gather tensors together must cut alike, and meet at a bucket's end.
+        """
+        place = slice(self._end, self._end + tensor.nbytes)
         self.names.append(name)
         self._tensors.append((_type_name(tensor), tuple(tensor.shape)))
-        self._end += tensor.nbytes
+        self._end = place.stop
+        if self._error is None:
+            try:
+                self._copy(tensor, place)
+            except Exception as error:
+                self._error = error
 
     def take(self) -> Bucket:
-        """Take the bucket of the added tensors; the buffer is empty again, in the same memory."""
+        """Take the bucket of the added tensors; the buffer is empty again, in the same memory.
+
+        Raises the error with which one of them could not be copied.
+        """
+        if self._error is not None:
+            raise self._error
         assert self._memory_B is not None
         dtypes, shapes = zip(*self._tensors, strict=True)
         spec = BucketSpec(tuple(self.names), dtypes, shapes, self._end)
         payload_B = self._memory_B[: self._end]
         self.begin()
         return Bucket(spec, payload_B, is_borrowed=False)
+
+    def _copy(self, tensor: Tensor, place: slice) -> None:
+        if self._memory_B is None:
+            self._memory_B = self._empty(self._nbytes)
+        self._memory_B[place].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
     def release(self) -> None:
         """Free its memory."""

@@ -14,10 +14,12 @@ from __future__ import annotations
 import inspect
 import io
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from torch.multiprocessing import get_sharing_strategy, reductions, set_sharing_
 
 from bapo_megatron.runtime.device import ALLOCATOR_VARIABLE, GROWING_SEGMENTS
 
+_OLD_S = 600.0
+"""Age of a file in shared memory that no hand-over uses any more."""
 _ARGUMENTS = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 """Names of what a reader rebuilds a GPU's tensor from."""
 
@@ -52,6 +56,20 @@ def handles_of(named: Sequence[tuple[str, Tensor]]) -> bytes:
     with _shared_by_name():
         _HandlePickler(written).dump([(name, tensor.detach()) for name, tensor in named])
     return written.getvalue()
+
+
+def remove_leftovers(folder: Path = Path("/dev/shm")) -> None:
+    """Remove the shared memory of this user's processes that were killed: nothing else frees a CPU's.
+
+    Young files stay: they may be of a process in another namespace of numbers. A hand-over takes less.
+    """
+    for path in folder.glob("torch_*_*_*"):
+        number = path.name.split("_")[1]
+        with suppress(OSError):  # another process was faster
+            about = path.lstat()
+            is_old = time.time() - about.st_mtime > _OLD_S and about.st_uid == os.getuid()
+            if is_old and number.isdecimal() and not Path("/proc", number).exists():
+                path.unlink()
 
 
 class _HandlePickler(ForkingPickler):
@@ -86,8 +104,8 @@ def _lower(handle: bytes, offset: int) -> None:
 
 @cache
 def _unread_counter(device: int) -> dict[str, Any]:
-    """The counter of a tensor that is never freed."""
-    tensor = torch.empty(1, device=torch.device("cuda", device))
+    """The counter of a tensor that is never freed, and lies in no growing segment: it is exported, too."""
+    tensor = shareable(4, torch.device("cuda", device))
     _never_freed.append(tensor)
     _, arguments = reductions.reduce_tensor(tensor)
     return dict(zip(_ARGUMENTS, arguments, strict=True))

@@ -23,7 +23,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Policy
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
 from bapo_megatron.rollout.weight_sync.disk import DiskSync
-from bapo_megatron.rollout.weight_sync.handles import handles_of, shareable
+from bapo_megatron.rollout.weight_sync.handles import handles_of, remove_leftovers, shareable
 from bapo_megatron.runtime.distributed import everywhere, share, together
 
 T = TypeVar("T")
@@ -75,6 +75,8 @@ class IpcSync:
         """``engines`` and ``gpus``, those of each engine by its name, are rank 0's."""
         self._disk, self._engines, self._gpus, self._on_event = disk, engines, gpus, on_event
         self._device = device
+        if device.type == "cpu":
+            remove_leftovers()
         empty = partial(shareable, device=device)
         self._buckets = Buckets(int(bucket_mb * 2**20), device, empty)
         self._failures = Counter[str]()

@@ -156,6 +156,36 @@ def test_a_cut_that_was_broken_off_leaves_nothing() -> None:
     assert unpacked(found)["d"].tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_a_rank_that_cannot_copy_gathers_on_to_the_end_of_its_bucket(fails_at: int) -> None:
+    """Its next tensor needs all ranks: one that stopped at once would leave the others in its gathering."""
+    gathered: list[str] = []
+    calls = 0
+
+    def no_memory(nbytes: int) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls > fails_at:
+            raise MemoryError("no room for a bucket")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name in "abcdefgh":
+            gathered.append(name)
+            yield numbered(name, 4)
+
+    size = 3 * numbered("a", 4)[1].nbytes
+    others = Buckets(size, CPU).cut(weights())
+    met = [(next(others), len(gathered))[1] for _ in range(fails_at + 1)][-1]
+    gathered.clear()
+    cut = Buckets(size, CPU, no_memory).cut(weights())
+    for _ in range(fails_at):
+        next(cut)
+    with pytest.raises(MemoryError, match="no room for a bucket"):
+        next(cut)
+    assert len(gathered) == met
+
+
 def failing(weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     yield from weights
     raise KeyError

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.multiprocessing import get_sharing_strategy, reductions
 
 from bapo_megatron.rollout.weight_sync import handles
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
-from bapo_megatron.rollout.weight_sync.handles import handles_of, shareable
+from bapo_megatron.rollout.weight_sync.handles import handles_of, remove_leftovers, shareable
 
 CPU = torch.device("cpu")
 
@@ -105,6 +107,20 @@ def test_the_way_of_sharing_that_others_chose_stays() -> None:
     assert get_sharing_strategy() == before
 
 
+def test_memory_of_killed_processes_is_removed(tmp_path: Path) -> None:
+    """A killed process leaves the files of its shared tensors, a bucket each, until the machine restarts."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    kept = (f"torch_{os.getpid()}_1_2", f"sem_{gone.pid}_1_2", "torch_x_1_2", f"torch_{gone.pid}_9_9")
+    for name in (f"torch_{gone.pid}_1_2", *kept):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
+    os.utime(tmp_path / kept[-1])  # so young that it may be of a process which is not seen from here
+    remove_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(kept)
+    remove_leftovers(tmp_path / "nowhere")
+
+
 class Gpu:
     """Stands for torch's sharing of GPU memory: counters of readers, and devices."""
 
@@ -118,7 +134,7 @@ class Gpu:
         patch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", self.lower, raising=False)
         patch.setattr(torch.cuda, "get_device_properties", lambda n: SimpleNamespace(uuid=f"uuid of {n}"))
         patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=self._synchronize))
-        patch.setattr(torch, "empty", lambda *_, device: SimpleNamespace(is_cuda=True, device=device))
+        patch.setattr(torch, "empty", lambda *_, device, **__: SimpleNamespace(is_cuda=True, device=device))
 
     def _share(self, tensor: Any) -> tuple[Any, tuple[Any, ...]]:
         self.calls.append("share")
@@ -134,6 +150,19 @@ class Gpu:
 
     def _synchronize(self) -> None:
         self.calls.append("synchronize")
+
+
+def test_the_counter_that_nobody_looks_at_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that may not trace this one cannot open a growing segment, nor a counter in it."""
+    Gpu(monkeypatch)
+    segments: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", segments.append, raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    plain, made = torch.empty, list[str]()
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: (made.append(segments[-1]), plain(*a, **k))[1])
+    handles._unread_counter(0)
+    assert made == ["expandable_segments:False"]
+    assert segments[-1] == "expandable_segments:True"
 
 
 def test_a_reader_of_a_gpu_cannot_keep_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -31,6 +32,7 @@ from bapo_megatron.rollout.engines.sglang.requirements import (
     flag,
     install_command,
 )
+from bapo_megatron.rollout.engines.sglang.server_folder import ServerFolder, remove_files, shared_files
 from bapo_megatron.rollout.engines.sglang_launch.api_key import VARIABLE as KEY_FILE_VARIABLE
 from bapo_megatron.runtime.child_process import ChildProcess
 from bapo_megatron.runtime.device import (
@@ -143,8 +145,10 @@ def serve(command: ServeCommand, cuda: bool) -> NoReturn:
     line = server_command(python, run.model.hf_path, command.host, command.port, cuda, flags)
     key_file = servers_key_file(run)
     print(f"the server asks for the API key in {key_file}", flush=True)
-    colocated = run.rollout.sglang.colocated
-    os.execvpe(line[0], line, server_environment(cuda, None, key_file, colocated, python))
+    environment = server_environment(cuda, None, key_file, run.rollout.sglang.colocated, python)
+    folder = ServerFolder(environment.get("TMPDIR"))
+    folder.hand_on()
+    os.execvpe(line[0], line, environment | {"TMPDIR": folder.path})
 
 
 def server_environment(
@@ -210,14 +214,25 @@ def _installed_python() -> Path | None:
 
 class ServerProcess(ChildProcess):
     """A server in a process group of its own, which ends with this process however that ends, and with it all
-    that it has started: SGLang's schedulers tie themselves to it only when they have imported everything."""
+    that it has started: SGLang's schedulers tie themselves to it only when they have imported everything.
+
+    Its temporary folder is its own, and is removed with it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> None:
         """Start it; its output goes to the end of ``log``. OSError if it cannot be started."""
         self.url, self.log = url, log
+        self._shared: set[Path] = set()
+        """Its files in shared memory, which have its name nowhere."""
+        self._cleaning, self._is_clean = threading.Lock(), False
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
-            super().__init__(command, environment, guarded=True, stdout=output, stderr=subprocess.STDOUT)
+        self._folder = ServerFolder(environment.get("TMPDIR"))
+        environment = {**environment, "TMPDIR": self._folder.path}
+        try:
+            with log.open("ab") as output:
+                super().__init__(command, environment, guarded=True, stdout=output, stderr=subprocess.STDOUT)
+        except BaseException:
+            self._folder.remove()
+            raise
 
     def wait_ready(self, seconds: float = 300.0) -> None:
         """Wait until the server takes requests. RuntimeError with its log's end if it ends or is too slow."""
@@ -244,9 +259,22 @@ class ServerProcess(ChildProcess):
         """Whether the server takes requests."""
         try:
             with urllib.request.urlopen(f"{self.url}/ready", timeout=2) as response:
-                return bool(response.status == 200)
+                is_ready = bool(response.status == 200)
         except (urllib.error.URLError, OSError):
             return False
+        if is_ready and not self._shared:
+            self._shared = shared_files(self.pid)  # known while it lives alone
+        return is_ready
+
+    def close(self) -> None:
+        """Kill it, collect it, and remove what it leaves behind."""
+        with self._cleaning:
+            self._shared |= shared_files(self.pid)
+            super().close()
+            if not self._is_clean:
+                self._is_clean = True
+                self._folder.remove()
+                remove_files(self._shared)
 
     def _tail(self) -> str:
         return self.log.read_bytes()[-4000:].decode(errors="replace")

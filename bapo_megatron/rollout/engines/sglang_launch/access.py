@@ -71,11 +71,13 @@ async def _answer(send: Callable[[Any], Awaitable[None]], status: int, text: str
 
 
 def install() -> None:
-    """Read the key, and see to it that no log record shows it. Without ``api_key.VARIABLE`` nothing happens.
+    """Let nobody else reach the server's sockets and files, whose makers trust what comes through them; read
+    the key, and see to it that no log record shows it. Without ``api_key.VARIABLE`` there is none.
 
     Called at the top of the launcher, which worker processes that SGLang spawns import again.
     """
     global _key
+    os.umask(0o077)  # its ZMQ sockets unpickle, and get the modes that the umask leaves
     if not (named := os.environ.get(api_key.VARIABLE)):
         return
     _key = api_key.read_key_file(Path(named)).value

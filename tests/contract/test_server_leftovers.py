@@ -1,0 +1,68 @@
+"""A real server on its machine: no other user may reach its sockets, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.rollout.engines.sglang.server_folder import shared_files
+from bapo_megatron.rollout.engines.sglang.server_process import (
+    ServerProcess,
+    server_command,
+    server_environment,
+    sglang_python,
+)
+from bapo_megatron.runtime.distributed import free_port
+from bapo_megatron.runtime.processes import descendants
+
+
+@pytest.fixture
+def loose_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("loose_umask")
+def test_a_killed_server_leaves_nothing_and_no_other_user_reaches_its_sockets(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    try:
+        python = sglang_python()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    port = free_port()
+    flags = ["--dtype", "float32", "--max-total-tokens", "4000", "--skip-server-warmup"]
+    command = server_command(python, make_model("qwen2"), "127.0.0.1", port, cuda=False, flags=flags)
+    url = f"http://127.0.0.1:{port}"
+    server = ServerProcess(command, server_environment(cuda=False, threads=1), url, tmp_path / "log")
+    try:
+        server.wait_ready()
+        processes = descendants(server.pid)
+        (folder,) = {
+            value
+            for one in processes
+            for name, _, value in (
+                item.partition("=") for item in Path(f"/proc/{one}/environ").read_text().split("\0")
+            )
+            if name == "TMPDIR"
+        }
+        modes = {path: path.lstat().st_mode for path in [Path(folder), *Path(folder).rglob("*")]}
+        shared = shared_files(server.pid)
+        assert sum(stat.S_ISSOCK(mode) for mode in modes.values()) >= 3
+        assert shared
+        modes |= {path: path.stat().st_mode for path in shared}
+        assert {path: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
+        for one in processes:
+            os.kill(one, signal.SIGKILL)
+        server.process.wait(60)
+        assert all(path.exists() for path in shared)  # so the owner has to remove them
+    finally:
+        server.close()
+    assert [path for path in modes if path.exists()] == []

@@ -17,7 +17,17 @@ if TYPE_CHECKING:
 
 def train_command(arguments: Sequence[str]) -> int | None:
     """Check the run, then train, or with ``--rollout-only`` sample: as this rank of a launcher, or in
-    processes that this one starts. The exit code; None for 0."""
+    processes that this one starts. The exit code; None for 0.
+
+    A signal to stop before the run has begun ends it with 85: loading and checking may take minutes.
+    """
+    from bapo_megatron.runtime.stop_signals import handling, stop_at_once
+
+    with handling(stop_at_once):
+        return _train(arguments)
+
+
+def _train(arguments: Sequence[str]) -> int | None:
     from bapo_megatron.checkpoint.run_directory import check_writable
     from bapo_megatron.commands.train_flags import train_flags
     from bapo_megatron.policy.layout import data_parallel_size

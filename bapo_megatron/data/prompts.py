@@ -126,8 +126,8 @@ def check_template(tokenizer: Any, field: str) -> None:
         return
     if np.array_equal(one, other):
         raise ConfigError(
-            f"{field}: its chat_template ignores the messages, so there would be equal prompts throughout: mend "
-            "chat_template.jinja in that folder"
+            f"{field}: its chat_template ignores the messages, so there would be equal prompts throughout: "
+            "mend chat_template.jinja in that folder"
         )
 
 

@@ -214,9 +214,7 @@ def test_equal_prompts_throughout_are_refused(file: Path) -> None:
     different = [{**row(), "prompt": [{"role": "user", "content": text}]} for text in ("1+1=", "1+2=")]
     write(file, different)
     assert len(load_prompts(file, CharacterTokenizer(), 10).prompts) == 2
-    with pytest.raises(
-        ConfigError, match="equal prompts throughout: all 2 rows become the same 3 tokens.*mend"
-    ):
+    with pytest.raises(ConfigError, match="equal prompts throughout: all 2 rows become the same 3 tokens"):
         load_prompts(file, Deaf(), 10)
     write(file, different[:1])  # one problem is a task
     assert len(load_prompts(file, Deaf(), 10).prompts) == 1

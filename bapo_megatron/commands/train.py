@@ -104,11 +104,22 @@ def _heeding(config: RunConfig) -> Iterator[PreemptionSignal]:
 
 @contextmanager
 def _only_writer(config: RunConfig) -> Iterator[None]:
-    """The lock of the run directory, which rank 0 holds."""
+    """The lock of the run directory, which rank 0 holds. RunStopped if the directory is removed meanwhile."""
     from contextlib import nullcontext
 
     from bapo_megatron.checkpoint.run_directory import only_writer
+    from bapo_megatron.errors import ConfigError, Preempted, RunStopped
     from bapo_megatron.runtime.distributed import is_main
 
     with only_writer(config.directory) if is_main() else nullcontext():
-        yield
+        try:
+            yield
+        except (ConfigError, Preempted):
+            raise
+        except Exception as error:  # whatever needed a file first
+            if config.directory.exists():
+                raise
+            raise RunStopped(
+                f"the run directory {config.directory} was removed or moved while the run used it ({error}); "
+                f"put it back, or the run begins anew"
+            ) from error

@@ -38,7 +38,7 @@ trainer() {  # one rank, on one GPU
     wait "$child"
     code=$?
     # Killed by the signal itself: the rank was still starting, and has nothing to save.
-    ((code != 138)) || code=85
+    ((code != 138 && code != 143)) || code=85
     ended "$code"
     exit "$code"
 }

@@ -17,7 +17,17 @@ if TYPE_CHECKING:
 
 def train_command(arguments: Sequence[str]) -> int | None:
     """Check the run, then train, or with ``--rollout-only`` sample: as this rank of a launcher, or in
-    processes that this one starts. The exit code; None for 0."""
+    processes that this one starts. The exit code; None for 0.
+
+    A signal to stop before the run has begun ends it with 85: loading and checking may take minutes.
+    """
+    from bapo_megatron.runtime.stop_signals import handling, stop_at_once
+
+    with handling(stop_at_once):
+        return _train(arguments)
+
+
+def _train(arguments: Sequence[str]) -> int | None:
     from bapo_megatron.checkpoint.run_directory import check_writable
     from bapo_megatron.commands.train_flags import train_flags
     from bapo_megatron.policy.layout import data_parallel_size
@@ -100,11 +110,22 @@ def _heeding(config: RunConfig) -> Iterator[PreemptionSignal]:
 
 @contextmanager
 def _only_writer(config: RunConfig) -> Iterator[None]:
-    """The lock of the run directory, which rank 0 holds."""
+    """The lock of the run directory, which rank 0 holds. RunStopped if the directory is removed meanwhile."""
     from contextlib import nullcontext
 
     from bapo_megatron.checkpoint.run_directory import only_writer
+    from bapo_megatron.errors import ConfigError, Preempted, RunStopped
     from bapo_megatron.runtime.distributed import is_main
 
     with only_writer(config.directory) if is_main() else nullcontext():
-        yield
+        try:
+            yield
+        except (ConfigError, Preempted):
+            raise
+        except Exception as error:  # whatever needed a file first
+            if config.directory.exists():
+                raise
+            raise RunStopped(
+                f"the run directory {config.directory} was removed or moved while the run used it ({error}); "
+                f"put it back, or the run begins anew"
+            ) from error

@@ -6,7 +6,7 @@ A row has the fields of Skywork-OR1-RL-Data: ``prompt`` (chat messages), ``rewar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,21 @@ def load_prompts(
             f"data.path={path}: each of its {too_long} prompts has more than "
             f"data.max_prompt_tokens={max_prompt_tokens} tokens; raise that"
         )
+    if problem := equal_prompts([prompt.token_ids_P for prompt in prompts]):
+        raise ConfigError(f"data.path={path}: {problem}")
     return PromptSet(tuple(prompts), too_long, len(prompts))
+
+
+def equal_prompts(prompts: Sequence[np.ndarray]) -> str | None:
+    """What is wrong if all of several prompts are equal, token by token; None if they are not."""
+    if len(prompts) < 2 or any(not np.array_equal(prompts[0], other) for other in prompts[1:]):
+        return None
+    return (
+        f"equal prompts throughout: all {len(prompts)} rows become the same {len(prompts[0])} tokens, so a "
+        "policy cannot tell one problem from another. If the rows ask different questions, the tokenizer's "
+        "chat_template ignores the messages: mend chat_template.jinja in the model's folder. If they ask the "
+        "same, keep one of them"
+    )
 
 
 def _as_written(path: Path, tokenizer: Any, several: bool) -> tuple[int, RowError] | None:
@@ -105,6 +119,22 @@ def prompt_token_ids(messages: list[dict[str, str]], tokenizer: Any) -> np.ndarr
     except Exception as error:  # a template raises whatever its author chose
         raise RowError(f"prompt is refused by the tokenizer's chat template: {error}") from error
     return np.asarray(ids, np.int32)
+
+
+def check_template(tokenizer: Any, field: str) -> None:
+    """ConfigError, which names ``field``, if the chat template makes the same prompt of any message."""
+    try:
+        one, other = (
+            prompt_token_ids([{"role": "user", "content": text}], tokenizer)
+            for text in ("1+1=", "What is love?")
+        )
+    except RowError:  # it wants other roles: the rows will show
+        return
+    if np.array_equal(one, other):
+        raise ConfigError(
+            f"{field}: its chat_template ignores the messages, so there would be equal prompts throughout: "
+            "mend chat_template.jinja in that folder"
+        )
 
 
 class PromptOrder:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.data.prepare.options import DATA_FILE, SUITES
+from bapo_megatron.data.prepare.options import CARD_FILE, DATA_FILE, SUITES
 from bapo_megatron.data.prompts import load_prompts
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import ground_truth_check
 from bapo_megatron.types import Prompt
 
 REWARD_FUNCTION = "math_or_code"
-"""The reward function of evaluations: math or code, by the form of each ground truth."""
+"""The reward function of `bapo eval` where none is named: math or code, by the form of each ground truth."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,26 @@ class Suite:
     prompts: tuple[Prompt, ...]
 
 
-def load_suite(text: str, tokenizer: Any, max_prompt_tokens: int, folder: Path = SUITES) -> Suite:
+def load_suite(
+    text: str,
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    folder: Path = SUITES,
+    reward_function: str = REWARD_FUNCTION,
+    reward_flag: str = "--reward",
+) -> Suite:
     """Load the evaluation suite of the name or at the path ``text``; names are folders in ``folder``.
 
-    ConfigError if it does not exist, if a row is wrong, or if a prompt is too long: nothing is left out.
+    ConfigError if it does not exist, if a row is wrong for ``reward_function``, or if a prompt is too long:
+    nothing is left out. ``reward_flag`` is the flag that names another reward.
     """
     path = suite_path(text, folder)
-    found = load_prompts(path, tokenizer, max_prompt_tokens, ground_truth_check(REWARD_FUNCTION))
+    check_prepared_for(path, reward_function, reward_flag)
+    try:
+        found = load_prompts(path, tokenizer, max_prompt_tokens, ground_truth_check(reward_function))
+    except ConfigError as error:  # it speaks of the data of a run
+        told = str(error).replace(f"data.path={path}", f"suite {text}, {path}")
+        raise ConfigError(told.replace("data.max_prompt_tokens", "max_prompt_tokens")) from error
     if found.too_long:
         raise ConfigError(
             f"suite {text}: {found.too_long} of its prompts have more than max_prompt_tokens="
@@ -41,6 +56,24 @@ def load_suite(text: str, tokenizer: Any, max_prompt_tokens: int, folder: Path =
         )
     name = path.parent.name if path.name == DATA_FILE else path.stem
     return Suite(name, hashlib.sha256(path.read_bytes()).hexdigest(), found.prompts)
+
+
+def check_prepared_for(path: Path, reward_function: str, reward_flag: str) -> None:
+    """ConfigError if a file was prepared for a reward of the user's, and ``reward_function`` is built in.
+
+    Ground truths may be any text then: a built-in function would call every response wrong.
+    """
+    card = path.with_name(CARD_FILE)
+    if path.name != DATA_FILE or not card.is_file() or ":" in reward_function:
+        return
+    with suppress(ValueError, KeyError, TypeError):  # not a card of ours
+        prepared_for = str(json.loads(card.read_text())["options"]["reward"])
+        if ":" in prepared_for:
+            field = reward_flag.removeprefix("--")
+            raise ConfigError(
+                f"{field}={reward_function}, but {path} was prepared for {prepared_for}: add "
+                f"{reward_flag} {prepared_for}, or prepare it again without --reward"
+            )
 
 
 def suite_path(text: str, folder: Path) -> Path:

@@ -74,6 +74,9 @@ def compare_suite(name: str, a: Path, b: Path) -> Compared:
     summary_a, summary_b = read_summary(a), read_summary(b)
     if summary_a["suite"]["sha256"] != summary_b["suite"]["sha256"]:
         raise ConfigError(f"suite {name}: {a} and {b} asked different problems (their files' SHA-256 differ)")
+    if (reward_a := summary_a.get("reward")) != (reward_b := summary_b.get("reward")):
+        names = [one["function"] if one else "math or code" for one in (reward_a, reward_b)]
+        raise ConfigError(f"suite {name}: {a} and {b} were scored by other rewards ({', '.join(names)})")
     samples_a, samples_b = int(summary_a["samples"]), int(summary_b["samples"])
     correct_a, correct_b = _correct(a, samples_a), _correct(b, samples_b)
     problems = range(int(summary_a["suite"]["problems"]))

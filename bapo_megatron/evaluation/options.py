@@ -51,6 +51,11 @@ class EvalOptions:
     """Type of the model's weights."""
     max_batch: int = 64
     """Requests that the local engine decodes at a time."""
+    reward: str | None = None
+    """`package.module:function`, a reward of your own (docs/rewards.md). None: mathematics or programs, by
+    the form of each ground truth."""
+    reward_correct: float = 1.0
+    """Lowest reward of a right response, for `reward`."""
     judges: int = 2
     """Processes that judge responses."""
     judge_limit_s: float = 30.0
@@ -102,6 +107,8 @@ class EvalOptions:
             yield f"temperature={self.temperature} must be 0 (greedy) or a positive number"
         if self.temperature == 0 and self.samples > 1:
             yield f"temperature=0 gives the same response each time: set samples=1, not {self.samples}"
+        if self.reward is not None and ":" not in self.reward:
+            yield f"reward={self.reward} must be package.module:function, or left out for math and code"
         if not self.judge_limit_s > 0:
             yield f"judge_limit_s={self.judge_limit_s} must be above 0"
 
@@ -120,7 +127,8 @@ class EvalOptions:
             seed=self.seed,
             rollout=self.rollout,
             reward=RewardConfig(
-                function=REWARD_FUNCTION if programs else "math",
+                function=self.reward or (REWARD_FUNCTION if programs else "math"),
+                correct=self.reward_correct if self.reward else RewardConfig.correct,
                 allow_weak_sandbox=self.allow_weak_sandbox,
                 workers=self.judges,
                 time_limit_s=limit_s,

@@ -11,7 +11,7 @@ from typing import Any
 
 from bapo_megatron import __version__
 from bapo_megatron.config import RunConfig
-from bapo_megatron.data.suites import Suite, load_suite
+from bapo_megatron.data.suites import REWARD_FUNCTION, Suite, load_suite
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.model import Model, find_checkpoint, hf_model, output_of
 from bapo_megatron.evaluation.options import EvalOptions
@@ -27,11 +27,13 @@ from bapo_megatron.evaluation.scoring import score
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.reward.code_tests import is_tests
+from bapo_megatron.reward.functions import load_function
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
 from bapo_megatron.rollout.engines.requests import limits_of, stop_token_ids
 from bapo_megatron.rollout.engines.whole_response import Sampling
+from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.types import Metrics
 
@@ -61,13 +63,18 @@ def evaluate(options: EvalOptions) -> Results:
     is full: the same call continues it later.
     """
     options.check()
+    if options.reward is not None:
+        load_function(options.reward)
     location = find_checkpoint(options.checkpoint, options.step)
     engine_backend(options.engine, "--engine").check(options.rollout)
     output = options.output or output_of(location)
     model = hf_model(location, options.hf_reference, output)
     tokenizer = load_tokenizer(model.folder)
     suites = [
-        load_suite(name, tokenizer, options.max_prompt_tokens, options.suites) for name in options.names
+        load_suite(
+            *(name, tokenizer, options.max_prompt_tokens, options.suites, options.reward or REWARD_FUNCTION)
+        )
+        for name in options.names
     ]
     longest = max(len(prompt.token_ids_P) for suite in suites for prompt in suite.prompts)
     _check_suites(suites, options, longest, limits_of(model.folder).context)
@@ -83,7 +90,7 @@ def evaluate(options: EvalOptions) -> Results:
                 finish(task)
         if missing := [task for task in tasks if task.places]:
             programs = any(is_tests(prompt.ground_truth) for suite in suites for prompt in suite.prompts)
-            if programs:
+            if programs and options.reward is None:
                 checked_sandbox(options.allow_weak_sandbox)
             config = options.run_config(model.folder, output, longest, programs)
             _sample(missing, config, tokenizer, finish)
@@ -102,11 +109,13 @@ def _check_suites(suites: Sequence[Suite], options: EvalOptions, longest: int, r
 
 
 def _task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Model, output: Path) -> _Task:
+    reward = options.reward and {"function": options.reward, "correct": options.reward_correct}
     settings = {
         "format": FORMAT,
         "suite": {"name": suite.name, "sha256": suite.sha256, "problems": len(suite.prompts)},
         "model": {"checkpoint": model.checkpoint, "sha256": model.sha256},
         "sampling": options.sampling(),
+        **({"reward": reward} if reward else {}),  # evaluations without one were stored before there was any
         "samples": options.samples,
         "code_version": __version__,
     }
@@ -122,7 +131,7 @@ def _task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Model, o
 
 def _finish(task: _Task, options: EvalOptions) -> Metrics:
     responses = read_responses(task.log.path, options.samples)
-    metrics = score(responses, options.wanted_pass_at, seed=options.seed)
+    metrics = score(responses, options.wanted_pass_at, seed=options.seed, boxed=options.reward is None)
     write_summary(task.folder, task.settings, metrics)
     return metrics
 
@@ -149,6 +158,7 @@ async def _ask(
         scorer = RewardPool(config.reward, rollout.max_response_tokens)
         await scorer.start()
         opened.push_async_callback(scorer.close)
+        robust, right_from = RobustScorer(scorer, config.reward.failed, _report), config.reward.correct
         pool = await open_pool(config, urls, str(select_device()), _report, opened)
         await pool.update(folder, _VERSION)
         sampling = Sampling(
@@ -159,7 +169,7 @@ async def _ask(
         )
         for task in tasks:
             lost_minutes = rollout.engine_config.lost_minutes
-            asker = Asker(task.suite.prompts, tokenizer, pool, scorer, sampling, lost_minutes)
+            asker = Asker(task.suite.prompts, tokenizer, pool, robust, sampling, lost_minutes, right_from)
             await asker.ask(task.places, _Progress(task))
             await asyncio.to_thread(finish, task)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.evaluation.scoring import ScoredResponse, vote_of
-from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.slot import EngineSlot
 from bapo_megatron.rollout.engines.whole_response import Sampling, whole_response
+from bapo_megatron.rollout.sampler.scoring import Scorer
 from bapo_megatron.runtime.jsonl_log import Row
 from bapo_megatron.types import Prompt
 
@@ -35,14 +35,16 @@ class Asker:
         prompts: Sequence[Prompt],
         tokenizer: Any,
         pool: EnginePool,
-        scorer: RewardPool,
+        scorer: Scorer,
         sampling: Sampling,
         lost_minutes: float,
+        right_from: float = 1.0,
     ) -> None:
-        """``lost_minutes``: longest wait while no engine works."""
+        """``lost_minutes``: longest wait while no engine works. ``right_from``: lowest score of a right
+        response."""
         self._prompts, self._tokenizer = prompts, tokenizer
         self._pool, self._scorer, self._sampling = pool, scorer, sampling
-        self._lost_minutes = lost_minutes
+        self._lost_minutes, self._right_from = lost_minutes, right_from
         self._running: set[asyncio.Task[None]] = set()
         self._judged: asyncio.Queue[Row] = asyncio.Queue()
         self._failure: BaseException | None = None
@@ -96,7 +98,7 @@ class Asker:
         )
         text = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
         result = await self._scorer.score(prompt, text, len(tokens))
-        correct = result.reward > 0.5  # what could not be judged has reward 0
+        correct = result.score is not None and result.score >= self._right_from
         judged = ScoredResponse(problem, sample, correct, vote_of(text), len(tokens), reason, result.failure)
         self._judged.put_nowait({**asdict(judged), "text": text})
 

@@ -49,14 +49,15 @@ def score(
     pass_at: Sequence[int] = (),
     resamples: int = RESAMPLES,
     seed: int = 0,
+    boxed: bool = True,
 ) -> Metrics:
     """The metrics of a suite's responses, of which each problem must have the same number n.
 
     All are shares: ``avg@n`` mean correctness; ``pass@k`` for each k of ``pass_at`` (up to n); ``maj@n``
     majority vote, None if nobody gave an answer (programs); each with ``_low`` and ``_high``, its 95 %
     interval over problems. ``maj@n_tied``: of problems, with a tie at the top. Of responses: ``truncated``,
-    ``unanswered`` (no box), ``unjudged``. ``response_tokens/...``: mean, median, 95th percentile, means of
-    right and of wrong ones.
+    ``unanswered`` (no box; None unless ``boxed``: a reward of the user's may ask for none), ``unjudged``.
+    ``response_tokens/...``: mean, median, 95th percentile, means of right and of wrong ones.
     ``rerun_std``, ``detectable_difference``: see `statistics`; the latter for another model that is as uneven
     over the problems and independent of this one. ValueError for missing or repeated samples.
     """
@@ -81,7 +82,8 @@ def score(
     std = standard_deviation(columns[f"avg@{samples}"])
     metrics["rerun_std"] = rerun_std(samples, correct_P)
     metrics["detectable_difference"] = detectable_difference(std * 2**0.5, len(by_problem))
-    return metrics | _about_responses(responses)
+    about = _about_responses(responses)
+    return metrics | (about if boxed else {**about, "unanswered": None})
 
 
 def _by_problem(responses: Sequence[ScoredResponse]) -> list[list[ScoredResponse]]:

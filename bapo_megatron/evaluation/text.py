@@ -34,7 +34,11 @@ def _with_interval(key: str, metrics: Metrics) -> str:
 
 
 def _responses(metrics: Metrics) -> list[str]:
-    shares = [f"{_points(metrics[name])} % {name}" for name in ("truncated", "unanswered", "unjudged")]
+    shares = [
+        f"{_points(share)} % {name}"
+        for name in ("truncated", "unanswered", "unjudged")
+        if (share := metrics[name]) is not None
+    ]
     length = "response tokens: " + ", ".join(
         f"{name.partition('/')[2]} {value:,.0f}"
         for name, value in metrics.items()

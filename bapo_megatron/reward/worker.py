@@ -26,6 +26,7 @@ from bapo_megatron.reward.penalties import format_penalty
 from bapo_megatron.reward.sandbox.isolation import be_untraceable
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.runtime.processes import die_with_parent
+from bapo_megatron.runtime.stop_signals import SIGNALS
 
 Answerer = Callable[[dict[str, Any]], Any]
 
@@ -40,7 +41,7 @@ def main() -> None:
     """Serve questions until the input ends."""
     die_with_parent(int(sys.argv[1]))
     be_untraceable()  # it holds the answers
-    for number in (signal.SIGUSR1, signal.SIGTERM):  # told to every process of a job: the trainer's business
+    for number in SIGNALS:  # told to every process of a job: the trainer's business
         signal.signal(number, lambda *_: None)
     questions, answers = _private_channel()
     try:

@@ -31,8 +31,8 @@ from bapo_megatron.runtime.exit_codes import (
     must_leave_at_once,
 )
 from bapo_megatron.runtime.out_of_memory import death
-from bapo_megatron.runtime.preemption import handling
 from bapo_megatron.runtime.processes import die_with_parent
+from bapo_megatron.runtime.stop_signals import SIGNALS, handling
 
 T = TypeVar("T")
 
@@ -115,6 +115,9 @@ def run_processes(
             raise
         if failure.exit_code >= 0:
             sys.exit(failure.exit_code)  # it has said why
+        if -failure.exit_code in SIGNALS:  # a rank that has begun heeds them: this one was still starting
+            print("stopped: told to stop before the run began", file=sys.stderr, flush=True)
+            sys.exit(85)
         print(
             f"error: rank {failure.error_index} was {death(failure.exit_code)}", file=sys.stderr, flush=True
         )

@@ -1,4 +1,4 @@
-"""Preemption: a run is asked to stop by SIGUSR1 or SIGTERM, as Slurm sends them, or by the end of its job.
+"""Preemption: a run is asked to stop by a signal (``stop_signals.py``), or by the end of its job.
 
 The run finishes the update in hand, saves, and ends with exit code 85: the same command continues it.
 """
@@ -8,28 +8,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+from bapo_megatron.runtime.stop_signals import handling
 
 _MARGIN_S = 60.0
 """Seconds of the job kept for what follows the save: barriers, closing files, and the requeue."""
-
-
-@contextmanager
-def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call ``handler`` for SIGUSR1 and SIGTERM within the block, instead of ending this process."""
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
 class PreemptionSignal:
@@ -43,7 +31,7 @@ class PreemptionSignal:
         self._longest_save_s = 0.0
 
     def heeding(self) -> AbstractContextManager[None]:
-        """Within the block SIGUSR1 and SIGTERM request a stop instead of ending this process."""
+        """Within the block SIGUSR1, SIGTERM and SIGHUP request a stop instead of ending this process."""
         return handling(self._note)
 
     def saved(self, seconds: float) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
+from bapo_megatron.reward.functions import is_built_in
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.checkpointing import WAIT_S, wait_for_sampler
 from bapo_megatron.types import Metrics
@@ -17,19 +18,22 @@ def evaluate_if_due(run: Run, step: int) -> None:
         return
     path: Path = wait_for_sampler(run, step, lambda sampler: sampler.evaluated(step, WAIT_S))
     if run.recorder:
-        metrics = evaluation_metrics(path)
+        metrics = evaluation_metrics(path, boxed=is_built_in(run.config.reward.function))
         run.recorder.evaluation(step, metrics)
         run.checkpoints.record_score(step, metrics["eval/mean"] or 0.0)
 
 
-def evaluation_metrics(path: Path) -> Metrics:
-    """The metrics of a file of responses: ``eval/SUITE/...``, and ``eval/mean``, the mean of their avg@n."""
+def evaluation_metrics(path: Path, boxed: bool = True) -> Metrics:
+    """The metrics of a file of responses: ``eval/SUITE/...``, and ``eval/mean``, the mean of their avg@n.
+
+    ``boxed`` as in ``score``.
+    """
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     metrics: Metrics = {}
     means = []
     for suite in dict.fromkeys(row["suite"] for row in rows):
         scored = [_scored(row) for row in rows if row["suite"] == suite]
-        metrics |= {f"eval/{suite}/{name}": value for name, value in score(scored).items()}
+        metrics |= {f"eval/{suite}/{name}": value for name, value in score(scored, boxed=boxed).items()}
         means.append(sum(one.correct for one in scored) / len(scored))
     return {**metrics, "eval/mean": sum(means) / len(means)}
 

@@ -58,7 +58,9 @@ def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callabl
         data = config.data
         yield lambda: _check_sandbox(config)
         yield lambda: load_problems(data, config.reward.function, tokenizer())
-        yield lambda: load_suites(config.evaluation, data.max_prompt_tokens, tokenizer())
+        yield lambda: load_suites(
+            config.evaluation, data.max_prompt_tokens, tokenizer(), config.reward.function
+        )
 
 
 def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:

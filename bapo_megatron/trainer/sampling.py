@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import DataConfig, EvaluationConfig, RolloutConfig, RunConfig
 from bapo_megatron.data.difficulty import within_difficulty
-from bapo_megatron.data.prepare.options import CARD_FILE, DATA_FILE
+from bapo_megatron.data.prepare.options import SUITES
 from bapo_megatron.data.prompts import PromptSet, load_prompts
-from bapo_megatron.data.suites import Suite, load_suite
+from bapo_megatron.data.suites import Suite, check_prepared_for, load_suite
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.interfaces import Sampler, WeightSync
@@ -48,7 +47,7 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
     """The sampler that asks engines, and the servers that the run starts. On rank 0."""
     tokenizer = load_tokenizer(config.model.hf_path)
     problems = load_problems(config.data, config.reward.function, tokenizer)
-    suites = load_suites(config.evaluation, config.data.max_prompt_tokens, tokenizer)
+    suites = load_suites(config.evaluation, config.data.max_prompt_tokens, tokenizer, config.reward.function)
     if problems.too_long:
         print(f"left out {problems.too_long} prompts of more than {config.data.max_prompt_tokens} tokens")
     if left_out := problems.found - len(problems.prompts):
@@ -66,37 +65,25 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
 
 def load_problems(data: DataConfig, reward_function: str, tokenizer: Any) -> PromptSet:
     """The training problems, tokenized, each with a ground truth that ``reward_function`` can judge."""
-    _check_prepared_for(data.path, reward_function)
+    check_prepared_for(data.path, reward_function, "--reward.function")
     check = ground_truth_check(reward_function)
     found = load_prompts(data.path, tokenizer, data.max_prompt_tokens, check)
     return replace(found, prompts=within_difficulty(found.prompts, data), found=len(found.prompts))
 
 
-def _check_prepared_for(path: Path, reward_function: str) -> None:
-    """ConfigError if the data was prepared for a reward of the user's, and the run has a built-in one.
-
-    Ground truths may be any text then: a built-in function would call every response wrong.
-    """
-    card = path.with_name(CARD_FILE)
-    if path.name != DATA_FILE or not card.is_file() or ":" in reward_function:
-        return
-    with suppress(ValueError, KeyError, TypeError):  # not a card of ours
-        prepared_for = str(json.loads(card.read_text())["options"]["reward"])
-        if ":" in prepared_for:
-            raise ConfigError(
-                f"reward.function={reward_function}, but {path} was prepared for {prepared_for}: add "
-                f"--reward.function {prepared_for}, or prepare it again without --reward"
-            )
-
-
-def load_suites(evaluation: EvaluationConfig, max_prompt_tokens: int, tokenizer: Any) -> tuple[Suite, ...]:
+def load_suites(
+    evaluation: EvaluationConfig, max_prompt_tokens: int, tokenizer: Any, reward_function: str
+) -> tuple[Suite, ...]:
     """The held-out problems of evaluations during training, tokenized; none if there are no evaluations.
 
-    ConfigError if a suite does not exist, or two have one name.
+    ConfigError if a suite does not exist, ``reward_function`` cannot judge it, or two have one name.
     """
     if not evaluation.every:
         return ()
-    found = [load_suite(name, tokenizer, max_prompt_tokens) for name in evaluation.suites]
+    found = [
+        load_suite(name, tokenizer, max_prompt_tokens, SUITES, reward_function, "--reward.function")
+        for name in evaluation.suites
+    ]
     names = [suite.name for suite in found]
     if len(set(names)) < len(names):
         raise ConfigError(f"evaluation.suites: two of them are called alike ({', '.join(names)})")

@@ -111,3 +111,22 @@ def test_real_servers(suites: Path, tmp_path: Path) -> None:
     rows = whole_responses(tmp_path / "out/sums")
     assert 0.1 < sum(row["correct"] for row in rows) / len(rows) < 0.7
     assert not servers_of(tmp_path / "out")
+
+
+def test_a_reward_of_ones_own(suites: Path, tmp_path: Path) -> None:
+    """From the data, whose card names it, to the summary; a failing one is told with its traceback."""
+    own = "tests.support.reward_functions:is_short"
+    lines = (ROOT / "recipes/demo/eval.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "texts.jsonl").write_text("".join(lines[:3]))
+    where = tmp_path / "suites/texts"
+    finish(start_bapo("data", "prepare", tmp_path / "texts.jsonl", "--output", where, "--reward", own))
+    command = ("eval", POLICY, "--suite", where, "--output", tmp_path / "out", *SHORT)
+    assert f"was prepared for {own}: add --reward {own}" in finish(start_bapo(*command), 2)
+    output = finish(start_bapo(*command, "--reward", own, "--reward-correct", "2"))
+    assert "unanswered" not in output
+    rows = read_jsonl(tmp_path / "out/texts" / RESPONSES)
+    assert len(rows) == 3 * SAMPLES
+    assert all(row["correct"] == (len(row["text"]) <= 12) for row in rows)
+    summary = json.loads((tmp_path / "out/texts" / SUMMARY).read_text())
+    assert summary["reward"] == {"function": own, "correct": 2.0}
+    assert summary["metrics"]["unanswered"] is None

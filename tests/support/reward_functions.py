@@ -37,6 +37,11 @@ async def later(prompt: Any, response: str) -> float:
     return 0.0
 
 
+def is_short(prompt: Any, response: str) -> float:
+    """2 for at most 12 characters, else 0."""
+    return 2.0 * (len(response) <= 12)
+
+
 def with_more(prompt: Any, response: str, scale: float = 1.0, **_: Any) -> float:
     """What is optional is left out."""
     return scale

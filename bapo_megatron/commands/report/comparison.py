@@ -26,6 +26,11 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 
 _NOT_SETTINGS = ("name", "run_dir", "allow_change", "accept_resume_mismatch", "logging.note")
+_OUR_PREFIXES = (
+    *("reward", "rollout", "sampler", "policy", "bapo", "contribution", "staleness", "time", "eval"),
+    *("corrections", "polarity", "tokens", "raised", "entropy_rule", "quadrant", "ratio"),
+)
+"""First parts of the names of metrics that every run may have."""
 _SHOWN_EVENTS = ("start", "resume", "resume_mismatch_accepted", "config_changed", *LOSS_EVENTS)
 
 
@@ -138,7 +143,16 @@ def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 
 def _results(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     columns = [final_results(run) for run in runs]
-    return [(name, [number(column[name]) for column in columns]) for name in columns[0]]
+    rows = [(name, [number(column[name]) for column in columns]) for name in columns[0]]
+    return rows + [(f"{name}, last step", values) for name, values in own_metrics(runs)]
+
+
+def own_metrics(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Metrics of losses and measurements of the user's, which no panel draws: each run's last value."""
+    last = [run.steps[-1] if run.steps else {} for run in runs]
+    names = dict.fromkeys(name for row in last for name in row if "/" in name)
+    own = [name for name in names if name.partition("/")[0] not in _OUR_PREFIXES]
+    return [(name, [number(row.get(name)) for row in last]) for name in own]
 
 
 def _line_names(labels: Sequence[str]) -> str:

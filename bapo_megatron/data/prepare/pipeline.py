@@ -29,6 +29,7 @@ from bapo_megatron.data.prepare.filters import (
 from bapo_megatron.data.prepare.options import CARD_FILE, CARD_TEXT, DATA_FILE, PrepareOptions
 from bapo_megatron.data.prepare.problems import Problem, problem_of, with_columns, with_source
 from bapo_megatron.data.prepare.sources import Source, open_source
+from bapo_megatron.data.prompts import check_template
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.runtime.written_folders import check_replaceable, new_folder, unlike_names
@@ -112,6 +113,7 @@ def _filters(options: PrepareOptions, duplicates: Duplicates, card: Card) -> lis
     found.append((INVALID, scorable(options.reward)))
     if options.tokenizer is not None:
         tokenizer = load_tokenizer(options.tokenizer)
+        check_template(tokenizer, f"tokenizer={options.tokenizer}")
         found.append(
             ("too long", length_filter(tokenizer, options.max_prompt_tokens, card.lengths, card.too_long))
         )

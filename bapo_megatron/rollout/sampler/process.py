@@ -43,6 +43,7 @@ from bapo_megatron.rollout.sampler.heartbeat import send, with_heartbeats
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.runtime.processes import die_with_parent
+from bapo_megatron.runtime.stop_signals import SIGNALS
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def main() -> None:
     """Run the process, from its setup to the end of the pipe."""
     die_with_parent()  # also where it is stopped, or hangs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what Ctrl-C means
-    for number in (signal.SIGUSR1, signal.SIGTERM):  # Slurm may tell every process of a job to stop
+    for number in SIGNALS:  # Slurm may tell every process of a job to stop
         signal.signal(number, lambda *_: None)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each request in flight

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_megatron.data.prompts import PromptOrder, load_prompts
+from bapo_megatron.data.prompts import PromptOrder, check_template, load_prompts
 from bapo_megatron.errors import ConfigError
 
 
@@ -210,3 +210,28 @@ def test_epochs_and_seeds_differ() -> None:
 
     assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
     assert PromptOrder(3, 0, False).take(0, 4) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+
+
+class Deaf(CharacterTokenizer):
+    """A template that ignores the messages."""
+
+    def apply_chat_template(self, *_: object, **__: object) -> list[int]:
+        return [7, 8, 9]
+
+
+def test_equal_prompts_throughout_are_refused(file: Path) -> None:
+    different = [{**row(), "prompt": [{"role": "user", "content": text}]} for text in ("1+1=", "1+2=")]
+    write(file, different)
+    assert len(load_prompts(file, CharacterTokenizer(), 10).prompts) == 2
+    with pytest.raises(ConfigError, match="equal prompts throughout: all 2 rows become the same 3 tokens"):
+        load_prompts(file, Deaf(), 10)
+    write(file, different[:1])  # one problem is a task
+    assert len(load_prompts(file, Deaf(), 10).prompts) == 1
+    write(file, [different[0], *different])  # so are repeated ones beside another
+    assert len(load_prompts(file, CharacterTokenizer(), 10).prompts) == 3
+
+
+def test_a_template_that_ignores_the_messages_is_refused() -> None:
+    check_template(CharacterTokenizer(), "tokenizer=x")
+    with pytest.raises(ConfigError, match=r"^tokenizer=x: its chat_template ignores the messages"):
+        check_template(Deaf(), "tokenizer=x")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.cli import run
-from bapo_megatron.config import RewardConfig, SglangConfig
+from bapo_megatron.config import EvaluationConfig, RewardConfig, SglangConfig
 from bapo_megatron.data.suites import load_suite
 from bapo_megatron.errors import CheckpointError, ConfigError, RunStopped
 from bapo_megatron.evaluation import sampling
@@ -39,6 +39,7 @@ from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
 from bapo_megatron.rollout.engines.whole_response import MOST_LOSSES, Sampling
+from bapo_megatron.trainer.sampling import load_suites
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt
 from checkpoints_tools.formats.locate import Format
 from checkpoints_tools.to_megatron import to_megatron
@@ -143,6 +144,36 @@ def test_a_suite_that_cannot_be_asked(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="1 of its prompts have more than max_prompt_tokens=90"):
         load_suite(str(path), tokenizer, 90)
+
+
+FREE_TEXT = [{**row, "reward_model": {"ground_truth": "Paris, \\frac{ city"}} for row in ROWS]
+
+
+def test_a_suite_of_free_text_needs_a_reward_that_reads_it(tmp_path: Path) -> None:
+    path, tokenizer = write_suite(tmp_path / "texts", FREE_TEXT), load_tokenizer(MODEL)
+    with pytest.raises(ConfigError, match=rf"^suite {path}, {path}, row 0 .*reward_model.ground_truth"):
+        load_suite(str(path), tokenizer, 100)
+    assert len(load_suite(str(path), tokenizer, 100, reward_function="mine:score").prompts) == 3
+    path.with_name("card.json").write_text('{"options": {"reward": "mine:score"}}')
+    with pytest.raises(
+        ConfigError, match=r"^reward=math_or_code, but .* for mine:score: add --reward mine:score"
+    ):
+        load_suite(str(path), tokenizer, 100)
+
+
+def test_a_run_reads_its_suites_for_its_own_reward(tmp_path: Path) -> None:
+    path, tokenizer = write_suite(tmp_path / "texts", FREE_TEXT), load_tokenizer(MODEL)
+    evaluation = EvaluationConfig(every=5, suites=(str(path),))
+    [suite] = load_suites(evaluation, 100, tokenizer, "mine:score")
+    assert suite.name == "texts"
+    with pytest.raises(ConfigError, match=r"reward_model.ground_truth"):
+        load_suites(evaluation, 100, tokenizer, "math")
+
+
+def test_boxes_are_not_counted_for_a_reward_of_the_users() -> None:
+    responses = [ScoredResponse(0, 0, True, None, 5, "stop"), ScoredResponse(0, 1, False, "3", 5, "stop")]
+    assert score(responses)["unanswered"] == 0.5
+    assert score(responses, boxed=False)["unanswered"] is None
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -264,7 +295,8 @@ class Equal:
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
         if prompt.ground_truth == "broken":
             return RewardResult(0.0, "time")
-        return RewardResult(float(vote_of(response) == prompt.ground_truth))
+        score = float(vote_of(response) == prompt.ground_truth)
+        return RewardResult(score, score=score)
 
 
 def ask(

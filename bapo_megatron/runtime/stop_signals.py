@@ -1,0 +1,59 @@
+"""Signals that ask a run to stop: SIGUSR1 and SIGTERM, as Slurm sends them, SIGHUP of a closed terminal.
+
+Only the standard library is imported, so that a command heeds them before it has loaded anything.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+@contextmanager
+def handling(handler: Handler) -> Iterator[None]:
+    """Call ``handler`` for these signals within the block, instead of ending this process.
+
+    SIGHUP stays ignored where it is, as under nohup. After one, output goes nowhere: its terminal is gone.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
+        handler(number, frame)
+
+    before = {}
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def leave_terminal() -> None:
+    """Send what is printed to a terminal to /dev/null: a terminal that has hung up fails every write."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def stop_at_once(number: int, _frame: FrameType | None) -> None:
+    """The handler before a run has begun: there is nothing to save, so this process ends, with 85."""
+    name = signal.Signals(number).name
+    text = f"stopped: told to stop by {name} before the run began\nthe same command continues the run\n"
+    with suppress(OSError):
+        os.write(2, text.encode())
+    os._exit(85)

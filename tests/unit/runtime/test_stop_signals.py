@@ -1,0 +1,75 @@
+"""Signals that ask a run to stop, from its first moment on."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from bapo_megatron.runtime.stop_signals import SIGNALS, handling
+
+STARTING = """
+import os, signal, sys
+from bapo_megatron.runtime.stop_signals import handling, stop_at_once
+with handling(stop_at_once):
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+"""
+
+HUNG_UP = """
+import os, time
+from bapo_megatron.runtime.stop_signals import handling
+told = []
+with handling(lambda number, frame: told.append(number)):
+    os.write(int(os.environ["READY"]), b"r")
+    while not told:
+        time.sleep(0.01)
+    print("a line for a terminal that is gone", flush=True)
+    os.write(int(os.environ["READY"]), b"d")
+"""
+
+
+@pytest.mark.parametrize("name", [number.name for number in SIGNALS])
+def test_a_command_that_is_told_to_stop_before_it_has_begun_ends_with_85(name: str) -> None:
+    done = subprocess.run([sys.executable, "-c", STARTING, name], capture_output=True, text=True)
+    assert done.returncode == 85, done.stderr
+    assert f"told to stop by {name} before the run began" in done.stderr
+
+
+def test_a_terminal_that_hangs_up_asks_to_stop_and_fails_no_output() -> None:
+    master, slave = pty.openpty()
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", HUNG_UP],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        pass_fds=[writing],
+        env={**os.environ, "READY": str(writing)},
+        start_new_session=True,
+    )
+    os.close(slave)
+    os.close(writing)
+    assert os.read(reading, 1) == b"r"
+    os.close(master)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait() == 0
+    assert os.read(reading, 1) == b"d"
+    os.close(reading)
+
+
+def test_an_ignored_hangup_stays_ignored() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    told: list[int] = []
+    try:
+        with handling(lambda number, _frame: told.append(number)):
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert told == [signal.SIGTERM]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import check_files_inside, write_atomically
+from bapo_megatron.runtime.run_files import open_lock
 from checkpoints_tools.formats.locate import Format, Location, locate
 from checkpoints_tools.to_hf import to_hf
 
@@ -57,7 +58,7 @@ def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
         return Model(location.folder, source, model_digest(location.folder))
     folder, note = output / "model", output / "model.json"
     output.mkdir(parents=True, exist_ok=True)
-    with (output / ".model.lock").open("w") as lock:
+    with open_lock(output / ".model.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # elements of an array share it: the first converts
         if folder.exists():
             made_of = (

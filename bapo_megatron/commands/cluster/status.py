@@ -15,6 +15,8 @@ from typing import Any
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.commands.cluster.slurm_client import JobState, queue_state, read_job_state
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.jsonl_log import parse_row
+from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 
 FRESH_S = 60.0
@@ -90,7 +92,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
 def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The last rows of a JSON-lines log, newest first, from its last 256 KiB; torn lines are left out."""
     try:
-        with path.open("rb") as file:
+        with read_plain(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
             lines = file.read().split(b"\n")
@@ -98,11 +100,10 @@ def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
         return
     for line in reversed(lines):
         try:
-            row = json.loads(line)
+            row = parse_row(line)
         except ValueError:
             continue
-        if isinstance(row, dict):
-            yield row
+        yield row
 
 
 def newest_checkpoint(run: Path) -> tuple[int, float] | None:

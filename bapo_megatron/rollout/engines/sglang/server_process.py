@@ -34,6 +34,7 @@ from bapo_megatron.runtime.device import (
     ALLOCATOR_VARIABLE,
     should_have_gpu,
 )
+from bapo_megatron.runtime.run_files import open_plain
 
 PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
 _CPU_LAUNCHER = Path(on_cpu.__file__).with_name("launch.py")
@@ -189,7 +190,7 @@ class ServerProcess(ChildProcess):
         """Start it; its output goes to the end of ``log``. OSError if it cannot be started."""
         self.url, self.log = url, log
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+        with open(open_plain(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:
             super().__init__(command, environment, guarded=True, stdout=output, stderr=subprocess.STDOUT)
 
     def wait_ready(self, seconds: float = 300.0) -> None:

@@ -16,7 +16,8 @@ bapo_open_logs() {
 bapo_refuse_links() {
     local name
     for name in "$BAPO_EVENTS_FILE" "$BAPO_STATE_FILE" "$BAPO_STOP_FILE" "$BAPO_ENGINES_FOLDER" \
-        "$BAPO_LOGS_FOLDER" "$BAPO_LOGS_FOLDER/$SLURM_JOB_ID" "$BAPO_LOGS_FOLDER/$SLURM_JOB_ID/$BAPO_RESTART"; do
+        "$BAPO_LOGS_FOLDER" "$BAPO_LOGS_FOLDER/$SLURM_JOB_ID" \
+        "$BAPO_LOGS_FOLDER/$SLURM_JOB_ID/$BAPO_RESTART"; do
         [[ ! -L $BAPO_RUN/$name ]] || bapo_refuse "$BAPO_RUN/$name is a link; links in a run directory are" \
             "not followed: put the file or folder itself there"
     done

@@ -50,9 +50,7 @@ def test_a_job_has_time_before_it_is_told_to_stop(tmp_path: Path, time: str, sec
     path.write_text(f"lead_s = {seconds - 1}\n{whole}")
     assert load_cluster(path).lead_s == seconds - 1
     path.write_text(f"lead_s = {seconds}\n{whole}")
-    with pytest.raises(
-        ConfigError, match=f"lead_s = {seconds} must be below time = '{time}', {seconds} s: .*lower"
-    ):
+    with pytest.raises(ConfigError, match=f"lead_s = {seconds} must be below time = .{time}., {seconds} s"):
         load_cluster(path)
 
 

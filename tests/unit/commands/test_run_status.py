@@ -77,7 +77,7 @@ def test_everything_that_is_known_is_shown(run: Path) -> None:
         "step        120 of 500, reward 0.512, 8,123 tokens/s, 6:20:00 to go at 60.0 s a step",
         "checkpoint  step 110, 4 min ago",  # step 120 has no manifest yet
         "engines     1 of 3 alive",
-        "requeues    crash 1, preemption 0, time limit 4, node 0, storage 0, engines 0",
+        "requeues    crash 1, preemption 0, time limit 4, node 0, storage 0, engines 0, health 0",
         "left out    n3",
         "last error  60 min ago: engine lost: gone: http://n7:1",
     ]

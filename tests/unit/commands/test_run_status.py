@@ -127,6 +127,13 @@ def test_a_job_that_waits_has_no_nodes_and_no_engines(run: Path, monkeypatch: py
     assert "alive" in text
 
 
+def test_the_last_error_is_told_from_its_kind_to_its_consequence(run: Path) -> None:
+    event = {"kind": "job_stopped", "why": "no newer checkpoint", "cause": "ValueError: x", "reason": "crash"}
+    with (run / "events.jsonl").open("a") as log:
+        log.write(json.dumps(event) + "\n")
+    assert "job stopped: crash: ValueError: x: no newer checkpoint" in status_text(read_status(run, NOW))
+
+
 def test_a_local_run_needs_no_slurm(run: Path) -> None:
     (run / "slurm.state").unlink()
     assert "job         not running" in status_text(read_status(run, NOW))

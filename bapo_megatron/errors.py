@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import sys
+import unicodedata
 from collections.abc import Sequence
 from typing import NoReturn
 
 
 class ConfigError(Exception):
     """A recipe, flag or input file is wrong. The command line prints the message and exits with code 2."""
+
+
+def printable(text: str) -> str:
+    """``text`` with its control characters as escapes, but line ends and tabs.
+
+    Texts of files and models could move the cursor, change the window's title, or hide what stands beside."""
+    return "".join(
+        char.encode("unicode_escape").decode()
+        if char not in "\n\t" and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        else char
+        for char in text
+    )
 
 
 def refuse_arguments(arguments: Sequence[str], usage: str) -> NoReturn:

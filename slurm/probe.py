@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -323,6 +323,8 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     given = parser.parse_args()
     needs = Needs(**{name: getattr(given, name) for name in asdict(Needs())})
+    if os.environ.get("BAPO_DEVICE") == "cpu":  # the run uses none of the node's GPUs
+        needs = replace(needs, gpus=0)
     problems = chain(local_problems(needs, given.disk), cuda_problems(needs.gpus))
     reduce = None if given.no_all_reduce else all_reduce
     node = os.environ["SLURMD_NODENAME"]

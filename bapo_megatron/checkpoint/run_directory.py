@@ -17,10 +17,14 @@ from bapo_megatron.config.former_names import with_current_names
 from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_files import check_no_links, open_lock, read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
 FORMAT = 2
 """Version of the directory's layout; a directory of another version is refused."""
+
+_CONFIG_BYTES = 64 << 20
+"""Most bytes of config.json that are read."""
 
 _SAMPLES_ONLY = "rollout_only"
 """Entry of config.json beside the configuration: whether ``bapo train --rollout-only`` has made the run."""
@@ -74,7 +78,8 @@ def check_writable(directory: Path) -> None:
     """Check that the run directory can be created and written to; ConfigError if not."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        RunPaths(directory).lock.touch()
+        check_no_links(directory)
+        open_lock(RunPaths(directory).lock).close()
     except OSError as error:
         raise ConfigError(f"the run directory {directory} cannot be written: {error}; name another") from None
 
@@ -82,7 +87,8 @@ def check_writable(directory: Path) -> None:
 @contextmanager
 def only_writer(directory: Path) -> Iterator[None]:
     """Context manager of the run directory's lock. ConfigError if another process is writing to the run."""
-    with RunPaths(directory).lock.open("w") as lock:
+    check_no_links(directory)
+    with open_lock(RunPaths(directory).lock) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -194,9 +200,10 @@ def _stored(directory: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        stored: dict[str, Any] = json.loads(path.read_text())
+        with read_plain(path) as file:
+            stored: dict[str, Any] = json.loads(file.read(_CONFIG_BYTES))
         version, _ = stored["format"], stored["config"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read: {error!r}") from None
     if version != FORMAT:
         raise ConfigError(f"{path} has run format {version}, this version of the program reads {FORMAT}")

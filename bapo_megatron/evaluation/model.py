@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import check_files_inside, write_atomically
+from bapo_megatron.runtime.run_files import open_lock
 from checkpoints_tools.formats.locate import Format, Location, locate
 from checkpoints_tools.to_hf import to_hf
 
@@ -59,7 +58,7 @@ def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
         return Model(location.folder, source, model_digest(location.folder))
     folder, note = output / "model", output / "model.json"
     output.mkdir(parents=True, exist_ok=True)
-    with open(output / ".model.lock", "ab", opener=_no_link) as lock:
+    with open_lock(output / ".model.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # elements of an array share it: the first converts
         if folder.exists():
             made_of = (
@@ -72,16 +71,6 @@ def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
             write_atomically(note, json.dumps({"checkpoint": source}) + "\n")
             to_hf(location.folder, folder, reference)
     return Model(folder, source, model_digest(folder))
-
-
-def _no_link(path: str, flags: int) -> int:
-    """Open without following a link, and without waiting for the other end of a FIFO."""
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO):
-            raise
-        raise ConfigError(f"{path} is no plain file: remove it, or give another --output") from None
 
 
 def model_digest(folder: Path) -> str:

@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
+from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed, printable
 
 _at_once = False
 
@@ -53,7 +53,7 @@ def end_with(error: ConfigError | Preempted | RunStopped, say: bool = True) -> i
     text = f"error: {error}" if wrong else f"stopped: {error}\nthe same command continues the run"
     with suppress(OSError):
         if say:
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

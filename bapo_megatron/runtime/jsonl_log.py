@@ -11,14 +11,21 @@ import math
 import os
 import threading
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import append_whole, write_atomically
+from bapo_megatron.runtime.run_files import open_plain, read_plain
 from bapo_megatron.runtime.storage import writing
 
 Row = dict[str, Any]
+
+MOST_LINE_BYTES = 16 << 20
+"""Most bytes of a line that is read: beyond all that a run writes."""
+
+_BLOCK = 1 << 16
 
 
 class JsonlLog:
@@ -29,7 +36,7 @@ class JsonlLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_tail(path)
         self._one_writer = threading.Lock()
-        self._file = path.open("ab", buffering=0)
+        self._file = _appending(path)
 
     def append(self, row: Row) -> None:
         """Write one line. Infinities and NaN become null: strict JSON has no other way to say them.
@@ -47,7 +54,7 @@ class JsonlLog:
             return
         self._file.close()
         write_atomically(self.path, b"".join(line + b"\n" for line in kept))
-        self._file = self.path.open("ab", buffering=0)
+        self._file = _appending(self.path)
 
     def close(self) -> None:
         """Release the file."""
@@ -64,7 +71,8 @@ class EventLog(JsonlLog):
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    """The rows of a log. A torn last line is skipped; any other bad line is a ConfigError."""
+    """The rows of a log. A torn last line is skipped; any other bad line is a ConfigError, and so is a log
+    that is no plain file."""
     return [_parse(line, path, number) for number, line in enumerate(_whole_lines(path), 1)]
 
 
@@ -84,18 +92,55 @@ def _line(row: Row) -> bytes:
     return json.dumps(finite_json(row), allow_nan=False).encode("ascii") + b"\n"
 
 
+def parse_row(line: bytes) -> Row:
+    """The row of a line; ValueError if it has none. What is no character becomes a replacement character."""
+    try:
+        row: Row = json.loads(
+            line.decode(errors="replace"), parse_constant=_refuse_constant, parse_float=_finite
+        )
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(row, dict):
+        raise ValueError("no JSON object")
+    if b"\\ud" in line.lower():  # half a surrogate pair cannot be printed or written
+        row = dict(map(_with_whole_characters, row.items()))
+    return row
+
+
+def _appending(path: Path) -> FileIO:
+    return FileIO(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+
+
 def _whole_lines(path: Path) -> list[bytes]:
-    return path.read_bytes().split(b"\n")[:-1]
+    lines: list[bytes] = []
+    with read_plain(path) as file:
+        while (line := file.readline(MOST_LINE_BYTES + 1)).endswith(b"\n"):
+            lines.append(line[:-1])
+    if len(line) > MOST_LINE_BYTES:
+        most = f"{MOST_LINE_BYTES >> 20} MB"
+        raise ConfigError(f"{path}, line {len(lines) + 1} is longer than {most}; mend or delete the line")
+    return lines
 
 
 def _parse(line: bytes, path: Path, number: int) -> Row:
     try:
-        row = json.loads(line, parse_constant=_refuse_constant)
+        return parse_row(line)
     except ValueError as error:
         raise ConfigError(f"{path}, line {number} is not JSON ({error}); mend or delete the line") from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"{path}, line {number} is not a JSON object; mend or delete the line")
-    return row
+
+
+def _with_whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {_with_whole_characters(key): _with_whole_characters(item) for key, item in value.items()}
+    return type(value)(map(_with_whole_characters, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:40]} is beyond a 64-bit number")
+    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -112,8 +157,14 @@ def _step_of(line: bytes, path: Path, number: int) -> int:
 def _cut_torn_tail(path: Path) -> None:
     if not path.exists():
         return
-    with path.open("r+b") as file:
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
+    with open(open_plain(path, os.O_RDWR), "r+b") as file:
+        whole = size = file.seek(0, os.SEEK_END)
+        while whole:
+            begin = max(0, whole - _BLOCK)
+            file.seek(begin)
+            if (found := file.read(whole - begin).rfind(b"\n")) >= 0:
+                whole = begin + found + 1
+                break
+            whole = begin
+        if whole < size:
             file.truncate(whole)

@@ -54,7 +54,7 @@ bapo_health() {
     fi
     bapo_event nodes_excluded "nodes=$nodes" "cause=$bad"
     bapo_say "requeue without bad nodes:"$'\n'"$bad"
-    bapo_write_state "excluded=$nodes" status=requeued
+    bapo_write_state "excluded=$nodes" "health=$((bapo_state[health] + 1))" status=requeued
     bapo_requeue "$nodes"
     bapo_stop health "scontrol requeue failed" "$bad" 1
     exit 1

@@ -5,10 +5,22 @@ bapo_say() { echo "[$(date +%T)] $*"; }
 
 bapo_open_logs() {
     BAPO_LOGS=$BAPO_RUN/$BAPO_LOGS_FOLDER/$SLURM_JOB_ID/$BAPO_RESTART
+    bapo_refuse_links
     bapo_await_disk
     export BAPO_LOGS
     echo "job $SLURM_JOB_ID, restart $BAPO_RESTART: logs are in $BAPO_LOGS"
     exec >>"$BAPO_LOGS/job.log" 2>&1
+}
+
+# A link in the run directory could lead what is written here to any file of the user.
+bapo_refuse_links() {
+    local name
+    for name in "$BAPO_EVENTS_FILE" "$BAPO_STATE_FILE" "$BAPO_STOP_FILE" "$BAPO_ENGINES_FOLDER" \
+        "$BAPO_LOGS_FOLDER" "$BAPO_LOGS_FOLDER/$SLURM_JOB_ID" \
+        "$BAPO_LOGS_FOLDER/$SLURM_JOB_ID/$BAPO_RESTART"; do
+        [[ ! -L $BAPO_RUN/$name ]] || bapo_refuse "$BAPO_RUN/$name is a link; links in a run directory are" \
+            "not followed: put the file or folder itself there"
+    done
 }
 
 # A failing file system may recover, so retry; report any other reason at once.

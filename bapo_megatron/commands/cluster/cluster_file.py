@@ -151,10 +151,24 @@ def _wrong_type(name: str, value: Any, hint: Any) -> Iterator[str]:
         yield f"{name} = {value!r} {problem}{_EXAMPLES.get(name, '')}"
 
 
+def _seconds(time: str) -> int:
+    """The seconds of a time limit as Slurm reads it: D-HH[:MM[:SS]], HH:MM:SS, MM:SS, or minutes."""
+    days, dash, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    parts = [*parts, 0, 0][:3] if dash else [0, *parts, *[0] * (len(parts) == 1)][-3:]
+    hours, minutes, seconds = parts
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def _mistakes(cluster: ClusterFile) -> Iterator[str]:
     """Values of the right type that are wrong all the same."""
     if not _TIME.fullmatch(cluster.time):
         yield f"time = {cluster.time!r} is no time; write it as HH:MM:SS or D-HH:MM:SS"
+    elif cluster.lead_s >= (limit := _seconds(cluster.time)):
+        yield (
+            f"lead_s = {cluster.lead_s} must be below time = {cluster.time!r}, {limit} s: every start would "
+            f"be told to stop at once; lower lead_s, or raise time"
+        )
     if cluster.gpu is not None and cluster.gpu not in GPUS:
         near = difflib.get_close_matches(cluster.gpu, GPUS, 1, 0.3)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(GPUS)}"

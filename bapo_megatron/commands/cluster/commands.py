@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +26,16 @@ def submit_command(arguments: Sequence[str]) -> None:
         return
     command = SubmitCommand.of(arguments)
     config, _ = train_flags("submit", [str(command.recipe), *command.flags])
-    print(submit(command, config), end="")
+    print(found := submit(command, config), end="", flush=True)
+    if not command.dry_run:  # beside the number, which alone a script reads
+        run = shlex.quote(str(Path.cwd() / config.directory))
+        print(
+            f"job {found.strip()} is submitted; run directory {run}\n"
+            f"bapo status {run}    # state, step, last error\n"
+            f"bapo logs {run}      # once it runs; --follow\n"
+            f"bapo cancel {run}    # save, stop, do not come back",
+            file=sys.stderr,
+        )
 
 
 def status_command(arguments: Sequence[str]) -> None:

@@ -11,11 +11,13 @@ from typing import TextIO
 
 from bapo_megatron.commands.cluster.slurm_client import SlurmError, call, queue_state, read_job_state
 from bapo_megatron.commands.cluster.status import writer
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _LINES = 40
+_TAIL_BYTES = 1 << 20
 
 
 def newest_logs(run: Path, every_rank: bool = False) -> list[Path]:
@@ -36,9 +38,12 @@ def show_logs(run: Path, out: TextIO, every_rank: bool = False) -> None:
     if not logs:
         raise ConfigError(f"{run} has no logs: a run that was started by hand writes to its terminal")
     for path in logs:
-        lines = path.read_text(errors="replace").splitlines()
+        with read_plain(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
         out.write(f"==> {path.relative_to(run)} <==\n")
-        out.write("".join(f"{line}\n" for line in lines[-_LINES:]))
+        out.write("".join(f"{printable(line)}\n" for line in lines[-_LINES:]))
 
 
 def follow_logs(
@@ -52,7 +57,7 @@ def follow_logs(
         time.sleep(0.5)
         for path in newest_logs(run, every_rank):
             size = path.stat().st_size
-            with path.open("rb") as file:
+            with read_plain(path) as file:
                 file.seek(seen.get(path, 0) if size >= seen.get(path, 0) else 0)
                 text = file.read().decode(errors="replace")
             seen[path] = size
@@ -61,7 +66,7 @@ def follow_logs(
             if path != last:
                 out.write(f"==> {path.relative_to(run)} <==\n")
                 last = path
-            out.write(text)
+            out.write(printable(text.replace("\r\n", "\n").replace("\r", "\n")))
             out.flush()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _DEADLINE_S = 15.0
-_COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines")
+_COUNTERS = ("crash", "preemption", "time_limit", "node", "storage", "engines", "health")
 
 
 @dataclass(frozen=True)

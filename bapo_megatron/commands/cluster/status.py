@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.commands.cluster.slurm_client import JobState, queue_state, read_job_state
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.jsonl_log import parse_row
+from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 
 FRESH_S = 60.0
@@ -33,7 +35,7 @@ _TROUBLE = (
     *("rollout_lost", "server_ended", "engine_lost", "engine_gap", "sampler_died", "broadcast_failed"),
     "export_failed",
 )
-_WORDS = ("cause", "why", "reason", "message", "engine", "server", "nodes")
+_WORDS = ("reason", "cause", "why", "message", "engine", "server", "nodes")
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,19 @@ def read_status(run: Path, now: float | None = None) -> Status:
     saved = newest_checkpoint(run)
     trouble = next((row for row in tail_rows(paths.events) if row.get("kind") in _TROUBLE), None)
     running = job is not None and job.status == "running" and job.end > 0
+    state = _state(run, job)
+    waits = state.startswith("PENDING")  # its last start's nodes and servers are no longer its own
     return Status(
         run=run,
-        job=job,
-        state=_state(run, job),
+        job=replace(job, nodes="") if job and waits else job,
+        state=state,
         seconds_left=job.end - now if job and running else None,
         step=int(metrics.get("step", 0)),
         steps=config.get("steps"),
         metrics=metrics,
         checkpoint=saved[0] if saved else None,
         checkpoint_age_s=now - saved[1] if saved else None,
-        engines=_engines(run, metrics, now),
+        engines=None if waits else _engines(run, metrics, now),
         moved=_moved(paths.metrics),
         trouble=_told(trouble) if trouble else None,
         trouble_age_s=_age(trouble, now) if trouble else None,
@@ -94,7 +98,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
 def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The last rows of a JSON-lines log, newest first, from its last 256 KiB; torn lines are left out."""
     try:
-        with path.open("rb") as file:
+        with read_plain(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL_BYTES))
             lines = file.read().split(b"\n")
@@ -102,11 +106,10 @@ def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
         return
     for line in reversed(lines):
         try:
-            row = json.loads(line)
+            row = parse_row(line)
         except ValueError:
             continue
-        if isinstance(row, dict):
-            yield row
+        yield row
 
 
 def _moved(log: Path) -> tuple[float, int] | None:
@@ -157,6 +160,8 @@ def _state(run: Path, job: JobState | None) -> str:
         return f"{state} ({reason})" if reason else state
     if job.status == "running":
         return f"{state or 'not in the queue'}; it ended without a word"
+    if job.status == "requeued":
+        return f"{state or 'not in the queue'}; it was cancelled before it started again"
     return job.status
 
 

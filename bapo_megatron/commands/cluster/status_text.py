@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 from bapo_megatron.commands.cluster.status import Status
+from bapo_megatron.errors import printable
 
 _WIDTH = 12
 
 
 def status_text(status: Status) -> str:
     """The status as lines of text."""
-    return "".join(f"{name:<{_WIDTH}}{text}\n" for name, text in _rows(status))
+    return "".join(f"{name:<{_WIDTH}}{printable(text)}\n" for name, text in _rows(status))
 
 
 def _rows(status: Status) -> Iterator[tuple[str, str]]:

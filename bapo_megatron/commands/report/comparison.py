@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.commands.report.data import RunRecord, headline, read_run
+from bapo_megatron.commands.report.data import RunRecord, headline, make_report_folder, read_run
 from bapo_megatron.commands.report.header import facts
 from bapo_megatron.commands.report.panels import PANELS, Panel
 from bapo_megatron.commands.report.readings import comparison_readings
@@ -70,7 +70,7 @@ def write_comparison(run_dirs: Sequence[Path], folder: Path) -> Path:
 
     _check_runs(run_dirs, len(COLOURS))
     runs = with_unique_names([read_run(run_dir) for run_dir in run_dirs])
-    folder.mkdir(parents=True, exist_ok=True)
+    make_report_folder(folder)
     drawn = list(zip(runs, COLOURS, strict=False))
     pictures = []
     for panel in (*PANELS, *DISTRIBUTIONS):

@@ -27,6 +27,7 @@ from bapo_megatron.commands.report.plots import (
     line_of,
     mark_cut_offs,
     nothing_measured,
+    write_png,
 )
 from bapo_megatron.commands.report.series import marks
 
@@ -57,7 +58,7 @@ def draw_comparison(panel: Panel, runs: Sequence[Drawn], folder: Path) -> Layers
         figure, axes, _ = _figure(panel, runs)
         place = {"loc": "upper left", "bbox_to_anchor": (0, -0.2), "ncols": 2, "borderpad": 0}
         axes.legend(handles=[*_run_handles(runs), *_line_handles(panel)], fontsize=8.5, **place)
-        figure.savefig(folder / f"{panel.file}.png", dpi=200)
+        write_png(figure, folder / f"{panel.file}.png", 200)
         return _layers(*_figure(panel, runs))
 
 

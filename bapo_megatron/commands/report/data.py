@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -95,16 +97,16 @@ def read_run(run_dir: Path) -> RunRecord:
         raise ConfigError(
             f"{path} does not exist: {run_dir} is not a run directory, or its run never started"
         )
-    steps = read_jsonl(path)
+    steps = _metrics(path)
     if not steps:
         raise ConfigError(f"{path} has no steps yet: there is nothing to report")
     return RunRecord(
         run_dir,
         steps,
-        _read_optional(paths.updates),
+        _metrics(paths.updates),
         _read_optional(paths.events),
         read_config(run_dir) or {},
-        _read_optional(paths.evaluations),
+        _metrics(paths.evaluations),
     )
 
 
@@ -148,6 +150,39 @@ def known_values(rows: list[Row], metric: str) -> list[float]:
 
 def _values(rows: list[Row], metric: str) -> np.ndarray:
     return np.array([row.get(metric) for row in rows], dtype=float)  # None becomes NaN
+
+
+def _metrics(path: Path) -> list[Row]:
+    """The rows of a log of metrics. ConfigError for a row without a step, and a metric that is no number."""
+    rows = _read_optional(path)
+    for number, row in enumerate(rows, 1):
+        if not _is_number(row.get("step")) or row["step"] != int(row["step"]):
+            raise ConfigError(
+                f"{path}, line {number} has no whole number as its step; mend or delete the line"
+            )
+        for name, value in row.items():
+            if value is not None and not _is_number(value):
+                raise ConfigError(
+                    f"{path}, line {number}: {name[:80]!a} is {str(value)[:80]!a}, no number; mend or delete "
+                    "the line"
+                )
+    return rows
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value fits a double."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
+def make_report_folder(folder: Path) -> None:
+    """Make the folder of a report. ConfigError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ConfigError(f"the report cannot be written to {folder}: name another folder with --output DIR")
 
 
 def _read_optional(path: Path) -> list[Row]:

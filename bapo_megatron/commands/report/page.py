@@ -9,7 +9,15 @@ from datetime import timedelta
 from pathlib import Path
 
 from bapo_megatron.commands.report.comparison import write_comparison
-from bapo_megatron.commands.report.data import Headline, RunRecord, headline, known_values, mean, read_run
+from bapo_megatron.commands.report.data import (
+    Headline,
+    RunRecord,
+    headline,
+    known_values,
+    make_report_folder,
+    mean,
+    read_run,
+)
 from bapo_megatron.commands.report.header import facts, in_short
 from bapo_megatron.commands.report.panels import PANELS, Panel
 from bapo_megatron.commands.report.readings import readings
@@ -25,6 +33,7 @@ from bapo_megatron.commands.report.text import (
 )
 from bapo_megatron.errors import refuse_arguments
 from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_files import check_no_links
 from bapo_megatron.runtime.run_paths import RunPaths
 
 __all__ = ["Headline", "headline", "write_report"]
@@ -61,8 +70,10 @@ def write_report(run_dir: Path, folder: Path | None = None) -> Path:
     from bapo_megatron.commands.report.plots import draw_overview, draw_panels, smoothing_window
 
     run = read_run(run_dir)
+    if folder is None:
+        check_no_links(run_dir)
     folder = folder or RunPaths(run_dir).report
-    folder.mkdir(parents=True, exist_ok=True)
+    make_report_folder(folder)
     svgs = draw_panels(run, folder)
     draw_overview(run, folder / "overview.png")
     pictures = [Picture(panel, svg_uri(svgs[panel.file])) for panel in (*PANELS, *DISTRIBUTIONS)]

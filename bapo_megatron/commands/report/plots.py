@@ -26,6 +26,7 @@ from bapo_megatron.commands.report.panels import (
     bands,
 )
 from bapo_megatron.commands.report.series import FEW_TOKENS, marks, tokens_behind
+from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import Row
 
 _INK = "#2b2f36"
@@ -86,7 +87,14 @@ def draw_overview(run: RunRecord, path: Path) -> None:
         for axes, panel in zip(figure.subplots(2, len(OVERVIEW) // 2).flat, OVERVIEW, strict=True):
             _draw(axes, panel, run)
             axes.set_title(panel.title, pad=_LEGEND_TITLE_PAD, **TITLE)  # Equal, so that titles line up.
-        figure.savefig(path, dpi=130)
+        write_png(figure, path, 130)
+
+
+def write_png(figure: Figure, path: Path, dpi: int) -> None:
+    """Write a picture beside the page, whole or not at all, and through no link."""
+    picture = BytesIO()
+    figure.savefig(picture, format="png", dpi=dpi)
+    write_atomically(path, picture.getvalue())
 
 
 def smoothing_window(steps: int) -> int:
@@ -99,7 +107,7 @@ def _save_panel(panel: Panel, run: RunRecord, folder: Path) -> bytes:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5, 3.2), layout="constrained")
         (_draw_distribution if panel in DISTRIBUTIONS else _draw)(figure.subplots(), panel, run)
-        figure.savefig(folder / f"{panel.file}.png", dpi=200)
+        write_png(figure, folder / f"{panel.file}.png", 200)
         figure.savefig(vector, format="svg", metadata={"Date": None}, transparent=True)
     return vector.getvalue()
 

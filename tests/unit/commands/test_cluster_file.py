@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,27 @@ def test_tables_become_fields(tmp_path: Path) -> None:
     cluster = load_cluster(path)
     assert (cluster.budgets.crash, cluster.budgets.preemption) == (9, 100)
     assert cluster.environment == {"NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("24:00:00", 86400),
+        ("10:30", 630),
+        ("9", 540),
+        ("1-2", 93600),
+        ("1-02:03", 93780),
+        ("2-00:00:07", 172807),
+    ],
+)
+def test_a_job_has_time_before_it_is_told_to_stop(tmp_path: Path, time: str, seconds: int) -> None:
+    path = tmp_path / "c.toml"
+    whole = re.sub(r"(?m)^time = .*$", f'time = "{time}"', WHOLE)
+    path.write_text(f"lead_s = {seconds - 1}\n{whole}")
+    assert load_cluster(path).lead_s == seconds - 1
+    path.write_text(f"lead_s = {seconds}\n{whole}")
+    with pytest.raises(ConfigError, match=f"lead_s = {seconds} must be below time = .{time}., {seconds} s"):
+        load_cluster(path)
 
 
 @pytest.mark.parametrize(

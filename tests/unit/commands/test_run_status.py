@@ -77,7 +77,7 @@ def test_everything_that_is_known_is_shown(run: Path) -> None:
         "step        120 of 500, reward 0.512, 8,123 tokens/s, 6:20:00 to go at 60.0 s a step",
         "checkpoint  step 110, 4 min ago",  # step 120 has no manifest yet
         "engines     1 of 3 alive",
-        "requeues    crash 1, preemption 0, time limit 4, node 0, storage 0, engines 0",
+        "requeues    crash 1, preemption 0, time limit 4, node 0, storage 0, engines 0, health 0",
         "left out    n3",
         "last error  60 min ago: engine lost: gone: http://n7:1",
     ]
@@ -98,6 +98,8 @@ def test_a_checkpoint_within_a_step_counts(run: Path) -> None:
         (("PENDING", "BeginTime"), "requeued", "PENDING (BeginTime)"),
         (("", ""), "running", "not in the queue; it ended without a word"),
         (("", ""), "stopped", "stopped"),
+        (("", ""), "requeued", "not in the queue; it was cancelled before it started again"),
+        (("CANCELLED", ""), "requeued", "CANCELLED; it was cancelled before it started again"),
         (("COMPLETED", ""), "done", "done"),
         (None, "running", "running (Slurm does not answer here)"),
     ],
@@ -108,6 +110,28 @@ def test_the_state_of_a_job(
     (run / "slurm.state").write_text(STATE.replace("status=running", f"status={status}"))
     monkeypatch.setattr("bapo_megatron.commands.cluster.status.queue_state", lambda _job: queued)
     assert read_status(run, NOW).state == told
+
+
+def test_a_job_that_waits_has_no_nodes_and_no_engines(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its last start may be dead, and are no longer its own."""
+    (run / "slurm.state").write_text(STATE.replace("status=running", "status=requeued"))
+    queued = ("PENDING", "BeginTime")
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.queue_state", lambda _job: queued)
+    text = status_text(read_status(run, NOW))
+    assert "PENDING (BeginTime), restart" in text
+    assert " on " not in text.splitlines()[1]
+    assert "alive" not in text
+    monkeypatch.setattr("bapo_megatron.commands.cluster.status.queue_state", lambda _job: ("RUNNING", ""))
+    text = status_text(read_status(run, NOW))
+    assert " on " in text.splitlines()[1]
+    assert "alive" in text
+
+
+def test_the_last_error_is_told_from_its_kind_to_its_consequence(run: Path) -> None:
+    event = {"kind": "job_stopped", "why": "no newer checkpoint", "cause": "ValueError: x", "reason": "crash"}
+    with (run / "events.jsonl").open("a") as log:
+        log.write(json.dumps(event) + "\n")
+    assert "job stopped: crash: ValueError: x: no newer checkpoint" in status_text(read_status(run, NOW))
 
 
 def test_a_local_run_needs_no_slurm(run: Path) -> None:
@@ -133,8 +157,10 @@ def test_a_file_system_that_hangs_does_not_hang_status(
     """To open a pipe waits for its other end, as to read from a server that is gone waits for it."""
     status_command([str(run)])
     assert "step        120 of 500" in capsys.readouterr().out
-    (run / "metrics.jsonl").unlink()
-    os.mkfifo(run / "metrics.jsonl")
+    os.mkfifo(run / "hangs")
+    monkeypatch.setattr(
+        "bapo_megatron.commands.cluster.status.read_job_state", lambda run: (run / "hangs").read_text()
+    )
     monkeypatch.setattr("bapo_megatron.commands.cluster.commands._PATIENCE_S", 0.5)
     with pytest.raises(SystemExit, match="has not answered for 0.5 s: its file system hangs"):
         status_command([str(run)])

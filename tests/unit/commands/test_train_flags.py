@@ -59,16 +59,23 @@ def test_engines_without_a_trainer_have_their_gpus_and_need_no_broadcast() -> No
     assert RolloutConfig().without_trainer() == RolloutConfig()
 
 
-def test_a_job_is_submitted_with_its_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_submitted_with_its_directory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     submitted = []
 
     def submit(command: SubmitCommand, config: RunConfig) -> str:
         submitted.append((command.flags, config.directory))
-        return "7"
+        return "7\n"
 
     monkeypatch.setattr("bapo_megatron.commands.cluster.submit.submit", submit)
     assert cli.run(["submit", str(RECIPE), "--cluster", "x.toml", "--rollout-only"]) == 0
     assert submitted == [(("--rollout-only",), Path("runs/demo_cpu-rollout-only"))]
+    printed = capsys.readouterr()
+    assert printed.out == "7\n"  # which scripts read
+    place = Path("runs/demo_cpu-rollout-only").absolute()
+    assert f"job 7 is submitted; run directory {place}\nbapo status {place} " in printed.err
+    assert f"bapo cancel {place} " in printed.err
 
 
 def _with(run: RunConfig, rollout: RolloutConfig) -> RunConfig:

@@ -50,6 +50,20 @@ def test_gpus(
     assert found == ([told] if told else [])
 
 
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("", 8)])
+def test_a_run_on_the_cpu_needs_none_of_the_nodes_gpus(
+    probe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, gpus: int
+) -> None:
+    monkeypatch.setenv("BAPO_DEVICE", device)
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    words = ["--folder", str(tmp_path), "--nodes", "n1", "--disk", str(tmp_path), "--gpus", "8"]
+    monkeypatch.setattr(sys, "argv", ["probe.py", *words])
+    asked: list[Any] = []
+    monkeypatch.setattr(probe, "probe_node", lambda *arguments: asked.append(arguments[3]))
+    probe.main()
+    assert [needs.gpus for needs in asked] == [gpus]
+
+
 def test_memory_and_disk(probe: ModuleType, tmp_path: Path) -> None:
     found = list(probe.local_problems(probe.Needs(memory_gb=1e6, disk_gb=1e6), tmp_path))
     assert [line.split(":")[0] for line in found] == ["memory", f"disk of {tmp_path}", "disk of /tmp"]

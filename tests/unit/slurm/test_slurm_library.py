@@ -96,6 +96,7 @@ def test_budgets_are_apart(shell: Shell, tmp_path: Path) -> None:
         "node": 0,
         "storage": 0,
         "engines": 0,
+        "health": 0,
     }
 
 
@@ -184,6 +185,28 @@ def test_events_are_those_of_the_trainer(shell: Shell, tmp_path: Path) -> None:
     assert second.pop("time")[-6:] == "+00:00"
     expected = {"text": 'say "x\\y"\n\ttab end', "count": 3, "share": 0.5, "name": "007", "none": ""}
     assert second == {"kind": "kind", **expected, "job": 7, "restart": 0}
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+@pytest.mark.parametrize("text", ["a" + "é" * 500, "a\udcff\udc80b" + "字" * 400, "\udce9"])
+def test_an_event_is_valid_wherever_its_text_is_cut(
+    shell: Shell, tmp_path: Path, text: str, locale: str
+) -> None:
+    shell('bapo_event kind "text=$ODD"', ODD=text, LC_ALL=locale)
+    row = json.loads((tmp_path / "events.jsonl").read_bytes().decode("utf-8"))
+    kept = row["text"]
+    assert "\ufffd" not in kept
+    assert kept == "".join(char for char in text if not "\udc80" <= char <= "\udcff")[: len(kept)]
+    assert len(kept) > 250 or len(text) == 1
+
+
+def test_a_job_follows_no_link_out_of_its_run_directory(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("mine\n")
+    (tmp_path / "events.jsonl").symlink_to(tmp_path / "kept")
+    found = shell("bapo_open_logs")
+    assert found.returncode == 2
+    assert "events.jsonl is a link; links in a run directory are not followed" in found.stderr
+    assert (tmp_path / "kept").read_text() == "mine\n"
 
 
 def test_a_running_trainer_is_not_cut_off(shell: Shell, tmp_path: Path) -> None:

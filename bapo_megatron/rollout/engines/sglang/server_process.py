@@ -39,6 +39,7 @@ from bapo_megatron.runtime.device import (
     ALLOCATOR_VARIABLE,
     should_have_gpu,
 )
+from bapo_megatron.runtime.run_files import open_plain
 
 PYTHON_VARIABLE = "BAPO_SGLANG_PYTHON"
 _CPU_LAUNCHER = Path(on_cpu.__file__).with_name("launch.py")
@@ -228,7 +229,7 @@ class ServerProcess(ChildProcess):
         self._folder = ServerFolder(environment.get("TMPDIR"))
         environment = {**environment, "TMPDIR": self._folder.path}
         try:
-            with log.open("ab") as output:
+            with open(open_plain(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as output:
                 super().__init__(command, environment, guarded=True, stdout=output, stderr=subprocess.STDOUT)
         except BaseException:
             self._folder.remove()

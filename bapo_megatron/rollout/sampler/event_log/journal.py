@@ -12,7 +12,7 @@ import fcntl
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import (
@@ -22,6 +22,7 @@ from bapo_megatron.rollout.sampler.event_log.write_ahead_log import (
     read_records,
 )
 from bapo_megatron.runtime.files import sync_folder
+from bapo_megatron.runtime.run_files import open_lock
 from bapo_megatron.runtime.storage import writing
 
 FILE_BYTES = 256 * 2**20
@@ -109,9 +110,9 @@ def _group_numbers(record: Record) -> Iterable[int]:
     return {fields["number"]} if "number" in fields else ()
 
 
-def _locked(path: Path) -> TextIO:
+def _locked(path: Path) -> BinaryIO:
     """The open lock file; closing it releases the lock."""
-    file = path.open("w")
+    file = open_lock(path)
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:
         try:

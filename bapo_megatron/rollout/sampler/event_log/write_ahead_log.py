@@ -15,12 +15,14 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bapo_megatron.runtime.files import append_whole
+from bapo_megatron.runtime.run_files import open_plain
 
 _MAGIC = b"BPR"
 _LAST, _MORE = _MAGIC + b"1", _MAGIC + b"+"
@@ -60,9 +62,10 @@ class WriteAheadLog:
         """Open or create the file, and cut off what a kill left half-written at its end."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.size = _whole_end(path) if path.exists() else 0
-        self._file = path.open("ab", buffering=0)
-        if self._file.tell() > self.size:
+        self._file = FileIO(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+        held = self._file.seek(0, os.SEEK_END)
+        self.size = _whole_end(path) if held else 0
+        if held > self.size:
             self._file.truncate(self.size)
 
     def write(self, records: Iterable[Record]) -> None:

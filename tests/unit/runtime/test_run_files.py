@@ -1,0 +1,183 @@
+"""Files of a run directory that lead elsewhere, never end, or hold what no run writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.checkpoint.run_directory import check_writable, only_writer, read_config
+from bapo_megatron.commands.cluster.run_logs import show_logs
+from bapo_megatron.commands.cluster.status import read_status, tail_rows
+from bapo_megatron.commands.cluster.status_text import status_text
+from bapo_megatron.commands.report.page import write_report
+from bapo_megatron.errors import ConfigError, printable
+from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal
+from bapo_megatron.rollout.sampler.event_log.write_ahead_log import WriteAheadLog
+from bapo_megatron.runtime import jsonl_log
+from bapo_megatron.runtime.jsonl_log import EventLog, JsonlLog, read_jsonl
+from bapo_megatron.runtime.run_files import check_no_links, open_lock
+
+
+def lock_run(run: Path) -> None:
+    with only_writer(run):
+        pass
+
+
+WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "lock": (".lock", lock_run),
+    "lock of the start": (".lock", check_writable),
+    "lock alone": (".lock", lambda run: open_lock(run / ".lock")),
+    "journal's lock": ("journal/.lock", lambda run: SegmentJournal(run / "journal")),
+    "journal": (
+        "journal/segments-000001.log",
+        lambda run: WriteAheadLog(run / "journal/segments-000001.log"),
+    ),
+    "events": ("events.jsonl", lambda run: EventLog(run / "events.jsonl")),
+    "metrics": ("metrics.jsonl", lambda run: JsonlLog(run / "metrics.jsonl")),
+    "picture": ("report/overview.png", lambda run: write_report(run)),
+    "server's log": ("logs/server-0.log", check_writable),
+    "profile": ("profile/step_000001_rank_0.json", check_writable),
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    made = tmp_path / "run"
+    for folder in ("journal", "report", "logs", "profile"):
+        (made / folder).mkdir(parents=True)
+    return made
+
+
+@pytest.mark.parametrize(("name", "write"), WRITERS.values(), ids=WRITERS)
+def test_a_link_of_a_run_directory_is_refused_and_its_target_stays(
+    run: Path, tmp_path: Path, name: str, write: Callable[[Path], object]
+) -> None:
+    target = tmp_path / "kept"
+    target.write_text("mine")
+    (run / name).symlink_to(target)
+    if not name.startswith("metrics"):
+        (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(
+        ConfigError, match=r"is a link to .*kept.* not followed: put the file or folder itself"
+    ):
+        write(run)
+    assert target.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["journal", "report", "checkpoints", "weights", "logs", "export"])
+def test_folders_of_a_run_may_not_lead_out(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=f"{name} is a link to .*whole run directory, which may be a link"):
+        check_no_links(tmp_path / "run")
+
+
+def test_the_run_directory_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "scratch")
+    check_writable(tmp_path / "run")
+    with only_writer(tmp_path / "run"):
+        EventLog(tmp_path / "run/events.jsonl").event("start")
+    assert read_jsonl(tmp_path / "scratch/events.jsonl")[0]["kind"] == "start"
+
+
+def test_what_stands_in_a_lock_stays(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("text")
+    lock_run(tmp_path)
+    assert (tmp_path / ".lock").read_text() == "text"
+
+
+READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "status": ("events.jsonl", read_status),
+    "status's metrics": ("metrics.jsonl", lambda run: list(tail_rows(run / "metrics.jsonl"))),
+    "report": ("metrics.jsonl", write_report),
+    "report's events": ("events.jsonl", lambda run: read_jsonl(run / "events.jsonl")),
+    "configuration": ("config.json", read_config),
+    "log": ("logs/server-0.log", lambda run: show_logs(run, None)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+@pytest.mark.parametrize(("name", "read"), READERS.values(), ids=READERS)
+def test_what_never_ends_is_not_read(run: Path, name: str, read: Callable[[Path], object], kind: str) -> None:
+    if kind == "FIFO":
+        os.mkfifo(run / name)
+    else:
+        (run / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"no plain file|is a link to '/dev/zero'"):
+        read(run)
+
+
+def test_a_line_without_an_end_is_refused(tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    log.write_bytes(b'{"kind": "start"}\n')
+    os.truncate(log, 1 << 40)  # zeros that take no room
+    with pytest.raises(ConfigError, match=r"line 2 is longer than 16 MB"):
+        read_jsonl(log)
+
+
+def test_the_torn_end_is_found_from_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl_log, "_BLOCK", 4)
+    for content, whole in ((b'{"a": 1}\n{"b', b'{"a": 1}\n'), (b"torn", b""), (b"", b""), (b"{}\n", b"{}\n")):
+        path = tmp_path / "log.jsonl"
+        path.write_bytes(content)
+        JsonlLog(path).close()
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"step": 1, "loss": "text"}', "line 1: 'loss' is 'text', no number"),
+        (b'{"step": 1, "loss": [1, 2]}', r"line 1: 'loss' is '\[1, 2\]', no number"),
+        (b'{"loss": 1}', "line 1 has no whole number as its step"),
+        (b'{"step": 1.5}', "line 1 has no whole number as its step"),
+        (b'{"step": "\\ud800"}', "line 1 has no whole number as its step"),
+        (b'{"step": 1, "loss": 1e999}', "line 1 is not JSON .1e999 is beyond a 64-bit number"),
+        (b'{"step": 1, "loss": 1' + b"0" * 400 + b"}", "line 1: 'loss' is '1000*', no number"),
+        (
+            b'{"step": 1, "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            "line 1 is not JSON .nested too deep",
+        ),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_report_names_the_line_that_no_run_wrote(run: Path, line: bytes, message: str) -> None:
+    (run / "metrics.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(ConfigError, match=message):
+        write_report(run)
+
+
+def test_damaged_characters_do_not_end_a_reader(tmp_path: Path) -> None:
+    """Half a surrogate pair, and a character that was cut within its bytes."""
+    log = tmp_path / "events.jsonl"
+    log.write_bytes(b'{"kind": "a\\ud800", "\\udfff": ["\\uD83D\\ude00"]}\n{"kind": "\xc3"}\n')
+    first, second = read_jsonl(log)
+    assert first == {"kind": "a\ufffd", "\ufffd": ["\U0001f600"]}
+    assert second == {"kind": "\ufffd"}
+    assert list(tail_rows(log)) == [second, first]
+
+
+def test_a_report_that_cannot_be_written_names_the_flag(run: Path) -> None:
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    (run / "report").rmdir()
+    (run / "report").write_text("")
+    with pytest.raises(ConfigError, match=r"report: name another folder with --output DIR"):
+        write_report(run)
+
+
+def test_terminal_codes_are_printed_as_text(tmp_path: Path) -> None:
+    event = {
+        "time": "2026-01-01T00:00:00+00:00",
+        "kind": "job_stopped",
+        "cause": "\x1b]0;title\x07\u202e\x9b2J",
+    }
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    text = status_text(read_status(tmp_path))
+    assert r"\x1b]0;title\x07\u202e\x9b2J" in text
+    assert printable("é 字 \t\n") == "é 字 \t\n"
+    assert printable("\ud800\r") == r"\ud800\r"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from bapo_megatron.data.packing import Sample
 from bapo_megatron.hf import parameter_map

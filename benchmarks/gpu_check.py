@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import faulthandler
 import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +28,16 @@ from benchmarks.common import RESULTS, one_process
 from benchmarks.gpu import (
     engine_head,
     environment,
+    handles,
+    host_streams,
     kernel,
     layers,
     memory_and_speed,
+    offload,
     output_layer,
     parity,
     phases,
+    server,
 )
 from benchmarks.gpu.rows import Row, Size
 
@@ -42,20 +48,26 @@ class Section:
 
     title: str
     run: Callable[[Size, Path], Iterator[Row]]
+    budget_s: int
+    """Seconds that it should take on an H100 at most; all together ten minutes."""
 
 
 SECTIONS = (
-    Section("Environment", environment.rows),
-    Section("Attention kernel against float64", kernel.rows),
-    Section("GPU against CPU", parity.rows),
-    Section("Layers", layers.rows),
-    Section("Output layer", output_layer.rows),
-    Section("Output layer against SGLang's formula", engine_head.rows),
-    Section("Memory and speed of an update", memory_and_speed.rows),
-    Section(
-        "Memory by phase against the rehearsal", phases.rows
-    ),  # of the policy that the section before saves
+    Section("Environment", environment.rows, 5),
+    Section("Attention kernel against float64", kernel.rows, 15),
+    Section("GPU against CPU", parity.rows, 80),
+    Section("Layers", layers.rows, 10),
+    Section("Output layer", output_layer.rows, 10),
+    Section("Output layer against SGLang's formula", engine_head.rows, 10),
+    Section("Offload and reload", offload.rows, 45),
+    Section("Weights by handles to another process", handles.rows, 45),
+    Section("Host optimizer against the device's", host_streams.rows, 40),
+    Section("A colocated SGLang server", server.rows, 150),
+    Section("Memory and speed of an update", memory_and_speed.rows, 120),
+    Section("Memory by phase against the rehearsal", phases.rows, 70),  # of the policy that the former saves
 )
+HANGS_AFTER_S = 1200
+"""Then the program prints where it stands and ends: a kernel that hangs cannot be ended otherwise."""
 
 
 def main(arguments: list[str]) -> int:
@@ -72,14 +84,20 @@ def main(arguments: list[str]) -> int:
         return 2
     tiny = options.quick or options.device == "cpu"
     size = Size.smallest(options.device) if tiny else Size(options.device)
+    if options.device == "cuda":
+        faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
     found: dict[str, list[Row]] = {}
     with one_process(), tempfile.TemporaryDirectory() as folder:
         for section in SECTIONS:
             print(f"\n## {section.title}\n", flush=True)
             found[section.title] = []
+            start = time.monotonic()
             for row in section.run(size, Path(folder)):
                 found[section.title].append(row)
                 print(row.line(), flush=True)
+            took = Row("time", f"{time.monotonic() - start:.0f} s", "" if tiny else f"{section.budget_s} s")
+            found[section.title].append(took)
+            print(took.line(), flush=True)
     if not tiny:
         keep(found)
     failed = [row for rows in found.values() for row in rows if row.ok is False]

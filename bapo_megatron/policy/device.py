@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from bapo_megatron.runtime.device import choose_vector_kernels, uses_gpu
+from bapo_megatron.runtime.device import choose_vector_kernels, has_apex, uses_gpu
 
 _CPU = torch.device("cpu")
 _thread = threading.local()
@@ -36,6 +36,18 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
     Its attention takes packed documents in half precision only.
     """
     return dtype != torch.float32 and has_cuda() and find_spec("transformer_engine") is not None
+
+
+def optimizer_problem() -> str | None:
+    """Why megatron's choice of Adam would fail on this GPU, with the fix; None if nothing is wrong."""
+    if not has_cuda() or find_spec("transformer_engine") is not None or not has_apex():
+        return None
+    if find_spec("amp_C") is not None:
+        return None
+    return (
+        "apex is installed without its CUDA kernels (amp_C), and megatron takes its FusedAdam: build it with "
+        "them (docs/gpu_path.md), or pip uninstall apex, for torch's AdamW"
+    )
 
 
 def attention_problem(dtype: torch.dtype) -> str | None:
@@ -124,7 +136,7 @@ def _answer_cuda_queries() -> None:
 
 
 def use_torch_optimizer() -> None:
-    """Let megatron take torch's AdamW also where Transformer Engine is installed: its kernels need a GPU.
+    """Let megatron take torch's AdamW also where Transformer Engine or apex is: their kernels need a GPU.
 
     A login node and a cluster's CPU nodes share the environment of its GPU nodes.
     """
@@ -135,7 +147,8 @@ def use_torch_optimizer() -> None:
 
     choice.Adam, choice.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
     distrib_optimizer.Adam = torch.optim.Adam
-    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = False
+    distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
     clip_grads.l2_norm_impl = _l2_norm
     for module in (clip_grads, base):
         module.multi_tensor_applier = utils.local_multi_tensor_applier

@@ -30,7 +30,7 @@ from bapo_megatron.policy.background_save import BackgroundSave
 from bapo_megatron.policy.device import has_cuda, release_cached_memory, select_device
 from bapo_megatron.policy.flops import attention_weight
 from bapo_megatron.policy.model import build_chunks, transformer_config
-from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step
+from bapo_megatron.policy.optimizer import build_optimizer, build_schedule, clipped_step, implementation
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.policy.passes import Passes
 from bapo_megatron.policy.state.bit_digest import state_digest
@@ -88,6 +88,11 @@ class MegatronPolicy:
     def data_rank(self) -> int:
         """The data-parallel rank: which replica of the model this process belongs to."""
         return int(parallel_state.get_data_parallel_rank())
+
+    @property
+    def optimizer_name(self) -> str:
+        """Whose AdamW steps: what is installed decides."""
+        return implementation(self._optimizer)
 
     @property
     def pack_layout(self) -> PackLayout:

@@ -12,7 +12,9 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from bapo_megatron.config import OptimizerConfig
-from bapo_megatron.policy.host_optimizer import put_on_host
+from bapo_megatron.policy.host_optimizer import HostAdamW, put_on_host
+
+_OWNERS = {"transformer_engine": "Transformer Engine's", "apex": "apex's", "torch": "torch's"}
 
 
 def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.dtype) -> Any:
@@ -38,6 +40,18 @@ def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.
     if config.device == "cpu":
         put_on_host(optimizer, config)
     return optimizer
+
+
+def implementation(optimizer: Any) -> str:
+    """Whose AdamW steps: Transformer Engine's where it is, else apex's, else torch's; or the host's."""
+    kinds = {type(part.optimizer) for part in optimizer.chained_optimizers if not part.is_stub_optimizer}
+    names = [
+        "torch's AdamW on the host"
+        if kind is HostAdamW
+        else f"{_OWNERS.get(kind.__module__.split('.')[0], kind.__module__)} {kind.__name__}"
+        for kind in kinds
+    ]
+    return " and ".join(sorted(names)) or "none on this rank"
 
 
 def clipped_step(optimizer: Any, clip_grad: float) -> float:

@@ -39,6 +39,8 @@ def prepare_layers(layers: Layers) -> None:
 
     Transformer Engine asks for the GPU when it is imported, and megatron for Transformer Engine.
     """
+    for name in ("apex", "amp_C"):  # its compiled kernels take no fake tensors
+        sys.modules[name] = None  # type: ignore[assignment]
     if layers == "te":
         from bapo_megatron.rehearsal.fake.cuda_device import answer_queries
         from bapo_megatron.rehearsal.transformer_engine import install

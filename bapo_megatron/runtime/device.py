@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
@@ -63,6 +64,18 @@ def gpu_problem() -> str | None:
     return (
         f"this machine should have a GPU ({'; '.join(signs)}), but torch {torch.__version__} cannot use one: "
         f"{_torch_reason()}. {_fix(torch.version.cuda)}; {DEVICE_VARIABLE}=cpu asks for the CPU"
+    )
+
+
+def has_apex() -> bool:
+    """Whether NVIDIA's apex is installed. PyPI has another package of that name, without optimizers."""
+    try:
+        found = find_spec("apex")
+    except (ImportError, ValueError):
+        return False
+    folders = (found and found.submodule_search_locations) or ()
+    return any(
+        (Path(folder) / name).exists() for folder in folders for name in ("optimizers", "optimizers.py")
     )
 
 

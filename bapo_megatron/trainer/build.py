@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import RunConfig
 from bapo_megatron.hf.reader import TensorReader
 from bapo_megatron.interfaces import Policy, Sampler, WeightSync
+from bapo_megatron.policy.device import has_cuda
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.weight_sync.ipc import IpcSync
@@ -58,6 +60,12 @@ class Run:
     watchdog: Watchdog
 
 
+def announce_optimizer(name: str, on_gpu: bool) -> None:
+    """Say whose optimizer steps, on a GPU or if it is not torch's: what is installed decides that."""
+    if on_gpu or not name.startswith("torch's"):
+        print(f"optimizer: {name}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
     """The run of ``config``, continued from its newest whole checkpoint if it has one. Collective.
@@ -66,6 +74,8 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
     """
     paths = RunPaths(config.directory)
     policy = build_policy(config)
+    if is_main():
+        announce_optimizer(policy.optimizer_name, has_cuda())
     clip_bounds = Clipping(config.algorithm, config.batch.hold_forwards)
     point = find_resume_point(config)
     saved = point.checkpoint

@@ -16,7 +16,7 @@ from bapo_megatron.hf.export import check_export_output
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.attention.te_backend import check_environment
-from bapo_megatron.policy.device import attention_problem, has_cuda
+from bapo_megatron.policy.device import attention_problem, has_cuda, optimizer_problem
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
 from bapo_megatron.reward.functions import is_built_in, load_function, runs_code
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
@@ -118,6 +118,8 @@ def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
     problems = list(layout_problems(parallel, shape))
     if problem := attention_problem(getattr(torch, model.dtype)):
         problems.append(f"model.dtype={model.dtype}: {problem}")
+    if problem := optimizer_problem():
+        problems.append(problem)
     if problems:
         raise ConfigError("\n".join(problems))
     return shape

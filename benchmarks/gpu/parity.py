@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.gpu.rows import Row, Size
+from benchmarks.gpu.rows import Row, Size, commands_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,10 +32,12 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
 
 def _verify(flags: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bapo_megatron.cli", "verify-parallel", "recipes/demo_cpu.py"]
-    launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    inherited = {name: value for name, value in os.environ.items() if name not in launcher}
     return subprocess.run(
-        [*command, *flags], capture_output=True, text=True, cwd=ROOT, env={**inherited, **environment}
+        [*command, *flags],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**commands_environment(), **environment},
     )
 
 

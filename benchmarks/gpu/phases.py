@@ -20,11 +20,13 @@ from bapo_megatron.commands.plan.hardware import GB
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.data.packing import pack_samples
+from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.device import uses_transformer_engine
+from bapo_megatron.rehearsal.layers import te_folder
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.clip_bounds import Clipping
 from benchmarks.gpu.memory_and_speed import draw
-from benchmarks.gpu.rows import Row, Size
+from benchmarks.gpu.rows import Row, Size, commands_environment
 
 LIMIT = 0.05
 """Part by which a phase's peak may miss the rehearsed one, beside SLACK_GB."""
@@ -57,7 +59,12 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
     """A row for each phase that was both rehearsed and measured. ``folder`` holds the policy of this size."""
     recipe = folder / "phases.py"
     recipe.write_text(_RECIPE.format(pack=size.pack, response=size.pack - 8))
-    rehearsed, said = rehearse(recipe)
+    try:
+        layers = rehearsed_layers()
+    except ConfigError as error:  # another version than the one that can be rehearsed is no mistake
+        yield Row("rehearsal", f"not run: {error}"[:300])
+        return
+    rehearsed, said = rehearse(recipe, layers)
     if rehearsed is None:
         yield Row("rehearsal", said, "a page of figures", False if size.cuda else None)
         return
@@ -68,6 +75,8 @@ def rows(size: Size, folder: Path) -> Iterator[Row]:
     for phase, peak in measured(size, load_recipe(recipe, RunConfig), folder).items():
         if phase in rehearsed:
             yield judged(phase, peak, rehearsed[phase], size.tiny)
+        else:
+            yield Row(phase, f"{peak:.2f} GB, not rehearsed: {said}", "rehearsed", False)
 
 
 def judged(phase: str, peak: float, rehearsed: float, tiny: bool) -> Row:
@@ -77,26 +86,46 @@ def judged(phase: str, peak: float, rehearsed: float, tiny: bool) -> Row:
     return Row(phase, f"{peak:.2f} GB, rehearsed {rehearsed:.2f}", limit, None if tiny else ok)
 
 
-def rehearse(recipe: Path) -> tuple[dict[str, float] | None, str]:
-    """GB by phase, and the command's last line; None for the former if the command failed."""
-    output = recipe.with_suffix(".json")
+def rehearsed_layers() -> str:
+    """The layers of this machine. ConfigError if they are of a Transformer Engine that is not rehearsed."""
     layers = "te" if uses_transformer_engine(torch.bfloat16) else "torch"
+    if layers == "te":
+        te_folder()
+    return layers
+
+
+def rehearse(recipe: Path, layers: str) -> tuple[dict[str, float] | None, str]:
+    """GB by phase, and the command's last line or the rank's error; None for the former if there are none.
+
+    It sees no GPU, so that torch built for CUDA answers as on a login node: the rehearsal makes its own.
+    """
+    output = recipe.with_suffix(".json")
+    environment = {**commands_environment(), "CUDA_VISIBLE_DEVICES": ""}
     flags = ["--layers", layers, "--packs", "1", "--json", str(output)]
     command = [sys.executable, "-m", "bapo_megatron.cli", "rehearse", str(recipe), *flags]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_REHEARSAL_S)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_REHEARSAL_S
+        )
     except subprocess.TimeoutExpired:
         return None, f"not done in {_REHEARSAL_S} s"
     last = ((done.stdout + done.stderr).strip() or "no output").splitlines()[-1]
     if not output.is_file():  # with exit code 1 it is written too: the recipe does not fit
         return None, last[:200]
-    found: dict[str, float] = json.loads(output.read_text())["peak_gb"]
-    return found, last
+    found = json.loads(output.read_text())
+    errors = [rank["error"] for rank in found.get("ranks", []) if rank["error"]]
+    return found["peak_gb"], (errors or [last])[0][:200]
 
 
 def measured(size: Size, config: RunConfig, folder: Path) -> dict[str, float]:
-    """Peaks of allocated memory in GB, by the rehearsal's names of the phases."""
+    """Peaks of allocated memory in GB, by the rehearsal's names of the phases.
+
+    What sections before have left, buffers that are kept for good, is not the policy's.
+    """
     peaks: dict[str, float] = {}
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
@@ -104,7 +133,7 @@ def measured(size: Size, config: RunConfig, folder: Path) -> dict[str, float]:
         torch.cuda.reset_peak_memory_stats()
         yield
         torch.cuda.synchronize()
-        peaks[name] = torch.cuda.max_memory_allocated() / GB
+        peaks[name] = (torch.cuda.max_memory_allocated() - before) / GB
 
     with phase("build"):
         policy = build_policy(config)

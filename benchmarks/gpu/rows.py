@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+_LAUNCHER = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def commands_environment() -> dict[str, str]:
+    """The environment of a command that a section runs: this one's without this rank's place."""
+    return {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
 
 
 @dataclass(frozen=True)

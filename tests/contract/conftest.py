@@ -49,6 +49,7 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
     "initializer_range": 0.2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},  # no default, which hides a lost one
     "eos_token_id": None,
     "bos_token_id": None,
     "pad_token_id": None,

@@ -208,7 +208,7 @@ def refusals(folder: Path, samples: list[Sample], path: Path) -> list[str]:
     policy.offload()
     told = []
     for call in calls:
-        with pytest.raises(RuntimeError) as raised:
+        with pytest.raises(RuntimeError, match="the policy is offloaded") as raised:
             call()
         told.append(str(raised.value))
     policy.reload()

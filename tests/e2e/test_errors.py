@@ -182,7 +182,7 @@ def test_report_of_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 def test_help_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--help"]) == 0
     assert "train RECIPE" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit, match="^0$") as exit:
         cli.run(["train", RECIPE, "--help"])
     assert exit.value.code == 0
     text = capsys.readouterr().out

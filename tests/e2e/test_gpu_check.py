@@ -14,14 +14,18 @@ import pytest
 import torch
 
 from bapo_megatron.commands.plan.hardware import GB
-from bapo_megatron.config import BatchConfig, RunConfig
+from bapo_megatron.config import BatchConfig, ParallelConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
-from benchmarks.gpu import phases
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.policy.host_optimizer import _Copies
+from benchmarks import gpu_check as program
+from benchmarks.gpu import handles, host_streams, offload, phases, server
 from benchmarks.gpu.memory_and_speed import LIMIT, predicted
 from benchmarks.gpu.rows import Row, Size
+from tests.support.workers import run_layout
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = 8
+SECTIONS = 12
 
 
 def gpu_check(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -41,6 +45,17 @@ def test_without_a_gpu_all_but_the_kernels_runs() -> None:
     assert "torch: weights of a Hugging Face folder, in and out | 51 of 51 equal" in done.stdout
     assert "| T 0.6: float32 logits, the servers' flag |" in done.stdout
     assert "\n## Memory by phase against the rehearsal\n" in done.stdout
+    assert (
+        "| 2: back again | digests of weights, masters and moments equal | bit by bit | ok |" in done.stdout
+    )
+    assert "| weights by shared memory | 27 of 27 tensors in 8 buckets" in done.stdout
+    assert (
+        "| weights on the device are the host's masters, rounded | 0 of 17 parameters differ |" in done.stdout
+    )
+    assert ("not run: no interpreter at" in done.stdout) or (
+        f"| {server.STEPS} steps of bapo train | exit code 0 |" in done.stdout
+        and "| memory changes hands | " in done.stdout
+    )
     assert done.stdout.endswith("every check held\n")
 
 
@@ -103,7 +118,11 @@ def test_the_rehearsal_is_asked_by_its_command(tmp_path: Path, monkeypatch: pyte
     """Its JSON has the peaks by phase; a command that fails is told, not passed over."""
     (tmp_path / "policy").mkdir()
 
-    def run(command: list[str], **_: Any) -> SimpleNamespace:
+    monkeypatch.setenv("RANK", "0")
+
+    def run(command: list[str], env: dict[str, str], **_: Any) -> SimpleNamespace:
+        assert env["CUDA_VISIBLE_DEVICES"] == ""
+        assert "RANK" not in env
         assert command[3:5] == ["rehearse", str(tmp_path / "phases.py")]
         flags = dict(zip(command[5::2], command[6::2], strict=True))
         assert (flags["--layers"], flags["--packs"]) == ("torch", "1")
@@ -122,3 +141,132 @@ def test_the_rehearsal_is_asked_by_its_command(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "phases.json").unlink()
     (row,) = phases.rows(replace(Size.smallest("cpu"), device="cuda"), tmp_path)
     assert (row.measured, row.ok) == ("error: no", False)
+
+
+def test_a_rank_that_fails_is_named_beside_the_phases_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Phases after the error are not passed over."""
+    (tmp_path / "policy").mkdir()
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        ranks = [{"error": "update 1: x.py:3: RuntimeError: no kernel"}]
+        Path(command[-1]).write_text(json.dumps({"peak_gb": {"build": 5.0}, "ranks": ranks}))
+        return SimpleNamespace(stdout="does not fit", stderr="")
+
+    monkeypatch.setattr(phases, "subprocess", SimpleNamespace(run=run, TimeoutExpired=TimeoutError))
+    monkeypatch.setattr(phases, "measured", lambda *_: {"build": 5.1, "update 1": 7.0})
+    first, second = phases.rows(replace(Size.smallest("cpu"), device="cuda", tiny=False), tmp_path)
+    assert first.ok is True
+    assert second.ok is False
+    assert "no kernel" in second.measured
+
+
+def test_layers_that_cannot_be_rehearsed_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other() -> Path:
+        raise ConfigError("no sources of Transformer Engine 2.11.0")
+
+    monkeypatch.setattr(phases, "uses_transformer_engine", lambda _: True)
+    monkeypatch.setattr(phases, "te_folder", other)
+    [row] = phases.rows(Size.smallest("cpu"), tmp_path)
+    assert (row.ok, row.measured) == (None, "not run: no sources of Transformer Engine 2.11.0")
+
+
+def test_the_budgets_are_ten_minutes() -> None:
+    assert sum(section.budget_s for section in program.SECTIONS) <= 600
+    assert server.END_S["cuda"] < program.HANGS_AFTER_S
+
+
+def test_memory_that_the_driver_did_not_get_back_fails() -> None:
+    assert offload.freed("a", 9 * GB, 10 * GB, 19 * GB).ok is True
+    assert offload.freed("a", 9 * GB, 10 * GB, int(18.8 * GB)).ok is True
+    assert offload.freed("a", 9 * GB, 10 * GB, int(18.5 * GB)).ok is False
+    assert offload.freed("a", 9 * GB, None, None).ok is None
+
+
+class Weights:
+    """A policy's part in a hand-over."""
+
+    device = torch.device("cpu")
+
+    def hf_weights(self) -> Any:
+        yield from ((f"w{number}", torch.full((5, 7), float(number))) for number in range(9))
+
+
+def test_weights_that_change_on_their_way_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor of the second bucket is another."""
+    sent, read, buckets, _ = handles.handed_over(Weights(), 400)
+    assert sent == read
+    assert buckets == 5
+    plain = handles.handles_of
+
+    def wrong(named: list[tuple[str, torch.Tensor]]) -> bytes:
+        return plain([(name, tensor + 1 if name == "w2" else tensor) for name, tensor in named])
+
+    monkeypatch.setattr(handles, "handles_of", wrong)
+    sent, read, *_ = handles.handed_over(Weights(), 400)
+    assert [name for name in sent if sent[name] != read[name]] == ["w2"]
+
+
+def test_a_reader_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handles, "handles_of", lambda _named: b"no pickle")
+    with pytest.raises(RuntimeError, match="UnpicklingError"):
+        handles.handed_over(Weights(), 400)
+
+
+def lines(folder: Path, mistake: bool) -> list[str]:
+    """Rows of the host optimizer's section on a rank; ``mistake``: gradients of the bucket after each."""
+    if mistake:
+        plain = _Copies.gradients
+        _Copies.gradients = lambda self, bucket: [  # type: ignore[method-assign,assignment]
+            (shard, gradient * (1 + 1e-3 * (bucket == 3))) for shard, gradient in plain(self, bucket)
+        ]
+    return [row.line() for row in host_streams.rows(Size.smallest("cpu"), folder)]
+
+
+def test_a_bucket_with_other_gradients_is_seen(tmp_path: Path) -> None:
+    """A part of a thousand in one of them."""
+    [good] = run_layout(lines, ParallelConfig(), tmp_path, False)
+    assert all(line.endswith("| ok |") for line in good)
+    [bad] = run_layout(lines, ParallelConfig(), tmp_path, True)
+    assert [line.split(" ")[1] for line in bad if line.endswith("FAILED |")] == ["exp_avg", "exp_avg_sq"]
+
+
+def test_without_sglang_the_section_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise ConfigError("no interpreter at x: `make cluster` installs SGLang\nmore")
+
+    monkeypatch.setattr(server, "sglang_python", none)
+    [row] = server.rows(Size.smallest("cpu"), tmp_path)
+    assert row.ok is None
+    assert row.measured.startswith("not run: no interpreter at x: `make cluster` installs SGLang (or BAPO")
+
+
+def test_a_run_that_hangs_is_ended(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("import time\ntime.sleep(10**6)\n")
+    assert server.run(recipe, tmp_path, 0.5).startswith("killed after 0.5 s: ")
+
+
+def test_what_a_servers_run_recorded_is_judged(tmp_path: Path) -> None:
+    """The gap after a wake with old weights, a step that is missing, updates that moved nothing, trouble."""
+
+    def judged(gaps: list[float], moved: float, *kinds: str) -> list[bool | None]:
+        steps = [
+            {"step": 1 + n, "rollout/engine_gap_mean": gap, "time/wake_s": 2.0} for n, gap in enumerate(gaps)
+        ]
+        updates = [{"step": 1, "policy/ratio_gap": moved}]
+        for name, rows in (
+            ("metrics", steps),
+            ("updates", updates),
+            ("events", [{"kind": one} for one in kinds]),
+        ):
+            (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return [row.ok for row in server.judged(tmp_path, "bfloat16")]
+
+    assert judged([1e-3, 2e-3, 3e-3], 0.5, "start") == [True] * 5
+    assert judged([1e-3, 0.3, 3e-3], 0.5) == [True, False, True, True, True]
+    assert judged([1e-3], 0.5) == [True, False, False, True, True]
+    assert judged([1e-3, 2e-3, 3e-3], 0.05) == [True, True, True, False, True]
+    assert judged([1e-3, 2e-3, 3e-3], 0.5, "memory_kept") == [True, True, True, True, False]
+    assert [row.ok for row in server.judged(tmp_path / "none", "bfloat16")] == [False] * 5

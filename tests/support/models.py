@@ -19,6 +19,8 @@ _COMMON = {
     "num_key_value_heads": 2,
     "vocab_size": VOCAB,
     "max_position_embeddings": 16384,
+    # Not transformers' and megatron's default of 10,000, which hides a base that is lost on its way.
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
 }
 _LLAMA_ROPE = {
     "rope_type": "llama3",

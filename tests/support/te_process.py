@@ -1,4 +1,5 @@
 """A process that has imported Transformer Engine on the stand-in for its kernels, and runs layouts for tests.
+Or apex as played in ``played_apex``, where ``APEX`` is asked for in place of a version.
 
 The import is global, takes nine seconds of a core and must come before megatron's, so a test process cannot
 make it. ``TransformerEngineProcess`` starts one for a version; ranks are forked from it. ``Choices`` says
@@ -24,6 +25,7 @@ from bapo_megatron.config import ParallelConfig
 from bapo_megatron.rehearsal.transformer_engine.sources import find_sources
 
 ROOT = Path(__file__).parents[2]
+APEX = "apex"
 _kept: list[Callable[[], None]] = []
 """In the process with Transformer Engine: what lets megatron take torch's optimizer."""
 
@@ -48,7 +50,8 @@ class TransformerEngineProcess:
         self._connection, theirs = Pipe()
         descriptor = theirs.fileno()
         self.version = version
-        find_sources(version)  # its error says more than an end of the process
+        if version != APEX:
+            find_sources(version)  # its error says more than an end of the process
         command = [sys.executable, "-W", "ignore", "-m", "tests.support.te_process", version, str(descriptor)]
         path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
         environment = {**os.environ, "PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}  # compiling takes longer
@@ -86,8 +89,11 @@ def main() -> None:
     from bapo_megatron.runtime.processes import die_with_parent
 
     die_with_parent()
-    install(find_sources(sys.argv[1]))
-    take_float32()
+    if sys.argv[1] == APEX:
+        sys.path.insert(0, str(Path(__file__).parent / "played_apex"))
+    else:
+        install(find_sources(sys.argv[1]))
+        take_float32()
     import torch
 
     from bapo_megatron.policy import device

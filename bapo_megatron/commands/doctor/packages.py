@@ -6,14 +6,14 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
 from bapo_megatron.commands.doctor.rows import DoctorRow, missing, one_line
 from bapo_megatron.commands.doctor.tested import TRAINING, Permitted, canonical, permitted, pins
 from bapo_megatron.runtime.child_process import run_module
-from bapo_megatron.runtime.device import DEVICE_VARIABLE
+from bapo_megatron.runtime.device import DEVICE_VARIABLE, has_apex
 
 SECTION = "training"
 IMPORT_DEADLINE_S = 120.0
@@ -21,6 +21,7 @@ IMPORT_DEADLINE_S = 120.0
 _LEAST_S = 5.0
 """Seconds for the imports that are left when one has used the time up."""
 OLDEST_PYTHON = (3, 11)
+_NOT_APEX = "{}, and it is not NVIDIA's: PyPI has another package of that name"
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ def package_rows(packages: Sequence[Package] = PACKAGES) -> Iterator[DoctorRow]:
         result = imports.get(package.module or "", Import())
         name = canonical(package.name)
         row = package_row(package, versions[package.name], result, ranges.get(name), tested.get(name))
+        if package.name == "apex" and row.state == "ok" and not has_apex():
+            row = replace(row, state="optional", found=_NOT_APEX.format(row.found), fix="pip uninstall apex")
         yield row
         if package.name == "torch" and row.state == "ok":
             yield gpu_row(result.facts)

@@ -343,9 +343,9 @@ def test_contributions_hold_what_the_search_found() -> None:
 
 def test_contributions_refuse_what_does_not_belong_together() -> None:
     got = bapo.measured_sums(**batch(), config=GRID)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="0.55 is not in list"):
         bapo.contributions(got, Bounds(0.55, 2.0), GRID)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="shorter than argument 1"):
         bapo.contributions(got[:4], Bounds(0.5, 2.0), GRID)
 
 

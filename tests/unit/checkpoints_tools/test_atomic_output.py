@@ -202,7 +202,7 @@ def test_a_signal_around_the_lock_cleans_up(
             raise SystemExit(143)
 
     monkeypatch.setattr(atomic_output.fcntl, "flock", told_once)
-    with pytest.raises(SystemExit), atomic_output.atomic_output(tmp_path / "output"):
+    with pytest.raises(SystemExit, match="^143$"), atomic_output.atomic_output(tmp_path / "output"):
         pass
     assert not list(tmp_path.iterdir())
 
@@ -223,7 +223,12 @@ def test_what_another_began_at_the_same_moment_is_left_alone(
         begin(folder, ours)
 
     monkeypatch.setattr(atomic_output, "_begin", too_late)
-    with pytest.raises(SystemExit if told else ConfigError), atomic_output.atomic_output(output):
+    with (
+        pytest.raises(
+            SystemExit if told else ConfigError, match="^143$" if told else "another process is writing"
+        ),
+        atomic_output.atomic_output(output),
+    ):
         pass
     assert (temporary_folder(output) / "theirs").exists()
     theirs.release()
@@ -258,7 +263,7 @@ def test_a_signal_between_the_renames_brings_the_old_output_back(
         rename(path, target)
 
     monkeypatch.setattr(os, "rename", told)
-    with pytest.raises(SystemExit), atomic_output.atomic_output(output) as folder:
+    with pytest.raises(SystemExit, match="^143$"), atomic_output.atomic_output(output) as folder:
         (folder / "config.json").write_text("new")
     assert (output / "config.json").read_text() == "old"
     assert list(tmp_path.iterdir()) == [output]

@@ -74,7 +74,7 @@ def test_a_job_has_time_before_it_is_told_to_stop(tmp_path: Path, time: str, sec
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "c.toml"
     path.write_text(WHOLE + text)
-    with pytest.raises(ConfigError) as failure:
+    with pytest.raises(ConfigError, match=re.escape(told)) as failure:
         load_cluster(path)
     assert told in str(failure.value)
     assert str(path) in str(failure.value)
@@ -83,7 +83,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, told: str) -> None:
 def test_every_missing_field_is_named(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text("qos = 'x'\n")
-    with pytest.raises(ConfigError) as failure:
+    with pytest.raises(ConfigError, match="account is missing") as failure:
         load_cluster(path)
     for name in ("account", "partition", "time", "gpus_per_node"):
         assert f"{name} is missing" in str(failure.value)

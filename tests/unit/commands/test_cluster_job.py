@@ -126,7 +126,7 @@ def test_servers_without_nodes_are_refused() -> None:
 def test_a_container_must_mount_what_its_tasks_read() -> None:
     """A folder above serves, another place inside of the container and a like-named neighbour do not."""
     cluster = replace(pyxis(), mounts=("/shared:/shared", f"{ROOT}:/work", f"{ROOT}x:{ROOT}x"))
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match="does not mount the folder of the submission") as refused:
         check_job(job(cluster), force=True)
     told = f'the container does not mount the folder of the submission {ROOT}: add "{ROOT}:{ROOT}" to mounts'
     assert str(refused.value) == told  # which serves checkout, run directory and recipe, too

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bapo_megatron.commands.doctor import machine
+from bapo_megatron.commands.doctor import machine, packages
 from bapo_megatron.commands.doctor.doctor import DoctorArguments, guarded, run_doctor
 from bapo_megatron.commands.doctor.packages import (
     PACKAGES,
@@ -329,3 +329,14 @@ def test_the_command_line() -> None:
 def test_help_needs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_doctor(["a.py", "--help"]) == 0
     assert "usage: bapo doctor [RECIPE]" in capsys.readouterr().out
+
+
+def test_the_other_package_that_is_called_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "installed_version", lambda _: "0.9.10")
+    monkeypatch.setattr(packages, "try_imports", lambda _: {})
+    apex = [package for package in packages.PACKAGES if package.name == "apex"]
+    row = list(packages.package_rows(apex))[-1]
+    assert (row.state, row.fix) == ("optional", "pip uninstall apex")
+    assert row.found == "0.9.10, and it is not NVIDIA's: PyPI has another package of that name"
+    monkeypatch.setattr(packages, "has_apex", lambda: True)
+    assert list(packages.package_rows(apex))[-1].state == "ok"

@@ -18,7 +18,7 @@ from bapo_megatron.errors import ConfigError, refuse_arguments
 @pytest.mark.parametrize("command", [["report"], ["status"], ["logs"], ["cancel"], ["eval", "compare"]])
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help(command: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="^0$") as ended:
         run([*command, flag])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: bapo {' '.join(command)} ")

@@ -163,7 +163,7 @@ def test_a_value_of_the_wrong_type_is_named(change: dict, message: str) -> None:
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="steps=0") as caught:
         dataclasses.replace(GOOD, steps=0, parallel=ParallelConfig(sequence=True)).check()
     assert "steps=0" in str(caught.value)
     assert "parallel.sequence" in str(caught.value)

@@ -108,7 +108,7 @@ def test_a_path_that_begins_like_a_section_is_none() -> None:
 
 
 def test_a_wrong_name_gets_a_proposal(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match="^2$") as end:
         parsed("inner.keep_lasst=7")
     assert end.value.code == 2
     assert "--inner.keep-last" in capsys.readouterr().err

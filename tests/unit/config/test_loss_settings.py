@@ -37,7 +37,7 @@ def test_a_flag_is_a_json_object_and_replaces_the_recipes() -> None:
 
 @pytest.mark.parametrize("word", ["b=2", "[1]", '{"b": }', ""])
 def test_a_flag_that_is_no_json_object_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^2$"):
         parsed("--algorithm.loss-settings", word)
     assert "--algorithm.loss-settings" in capsys.readouterr().err
 

@@ -208,13 +208,13 @@ def test_bare_prompts_are_the_sum_alone(tmp_path: Path) -> None:
 def test_impossible_attempts_are_refused(
     attempts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^2$"):
         make_task.main(["--out", str(tmp_path), "--attempts", *attempts])
     assert "--attempts" in capsys.readouterr().err
 
 
 def test_shares_above_one_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="^2$"):
         make_task.main(["--out", str(tmp_path), "--rambles=0.7"])  # and 0.75 guesses
     assert "together at most 1" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ BROKEN_ROWS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", BROKEN_ROWS)
 def test_a_broken_row_is_named(file: Path, name: str) -> None:
     broken, says = BROKEN_ROWS[name]
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=re.escape(says)) as error:
         load_prompts(write(file, [row(), row(), broken]), CharacterTokenizer(), 10, lambda _: None)
     assert str(file) in str(error.value)
     assert "row 2" in str(error.value)

@@ -515,7 +515,7 @@ def test_where_results_go() -> None:
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="none is no folder"):
         find_checkpoint(tmp_path / "none", "latest")
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match=r"no config\.json"):

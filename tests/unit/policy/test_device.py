@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from bapo_megatron.policy import device
+from bapo_megatron.runtime.device import has_apex
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, release: str, transformer_engine: bool) -> None:
@@ -79,3 +81,39 @@ def test_the_norm_of_thirty_million_gradients_is_that_of_float64(
         assert found == pytest.approx(expected, rel=2e-7), parts
     ranks = [norm_of([part]) ** 2 for part in noise.chunk(4)]
     assert math.sqrt(sum(ranks)) == pytest.approx(expected, rel=2e-7)
+
+
+PLAYED = Path(__file__).parents[2] / "support/played_apex"
+
+
+def test_apex_is_nvidias_where_it_has_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's package of that name has none; it is not imported to find that out."""
+    assert not has_apex()
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex/__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not has_apex()
+    monkeypatch.syspath_prepend(PLAYED)
+    assert has_apex()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "packages", "refused"),
+    [
+        (True, {"apex"}, True),
+        (True, {"apex", "amp_C"}, False),
+        (True, {"apex", "transformer_engine"}, False),
+        (True, set(), False),
+        (False, {"apex"}, False),
+    ],
+)
+def test_apex_without_its_kernels_is_refused(
+    gpu: bool, packages: set[str], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where megatron would take its FusedAdam, which then raises when it is made."""
+    monkeypatch.setattr(device, "has_cuda", lambda: gpu)
+    monkeypatch.setattr(device, "has_apex", lambda: "apex" in packages)
+    monkeypatch.setattr(device, "find_spec", lambda name: object() if name in packages else None)
+    problem = device.optimizer_problem()
+    assert bool(problem) == refused
+    assert problem is None or "without its CUDA kernels (amp_C)" in problem

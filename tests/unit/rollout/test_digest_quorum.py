@@ -76,7 +76,7 @@ def test_but_not_for_ever() -> None:
         quorum.expect("a")
         quorum.expect("hangs")
         await asyncio.wait_for(quorum.confirm("a", "x"), 10)
-        with pytest.raises(Disagreement):
+        with pytest.raises(Disagreement, match="the engines have different weights: a: x, hangs: y"):
             await quorum.confirm("hangs", "y")
 
     asyncio.run(check())

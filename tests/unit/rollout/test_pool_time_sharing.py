@@ -172,7 +172,7 @@ def test_time_without_engines_counts_from_their_admission(tmp_path: Path) -> Non
             pool.check(minutes=0.0)
             await pool.admit()
             await asyncio.sleep(0.01)
-            with pytest.raises(EnginesGone):
+            with pytest.raises(EnginesGone, match="no engine has worked for 0 minutes"):
                 pool.check(minutes=0.0)
 
     run(check())

@@ -254,7 +254,7 @@ def test_a_server_that_says_it_has_read_and_has_not_gives_another_digest(
             engine = engine_on(server, model)
             await engine.release_memory()
             if server.loads_nothing:
-                with pytest.raises(Disagreement):
+                with pytest.raises(Disagreement, match="of unset"):
                     await wake_by_handles(engine, confirm=confirm)
             else:
                 await wake_by_handles(engine, confirm=confirm)
@@ -343,7 +343,7 @@ def test_garbage_after_a_wake_is_seen(servers: list[SleepingServer], model: Path
 def test_what_wakes_a_server_twice_ends_it(servers: list[SleepingServer], model: Path, folder: Path) -> None:
     async def check() -> None:
         engine = engine_on(servers[0], model)
-        with pytest.raises(ServerError):
+        with pytest.raises(ServerError, match="/resume_memory_occupation: "):
             await engine.wake(folder, 7, agreed)
 
     asyncio.run(check())

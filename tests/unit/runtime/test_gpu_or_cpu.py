@@ -95,7 +95,7 @@ def test_cuda_that_cannot_be_used_is_refused_with_its_reason(
     (bare_machine / "dev/nvidia0").touch()
     fail_with(monkeypatch, RuntimeError(f"{OLD_DRIVER}\n"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match="this machine should have a GPU") as refused:
         uses_gpu()
     text = str(refused.value)
     assert text.startswith(f"this machine should have a GPU ({bare_machine}/dev/nvidia0 exists), but torch ")

@@ -86,7 +86,7 @@ def test_a_checkpoint(disk: Path) -> None:
 
     full_then_not(disk, again, disk / "checkpoints/step_000020")
     ballast = fill(disk, 8)
-    with pytest.raises(RunStopped):
+    with pytest.raises(RunStopped, match="checkpoint of step 30 could not be written .*No space left"):
         save(store, 30, write_policy(bytes(100_000)), {})
     clear_leftovers(disk)  # as a continuation does, which needs the room
     ballast.unlink()

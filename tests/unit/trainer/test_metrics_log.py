@@ -110,7 +110,7 @@ def test_wandb_continues_the_same_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_loggers_that_are_not_installed_are_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_log, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match="pip install tensorboard") as error:
         check_logging(config.LoggingConfig(tensorboard=True, wandb_project="bapo"))
     assert "pip install tensorboard" in str(error.value)
     assert "pip install wandb" in str(error.value)

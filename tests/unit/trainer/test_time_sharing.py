@@ -407,7 +407,7 @@ def test_what_the_trainer_keeps_for_itself_is_not_asked_of_engines(scene: Scene,
     assert scene.events == [], "memory that went while engines were away is the trainer's"
     shared.sample()
     scene.memory["another program"] += 10 * GB
-    with pytest.raises(RunStopped):
+    with pytest.raises(RunStopped, match="51.0 of 55.0 GB are free"):
         shared.train()
 
 

@@ -1,0 +1,117 @@
+"""Weights by handles to a second process, as colocated engines get them: digests of both sides.
+
+CUDA IPC on a GPU, shared memory on a CPU. The reader is a new interpreter, as an engine is. It finds the GPU
+by its UUID as SGLang 0.5.23 does (``srt/utils/patch_torch.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import time
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from bapo_megatron.rollout.weight_sync.buckets import Buckets
+from bapo_megatron.rollout.weight_sync.handles import handles_of, shareable
+from bapo_megatron.runtime.processes import die_with_parent
+from benchmarks.gpu.rows import Row, Size
+from benchmarks.gpu.small_policy import build, save
+
+ANSWER_S = {"cuda": 90.0, "cpu": 600.0}
+"""Longest wait for the reader, which imports everything before its first answer; a CPU may be busy."""
+
+
+def rows(size: Size, folder: Path) -> Iterator[Row]:
+    policy = build(save(size, folder), "bfloat16" if size.cuda else "float32", "model")
+    way = "CUDA IPC" if size.cuda else "shared memory"
+    try:
+        sent, read, buckets, took = handed_over(policy, 2**28 if size.cuda else 2**16)
+    except (RuntimeError, OSError, EOFError) as error:
+        yield Row(f"weights by {way}", f"{type(error).__name__}: {error}"[:300], "digests equal", False)
+        return
+    wrong = [name for name, digest in sent.items() if read.get(name) != digest]
+    said = f"{len(sent) - len(wrong)} of {len(sent)} tensors in {buckets} buckets, {took:.1f} s with digests"
+    held = not wrong and sent.keys() == read.keys()
+    yield Row(
+        f"weights by {way}", said + "".join(f", not {name}" for name in wrong[:3]), "digests equal", held
+    )
+
+
+def handed_over(policy: Any, nbytes: int) -> tuple[dict[str, str], dict[str, str], int, float]:
+    """Digests by tensor of the trainer and of the reader; buckets, and seconds from the first to the last."""
+    ours, theirs = get_context("spawn").Pipe()
+    reader = get_context("spawn").Process(target=read_handles, args=(theirs,), daemon=True)
+    reader.start()
+    theirs.close()
+    buckets = Buckets(nbytes, policy.device, partial(shareable, device=policy.device))
+    sent: dict[str, str] = {}
+    read: dict[str, str] = {}
+    count, limit_s = 0, ANSWER_S[policy.device.type]
+    try:
+        answer(ours, limit_s)  # it has imported everything
+        start = time.perf_counter()
+        for bucket in buckets.cut(policy.hf_weights()):
+            named = bucket.tensors()
+            ours.send_bytes(handles_of(named))
+            sent |= {name: digest(tensor) for name, tensor in named}
+            read |= answer(ours, limit_s)  # the bucket stays as it is until it is read
+            count += 1
+        return sent, read, count, time.perf_counter() - start
+    finally:
+        ours.close()  # by which the reader ends
+        buckets.release()
+        reader.join(10)
+        if reader.is_alive():
+            reader.kill()
+
+
+def answer(connection: Connection, limit_s: float) -> dict[str, str]:
+    """The reader's next answer. RuntimeError with what it raised, or if it is too slow."""
+    if not connection.poll(limit_s):
+        raise RuntimeError(f"no answer of the second process within {limit_s:g} s")
+    found = connection.recv()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return dict(found)
+
+
+def read_handles(connection: Connection) -> None:
+    """The second process: digests of the tensors of each pickle that it gets, until the other end closes."""
+    die_with_parent()
+    plain = reductions.rebuild_cuda_tensor
+    reductions.rebuild_cuda_tensor = partial(rebuilt, plain)
+    connection.send({})
+    while True:
+        try:
+            handles = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            connection.send({name: digest(tensor) for name, tensor in pickle.loads(handles)})
+        except Exception as error:  # told to the other side, which fails with it
+            connection.send(f"{type(error).__name__}: {error}")
+
+
+def rebuilt(plain: Any, *arguments: Any) -> Tensor:
+    """A tensor from its handle; the GPU, which the handle names by its UUID, by this process's number."""
+    numbers = {
+        str(torch.cuda.get_device_properties(number).uuid): number
+        for number in range(torch.cuda.device_count())
+    }
+    found: Tensor = plain(*(numbers.get(one, one) if isinstance(one, str) else one for one in arguments))
+    return found
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of type, shape and bytes."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + data.tobytes()).hexdigest()

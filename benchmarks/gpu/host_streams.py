@@ -1,0 +1,74 @@
+"""The host optimizer, whose streams copy gradients down and weights up, against Adam on the device.
+
+Both step on the same gradients. A copy that is not waited for shows as a moment or a weight of another
+bucket: the largest differences are of the order of the values then, not of their last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.policy import host_optimizer
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.policy.state.optimizer_state import STATES, placements
+from benchmarks.gpu.rows import Row, Size
+from benchmarks.gpu.small_policy import adam_step, build, save
+
+STEPS = 4
+LIMIT = {"param": 1e-6, "exp_avg": 1e-5, "exp_avg_sq": 1e-5}
+"""Largest difference relative to the tensor's largest value. float32 has 24 bits, 6e-8; four steps, each of a
+rate of 1e-3, of kernels that round their products in another order."""
+TINY_BUCKET = 5000
+
+State = dict[str, list[Tensor]]
+
+
+def rows(size: Size, folder: Path) -> Iterator[Row]:
+    path, dtype = save(size, folder), "bfloat16" if size.cuda else "float32"
+    with small_buckets(size.tiny):
+        norms, device, _ = stepped(build(path, dtype, "model"))  # type: ignore[arg-type]
+        host_norms, host, unrounded = stepped(build(path, dtype, "cpu"))  # type: ignore[arg-type]
+    apart = max(abs(one / other - 1) for one, other in zip(norms, host_norms, strict=True))
+    yield Row(f"gradient norms of {STEPS} steps", f"{apart:.1e} apart", "1e-5", apart < 1e-5)
+    for name in STATES:
+        worst = max(relative(a, b) for a, b in zip(host[name], device[name], strict=True))
+        said = f"{worst:.1e} of the largest value, in the worst of {len(host[name])} parameters"
+        yield Row(f"{name} after {STEPS} steps", said, f"{LIMIT[name]}", worst < LIMIT[name])
+    said = f"{unrounded} of {len(host['param'])} parameters differ"
+    yield Row("weights on the device are the host's masters, rounded", said, "none", unrounded == 0)
+
+
+def stepped(policy: MegatronPolicy) -> tuple[list[float], State, int]:
+    """Gradient norms, the optimizer's state on the CPU, and parameters that are not their rounded masters."""
+    norms = [adam_step(policy, seed) for seed in range(STEPS)]
+    found: State = {name: [] for name in STATES}
+    unrounded = 0
+    for part in policy._optimizer.chained_optimizers:
+        for placement in placements(part):
+            state = part._get_main_param_and_optimizer_states(placement.parameter)
+            for name in STATES:
+                found[name].append(state[name].detach().cpu().clone())
+            weights = placement.parameter.detach().flatten().cpu()
+            unrounded += not torch.equal(weights, found["param"][-1].flatten().to(weights.dtype))
+    return norms, found, unrounded
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest expected value."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+
+
+@contextmanager
+def small_buckets(tiny: bool) -> Iterator[None]:
+    """Buckets of a few thousand elements within the block, if all is ``tiny``: one would hold the model."""
+    before = host_optimizer.BUCKET
+    host_optimizer.BUCKET = TINY_BUCKET if tiny else before
+    try:
+        yield
+    finally:
+        host_optimizer.BUCKET = before

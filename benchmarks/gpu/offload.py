@@ -1,0 +1,46 @@
+"""The policy's memory, given up and taken back: the same bits, and what the driver says is free meanwhile.
+
+The driver is asked, not torch's allocator: engines on the same GPU can have only what the driver calls free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from bapo_megatron.commands.plan.hardware import GB
+from bapo_megatron.policy.device import free_gpu_bytes, release_cached_memory
+from benchmarks.gpu.rows import Row, Size
+from benchmarks.gpu.small_policy import adam_step, build, save
+
+ROUNDS = 2
+"""The second one finds its host memory there, and moments that the first step has made."""
+SLACK_GB = 0.3
+"""The allocator gives memory back in whole segments; cuBLAS and the context grow by themselves."""
+
+
+def rows(size: Size, folder: Path) -> Iterator[Row]:
+    policy = build(save(size, folder), "bfloat16" if size.cuda else "float32", "model")
+    adam_step(policy, seed=0)
+    for number in range(1, ROUNDS + 1):
+        release_cached_memory()
+        before, free = policy.state_digest(), free_gpu_bytes()
+        kept = policy.offload(keep_weights=True)
+        yield freed(f"{number}: masters, moments and gradients leave", kept, free, free_gpu_bytes())
+        rest = policy.offload()
+        yield freed(f"{number}: the weights leave, too", kept + rest, free, free_gpu_bytes())
+        policy.reload()
+        equal = policy.state_digest() == before
+        said = "digests of weights, masters and moments"
+        yield Row(f"{number}: back again", f"{said} {'equal' if equal else 'differ'}", "bit by bit", equal)
+        adam_step(policy, seed=number)
+
+
+def freed(name: str, given_up: int, before: int | None, after: int | None) -> Row:
+    """The row of bytes that the policy says it gave up, beside what the driver has got."""
+    if before is None or after is None:
+        return Row(name, f"{given_up / GB:.3f} GB given up; no driver to ask")
+    gained = after - before
+    held = gained >= given_up - SLACK_GB * GB
+    said = f"{given_up / GB:.2f} GB given up, {gained / GB:.2f} more are free"
+    return Row(name, said, f"all but {SLACK_GB} GB", held)

@@ -1,0 +1,55 @@
+"""A policy of a few layers at real widths, for checks of memory and copies that need no loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.policy.device import release_cached_memory
+from bapo_megatron.policy.megatron import MegatronPolicy
+from bapo_megatron.policy.optimizer import clipped_step
+from benchmarks.gpu import memory_and_speed
+from benchmarks.gpu.rows import Size
+
+LAYERS = 4
+"""With the vocabulary of Qwen2.5-1.5B 0.65 billion parameters: 12 GB with moments, 9 GB of it on the host."""
+CLIP = 1.0
+
+
+def save(size: Size, folder: Path) -> Path:
+    """The model as a Hugging Face folder, made at the first call."""
+    path = folder / "small_policy"
+    if not path.exists():
+        memory_and_speed.save(dataclasses.replace(size, layers=min(size.layers, LAYERS)), path)
+    return path
+
+
+def build(
+    path: Path, dtype: Literal["bfloat16", "float32"], device: Literal["model", "cpu"]
+) -> MegatronPolicy:
+    """The policy; ``device`` is the optimizer's. What policies before it have left is freed first."""
+    gc.collect()  # a policy refers to itself
+    release_cached_memory()
+    optimizer = OptimizerConfig(lr=1e-3, clip_grad=CLIP, device=device)
+    return MegatronPolicy(
+        ModelConfig(path, dtype=dtype), ParallelConfig(), BatchConfig(pack_tokens=256), optimizer, 100
+    )
+
+
+def adam_step(policy: MegatronPolicy, seed: int) -> float:
+    """One step on gradients drawn from ``seed``, equal for every policy of this shape; their norm.
+
+    A backward pass adds in any order on a GPU, so two policies would get different gradients from it.
+    """
+    generator = torch.Generator(policy.device).manual_seed(seed)
+    for chunk in policy._model:
+        buffers: list[Any] = chunk.buffers
+        for buffer in buffers:
+            buffer.grad_data.normal_(generator=generator)
+    policy._schedule.step(increment=1)
+    return clipped_step(policy._optimizer, CLIP)

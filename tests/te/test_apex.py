@@ -1,0 +1,128 @@
+"""apex in place of Transformer Engine: which of it a policy takes, and whose checkpoints go where.
+
+apex is played (``tests/support/played_apex``): it has no wheel, and its kernels need a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bapo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.data.packing import Sample
+from bapo_megatron.rehearsal.transformer_engine import VERSIONS
+from tests.distributed.test_checkpoints import save_and_go_on, save_before_any_update
+from tests.support.te_process import APEX, Choices, TransformerEngineProcess
+from tests.support.tiers import slow_but
+
+pytestmark = pytest.mark.distributed
+ONE = ParallelConfig()
+FUSED, TORCH = Choices(layers=False), Choices(layers=False, fused_adam=False)
+"""Torch's layers in all, so that only the optimizers differ."""
+
+
+@pytest.fixture(scope="module")
+def apex() -> Iterator[TransformerEngineProcess]:
+    process = TransformerEngineProcess(APEX)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[TransformerEngineProcess]:
+    process = TransformerEngineProcess(VERSIONS[0])
+    yield process
+    process.close()
+
+
+def what_is_taken(folder: Path) -> dict[str, Any]:
+    """The optimizer by our name for it, megatron's kernels over lists, and the classes of all norms."""
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
+
+    from bapo_megatron.policy.megatron import MegatronPolicy
+
+    policy = MegatronPolicy(
+        ModelConfig(folder, "bfloat16"), ONE, BatchConfig(pack_tokens=96), OptimizerConfig(), 4
+    )
+    modules = [one for chunk in policy._model for one in chunk.modules()]
+    return {
+        "optimizer": policy.optimizer_name,
+        "norm of gradients": clip_grads.l2_norm_impl.__module__,
+        "step in the groups": distrib_optimizer.HAVE_APEX_OR_TE,
+        "norms": {
+            f"{type(one).__module__}.{type(one).__name__}" for one in modules if "Norm" in type(one).__name__
+        },
+    }
+
+
+def test_what_is_taken_of_apex(apex: TransformerEngineProcess, tmp_path: Path) -> None:
+    """Its Adam and its kernels over lists; none of its norms, which are LayerNorms. qwen3 has four kinds."""
+    from tests.support.models import save_tiny_model
+
+    folder = save_tiny_model("qwen3", tmp_path)
+    [found] = apex.run(what_is_taken, ONE, folder, choices=FUSED)
+    assert found["optimizer"] == "apex's FusedAdam"
+    assert found["step in the groups"]
+    assert found["norm of gradients"].endswith("transformer_engine.optimizer")  # where amp_C has it from
+    assert found["norms"] == {"bapo_megatron.policy.layers.RMSNorm"}
+    [without] = apex.run(what_is_taken, ONE, folder, choices=TORCH)
+    assert without["optimizer"] == "torch's AdamW"
+    assert not without["step in the groups"]
+    assert without["norm of gradients"] == "megatron.core.utils"
+
+
+CHANGES = [(a, b) for a, b in product(("apex", "te", "torch"), repeat=2) if "apex" in (a, b)]
+
+
+@pytest.mark.parametrize(
+    ("begun", "continued", "dtype"),
+    slow_but(
+        [(*change, dtype) for change in CHANGES for dtype in ("float32", "bfloat16")],
+        *((*change, "float32") for change in CHANGES),
+    ),
+)
+def test_a_run_goes_on_with_another_optimizer(
+    begun: str,
+    continued: str,
+    dtype: str,
+    apex: TransformerEngineProcess,
+    engine: TransformerEngineProcess,
+    qwen2: Path,
+    samples: list[Sample],
+    tmp_path: Path,
+) -> None:
+    """Moments and the count of steps go with it: the warmup ends after the save, and a bias correction of
+    step 1 in place of 3 would double a step."""
+    ways = {"apex": (apex, FUSED), "te": (engine, FUSED), "torch": (apex, TORCH)}
+    found = []
+    for name, load in ((begun, False), (continued, True)):
+        process, choices = ways[name]
+        arguments = (qwen2, dtype, samples, ONE, tmp_path / "policy", load)
+        [answer] = process.run(save_and_go_on, ONE, *arguments, choices=choices)
+        assert bool(process.calls["multi_tensor_adam"]) == (name != "torch")
+        found.append(answer)
+    [steps, weights], [again, other] = found
+    if begun == continued:
+        assert again == steps
+        assert all(torch.equal(other[name], tensor) for name, tensor in weights.items())
+        return
+    np.testing.assert_allclose(again, steps, rtol=1e-5 if dtype == "float32" else 0.05, atol=1e-6)
+    if dtype == "float32":
+        for name, tensor in weights.items():
+            torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=2e-4)
+
+
+def test_a_checkpoint_before_any_update(
+    apex: TransformerEngineProcess, qwen2: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    """apex makes moments and ``step`` at the first step only."""
+    [(fresh, loaded)] = apex.run(
+        save_before_any_update, ONE, qwen2, samples, tmp_path / "policy", choices=FUSED
+    )
+    assert fresh == loaded

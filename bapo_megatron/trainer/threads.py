@@ -15,7 +15,7 @@ from bapo_megatron.checkpoint.run_directory import THREADS, read_config
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat
 from bapo_megatron.policy.device import has_cuda
-from bapo_megatron.runtime.distributed import share
+from bapo_megatron.runtime.distributed import is_main, share
 
 Event = dict[str, Any]
 
@@ -38,6 +38,8 @@ def pin_threads(config: RunConfig) -> tuple[RunConfig, Event | None]:
         f"{threads} threads a rank, as when the run began, and not {present}: its sums would differ in their "
         f"last bits (--threads {present} --allow-change {THREADS} takes {present})"
     )
+    if is_main():
+        print(message, flush=True)
     return config, {"kind": "threads_kept", "threads": threads, "environment": present, "message": message}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ MODEL_CALL = "hidden: Tensor = model("
 FAILS = {
     "pack on the host": (
         ONE,
-        Mistake(PASSES, "*_context()).to(self._device)", "*_context())", seen=MODEL_CALL),
+        Mistake(PASSES, "here = tokens.to(self._device)", "here = tokens", seen=MODEL_CALL),
     ),
     "model on the host": (
         ONE,
@@ -251,3 +252,14 @@ def test_layers_of_transformer_engine(tmp_path: Path) -> None:
     for kind in ("weights", "gradients"):
         found = ranks[0].gpu["update 2"].kinds[kind]
         assert found == pytest.approx(torch_layers.gpu["update 2"].kinds[kind], rel=0.01)
+
+
+def test_tokens_that_no_loss_reads_have_no_logits(tmp_path: Path) -> None:
+    """Which they are is known on the host: the shapes follow, and nothing waits or is guessed."""
+    config = small_run(tmp_path, ONE, layers=1)
+    longer = replace(config, data=replace(config.data, max_prompt_tokens=8 * 64))
+    short, long = rehearse([RankRequest(one, 0, 1) for one in (config, longer)], workers=1)
+    assert (short.error, long.error) == (None, None)
+    assert sum(long.flops.values()) < sum(short.flops.values())
+    assert long.update_waits() == short.update_waits()
+    assert long.guesses == short.guesses

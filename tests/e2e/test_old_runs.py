@@ -23,6 +23,7 @@ from tests.fixtures.make_run import (
     file_digests,
     machine,
     rows,
+    rows_digest,
     run,
     train,
     unpack,
@@ -60,10 +61,11 @@ def test_a_run_that_was_stopped_within_a_step_goes_on(kind: str, continued: dict
     for log in LOGS:
         theirs = before[log] + rows(ROOT / HERE / kind / log)
         ours = [_former(row, theirs[-1]) for row in rows(run_dir / log)]
+        done = len(before[log])
         if SAME_BITS:
-            assert ours == theirs, log
-        else:
-            _assert_alike(ours, theirs)
+            assert ours[:done] == theirs[:done], log
+            assert rows_digest(ours[done:]) == EXPECTED["rows"][kind][log], log
+        _assert_alike(ours, theirs)
     if SAME_BITS:
         assert weights_digest(run_dir / "export") == EXPECTED["weights"][kind]
 

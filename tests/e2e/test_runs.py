@@ -78,6 +78,34 @@ def test_the_export_loads_in_transformers(whole: Path) -> None:
     assert torch.isfinite(model(ids).logits).all()
 
 
+LONG_PACKS = ("--steps=2", "--checkpoint.every=1", "--rollout.prompts-per-step=16", "--rollout.group-size=16")
+"""Packs of thousands of tokens, whose products two threads add in another order than one."""
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_number_of_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Continued under another OMP_NUM_THREADS it equals the run that was not; with --threads it does not."""
+    whole, kept, changed = (tmp_path / name for name in ("whole", "kept", "changed"))
+    finish(start(whole, *LONG_PACKS))
+    shutil.copytree(whole, kept)
+    shutil.rmtree(kept / "checkpoints/step_000002")
+    shutil.copytree(kept, changed)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    output = finish(start(kept, *LONG_PACKS, launcher=(sys.executable,)))
+    assert "1 threads a rank, as when the run began, and not 2" in output
+    [event] = [row for row in read_jsonl(kept / "events.jsonl") if row["kind"] == "threads_kept"]
+    assert (event["threads"], event["environment"]) == (1, 2)
+    assert results(kept, "updates.jsonl") == results(whole, "updates.jsonl")
+    assert all(torch.equal(tensor, exported(whole)[name]) for name, tensor in exported(kept).items())
+
+    two = (*LONG_PACKS, "--threads=2")
+    refused = start(changed, *two, launcher=(sys.executable,))
+    assert "threads: 1 in the run, 2 now" in output_of(refused)
+    assert refused.returncode == 2
+    finish(start(changed, *two, "--allow-change=threads", launcher=(sys.executable,)))
+    assert results(changed, "updates.jsonl") != results(whole, "updates.jsonl")
+
+
 def test_kill_9_and_restart_end_bitwise_equal(whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
     with audited(run_dir):

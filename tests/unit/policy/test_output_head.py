@@ -262,3 +262,29 @@ def test_gradients_at_a_real_vocabulary_are_those_of_float64(entries: int) -> No
     assert ((weight.grad.double() - gap_VT).norm(dim=0) < 2e-6 * gap_VT.norm(dim=0)).all()
     size = (gap_VT.t().abs() @ wide_weight.detach().abs()).norm()  # weights of 30 cancel in the sum
     assert (hidden.grad.double() - wide_hidden.grad).norm() < 2e-6 * size
+
+
+@pytest.mark.parametrize("chunk", [2, 50])
+def test_rows_are_those_of_a_smaller_pack(chunk: int) -> None:
+    """Logits of the named rows alone; the gradient of the others is zero."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.tensor([0, 3, 4, 7, 8])
+    every = torch.randn(9, 4, generator=generator, requires_grad=True)
+    few = every.detach()[rows].requires_grad_()
+    weights = [torch.ones(6, 4).cumsum(0).div(7).requires_grad_() for _ in range(2)]
+    batch = batch_of(torch.arange(5), torch.linspace(0.5, 2.0, 5))
+    head = OutputHead(0.7, chunk)
+    ours = head.sums(every, weights[0], batch, squared, rows)
+    theirs = head.sums(few, weights[1], batch, squared)
+    for sums in (ours, theirs):
+        (3 * sums[0]).backward()
+    assert torch.equal(ours, theirs)
+    assert torch.equal(weights[0].grad, weights[1].grad)
+    assert torch.equal(every.grad[rows], few.grad)
+    assert not every.grad[[1, 2, 5, 6]].any()
+    for found, expected in zip(
+        head.stats(every, weights[0], batch.label_T, rows),
+        head.stats(few, weights[1], batch.label_T),
+        strict=True,
+    ):
+        assert torch.equal(found, expected)

@@ -1,0 +1,66 @@
+"""The number of threads of a run: asked for, kept, or the environment's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bapo_megatron.checkpoint.run_directory import store_config
+from bapo_megatron.config import ParallelConfig, RunConfig, load_recipe
+from bapo_megatron.trainer import threads
+from bapo_megatron.trainer.threads import pin_threads
+from tests.support.forked_commands import ROOT
+
+
+@pytest.fixture(autouse=True)
+def present(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One process, whose environment gives three threads; its own number comes back."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(threads, "share", lambda value: value)
+    monkeypatch.setattr(threads, "is_main", lambda: True)
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """A run that begins."""
+    return replace(load_recipe(ROOT / "recipes/demo_cpu.py", RunConfig), run_dir=tmp_path)
+
+
+def test_a_new_run_takes_what_the_environment_gives(config: RunConfig) -> None:
+    pinned, event = pin_threads(config)
+    assert (pinned.threads, event, torch.get_num_threads()) == (3, None, 3)
+
+
+def test_a_continuation_takes_what_the_run_began_with(config: RunConfig) -> None:
+    store_config(replace(config, threads=2))
+    pinned, event = pin_threads(config)
+    assert pinned.threads == torch.get_num_threads() == 2
+    assert event is not None
+    assert (event["kind"], event["threads"], event["environment"]) == ("threads_kept", 2, 3)
+
+
+def test_a_number_that_is_asked_for_counts(config: RunConfig) -> None:
+    store_config(replace(config, threads=2))
+    pinned, event = pin_threads(replace(config, threads=1))
+    assert (pinned.threads, event, torch.get_num_threads()) == (1, None, 1)
+
+
+def test_another_layout_chooses_anew(config: RunConfig) -> None:
+    store_config(replace(config, threads=2))
+    pinned, event = pin_threads(replace(config, parallel=ParallelConfig(pipeline=2)))
+    assert (pinned.threads, event) == (3, None)
+
+
+def test_on_a_gpu_only_a_number_that_is_asked_for_is_set(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "has_cuda", lambda: True)
+    assert pin_threads(config) == (config, None)
+    assert pin_threads(replace(config, threads=1))[0].threads == torch.get_num_threads() == 1

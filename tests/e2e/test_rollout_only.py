@@ -68,9 +68,12 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_first_batch_is_that_of_the_training_run(sampled: Path, whole: Path) -> None:
     assert_same_groups(*batches(sampled, 1), *batches(whole, 1))
-    # The same prompts with other responses: the training run has other weights by then.
-    with pytest.raises(AssertionError, match=r"Arrays are not equal|assert \("):
-        assert_same_groups(*batches(sampled, 2), *batches(whole, 2))
+    [later] = batches(whole, 2)  # the training run has other weights by then
+    versions = {
+        int(version) for group in later.groups for one in group.rollouts for version in one.versions_R
+    }
+    assert versions
+    assert 0 not in versions
 
 
 def test_all_steps_have_the_weights_of_version_0_and_their_own_prompts(sampled: Path) -> None:

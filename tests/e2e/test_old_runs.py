@@ -13,6 +13,7 @@ import pytest
 
 from bapo_megatron.checkpoint.writer import digest
 from bapo_megatron.config import RunConfig, load_recipe
+from bapo_megatron.runtime.written_folders import MARK
 from checkpoints_tools import cli as checkpoints
 from tests.fixtures.make_run import (
     HERE,
@@ -129,7 +130,8 @@ def test_an_old_checkpoint_becomes_the_same_hugging_face_folder(tmp_path: Path) 
     """Rounding has no part in it: on every machine."""
     megatron = unpack(HERE / "checkpoint.tar.xz", tmp_path / "megatron")
     assert checkpoints.run(["to-hf", str(megatron), str(tmp_path / "hf")]) == 0
-    assert file_digests(tmp_path / "hf") == EXPECTED["converted"]
+    assert {**file_digests(tmp_path / "hf"), MARK: None} == {**EXPECTED["converted"], MARK: None}
+    assert (tmp_path / "hf" / MARK).is_file()
     assert weights_digest(tmp_path / "hf") == weights_digest(ROOT / HERE / "policy")
 
 

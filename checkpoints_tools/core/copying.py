@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,8 +21,6 @@ from checkpoints_tools.core.blocks import ITEM_BYTES, Block, BlockTensor
 from checkpoints_tools.core.number_types import to_bfloat16
 
 BUFFER_BYTES = 1 << 20
-_DIRECT_BYTES = 16 << 20
-"""Most bytes that the system is asked to copy at once, which takes no buffer."""
 _WRITE_BEHIND_BYTES = 32 << 20
 _NO_KERNEL_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 _VECTORS = 1024  # of one readv or writev: Linux' IOV_MAX
@@ -54,7 +52,7 @@ def copy_tensors(
         behind = _WriteBehind(files)
         try:
             for name in by_file[file]:
-                for band in row_bands(source[name], destination[name], _DIRECT_BYTES):
+                for band in row_bands(source[name], destination[name]):
                     if failed.is_set():
                         return
                     buffer = _copy(band, files, buffer)
@@ -170,23 +168,16 @@ class RowBand:
         return self.columns * ITEM_BYTES[self.written_type]
 
 
-def row_bands(
-    source: BlockTensor, destination: BlockTensor, direct_bytes: int = BUFFER_BYTES
-) -> Iterator[RowBand]:
-    """The bands of a tensor, from its first row to its last, for both ways in which it is cut into blocks.
-
-    A band is of ``BUFFER_BYTES``, or, where it lies in one piece here and there, of ``direct_bytes``.
-    """
+def row_bands(source: BlockTensor, destination: BlockTensor) -> Iterator[RowBand]:
+    """The bands of a tensor, from its first row to its last, for both ways in which it is cut into blocks."""
     rows = source.shape[0]
     columns = source.shape[1] if len(source.shape) == 2 else 1
     blocks = (*source.blocks, *destination.blocks)
     edges = sorted({0, rows} | {b.row for b in blocks} | {b.row + b.rows for b in blocks})
-    row_bytes = columns * ITEM_BYTES[source.dtype]
+    step = max(1, BUFFER_BYTES // (columns * ITEM_BYTES[source.dtype]))
     readers, writers = _Sweep(source.blocks), _Sweep(destination.blocks)
     for begin, end in pairwise(edges):
         read, written = readers.at(begin), writers.at(begin)
-        is_direct = source.dtype == destination.dtype and _in_one_piece(read, written, row_bytes)
-        step = max(1, (direct_bytes if is_direct else BUFFER_BYTES) // row_bytes)
         for row in range(begin, end, step):
             yield RowBand(
                 source.name,
@@ -198,11 +189,6 @@ def row_bands(
                 source.dtype,
                 destination.dtype,
             )
-
-
-def _in_one_piece(read: Sequence[Block], written: Sequence[Block], row_bytes: int) -> bool:
-    """Whether rows lie one after the other, whole, in one file here and in one file there."""
-    return len(read) == len(written) == 1 and read[0].stride == written[0].stride == row_bytes
 
 
 class _Sweep:
@@ -223,12 +209,6 @@ def _copy(band: RowBand, files: OpenFiles, buffer: memoryview) -> memoryview:
     """Move one band. Returns the buffer, which had to grow if a single row is longer."""
     if all(in_a_hole(band, block, files) for block in band.read) or _copy_in_kernel(band, files):
         return buffer
-    if band.rows * band.read_row > max(BUFFER_BYTES, band.read_row):  # the system does not copy by itself
-        rows = max(1, BUFFER_BYTES // band.read_row)
-        for row in range(band.row, band.row + band.rows, rows):
-            part = replace(band, row=row, rows=min(rows, band.row + band.rows - row))
-            buffer = _copy(part, files, buffer)
-        return buffer
     if len(buffer) < band.rows * band.read_row:
         buffer = memoryview(bytearray(band.rows * band.read_row))
     data = buffer[: band.rows * band.read_row]
@@ -246,12 +226,11 @@ def _copy_in_kernel(band: RowBand, files: OpenFiles) -> bool:
 
     Returns whether it was moved; file systems of different kinds, for one, do not do it.
     """
-    row = band.read_row
-    if band.read_type != band.written_type or not files.kernel_copies:
+    if len(band.read) != 1 or len(band.written) != 1 or band.read_type != band.written_type:
         return False
-    if not _in_one_piece(band.read, band.written, row):
+    (read,), (written,), row = band.read, band.written, band.read_row
+    if not read.stride == written.stride == row or not files.kernel_copies:
         return False
-    (read,), (written,) = band.read, band.written
     here = read.position + (band.row - read.row) * row
     there = written.position + (band.row - written.row) * row
     done, wanted = 0, band.rows * row

@@ -200,7 +200,7 @@ def test_an_output_that_is_no_model_is_kept(capsys: pytest.CaptureFixture[str], 
         f"DataConfig(Path({str(ROOT / 'recipes/demo/train.jsonl')!r})), Path({str(tmp_path)!r}))\n"
     )
     assert cli.run(["sft", str(recipe)]) == 2
-    assert "is no Hugging Face folder" in capsys.readouterr().err
+    assert "has no .bapo-written.json" in capsys.readouterr().err
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 

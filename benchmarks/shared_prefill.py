@@ -173,8 +173,8 @@ tokens are the same.
 {table}
 
 For each response {PROMPT} tokens of its prompt and {NEW - 1} of its own went through the model, and now
-{PROMPT / GROUP:g} and {NEW - 1}: {tokens:.1f} times fewer. Longer responses gain less. Single rounds scatter on a busy machine, their
-processor time less than their time.
+{PROMPT / GROUP:g} and {NEW - 1}: {tokens:.1f} times fewer. Longer responses gain less. Single rounds scatter
+on a busy machine.
 """
 
 
@@ -182,4 +182,4 @@ if __name__ == "__main__":
     if is_quick(__doc__):
         print("\n".join(rows(2, 2, list(SHAPES)[:1])))
     else:
-        write("shared_prefill", report(4, 15))
+        write("shared_prefill", report(4, 7))

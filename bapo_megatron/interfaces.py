@@ -59,8 +59,11 @@ class Policy(Protocol):
     def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
         """``token_sums`` of pi_old's log-probs, which the packs hold: no pass of the model."""
 
-    def log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
-        """Log-probs and entropies of this rank's packs, at the rollout temperature."""
+    def log_probs(self, batches: Sequence[MicroBatch], trained_only: bool = False) -> list[TokenStats]:
+        """Log-probs and entropies of this rank's packs, at the rollout temperature.
+
+        ``trained_only``: zeros for tokens whose mask is 0.
+        """
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         """``values`` added up over the model's replicas, on the CPU, equal on every rank. Collective.

@@ -118,10 +118,14 @@ class MegatronPolicy:
         """``token_sums`` of pi_old's log-probs, which the packs hold; needs no forward pass."""
         return self._passes.old_sums(batches, fn)
 
-    def log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
-        """Log-probs and entropies of this rank's packs, in full on every rank of the replica."""
+    def log_probs(self, batches: Sequence[MicroBatch], trained_only: bool = False) -> list[TokenStats]:
+        """Log-probs and entropies of this rank's packs, in full on every rank of the replica.
+
+        ``trained_only``: zeros for tokens that are not trained on, prompts' among them, which saves their
+        logits.
+        """
         self._offload.check_loaded("log_probs")
-        return self._passes.stats(batches)
+        return self._passes.stats(batches, trained_only)
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         """All-reduced sum of ``values`` over the data-parallel replicas. Collective.

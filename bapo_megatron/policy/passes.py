@@ -4,7 +4,8 @@ Packs come in, one additive float64 vector of sums goes out, equal on all ranks;
 gives it its meaning. Packs come whole; each rank takes its context-parallel part of them here.
 
 The layers see all tokens of a part, and the output layer those that are trained on: no ``TokenFn`` reads
-others. Which they are is read on the host, from the pack's mask, so no device is waited for.
+others, only ``stats`` may be asked for them. Which they are is read on the host, from the pack's mask, so no
+device is waited for.
 """
 
 from __future__ import annotations
@@ -62,17 +63,25 @@ class Passes:
         outputs = [fn(TokenStats(p.old_log_prob_T, torch.zeros_like(p.mask_T)), p) for p in parts]
         return self._sum_over_ranks(outputs, outputs[0].numel())
 
-    def stats(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
-        """Log-probs and entropies of whole packs, prompts too, on every rank of the replica, on the CPU."""
+    def stats(self, batches: Sequence[MicroBatch], trained_only: bool = False) -> list[TokenStats]:
+        """Log-probs and entropies of whole packs, prompts too, on every rank of the replica, on the CPU.
+
+        ``trained_only``: those of tokens that are trained on; zeros for the others, which have no logits.
+        """
         size, rank = _context()
         found = [torch.zeros(2, batch.token_T.numel(), device=self._device) for batch in batches]
         here = iter(zip(found, batches, strict=True))
 
         def keep(hidden_TH: Tensor, part: _Part) -> Tensor:
             values, batch = next(here)
-            held = positions(batch.cu_seqlens, size, rank)
-            stats = self._head.stats(hidden_TH, self._last.output_weight, part.tokens.label_T)
-            values[:, held.to(values.device, non_blocking=True)] = torch.stack(stats)
+            held = positions(batch.cu_seqlens, size, rank).to(values.device, non_blocking=True)
+            tokens, rows_N = (part.trained, part.rows_N) if trained_only else (part.tokens, None)
+            stats = torch.stack(self._head.stats(hidden_TH, self._last.output_weight, tokens.label_T, rows_N))
+            if trained_only:
+                stats = torch.where(
+                    tokens.mask_T > 0, stats, 0.0
+                )  # a part without trained tokens has one row
+            values[:, held if rows_N is None else held[rows_N]] = stats
             return torch.zeros(1, device=self._device)
 
         with torch.no_grad():

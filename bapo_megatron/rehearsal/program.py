@@ -51,7 +51,7 @@ class RankProgram:
         clipping = Clipping(algorithm, self._config.batch.hold_forwards)
         if algorithm.old_log_probs == "trainer" and number == 1:
             with self._phase("old log-probs"):
-                self.policy.log_probs(packs)
+                self.policy.log_probs(packs, trained_only=True)
         with self._phase(f"{SEARCH} {number}"):
             loss, _ = clipping.loss(self.policy, packs, on_policy=False)
         with self._phase(f"{UPDATE} {number}"):

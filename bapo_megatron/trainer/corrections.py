@@ -154,11 +154,11 @@ def _gap_sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
 
 
 def _log_probs(policy: Policy, samples: Sequence[Sample], pack_tokens: int) -> list[np.ndarray]:
-    """The log-probs of each sample's response, float32 [R]."""
+    """The log-probs of each sample's response, float32 [R]; zeros for tokens that are not trained on."""
     packs = pack_samples(samples, pack_tokens, layout=policy.pack_layout)
     ends = np.cumsum([sample.response_tokens for sample in samples])
     found_N = torch.zeros(int(ends[-1]))
-    for pack, stats in zip(packs, policy.log_probs(packs), strict=True):
+    for pack, stats in zip(packs, policy.log_probs(packs, trained_only=True), strict=True):
         for index, start, positions in pack.rows:
             if positions:  # else no position predicts the response
                 tokens, end = samples[index].response_tokens, start + positions

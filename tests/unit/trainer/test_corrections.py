@@ -46,7 +46,7 @@ class ShiftedPolicy:
             for b in batches
         ]
 
-    def log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
+    def log_probs(self, batches: Sequence[MicroBatch], trained_only: bool = False) -> list[TokenStats]:
         return self._stats(batches)
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class DriftingPolicy:
             for b in batches
         ]
 
-    def log_probs(self, batches: Sequence[MicroBatch]) -> list[TokenStats]:
+    def log_probs(self, batches: Sequence[MicroBatch], trained_only: bool = False) -> list[TokenStats]:
         self.calls.append("log_probs")
         return self._stats(batches)
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.config import ParallelConfig, RunConfig, load_recipe
+from bapo_megatron.rollout.sampler import client
 from bapo_megatron.trainer import threads
+from bapo_megatron.trainer.sampling import open_engines
 from bapo_megatron.trainer.threads import pin_threads
 from tests.support.forked_commands import ROOT
 
@@ -64,3 +69,26 @@ def test_on_a_gpu_only_a_number_that_is_asked_for_is_set(
     monkeypatch.setattr(threads, "has_cuda", lambda: True)
     assert pin_threads(config) == (config, None)
     assert pin_threads(replace(config, threads=1))[0].threads == torch.get_num_threads() == 1
+
+
+@pytest.mark.integration
+def test_a_sampler_that_is_started_again_takes_the_runs_number(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed alone, in a run whose environment gives the next process another number."""
+    monkeypatch.setattr(client, "_SERVICE", "tests.support.threads_service")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    config, _ = pin_threads(config)
+    events: list[dict[str, Any]] = []
+    with open_engines(config, events.append) as (sampler, _):
+        sampler.start(1, None)
+        first = sampler.state()
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+        os.kill(first["pid"], signal.SIGKILL)
+        second = sampler.state()
+    assert [event["kind"] for event in events] == ["sampler_died"]
+    assert first["pid"] != second["pid"]
+    assert (first["threads"], second["threads"]) == (1, 1)

@@ -8,7 +8,8 @@ shift
 . "$BAPO_LIB/events.sh"
 
 told() {  # signal: pass it to the rank; before the rank starts there is nothing to save
-    [[ -n $child ]] || exit 85
+    # shellcheck disable=SC2046  # a rank that bash has started, and not yet named
+    [[ -n $child ]] || { kill "-$1" $(jobs -p) 2>/dev/null; exit 85; }
     kill "-$1" "$child" 2>/dev/null
 }
 

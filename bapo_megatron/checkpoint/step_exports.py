@@ -10,7 +10,6 @@ are kept from deletion, however slow the disk is.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.run_paths import RunPaths, step_leftovers
 
 _CLEANING_S = 20.0
@@ -69,7 +69,7 @@ class StepExports:
     def resume(self, steps: Iterable[int]) -> None:
         """Export what the run before has not: the newest two of ``steps``, which have checkpoints."""
         for leftover in step_leftovers(self.folder, ".bapo-ckpt.tmp"):
-            shutil.rmtree(leftover)
+            remove_folder(leftover)
         missing = sorted(s for s in steps if self._is_due(s) and not (self.path(s) / "config.json").exists())
         for step in missing[-2:]:
             self.offer(step)

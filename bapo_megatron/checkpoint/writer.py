@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
+import os
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.interfaces import Saving
-from bapo_megatron.runtime.files import sync_file, sync_folder, write_atomically
+from bapo_megatron.runtime.files import remove_folder, sync_file, sync_folder, write_atomically
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_leftovers
 
 _RANK_0_FIRST_S = 120.0
@@ -91,7 +91,7 @@ class PendingCheckpoint:
         write_atomically(self._temporary / MANIFEST, json.dumps(manifest, indent=2))
         for folder in [self._temporary, *(path for path in self._temporary.rglob("*") if path.is_dir())]:
             sync_folder(folder)
-        if self.final.exists():  # broken, or the run was continued from an older one
+        if os.path.lexists(self.final):  # broken, or the run was continued from an older one
             remove(self.final)
         self._temporary.rename(self.final)
         sync_folder(self.final.parent)
@@ -110,14 +110,15 @@ def on_main(action: Callable[[], None]) -> None:
 def clear_leftovers(run_dir: Path) -> None:
     """Delete half-written and half-deleted checkpoints, which a killed process or a full disk leaves."""
     for leftover in step_leftovers(RunPaths(run_dir).checkpoints):
-        shutil.rmtree(leftover)
+        remove_folder(leftover)
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint. It is renamed first: a half-deleted one is never found under its name."""
+    """Delete a checkpoint; of a link the link alone. It is renamed first: a half-deleted one is never found
+    under its name. What is no folder keeps the hidden name."""
     hidden = path.with_name(f".{path.name}.deleted")
     path.rename(hidden)
-    shutil.rmtree(hidden)
+    remove_folder(hidden)
 
 
 def digest(path: Path) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import check_files_inside, write_atomically
-from bapo_megatron.runtime.run_files import open_lock
+from bapo_megatron.runtime.run_files import open_lock, read_plain
 from checkpoints_tools.formats.locate import Format, Location, locate
 from checkpoints_tools.to_hf import to_hf
 
@@ -61,16 +62,31 @@ def hf_model(location: Location, reference: Path | None, output: Path) -> Model:
     with open_lock(output / ".model.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # elements of an array share it: the first converts
         if folder.exists():
-            made_of = (
-                json.loads(note.read_text())["checkpoint"] if note.is_file() else "an unknown checkpoint"
-            )
+            made_of = _made_of(note) or "an unknown checkpoint"
             if made_of != source:
                 raise ConfigError(f"{folder} was made of {made_of}, not of {source}: give another --output")
         else:
+            _check_note(note)
             print(f"converting {source} to {folder}", flush=True)
             write_atomically(note, json.dumps({"checkpoint": source}) + "\n")
             to_hf(location.folder, folder, reference)
     return Model(folder, source, model_digest(folder))
+
+
+def _made_of(note: Path) -> str | None:
+    """The checkpoint that a conversion's note names; None if it is no such note."""
+    try:
+        with read_plain(note) as file:
+            content = json.loads(file.read(1 << 16))
+    except (OSError, ValueError):
+        return None
+    return content["checkpoint"] if isinstance(content, dict) and content.keys() == {"checkpoint"} else None
+
+
+def _check_note(note: Path) -> None:
+    """ConfigError if a file has the name of the note, and no conversion wrote it."""
+    if os.path.lexists(note) and _made_of(note) is None:
+        raise ConfigError(f"{note} was written by something else, and is kept: give another --output")
 
 
 def model_digest(folder: Path) -> str:

@@ -47,6 +47,13 @@ def open_folder(folder: Path, settings: Row) -> Iterator[Responses]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with only_writer(folder):
+        if not (folder / SETTINGS).exists():
+            for name in (RESPONSES, SUMMARY):
+                if os.path.lexists(folder / name):
+                    raise ConfigError(
+                        f"{folder} holds {name} without {SETTINGS}: no evaluation wrote it, or it lost its "
+                        "settings; name another --output, or move the file away"
+                    )
         _check_settings(folder / SETTINGS, settings)
         write_atomically(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
         log = Responses(folder / RESPONSES)

@@ -35,6 +35,7 @@ from bapo_megatron.rollout.engines.requests import limits_of, stop_token_ids
 from bapo_megatron.rollout.engines.whole_response import Sampling
 from bapo_megatron.rollout.sampler.scoring import RobustScorer
 from bapo_megatron.runtime.jsonl_log import Row
+from bapo_megatron.runtime.written_folders import is_run
 from bapo_megatron.types import Metrics
 
 _VERSION = 1
@@ -68,6 +69,11 @@ def evaluate(options: EvalOptions) -> Results:
     location = find_checkpoint(options.checkpoint, options.step)
     engine_backend(options.engine, "--engine").check(options.rollout)
     output = options.output or output_of(location)
+    if is_run(output):
+        raise ConfigError(
+            f"output={output} is the directory of a run, "
+            "which keeps its own logs and keys: name another folder"
+        )
     model = hf_model(location, options.hf_reference, output)
     tokenizer = load_tokenizer(model.folder)
     suites = [

@@ -4,6 +4,7 @@ which files of a folder that others made are read."""
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import uuid
 from io import FileIO
@@ -59,6 +60,17 @@ def append_whole(file: FileIO, content: bytes, size: int) -> None:
     except OSError:
         file.truncate(size)
         raise
+
+
+def remove_folder(path: Path, ignore_errors: bool = False) -> None:
+    """Delete a folder with all that is in it, if it is there; of a link the link alone.
+
+    What is no folder stays.
+    """
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    elif path.is_dir():
+        shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
 def sync_folder(folder: Path) -> None:

@@ -24,6 +24,9 @@ CHECKPOINTS = "checkpoints"
 
 _STEP_NAME = re.compile(r"step_(\d{6,})(?:_update_(\d{3,}))?")
 
+_LEFT = (".tmp", ".deleted")
+"""Ends of the names of folders that are half-written or half-deleted."""
+
 Moment = tuple[int, int]
 """A point of a run: the steps that are finished, and the updates that are made of the step after them."""
 
@@ -48,7 +51,9 @@ def step_entries(folder: Path, suffix: str = "") -> Iterator[tuple[Moment, Path]
 
 def step_leftovers(folder: Path, suffix: str = "") -> Iterator[Path]:
     """Hidden folders of steps in ``folder``, which a process that died left half-written or half-deleted."""
-    return folder.glob(f".step_*{suffix}")
+    for path in folder.glob(f".step_*{suffix}"):
+        if path.name.endswith(_LEFT) and moment_of(path.name.split(".")[1]):
+            yield path
 
 
 class RunPaths:

@@ -40,7 +40,7 @@ def unlike_mark(folder: Path, writer: str) -> str | None:
     """
     if (kind := _kind(folder)) is not None:
         return kind
-    if _is_run(folder):
+    if is_run(folder):
         return "is the directory of a run"
     if not os.path.lexists(folder / MARK):
         return f"has no {MARK}: it was made by something else, or by an earlier version"
@@ -159,7 +159,8 @@ def _kind(path: Path) -> str | None:
     return None
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    """Whether a folder is the directory of a run, or an evaluation's of one suite."""
     paths = RunPaths(folder)
     return any(
         os.path.lexists(part) for part in (paths.metrics, paths.journal, paths.checkpoints, paths.lock)

@@ -22,6 +22,7 @@ from bapo_megatron.policy.device import release_cached_memory
 from bapo_megatron.rollout.engines.sglang.server_process import PYTHON_VARIABLE, sglang_python
 from bapo_megatron.runtime.child_process import ChildProcess, exit_text
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.types import Prompt
 from benchmarks.gpu import memory_and_speed
 from benchmarks.gpu.rows import Row, Size, commands_environment
@@ -127,9 +128,9 @@ def run(recipe: Path, work: Path, limit_s: float) -> str:
 
 def judged(run_dir: Path, dtype: str) -> Iterator[Row]:
     """What the run has recorded: each step's engine gap, what its updates moved, how memory changed hands."""
+    paths = RunPaths(run_dir)
     metrics, updates, events = (
-        read_jsonl(run_dir / name) if (run_dir / name).exists() else []
-        for name in ("metrics.jsonl", "updates.jsonl", "events.jsonl")
+        read_jsonl(path) if path.exists() else [] for path in (paths.metrics, paths.updates, paths.events)
     )
     limit = LIMIT[dtype]
     for number in range(1, STEPS + 1):

@@ -12,14 +12,17 @@ bapo_open_logs() {
     exec >>"$BAPO_LOGS/job.log" 2>&1
 }
 
-# A link in the run directory could lead what is written here to any file of the user.
+# A link in the run directory could lead what is written here to any file of the user; to open a FIFO waits.
 bapo_refuse_links() {
-    local name
-    for name in "$BAPO_EVENTS_FILE" "$BAPO_STATE_FILE" "$BAPO_STOP_FILE" "$BAPO_ENGINES_FOLDER" \
-        "$BAPO_LOGS_FOLDER" "$BAPO_LOGS_FOLDER/$SLURM_JOB_ID" \
-        "$BAPO_LOGS_FOLDER/$SLURM_JOB_ID/$BAPO_RESTART"; do
-        [[ ! -L $BAPO_RUN/$name ]] || bapo_refuse "$BAPO_RUN/$name is a link; links in a run directory are" \
-            "not followed: put the file or folder itself there"
+    local path
+    for path in "$BAPO_RUN/$BAPO_EVENTS_FILE" "$BAPO_RUN/$BAPO_STATE_FILE" "$BAPO_RUN/$BAPO_STOP_FILE" \
+        "$BAPO_RUN/.$BAPO_STATE_FILE.$SLURM_JOB_ID.tmp" "$BAPO_RUN/$BAPO_ENGINES_FOLDER" \
+        "$BAPO_RUN/$BAPO_ENGINES_FOLDER"/* "$BAPO_RUN/$BAPO_LOGS_FOLDER" \
+        "$BAPO_RUN/$BAPO_LOGS_FOLDER/$SLURM_JOB_ID" "$BAPO_LOGS" "$BAPO_LOGS"/* "$BAPO_LOGS"/.*.tmp \
+        "$BAPO_LOGS"/{ended,health}/*; do
+        [[ ! -L $path ]] || bapo_refuse "$path is a link; links in a run directory are not followed:" \
+            "put the file or folder itself there"
+        [[ ! -e $path || -f $path || -d $path ]] || bapo_refuse "$path is no plain file; delete it"
     done
 }
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,18 @@ from tests.support.short_runs import TWO, check_like, exported, finish, output_o
 pytestmark = pytest.mark.e2e
 
 
-def test_a_signal_saves_within_a_step_and_the_run_goes_on(alone: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+def test_a_signal_saves_within_a_step_and_the_run_goes_on(
+    alone: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     """To the command alone, as srun sends it: its processes must hear of it. tests/slurm sends SIGTERM."""
     run_dir = tmp_path / "told"
     process = start(run_dir, *TWO)
     wait_for_steps(process, run_dir, 3)
-    os.kill(process.pid, signal.SIGUSR1)
+    os.kill(process.pid, number)
     output = output_of(process)
     assert process.returncode == 85, output[-3000:]
-    assert "stopped: told to stop by SIGUSR1; saved after step" in output
+    assert f"stopped: told to stop by {number.name}; saved after step" in output
     assert "Traceback" not in output
     names = [path.name for path in (run_dir / "checkpoints").iterdir()]
     assert all(re.fullmatch(r"step_\d{6}(_update_\d{3})?", name) for name in names)
@@ -38,6 +42,20 @@ def test_a_signal_saves_within_a_step_and_the_run_goes_on(alone: Path, tmp_path:
         assert results(run_dir, log) == results(alone, log)
     ours, theirs = exported(run_dir), exported(alone)
     assert all((tensor == theirs[name]).all() for name, tensor in ours.items())
+
+
+def test_a_signal_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
+    """Sent as soon as the command has made its directory: it is still starting."""
+    run_dir = tmp_path / "early"
+    process = start(run_dir, *TWO)
+    while not run_dir.exists() and process.poll() is None:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    output = output_of(process)
+    assert process.returncode == 85, output[-3000:]
+    assert "stopped: told to stop by SIGTERM" in output
+    assert "Traceback" not in output
+    assert not list(run_dir.glob("checkpoints/step_*"))
 
 
 def test_a_job_that_is_about_to_end_makes_no_update_that_it_cannot_save(

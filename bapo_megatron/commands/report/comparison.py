@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.commands.report.data import RunRecord, headline, make_report_folder, read_run
+from bapo_megatron.commands.report.data import PAGE, RunRecord, headline, make_report_folder, read_run
 from bapo_megatron.commands.report.header import facts
 from bapo_megatron.commands.report.panels import PANELS, Panel
 from bapo_megatron.commands.report.readings import comparison_readings
@@ -79,7 +79,7 @@ def write_comparison(run_dirs: Sequence[Path], folder: Path) -> Path:
             uris = [svg_uri(layer) for layer in layers.runs]
             lines = _line_names([curve.label or "" for curve in curves_of(panel)])
             pictures.append(LayeredPicture(panel, lines, svg_uri(layers.axes), uris))
-    page = folder / "index.html"
+    page = folder / PAGE
     text = render(
         "comparison.html",
         runs=[_compared(run, colour) for run, colour in drawn],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,11 @@ from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.jsonl_log import Row, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
+
+PAGE = "index.html"
+"""File of the page in a report's folder."""
+
+_TITLE = re.compile(rb"(?s)<title>.* \xc2\xb7 (training report|comparison)</title>")
 
 
 class Headline(TypedDict):
@@ -175,7 +181,8 @@ def _is_number(value: Any) -> bool:
 
 
 def make_report_folder(folder: Path) -> None:
-    """Make the folder of a report. ConfigError if nothing can be written there."""
+    """Make the folder of a report. ConfigError if nothing can be written there, or if a page is there that is
+    no report."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK | os.X_OK)
@@ -183,6 +190,19 @@ def make_report_folder(folder: Path) -> None:
         writable = False
     if not writable:
         raise ConfigError(f"the report cannot be written to {folder}: name another folder with --output DIR")
+    page = folder / PAGE
+    if os.path.lexists(page) and not _is_report(page):
+        raise ConfigError(
+            f"{page} is no page of bapo report, and is kept: name another folder with --output DIR"
+        )
+
+
+def _is_report(page: Path) -> bool:
+    """Whether a file is a page of a report or of a comparison, also of an earlier version."""
+    if page.is_symlink() or not page.is_file():
+        return False
+    with page.open("rb") as file:
+        return _TITLE.search(file.read(1 << 16)) is not None
 
 
 def _read_optional(path: Path) -> list[Row]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bapo_megatron.commands.report.comparison import write_comparison
 from bapo_megatron.commands.report.data import (
+    PAGE,
     Headline,
     RunRecord,
     headline,
@@ -77,7 +78,7 @@ def write_report(run_dir: Path, folder: Path | None = None) -> Path:
     svgs = draw_panels(run, folder)
     draw_overview(run, folder / "overview.png")
     pictures = [Picture(panel, svg_uri(svgs[panel.file])) for panel in (*PANELS, *DISTRIBUTIONS)]
-    page = folder / "index.html"
+    page = folder / PAGE
     write_atomically(page, _render(run, pictures, smoothing_window(len(run.steps))))
     return page
 

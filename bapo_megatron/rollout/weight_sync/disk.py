@@ -7,6 +7,7 @@ writes its share of them to files of its own. Rank 0 makes the folder before and
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,11 @@ from bapo_megatron.hf.stream_writer import write_shards
 from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.interfaces import Policy, Sampler
 from bapo_megatron.runtime.distributed import everywhere, is_main, together
+from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.storage import writing
+
+_VERSION = re.compile(r"v\d+|\.v\d+\.tmp")
+"""The names of folders that hold a version, or become it."""
 
 
 class DiskSync:
@@ -123,7 +128,7 @@ class WeightStaging:
         with writing(f"weights of version {version}", final):
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in (temporary, final):
-                shutil.rmtree(path, ignore_errors=True)
+                remove_folder(path, ignore_errors=True)
             temporary.mkdir()
             shutil.copyfile(self._hf_path / "config.json", temporary / "config.json")
 
@@ -164,13 +169,13 @@ class WeightStaging:
 
     def discard(self, version: int) -> None:
         """Delete what was written and not published."""
-        shutil.rmtree(self._temporary(version), ignore_errors=True)
+        remove_folder(self._temporary(version), ignore_errors=True)
 
     def keep_only(self, folder: Path | None) -> None:
         """Delete the other versions; None: all of them."""
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
-            if path != folder:
-                shutil.rmtree(path, ignore_errors=True)
+            if path != folder and _VERSION.fullmatch(path.name):
+                remove_folder(path, ignore_errors=True)
 
     def _temporary(self, version: int) -> Path:
         return self._folder / f".v{version}.tmp"

@@ -18,7 +18,7 @@ from bapo_megatron.algo.measurements.diagnostics import RATIO_BINS
 from bapo_megatron.checkpoint.run_directory import FORMAT
 from bapo_megatron.commands.report.data import moving_mean, read_run
 from bapo_megatron.commands.report.distributions import DISTRIBUTIONS
-from bapo_megatron.commands.report.page import headline, write_report
+from bapo_megatron.commands.report.page import headline, report_command, write_report
 from bapo_megatron.commands.report.panels import PANELS, bands
 from bapo_megatron.errors import ConfigError
 
@@ -231,6 +231,27 @@ def test_pictures_show_something(reported: Path, name: str) -> None:
 
 
 @pytest.mark.usefixtures("few_pictures")
+@pytest.mark.parametrize("kind", ["page", "link", "folder"])
+@pytest.mark.parametrize("runs", [1, 2])
+def test_a_page_that_is_no_report_stays(tmp_path: Path, kind: str, runs: int) -> None:
+    made = [str(tmp_path / name) for name in "ab"[:runs]]
+    for run in made:
+        Path(run).mkdir()
+        made_up_run(Path(run), 2, 1)
+    site = tmp_path / "site"
+    site.mkdir()
+    if kind == "page":
+        (site / "index.html").write_text("<title>My training report</title>")
+    elif kind == "link":
+        (site / "index.html").symlink_to(tmp_path / "absent")
+    else:
+        (site / "index.html").mkdir()
+    with pytest.raises(ConfigError, match=r"index.html is no page of bapo report.* --output DIR"):
+        report_command([*made, "--output", str(site)])
+    assert [path.name for path in site.iterdir()] == ["index.html"]
+    assert kind != "page" or (site / "index.html").read_text() == "<title>My training report</title>"
+
+
 def test_same_run_gives_the_same_page(tmp_path: Path) -> None:
     made_up_run(tmp_path, steps=5)
     first = write_report(tmp_path).read_bytes()

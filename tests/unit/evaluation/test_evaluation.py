@@ -229,6 +229,18 @@ def test_other_settings_are_refused_and_more_samples_are_not(tmp_path: Path) -> 
         assert json.loads((tmp_path / SETTINGS).read_text())["samples"] == 4
 
 
+@pytest.mark.parametrize("name", [RESPONSES, SUMMARY])
+def test_files_that_no_evaluation_wrote_stay(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine, without an end of line")
+    with (
+        pytest.raises(ConfigError, match=rf"holds {name} without {SETTINGS}: .*name another --output"),
+        open_folder(tmp_path, settings()),
+    ):
+        pass
+    assert (tmp_path / name).read_text() == "mine, without an end of line"
+    assert not (tmp_path / SETTINGS).exists()
+
+
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
     with (
         open_folder(tmp_path, settings()),
@@ -481,6 +493,25 @@ def test_a_checkpoint_of_megatron_becomes_the_same_model(tmp_path: Path) -> None
     (tmp_path / "converted").rename(tmp_path / "moved")
     with pytest.raises(ConfigError, match="was made of .*converted.*give another --output"):
         hf_model(find_checkpoint(tmp_path / "moved", "latest"), None, tmp_path / "out")
+
+
+@pytest.mark.parametrize("text", ['{"name": "mine"}', '["checkpoint"]', "text"])
+def test_a_note_that_no_conversion_wrote_stays(tmp_path: Path, text: str) -> None:
+    to_megatron(MODEL, tmp_path / "converted")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/model.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"model.json was written by something else.* another --output"):
+        hf_model(find_checkpoint(tmp_path / "converted", "latest"), None, tmp_path / "out")
+    assert (tmp_path / "out/model.json").read_text() == text
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "journal", "checkpoints", ".lock"])
+def test_the_directory_of_a_run_is_no_output(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    options = EvalOptions(checkpoint=MODEL, suite=str(write_suite(tmp_path / "s")), output=tmp_path)
+    with pytest.raises(ConfigError, match="is the directory of a run, which keeps its own logs and keys"):
+        evaluate(options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted((name, "s"))
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -62,11 +62,17 @@ def test_entries_and_leftovers_of_a_folder(tmp_path: Path) -> None:
         "step_000003.lost",
         "step_x.npz",
         ".step_000004.a.tmp",
+        ".step_000004_update_002.deleted",
+        ".step_000004.mine",
+        ".step_mine.tmp",
     ):
         (tmp_path / name).touch()
     assert sorted(moment for moment, _ in step_entries(tmp_path, ".npz")) == [(2, 0), (10, 0)]
     assert [path.name for _, path in step_entries(tmp_path, ".lost")] == ["step_000003.lost"]
-    assert [path.name for path in step_leftovers(tmp_path)] == [".step_000004.a.tmp"]
+    assert sorted(path.name for path in step_leftovers(tmp_path)) == [
+        ".step_000004.a.tmp",
+        ".step_000004_update_002.deleted",
+    ]
     assert list(step_leftovers(tmp_path, ".b.tmp")) == []
     assert list(step_entries(tmp_path / "absent")) == []
 

@@ -200,13 +200,37 @@ def test_an_event_is_valid_wherever_its_text_is_cut(
     assert len(kept) > 250 or len(text) == 1
 
 
-def test_a_job_follows_no_link_out_of_its_run_directory(shell: Shell, tmp_path: Path) -> None:
+WRITTEN_BY_A_JOB = [
+    "events.jsonl",
+    "slurm.state",
+    ".slurm.state.7.tmp",
+    "engines/n1-8000.json.tmp",
+    "logs/7/0/job.log",
+    "logs/7/0/.job.log.tmp",
+    "logs/7/0/ended/0.tmp",
+]
+
+
+@pytest.mark.parametrize("name", WRITTEN_BY_A_JOB)
+def test_a_job_follows_no_link_out_of_its_run_directory(shell: Shell, tmp_path: Path, name: str) -> None:
     (tmp_path / "kept").write_text("mine\n")
-    (tmp_path / "events.jsonl").symlink_to(tmp_path / "kept")
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(tmp_path / "kept")
     found = shell("bapo_open_logs")
     assert found.returncode == 2
-    assert "events.jsonl is a link; links in a run directory are not followed" in found.stderr
+    assert f"{name} is a link; links in a run directory are not followed" in found.stderr
     assert (tmp_path / "kept").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("name", WRITTEN_BY_A_JOB)
+def test_a_job_does_not_wait_for_a_fifo(shell: Shell, tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path)
+    found = shell("bapo_open_logs")
+    assert found.returncode == 2
+    assert f"{name} is no plain file; delete it" in found.stderr
 
 
 def test_a_running_trainer_is_not_cut_off(shell: Shell, tmp_path: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from bapo_megatron.algo.bapo import grpo
-from bapo_megatron.trainer.records.recorder import StepClock, check_one_sign, step_metrics
+from bapo_megatron.algo.bapo import grpo, paper
+from bapo_megatron.config import AlgorithmConfig, DataConfig, ModelConfig, RewardConfig, RunConfig
+from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.trainer.records.idle_search import MOVED
+from bapo_megatron.trainer.records.recorder import Recorder, StepClock, check_one_sign, step_metrics
 from bapo_megatron.types import StepBatch
 from tests.support.bapo_objective import objective
 
@@ -64,3 +69,36 @@ def test_searches_that_balance_nothing_are_noted(shares: list[float | None], not
         assert (
             f"{0.6 if 0.3 in shares else 0.9:.0%} of the tokens had bounds from searches" in notes.taken[0][1]
         )
+
+
+def config(run_dir: Path, reward: RewardConfig) -> RunConfig:
+    algorithm = AlgorithmConfig(bounds=paper())
+    parts = {"reward": reward, "algorithm": algorithm, "run_dir": run_dir}
+    return RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), **parts)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize(
+    ("function", "failed", "warned"),
+    [("math", 0.0, True), ("math", -1.0, False), ("math", -2.0, False), ("mine.reward:score", 0.0, False)],
+)
+def test_failures_that_are_worth_more_than_wrong_responses_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], function: str, failed: float, warned: bool
+) -> None:
+    reward = RewardConfig(function=function, wrong=-1.0, failed=failed)
+    Recorder(config(tmp_path, reward), 1, True).close()
+    said = "warning: reward.failed=0 is above reward.wrong=-1: a response that hangs its scorer gets more"
+    assert (said in capsys.readouterr().out) == warned
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_an_idle_search_is_an_event_and_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder(config(tmp_path, RewardConfig()), 1, True)
+    stale = {MOVED: 0.0, "bapo/contribution": 0.5}
+    for step in (1, 2, 3):
+        recorder.step(step, [stale] * 8, {"reward/mean": 0.0})
+    recorder.close()
+    [event] = [row for row in read_jsonl(tmp_path / "events.jsonl") if row["kind"] == "bounds_idle"]
+    assert event["step"] == 2
+    assert event["message"].startswith("the bounds have not moved in the first 16 stale updates (steps 1 to")
+    assert capsys.readouterr().out.count("note: the bounds have not moved") == 1

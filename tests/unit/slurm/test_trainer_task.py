@@ -1,0 +1,70 @@
+"""`task.sh trainer`: the exit code of a rank, and what the job's shell makes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.unit.slurm.conftest import SLURM, Shell
+
+
+def run_rank(folder: Path, program: str, lines: str = "") -> subprocess.CompletedProcess[str]:
+    """Run rank 3, whose interpreter is the script ``program``. ``lines``: what bash reads before task.sh."""
+    (folder / "ended").mkdir()
+    rank, begin = folder / "rank", folder / "begin"
+    rank.write_text(f"#!/bin/bash\n{program}\n")
+    rank.chmod(0o755)
+    begin.write_text(lines)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "BASH_ENV": str(begin),
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "3",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURMD_NODENAME": "n1",
+        "BAPO_LIB": str(SLURM / "lib"),
+        "BAPO_LOGS": str(folder),
+        "BAPO_RUN": str(folder),
+        "BAPO_ROOT": str(folder),
+        "BAPO_PYTHON": str(rank),
+        "BAPO_EXPECTED": "0",
+    }
+    command = ["bash", str(SLURM / "task.sh"), "trainer", "recipe.py"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_a_rank_that_is_told_while_it_starts_is_no_crash(shell: Shell, tmp_path: Path, name: str) -> None:
+    """It has no handler yet, and dies of what task.sh passes on."""
+    rank = f"trap - {name}; kill -{name} $PPID; exec sleep 1000"
+    done = run_rank(tmp_path, rank)
+    assert done.returncode == 85, done.stderr
+    assert "killed" not in done.stdout
+    assert shell("bapo_first_failure; bapo_kind_of_end 85").stdout == "preemption\n"
+
+
+def test_a_rank_that_saves_when_told_ends_with_its_own_code(shell: Shell, tmp_path: Path) -> None:
+    rank = "trap 'exit 85' TERM; kill -TERM $PPID; while :; do sleep 0.01; done"
+    assert run_rank(tmp_path, rank).returncode == 85
+    assert shell("bapo_first_failure").stdout == ""
+
+
+def test_a_task_that_is_told_before_its_rank_exists_is_no_crash(tmp_path: Path) -> None:
+    """While it waits for rollout servers: the signal comes with the first pause."""
+    lines = "export BAPO_EXPECTED=1\nsleep() { kill -TERM $$; }\n"
+    done = run_rank(tmp_path, "echo started", lines)
+    assert (done.returncode, done.stdout) == (85, "")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 137), (signal.SIGSEGV, 139)])
+def test_a_rank_that_another_signal_kills_is_a_crash(
+    shell: Shell, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    done = run_rank(tmp_path, f"kill -{number:d} $$")
+    assert done.returncode == code
+    assert f"rank 3 on n1 was killed by {number.name}" in done.stdout
+    assert shell("bapo_first_failure").stdout == f"3 {code}\n"

@@ -22,6 +22,7 @@ from bapo_megatron.policy.device import release_cached_memory
 from bapo_megatron.rollout.engines.sglang.server_process import PYTHON_VARIABLE, sglang_python
 from bapo_megatron.runtime.child_process import ChildProcess, exit_text
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.types import Prompt
 from benchmarks.gpu import memory_and_speed
 from benchmarks.gpu.rows import Row, Size, commands_environment
@@ -127,9 +128,9 @@ def run(recipe: Path, work: Path, limit_s: float) -> str:
 
 def judged(run_dir: Path, dtype: str) -> Iterator[Row]:
     """What the run has recorded: each step's engine gap, what its updates moved, how memory changed hands."""
+    paths = RunPaths(run_dir)
     metrics, updates, events = (
-        read_jsonl(run_dir / name) if (run_dir / name).exists() else []
-        for name in ("metrics.jsonl", "updates.jsonl", "events.jsonl")
+        read_jsonl(path) if path.exists() else [] for path in (paths.metrics, paths.updates, paths.events)
     )
     limit = LIMIT[dtype]
     for number in range(1, STEPS + 1):
@@ -138,7 +139,8 @@ def judged(run_dir: Path, dtype: str) -> Iterator[Row]:
         said = "no such step" if gap is None else f"{gap:.1e} nats"
         name = "the first weights" if number == 1 else f"after wake {number - 1}, with new weights"
         yield Row(f"step {number}: engine gap, {name}", said, f"{limit}", gap is not None and gap < limit)
-    moved = max((one.get("policy/ratio_gap", 0.0) for one in updates if one["step"] < STEPS), default=0.0)
+    # No number (None in the log) after an update that went wrong: it moved nothing that can be judged.
+    moved = max((one.get("policy/ratio_gap") or 0.0 for one in updates if one["step"] < STEPS), default=0.0)
     enough = MOVED * limit
     yield Row("what updates moved", f"{moved:.1e} nats", f"more than {enough:g}", moved > enough)
     wakes = [row["time/wake_s"] for row in metrics if row.get("time/wake_s")]
@@ -150,4 +152,6 @@ def judged(run_dir: Path, dtype: str) -> Iterator[Row]:
     )
     troubles = sorted({row["kind"] for row in events} & TROUBLES)
     said = ", ".join(troubles) or times or "never"
-    yield Row("memory changes hands", said, "no trouble in events.jsonl", bool(wakes) and not troubles)
+    yield Row(
+        "memory changes hands", said, f"no trouble in {paths.events.name}", bool(wakes) and not troubles
+    )

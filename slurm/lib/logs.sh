@@ -12,14 +12,20 @@ bapo_open_logs() {
     exec >>"$BAPO_LOGS/job.log" 2>&1
 }
 
-# A link in the run directory could lead what is written here to any file of the user.
+# A link in the run directory could lead what is written here to any file of the user. The folder of the logs
+# may be one, to a folder of the user that others may not write to: the rule of runtime/run_files.py.
 bapo_refuse_links() {
-    local name
+    local name logs=$BAPO_RUN/$BAPO_LOGS_FOLDER
     for name in "$BAPO_EVENTS_FILE" "$BAPO_STATE_FILE" "$BAPO_STOP_FILE" "$BAPO_ENGINES_FOLDER" \
         "$BAPO_LOGS_FOLDER" "$BAPO_LOGS_FOLDER/$SLURM_JOB_ID" \
         "$BAPO_LOGS_FOLDER/$SLURM_JOB_ID/$BAPO_RESTART"; do
-        [[ ! -L $BAPO_RUN/$name ]] || bapo_refuse "$BAPO_RUN/$name is a link; links in a run directory are" \
-            "not followed: put the file or folder itself there"
+        [[ -L $BAPO_RUN/$name ]] || continue
+        if [[ $name = "$BAPO_LOGS_FOLDER" && -d $logs && -O $logs ]] &&
+            [[ -z $(find -L "$logs" -maxdepth 0 -perm -o+w) ]]; then
+            continue
+        fi
+        bapo_refuse "$BAPO_RUN/$name is a link; links in a run directory are not followed: put the file or" \
+            "folder itself there ($BAPO_LOGS_FOLDER may be a link to a folder of yours that others may not write to)"
     done
 }
 

@@ -16,7 +16,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.processes import die_with_parent
 from bapo_megatron.runtime.written_folders import set_aside
 from checkpoints_tools import Settings, to_hf
-from checkpoints_tools.core.atomic_output import foreign
+from checkpoints_tools.core.atomic_output import foreign, replaced_folder
 
 _NICENESS = 19
 """The lowest priority for processors and, as the kernel derives it from that, for the disk."""
@@ -32,6 +32,8 @@ def main(checkpoint: str, output: str, model: str, parent: str) -> int:
     die_with_parent(parent=int(parent))  # else a restarted trainer could export to the same folder at once
     os.nice(_NICENESS)
     try:
+        if os.path.lexists(output):  # else what was moved aside becomes the output again
+            set_aside(replaced_folder(Path(output)), foreign)  # a half of one, of an earlier version
         set_aside(Path(output), foreign)  # an earlier version's, or with somebody's files: nothing is lost
         to_hf(
             Path(checkpoint), Path(output), Path(model), settings=Settings(overwrite=True, threads=_THREADS)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from time import sleep
 
 from bapo_megatron.commands.report.page import headline
-from bapo_megatron.hf.export import export_hf, foreign
+from bapo_megatron.hf.export import export_hf, keep_others
 from bapo_megatron.runtime.distributed import is_main, share
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.runtime.written_folders import set_aside
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.checkpointing import bring_policy_back, stop_if_preempted
 
@@ -23,8 +22,8 @@ def finish(run: Run) -> None:
     """
     bring_policy_back(run)  # engines have the GPUs after the evaluation of the last step
     output = RunPaths(run.config.directory).export
-    if is_main() and (kept := set_aside(output, foreign)):
-        print(f"{output} is no export of this version, or holds other files: kept as {kept}", flush=True)
+    for kept in keep_others(output) if is_main() else ():
+        print(f"what was no export of this version, or held other files, is kept as {kept}", flush=True)
     export_hf(run.policy.hf_weights(), run.config.model.hf_path, output)
     if run.recorder:
         run.recorder.export(run.config.steps, output)

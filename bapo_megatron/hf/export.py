@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,11 @@ from bapo_megatron.runtime.files import check_files_inside, write_atomically
 from bapo_megatron.runtime.storage import writing
 from bapo_megatron.runtime.written_folders import (
     MARK,
+    check_aside,
     check_replaceable,
     new_folder,
+    replaced_folder,
+    set_aside,
     unlike_mark,
     write_mark,
 )
@@ -108,6 +112,13 @@ def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
 def check_export_output(output: Path) -> None:
     """Raise ConfigError if ``output`` exists and is no earlier export: it would be replaced."""
     check_replaceable(output, WRITER, foreign)
+    check_aside(output, replaced_folder(output), WRITER, foreign)
+
+
+def keep_others(output: Path) -> list[Path]:
+    """Rename what is no export and stands in the way of one at ``output``; the new names."""
+    places = [output, *([replaced_folder(output)] if os.path.lexists(output) else [])]
+    return [kept for place in places if (kept := set_aside(place, foreign)) is not None]
 
 
 def foreign(folder: Path) -> str | None:

@@ -1,7 +1,7 @@
 """Files of a run directory: plain files, never links, whoever made the directory.
 
 A link in it could lead a log, a lock or a picture to any file of the user; to open a FIFO waits for ever. The
-run directory itself may be a link.
+run directory itself may be a link, and so may its large folders, to folders of the user on another disk.
 """
 
 from __future__ import annotations
@@ -48,17 +48,38 @@ def open_lock(path: Path) -> BinaryIO:
 def check_no_links(root: Path) -> None:
     """ConfigError if a file or folder that the run at ``root`` writes is a link, a FIFO or a device.
 
-    ``root`` may be a link. Its checkpoints and exports have rules of their own (``files.file_inside``).
+    ``root`` may be a link. So may the folders of its checkpoints, exports, weights, logs and TensorBoard, if
+    they lead to a folder that belongs to the user and that others may not write to. What is in checkpoints
+    and exports has rules of its own (``files.file_inside``).
     """
     paths = RunPaths(root)
+    large = (
+        paths.checkpoints,
+        paths.step_exports,
+        paths.export,
+        paths.weights,
+        paths.tensorboard,
+        paths.logs,
+    )
     folders = (paths.journal, paths.report, paths.logs, paths.evaluation, paths.tensorboard, paths.profile)
     for path in vars(paths).values():
-        if path != root:
+        if path != root and not (path in large and _is_own_folder(path)):
             _check_plain(path)
     for folder in folders:
         if folder.is_dir():
             for path in sorted(folder.iterdir()):
                 _check_plain(path)
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Whether ``path`` leads to a folder of this user that others may not write to."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return (
+        stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWOTH
+    )
 
 
 def _check_plain(path: Path) -> None:
@@ -75,7 +96,9 @@ def _check_plain(path: Path) -> None:
 def _refuse_link(path: Path) -> NoReturn:
     raise ConfigError(
         f"{path} is a link to {os.readlink(path)[:200]!a}; links in a run directory are not followed: put "
-        "the file or folder itself there, or move the whole run directory, which may be a link"
+        "the file or folder itself there, or move the whole run directory, which may be a link (checkpoints, "
+        "exports, export, weights, tensorboard and logs may be links to folders of yours that others may "
+        "not write to)"
     )
 
 

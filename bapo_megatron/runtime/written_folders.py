@@ -1,17 +1,21 @@
 """Output folders that a command may replace: those that it wrote itself, with nothing else in them.
 
-A folder is known by a mark, a file that is written last and lists all others with their sizes. A folder
-without it, or with anything that it does not list, is never replaced and never deleted.
+A folder is known by a mark, a file that is written last and lists all others with their sizes, and small
+ones with their SHA-256. A folder without it, or with anything that it does not list, is never replaced and
+never deleted. A whole copy of a folder has its mark, and counts as the folder does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import stat
+import sys
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,16 @@ from bapo_megatron.runtime.files import read_file_inside, sync_file, sync_folder
 from bapo_megatron.runtime.run_paths import RunPaths
 
 MARK = ".bapo-written.json"
-"""File in a written folder: who wrote it, and the size of every other file."""
+"""File in a written folder: who wrote it, the size of every other file, and the SHA-256 of small ones."""
+
+_HASHED_BELOW = 1_000_000
+"""Bytes of a file under which the mark has its SHA-256: what people edit by hand. Weights have sizes."""
+
+_OWNERS = {"bapo": "a run of bapo, as its own export", "bapo-ckpt": "the command bapo-ckpt"}
+"""Whom a person knows by the name in a mark."""
+
+_DELETING = ".deleting-"
+"""End, with a random number behind it, of the names of folders that are being deleted."""
 
 Foreign = Callable[[Path], str | None]
 """What a folder is or holds that the command did not write, in words; None if it wrote all of it."""
@@ -28,8 +41,14 @@ Foreign = Callable[[Path], str | None]
 
 def write_mark(folder: Path, writer: str) -> None:
     """Write the mark of ``writer``, durably, into a folder that is whole otherwise."""
-    files = {name: path.lstat().st_size for name, path in sorted(_entries(folder)) if not path.is_dir()}
-    mark = {"written_by": writer, "files": files}
+    paths = {n: path for n, path in sorted(_entries(folder)) if n != MARK and not path.is_dir()}
+    files = {name: path.lstat().st_size for name, path in paths.items()}
+    digests = {
+        name: _sha256(path)
+        for name, path in paths.items()
+        if files[name] < _HASHED_BELOW and stat.S_ISREG(path.lstat().st_mode)
+    }
+    mark = {"written_by": writer, "files": files, "sha256": digests}
     write_atomically(folder / MARK, json.dumps(mark, indent=1) + "\n")
 
 
@@ -47,12 +66,14 @@ def unlike_mark(folder: Path, writer: str) -> str | None:
     try:
         mark = json.loads(read_file_inside(folder, MARK))
         files: dict[str, Any] = dict(mark["files"])
+        digests: dict[str, Any] = dict(mark.get("sha256", {}))  # earlier versions wrote none
         by = mark["written_by"]
-    except (CheckpointError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"has a {MARK} that cannot be read ({error!s:.200})"
     if by != writer:
-        return f"was written by {str(by)[:80]!r}, not by {writer}"
-    return _unlisted(folder, {**files, MARK: None})
+        owner = _OWNERS.get(str(by), repr(str(by)[:80]))
+        return f"was written by {owner}, not by {_OWNERS.get(writer, writer)}"
+    return _unlisted(folder, {**files, MARK: None}) or _edited(folder, digests)
 
 
 def unlike_names(folder: Path, names: set[str]) -> str | None:
@@ -71,6 +92,14 @@ def check_replaceable(output: Path, writer: str, foreign: Foreign) -> None:
         )
 
 
+def check_aside(output: Path, aside: Path, writer: str, foreign: Foreign) -> None:
+    """ConfigError if ``output`` could not be replaced, because something else stands in the way of moving it
+    ``aside``. Asked before the work."""
+    if os.path.lexists(output):
+        with suppress(FileNotFoundError):  # another process deletes it at this moment
+            _check_own(aside, writer, foreign)
+
+
 def put_in_place(new: Path, output: Path, aside: Path, writer: str, foreign: Foreign) -> None:
     """Give the folder ``new`` the name ``output``; what had the name is deleted, after that.
 
@@ -79,7 +108,9 @@ def put_in_place(new: Path, output: Path, aside: Path, writer: str, foreign: For
     ``bring_back``.
     """
     bring_back(output, aside)
-    _remove_own(aside, writer, foreign)
+    _sweep(aside)
+    _check_own(aside, writer, foreign)
+    _delete(aside)
     try:
         if os.path.lexists(output) and not _is_empty(output):
             os.rename(output, aside)
@@ -92,7 +123,7 @@ def put_in_place(new: Path, output: Path, aside: Path, writer: str, foreign: For
         bring_back(output, aside)
         raise
     sync_folder(output.parent)
-    _remove_own(aside, writer, foreign)
+    _delete(aside)
 
 
 def bring_back(output: Path, aside: Path) -> None:
@@ -112,13 +143,18 @@ def set_aside(output: Path, foreign: Foreign) -> Path | None:
     return kept
 
 
+def replaced_folder(output: Path) -> Path:
+    """Where ``new_folder`` moves what had the name ``output``."""
+    return output.with_name(f".{output.name}.replaced")
+
+
 @contextmanager
 def new_folder(output: Path, writer: str, foreign: Foreign) -> Iterator[Path]:
     """A folder beside ``output`` that becomes it, durably, at the end of the block that fills it with files.
 
     A folder of the name that ``writer`` wrote is replaced. If the block raises, the new one is deleted.
     """
-    temporary, aside = (output.with_name(f".{output.name}.{end}") for end in ("tmp", "replaced"))
+    temporary, aside = output.with_name(f".{output.name}.tmp"), replaced_folder(output)
     bring_back(output, aside)
     if os.path.lexists(temporary):
         if (kind := _kind(temporary)) is not None:
@@ -136,12 +172,36 @@ def new_folder(output: Path, writer: str, foreign: Foreign) -> Iterator[Path]:
         raise
 
 
-def _remove_own(folder: Path, writer: str, foreign: Foreign) -> None:
-    """Delete a folder of ``writer``'s if it is there. ConfigError if it is not its own."""
-    if os.path.lexists(folder):
-        if not _is_empty(folder) and (found := foreign(folder)) is not None:
-            raise ConfigError(f"{folder} {found}; {writer} keeps it: move it away")
-        shutil.rmtree(folder)
+def _check_own(folder: Path, writer: str, foreign: Foreign) -> None:
+    if os.path.lexists(folder) and not _is_empty(folder) and (found := foreign(folder)) is not None:
+        raise ConfigError(f"{folder} {found}; {writer} keeps it: move it away")
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder that is known as the writer's own, if it is there.
+
+    It gets a name first by which it is known without its mark: a kill may leave any part of it. What cannot
+    be deleted (a file that a server has open, on NFS) is announced and stays for the next time: the command
+    has done its work.
+    """
+    if not os.path.lexists(folder):
+        return
+    try:
+        os.rename(folder, folder.with_name(f"{folder.name}{_DELETING}{uuid.uuid4().hex}"))
+        left = _sweep(folder)
+    except OSError:
+        left = [folder]
+    for path in left:
+        print(f"{path}, an old output, could not be deleted whole: delete it", file=sys.stderr, flush=True)
+
+
+def _sweep(folder: Path) -> list[Path]:
+    """Delete what was ``folder`` when a process was killed that deleted it; what stays."""
+    beginning = folder.name + _DELETING
+    found = [path for path in folder.parent.iterdir() if path.name.startswith(beginning)]
+    for path in found:
+        shutil.rmtree(path, ignore_errors=True)  # which follows no link
+    return [path for path in found if os.path.lexists(path)]
 
 
 def _kind(path: Path) -> str | None:
@@ -185,6 +245,19 @@ def _unlisted(folder: Path, files: dict[str, Any]) -> str | None:
         if files[name] is not None and status.st_size != files[name]:
             return f"holds {shown}, which was changed since: it had {files[name]} bytes"
     return None
+
+
+def _edited(folder: Path, digests: dict[str, Any]) -> str | None:
+    """The first file whose SHA-256 is not that of ``digests``."""
+    for name, path in _entries(folder):
+        if name in digests and _sha256(path) != digests[name]:
+            return f"holds {ascii(name)[1:-1]}, which was changed since, though it is as long as it was"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Path]]:

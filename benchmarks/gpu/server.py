@@ -139,7 +139,8 @@ def judged(run_dir: Path, dtype: str) -> Iterator[Row]:
         said = "no such step" if gap is None else f"{gap:.1e} nats"
         name = "the first weights" if number == 1 else f"after wake {number - 1}, with new weights"
         yield Row(f"step {number}: engine gap, {name}", said, f"{limit}", gap is not None and gap < limit)
-    moved = max((one.get("policy/ratio_gap", 0.0) for one in updates if one["step"] < STEPS), default=0.0)
+    # No number (None in the log) after an update that went wrong: it moved nothing that can be judged.
+    moved = max((one.get("policy/ratio_gap") or 0.0 for one in updates if one["step"] < STEPS), default=0.0)
     enough = MOVED * limit
     yield Row("what updates moved", f"{moved:.1e} nats", f"more than {enough:g}", moved > enough)
     wakes = [row["time/wake_s"] for row in metrics if row.get("time/wake_s")]
@@ -151,4 +152,6 @@ def judged(run_dir: Path, dtype: str) -> Iterator[Row]:
     )
     troubles = sorted({row["kind"] for row in events} & TROUBLES)
     said = ", ".join(troubles) or times or "never"
-    yield Row("memory changes hands", said, "no trouble in events.jsonl", bool(wakes) and not troubles)
+    yield Row(
+        "memory changes hands", said, f"no trouble in {paths.events.name}", bool(wakes) and not troubles
+    )

@@ -18,6 +18,7 @@ from pathlib import Path
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.written_folders import (
     bring_back,
+    check_aside,
     check_replaceable,
     put_in_place,
     unlike_mark,
@@ -40,17 +41,23 @@ def temporary_folder(output: Path) -> Path:
     return output.with_name(f".{output.name}.bapo-ckpt.tmp")
 
 
+def replaced_folder(output: Path) -> Path:
+    """Where ``output`` is moved while another takes its name."""
+    return output.with_name(f".{output.name}.bapo-ckpt.replaced")
+
+
 def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
     """``output`` as an absolute path. ConfigError if it may not be written there."""
     output = output.absolute()
     output = output.parent.resolve() / output.name
-    bring_back(output, _replaced_folder(output))
+    _restore(output)
     for source in (source.resolve() for source in sources):
         if output == source or output in source.parents or source in output.parents:
             raise ConfigError(
                 f"output {output} and input {source} are, or lie in, one another: choose another"
             )
     check_replaceable(output, WRITER, foreign)
+    check_aside(output, replaced_folder(output), WRITER, foreign)
     if not overwrite and output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"output {output} exists; --overwrite replaces it")
     return output
@@ -171,6 +178,24 @@ def _begin(folder: Path, lock: _FolderLock) -> None:
     lock.take()
 
 
+def _restore(output: Path) -> None:
+    """Give ``output`` its name back if a run was killed between the two renames; ``_Taken`` if the run lives.
+
+    Under the lock of the temporary folder: between its renames, that folder is still there and held.
+    """
+    aside = replaced_folder(output)
+    if os.path.lexists(aside) and not os.path.lexists(output):
+        folder = temporary_folder(output)
+        _clear(folder)
+        lock = _FolderLock(folder)
+        try:
+            _begin(folder, lock)
+            bring_back(output, aside)
+            shutil.rmtree(folder)
+        finally:
+            lock.release()
+
+
 def _is_still(folder: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(os.stat(folder), os.fstat(descriptor))
@@ -178,10 +203,6 @@ def _is_still(folder: Path, descriptor: int) -> bool:
         return False
 
 
-def _replaced_folder(output: Path) -> Path:
-    return output.with_name(f".{output.name}.bapo-ckpt.replaced")
-
-
 def _publish(folder: Path, output: Path) -> None:
     write_mark(folder, WRITER)
-    put_in_place(folder, output, _replaced_folder(output), WRITER, foreign)
+    put_in_place(folder, output, replaced_folder(output), WRITER, foreign)

@@ -98,7 +98,13 @@ def test_every_recipes_servers_start_with_flags_that_sglang_takes(colocated: boo
     # What the test itself would notice: a flag that SGLang lacks, and one that a check refuses.
     mistakes = [[*flags, "--no-such-flag"], [*flags, "--attention-backend", "none-such"]]
     default = without(flags, NO_PREFILL_GRAPH[0])
-    found = resolved([*(line for _, _, line in wanted), default, by_hand, *mistakes], colocated)
+    # SGLang takes our flag beside a recipe's JSON, and what the JSON says of the prefill is stronger.
+    with_json = [
+        [*flags, "--cuda-graph-config", text]
+        for text in ('{"decode": {"max_bs": 64}}', '{"prefill": {"backend": "full"}}')
+    ]
+    lines = [*(line for _, _, line in wanted), default, by_hand, *with_json, *mistakes]
+    found = resolved(lines, colocated)
     for (name, config, _), settings in zip(wanted, found, strict=False):
         sglang = config.rollout.sglang
         in_place = sglang.on_update == "in_place"
@@ -120,4 +126,7 @@ def test_every_recipes_servers_start_with_flags_that_sglang_takes(colocated: boo
     else:
         assert without_flag["graphs"]["prefill"] == "BreakableCudaGraphBackend"
     assert with_own["graphs"]["prefill"] == "FullCudaGraphBackend"
-    assert all("error" in settings for settings in found[len(wanted) + 2 :])
+    of_decode, of_prefill = found[len(wanted) + 2 : len(wanted) + 4]
+    assert of_decode["graphs"] == {"decode": "FullCudaGraphBackend"}
+    assert of_prefill["graphs"]["prefill"] == "FullCudaGraphBackend"
+    assert all("error" in settings for settings in found[len(wanted) + 4 :])

@@ -251,7 +251,7 @@ def test_a_run_that_hangs_is_ended(tmp_path: Path) -> None:
 def test_what_a_servers_run_recorded_is_judged(tmp_path: Path) -> None:
     """The gap after a wake with old weights, a step that is missing, updates that moved nothing, trouble."""
 
-    def judged(gaps: list[float], moved: float, *kinds: str) -> list[bool | None]:
+    def judged(gaps: list[float], moved: float | None, *kinds: str) -> list[bool | None]:
         steps = [
             {"step": 1 + n, "rollout/engine_gap_mean": gap, "time/wake_s": 2.0} for n, gap in enumerate(gaps)
         ]
@@ -268,5 +268,6 @@ def test_what_a_servers_run_recorded_is_judged(tmp_path: Path) -> None:
     assert judged([1e-3, 0.3, 3e-3], 0.5) == [True, False, True, True, True]
     assert judged([1e-3], 0.5) == [True, False, False, True, True]
     assert judged([1e-3, 2e-3, 3e-3], 0.05) == [True, True, True, False, True]
+    assert judged([1e-3, 2e-3, 3e-3], None) == [True, True, True, False, True]  # an update with NaN
     assert judged([1e-3, 2e-3, 3e-3], 0.5, "memory_kept") == [True, True, True, True, False]
     assert [row.ok for row in server.judged(tmp_path / "none", "bfloat16")] == [False] * 5

@@ -32,7 +32,13 @@ from bapo_megatron.data.prepare.sources import Source, open_source
 from bapo_megatron.data.prompts import check_template
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
-from bapo_megatron.runtime.written_folders import check_replaceable, new_folder, unlike_names
+from bapo_megatron.runtime.written_folders import (
+    check_aside,
+    check_replaceable,
+    new_folder,
+    replaced_folder,
+    unlike_names,
+)
 
 _WRITER = "bapo data prepare"
 
@@ -67,6 +73,7 @@ def prepare(options: PrepareOptions) -> Card:
 def check_dataset_output(output: Path, overwrite: bool) -> None:
     """Raise ConfigError if ``output`` exists and may not be replaced."""
     check_replaceable(output, _WRITER, _foreign)
+    check_aside(output, replaced_folder(output), _WRITER, _foreign)
     if not overwrite and (output / CARD_FILE).exists():
         raise ConfigError(f"output={output} exists: name another, or give --overwrite")
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.written_folders import MARK
+from bapo_megatron.runtime.written_folders import MARK, write_mark
 from checkpoints_tools import Settings, reshard, to_hf, to_megatron
 from checkpoints_tools.core import atomic_output, copying
 from checkpoints_tools.core.atomic_output import check_space, temporary_folder
@@ -133,8 +133,9 @@ def test_a_kill_while_replacing_loses_neither(convert: Convert, tmp_path: Path) 
     convert(output, Settings())
     new = folder_bytes(output)
     config = next(output.rglob("config.json"))
-    changed = config.read_bytes().replace(b" 512", b" 256")  # of the same length, as the mark has it
+    changed = config.read_bytes().replace(b" 512", b" 256")
     config.write_bytes(changed)
+    write_mark(output, atomic_output.WRITER)
     old = folder_bytes(output)
     assert old != new
     seen = set()
@@ -144,6 +145,7 @@ def test_a_kill_while_replacing_loses_neither(convert: Convert, tmp_path: Path) 
         assert found in (old, new)
         seen.add(found == new)
         config.write_bytes(changed)
+        write_mark(output, atomic_output.WRITER)
     assert seen == {False, True}
     assert folder_bytes(output) == new
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
@@ -285,7 +287,7 @@ def test_an_output_of_another_command_is_kept(tmp_path: Path, model: Path) -> No
     to_megatron(model, output)
     mark = json.loads((output / MARK).read_text())
     (output / MARK).write_text(json.dumps(mark | {"written_by": "bapo"}))
-    with pytest.raises(ConfigError, match="was written by 'bapo', not by bapo-ckpt"):
+    with pytest.raises(ConfigError, match="was written by a run of bapo, as its own export, not by"):
         to_megatron(model, output, settings=OVERWRITE)
 
 
@@ -316,6 +318,12 @@ def with_an_edited_file(path: Path, written: Path) -> None:
         file.write(" ")
 
 
+def with_an_edit_of_the_same_length(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    config = path / "release/hf/config.json"
+    config.write_bytes(config.read_bytes().replace(b" 512", b" 256"))
+
+
 def with_a_link_for_a_file(path: Path, written: Path) -> None:
     shutil.copytree(written, path)
     tokenizer = path / "release/hf/tokenizer.json"
@@ -344,6 +352,7 @@ TARGETS: list[tuple[Target, str]] = [
     (with_a_file_more, r"holds release/thesis\.tex, which was put there by something else"),
     (with_an_empty_folder_more, "holds iter_0000100, which was put there"),
     (with_an_edited_file, r"holds release/hf/config\.json, which was changed since"),
+    (with_an_edit_of_the_same_length, "which was changed since, though it is as long as it was"),
     (with_a_link_for_a_file, r"holds release/hf/tokenizer\.json, which was put there"),
     (without_a_mark, "has no .*an earlier version"),
     (with_a_damaged_mark, "cannot be read"),
@@ -405,13 +414,115 @@ def test_a_temporary_folder_that_is_none(
 def test_what_was_moved_aside_and_is_no_output_is_kept(convert: Convert, tmp_path: Path) -> None:
     output = tmp_path / "output"
     convert(output, Settings())
-    aside = atomic_output._replaced_folder(output)
+    aside = atomic_output.replaced_folder(output)
     aside.mkdir()
     (aside / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="bapo-ckpt keeps it: move it away"):
         convert(output, OVERWRITE)
     assert (aside / "thesis.tex").exists()
     assert open_checkpoint(output, reference=None)
+
+
+def test_what_stands_in_the_way_is_told_before_the_work(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A half-deleted output of an earlier version, whose mark was deleted first."""
+    output = tmp_path / "output"
+    convert(output, Settings())
+    aside = atomic_output.replaced_folder(output)
+    aside.mkdir()
+    (aside / "model.safetensors").touch()
+    monkeypatch.setattr(copying.os, "pwritev", None)
+    monkeypatch.setattr(copying.os, "copy_file_range", None)
+    with pytest.raises(ConfigError, match=r"replaced has no .*bapo-ckpt keeps it: move it away"):
+        convert(output, OVERWRITE)
+    aside.rename(tmp_path / "away")
+
+
+def write(output: Path, text: str) -> None:
+    with atomic_output.atomic_output(atomic_output.check_output(output, True, [])) as folder:
+        (folder / "config.json").write_text(text)
+        (folder / "weights").write_text(text)
+
+
+@pytest.mark.parametrize("first", [MARK, "config.json", "weights"])
+def test_a_kill_while_the_old_output_is_deleted_blocks_no_later_one(tmp_path: Path, first: str) -> None:
+    """Whichever of its files went first."""
+    output = tmp_path / "output"
+    write(output, "old")
+
+    def killed() -> None:
+        def dies(folder: Path, **_: object) -> None:
+            os.unlink(folder / first)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        shutil.rmtree = dies  # type: ignore[assignment]
+        write(output, "killed")
+
+    assert os.WTERMSIG(in_a_child(killed)) == signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    write(output, "new")
+    assert (output / "weights").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_an_old_output_that_cannot_be_deleted_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on NFS while a server has a file of it open: the folder stays, however often it is deleted."""
+    output = tmp_path / "output"
+    write(output, "old")
+
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "busy", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        write(output, "new")
+        write(output, "newer")
+    assert (output / "weights").read_text() == "newer"
+    assert "an old output, could not be deleted whole: delete it" in capsys.readouterr().err
+    write(output, "last")
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_second_command_between_the_renames_undoes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, rename, told = tmp_path / "output", os.rename, []
+    write(output, "old")
+
+    def with_a_second(source: Path, target: Path) -> None:
+        rename(source, target)
+        if target == atomic_output.replaced_folder(output):
+            with pytest.raises(ConfigError, match="another process is writing") as error:
+                atomic_output.check_output(output, True, [])
+            told.append(error)
+
+    monkeypatch.setattr(os, "rename", with_a_second)
+    write(output, "new")
+    assert told
+    assert (output / "weights").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_whole_copy_is_as_good_as_the_original(tmp_path: Path) -> None:
+    write(tmp_path / "output", "old")
+    shutil.copytree(tmp_path / "output", tmp_path / "copy")
+    write(tmp_path / "copy", "new")
+    assert (tmp_path / "copy/weights").read_text() == "new"
+
+
+def test_a_mark_without_digests_is_known(tmp_path: Path) -> None:
+    """As earlier versions wrote it."""
+    output = tmp_path / "output"
+    write(output, "old")
+    mark = json.loads((output / MARK).read_text())
+    assert sorted(mark.pop("sha256")) == ["config.json", "weights"]
+    (output / MARK).write_text(json.dumps(mark))
+    write(output, "new")
+    assert (output / "weights").read_text() == "new"
 
 
 def test_an_empty_folder_is_an_output(convert: Convert, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -44,6 +46,64 @@ def test_no_folder_is_too_long_for_the_path_of_a_socket(tmp_path: Path) -> None:
     assert Path(made.path).parent == Path("/tmp")
     assert len(made.path) + 45 < 107
     made.remove()
+
+
+@pytest.mark.parametrize("kind", ["missing", "a file", "relative", "read-only"])
+def test_a_parent_that_cannot_be_used_is_not_taken(
+    base: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TMPDIR of a job's node is often not there in its container."""
+    parent = str(base / "parent") if kind != "relative" else "."
+    if kind == "a file":
+        (base / "parent").touch()
+    if kind == "read-only":
+        real = os.mkdir
+
+        def mkdir(path: str, mode: int = 0o777) -> None:
+            if str(path).startswith(parent):  # no file mode stops root
+                raise OSError(errno.EROFS, "read-only", path)
+            real(path, mode)
+
+        monkeypatch.setattr(os, "mkdir", mkdir)
+    monkeypatch.setenv("TMPDIR", parent)
+    for given in (parent, None):
+        made = ServerFolder(given)
+        assert Path(made.path).parent == Path("/tmp")
+        made.remove()
+
+
+def old(path: str) -> None:
+    os.utime(path, (0, 0))
+
+
+def test_a_folder_of_another_machine_is_left_alone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock may not be seen here."""
+    with monkeypatch.context() as patch:
+        patch.setattr(server_folder.socket, "gethostname", lambda: "another")
+        assert server_folder._host() != server_folder._PREFIX.split("-")[1]
+        patch.setattr(server_folder, "_PREFIX", f"bapo-{server_folder._host()}-")
+        theirs = ServerFolder(str(base))
+    fcntl.flock(theirs._lock, fcntl.LOCK_UN)
+    old(theirs.path)
+    ServerFolder(str(base)).remove()
+    assert Path(theirs.path).is_dir()
+    theirs.remove()
+
+
+def test_where_nothing_can_be_locked_nothing_is_removed(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server_folder.fcntl, "flock", no_locks)
+        made = ServerFolder(str(base))
+        old(made.path)
+        ServerFolder(str(base)).remove()
+    assert len(Path(made.path).name) == 20
+    ServerFolder(str(base)).remove()
+    assert [str(path) for path in base.iterdir()] == [made.path]
+    made.remove()
+    assert list(base.iterdir()) == []
 
 
 def test_folders_that_nobody_holds_are_removed(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

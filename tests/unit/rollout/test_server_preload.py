@@ -80,6 +80,16 @@ def test_the_preload_of_a_colocated_server_finds_the_runtime_of_its_environment(
     assert preload_row(found, python, required=True).state == "ok"
 
 
+def test_an_interpreter_before_3_11_is_asked(python: Path, tmp_path: Path) -> None:
+    """It has no ``-P``."""
+    older = tmp_path / "python3.10"
+    older.write_text(f'#!/bin/sh\nif [ "$1" = -P ]; then exit 2; fi\nexec {python} "$@"\n')
+    older.chmod(0o755)
+    found = library_path(older, None)
+    assert found is not None
+    assert Path(found).parts[-3:] == ("nvidia", "cu13", "lib")
+
+
 def test_an_environment_without_a_runtime_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     assert library_path(Path(sys.executable), None) is None

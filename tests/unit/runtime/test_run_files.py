@@ -68,10 +68,54 @@ def test_a_link_of_a_run_directory_is_refused_and_its_target_stays(
     assert target.read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["journal", "report", "checkpoints", "weights", "logs", "export"])
+LARGE = ["checkpoints", "exports", "export", "weights", "tensorboard", "logs"]
+"""Folders that may be on another disk."""
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_folders_of_a_run_may_be_the_users_on_another_disk(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "scratch").mkdir(mode=0o755)
+    (tmp_path / "run" / name).symlink_to(tmp_path / "scratch")
+    check_writable(tmp_path / "run")
+    lock_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("kind", ["a file", "nothing", "another user's", "of everybody"])
+def test_they_lead_to_nothing_else(
+    tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    target = tmp_path / "target"
+    (tmp_path / "run" / name).symlink_to(target)
+    if kind == "a file":
+        target.touch()
+    elif kind != "nothing":
+        target.mkdir()
+        target.chmod(0o1777 if kind == "of everybody" else 0o755)
+    if kind == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: target.stat().st_uid + 1)
+    with pytest.raises(
+        ConfigError, match=f"{name} is a link to .*folders of yours that others may not write"
+    ):
+        check_no_links(tmp_path / "run")
+
+
+def test_what_a_linked_folder_of_logs_holds_is_no_link(tmp_path: Path) -> None:
+    for name in ("run", "scratch"):
+        (tmp_path / name).mkdir(mode=0o755)
+    (tmp_path / "run/logs").symlink_to(tmp_path / "scratch")
+    (tmp_path / "scratch/server-0.log").symlink_to(tmp_path / "kept")
+    with pytest.raises(ConfigError, match=r"server-0\.log is a link"):
+        check_no_links(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["journal", "report", "evaluation", "profile", "engines"])
 def test_folders_of_a_run_may_not_lead_out(tmp_path: Path, name: str) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / name).symlink_to(tmp_path)
+    (tmp_path / "scratch").mkdir(mode=0o755)
+    (tmp_path / "run" / name).symlink_to(tmp_path / "scratch")
     with pytest.raises(ConfigError, match=f"{name} is a link to .*whole run directory, which may be a link"):
         check_no_links(tmp_path / "run")
 

@@ -233,6 +233,19 @@ def test_a_job_does_not_wait_for_a_fifo(shell: Shell, tmp_path: Path, name: str)
     assert f"{name} is no plain file; delete it" in found.stderr
 
 
+@pytest.mark.parametrize(("mode", "code"), [(0o755, 0), (0o777, 2)])
+def test_the_logs_may_be_on_another_disk(shell: Shell, tmp_path: Path, mode: int, code: int) -> None:
+    """Behind a link to a folder of the user that others may not write to."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    scratch.chmod(mode)
+    (tmp_path / "logs").symlink_to(scratch)
+    found = shell("bapo_open_logs")
+    assert found.returncode == code, found.stderr
+    assert ("logs is a link; links in a run directory are not followed" in found.stderr) is (code == 2)
+    assert bool(list(scratch.rglob("job.log"))) is (code == 0)
+
+
 def test_a_running_trainer_is_not_cut_off(shell: Shell, tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"half')

@@ -45,7 +45,7 @@ def _runtime_folders(python: Path) -> tuple[str, ...]:
     """The folders of wheels in the interpreter's environment that hold a CUDA runtime."""
     # Without PYTHONPATH, as servers run. Importing torch there would take seconds.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    child = run_command([str(python), "-P", "-c", _ASK], _ASK_S, environment)
+    child = run_command([str(python), "-I", "-c", _ASK], _ASK_S, environment)
     packages = [] if child.ended else [Path(line) for line in child.output.splitlines()]
     found = [path.parent for package in packages for path in package.glob("*/lib/libcudart.so.*")]
     return tuple(dict.fromkeys(map(str, sorted(found))))

@@ -6,8 +6,10 @@ In the machine's /tmp everybody can list their names, and they stay behind when 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Collection, Iterator
@@ -16,7 +18,19 @@ from pathlib import Path
 
 from bapo_megatron.runtime.processes import descendants
 
-_PREFIX = "bapo-sglang-"
+
+def _host() -> str:
+    """What tells this machine, since its start, from others that may see the same folder: 6 characters."""
+    boot = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return hashlib.sha256(f"{socket.gethostname()} {boot}".encode()).hexdigest()[:6]
+
+
+_PREFIX = f"bapo-{_host()}-"
+"""Locks of other machines are not seen on every network file system: only one's own folders are removed."""
+_UNLOCKED = "bapo-nolock-"
+"""Of folders where nothing can be locked: nobody knows when they are left, so they are never removed."""
 _LONGEST_BASE = 40
 """Longest path of the folder's parent. A socket's path has at most 107 bytes: SGLang and Python need 45
 (``sgl_ar_fd_.../rank_...``, ``pymp-.../listener-...``), the folder 21."""
@@ -31,13 +45,26 @@ class ServerFolder:
     that nobody holds are removed when the next one is made."""
 
     def __init__(self, parent: str | None = None) -> None:
-        """``parent``: None for TMPDIR; one whose path is too long for sockets is not taken."""
-        base = parent or tempfile.gettempdir()
-        base = base if len(os.fsencode(base)) <= _LONGEST_BASE else "/tmp"
-        _sweep(base)
-        self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
+        """``parent``: None for TMPDIR. /tmp is taken for one whose path is too long for sockets, that is not
+        there (TMPDIR of a Slurm job's node, inside a container), or that cannot be written to."""
+        base = parent or os.environ.get("TMPDIR") or "/tmp"
+        if len(os.fsencode(base)) > _LONGEST_BASE or not os.path.isabs(base):
+            base = "/tmp"
+        try:
+            self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
+        except OSError:
+            base = "/tmp"
+            self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=base)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+        except OSError:  # ENOLCK, ENOSYS: no next one may take it for left
+            os.close(self._lock)
+            os.rmdir(self.path)
+            self.path = tempfile.mkdtemp(prefix=_UNLOCKED, dir=base)
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        else:
+            _sweep(base)
 
     def hand_on(self) -> None:
         """Let the program that this process becomes hold it."""
@@ -68,7 +95,7 @@ def _mapped(pid: int) -> Iterator[str]:
 
 
 def _sweep(base: str) -> None:
-    """Remove the folders of this user that nobody holds."""
+    """Remove the folders of this user, made on this machine, that nobody holds."""
     for path in Path(base).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another process was faster, or it is another user's
             about = path.lstat()

@@ -94,7 +94,10 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
 
 
 def _names(flags: Sequence[str], name: str) -> bool:
-    """Whether one of ``flags`` is ``name``, with its value behind it or after an equals sign."""
+    """Whether one of ``flags`` is ``name``, with its value behind it or after an equals sign.
+
+    ``--cuda-graph-config`` is no such flag: SGLang takes both, and what its JSON says of a phase is stronger.
+    """
     return any(flag.partition("=")[0] == name for flag in flags)
 
 

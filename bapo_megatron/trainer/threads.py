@@ -39,8 +39,8 @@ def pin_threads(config: RunConfig) -> tuple[RunConfig, Event | None]:
         return config, None
     if is_other:
         message = (
-            f"{present} threads a rank, and not {kept} as when the run began: another parallel layout adds in "
-            f"another order anyhow (--threads {kept} --allow-change {THREADS} takes {kept})"
+            f"{present} threads a rank, and not {kept} as when the run began: another layout adds in another "
+            f"order anyhow (--threads {kept} --allow-change {THREADS} takes {kept})"
         )
         return config, _told("threads_anew", threads, present, message)
     message = (

@@ -69,7 +69,10 @@ def _from_slurm() -> dict[str, str]:
         nodes = _nodes_of_step()
     except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError(f"scontrol show hostnames failed ({error}): set RANK and MASTER_ADDR") from error
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE")
+    local = _tasks_of_node(tasks, int(os.environ.get("SLURM_NODEID", "0"))) if tasks else None
     return {
+        **({} if local is None else {"LOCAL_WORLD_SIZE": str(local)}),
         "RANK": os.environ["SLURM_PROCID"],
         "LOCAL_RANK": os.environ["SLURM_LOCALID"],
         "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
@@ -77,6 +80,15 @@ def _from_slurm() -> dict[str, str]:
         # Jobs that share a node must not meet at one port.
         "MASTER_PORT": str(20000 + int(os.environ["SLURM_JOB_ID"]) % 10000),
     }
+
+
+def _tasks_of_node(tasks: str, node: int) -> int | None:
+    """The tasks of a step on its ``node``-th node; ``tasks`` is Slurm's list, such as ``4(x2),3``."""
+    counts: list[int] = []
+    for entry in tasks.split(","):
+        count, _, times = entry.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts[node] if node < len(counts) else None
 
 
 def _nodes_of_step() -> list[str]:

@@ -25,9 +25,9 @@ def handling(handler: Handler) -> Iterator[None]:
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
+        handler(number, frame)
         if number == signal.SIGHUP:
             leave_terminal()
-        handler(number, frame)
 
     before = {}
     for number in SIGNALS:
@@ -41,11 +41,15 @@ def handling(handler: Handler) -> Iterator[None]:
 
 
 def leave_terminal() -> None:
-    """Send what is printed to a terminal to /dev/null: a terminal that has hung up fails every write."""
+    """Send what is printed to a terminal or a pipe to /dev/null.
+
+    A terminal that has hung up fails every write, and so does a pipe to ``tee``, which ended with it.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         with suppress(OSError):
-            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            mode = os.fstat(descriptor).st_mode
+            if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode):
                 os.dup2(nowhere, descriptor)
     os.close(nowhere)
 

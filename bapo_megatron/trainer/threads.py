@@ -15,9 +15,11 @@ from bapo_megatron.checkpoint.run_directory import THREADS, read_config
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat
 from bapo_megatron.policy.device import has_cuda
-from bapo_megatron.runtime.distributed import is_main, share
+from bapo_megatron.runtime.distributed import is_main, launched_world_size, share
 
 Event = dict[str, Any]
+
+_LAYOUT = [f"parallel.{name}" for name in ("tensor", "pipeline", "virtual", "context", "sequence")]
 
 
 def pin_threads(config: RunConfig) -> tuple[RunConfig, Event | None]:
@@ -26,28 +28,45 @@ def pin_threads(config: RunConfig) -> tuple[RunConfig, Event | None]:
     Returns ``config`` with it, and the event to record if the environment would have given another. On a GPU
     only a number that is asked for is set. Collective.
     """
-    asked, present = config.threads, torch.get_num_threads()
-    threads, present = share((asked or _kept(config) or present, present))
+    asked = config.threads
+    kept, is_other, present = share((_kept(config), _has_other_layout(config), torch.get_num_threads()))
+    threads = asked or (None if is_other else kept) or present
     if asked is None and has_cuda():
         return config, None
     torch.set_num_threads(threads)
     config = replace(config, threads=threads)
-    if asked is not None or threads == present:
+    if asked is not None or (kept or present) == present:
         return config, None
+    if is_other:
+        message = (
+            f"{present} threads a rank, and not {kept} as when the run began: another layout adds in another "
+            f"order anyhow (--threads {kept} --allow-change {THREADS} takes {kept})"
+        )
+        return config, _told("threads_anew", threads, present, message)
     message = (
         f"{threads} threads a rank, as when the run began, and not {present}: its sums would differ in their "
         f"last bits (--threads {present} --allow-change {THREADS} takes {present})"
     )
+    return config, _told("threads_kept", threads, present, message)
+
+
+def _told(kind: str, threads: int, environment: int, message: str) -> Event:
     if is_main():
         print(message, flush=True)
-    return config, {"kind": "threads_kept", "threads": threads, "environment": present, "message": message}
+    return {"kind": kind, "threads": threads, "environment": environment, "message": message}
 
 
 def _kept(config: RunConfig) -> int | None:
-    """The number that the run directory names; None at another layout, which adds in another order anyhow."""
-    stored = read_config(config.directory) or {}
-    now = flat(config)
-    if any(value != now.get(name) for name, value in stored.items() if name.startswith("parallel.")):
-        return None
-    kept: int | None = stored.get(THREADS)
+    """The number that the run directory names."""
+    kept: int | None = (read_config(config.directory) or {}).get(THREADS)
     return kept
+
+
+def _has_other_layout(config: RunConfig) -> bool:
+    """Whether the run directory names another layout, as far as sums depend on it."""
+    stored, now, parallel = read_config(config.directory) or {}, flat(config), config.parallel
+    if any(stored.get(name, now[name]) != now[name] for name in _LAYOUT):
+        return True
+    data = stored.get("parallel.data")  # None: as many as were launched, which the directory does not say
+    present = parallel.data or max(1, (launched_world_size() or 1) // parallel.model_size)
+    return data is not None and data != present

@@ -118,8 +118,8 @@ def test_bad_nodes_are_left_out_once(cluster: Cluster, run: Path) -> None:
 
 
 def test_nodes_that_are_bad_again_stop_the_job(cluster: Cluster, run: Path) -> None:
-    probe = {"BAPO_HEALTH": "on", "BAPO_HEALTH_FLAGS": "--no-all-reduce"}
-    job = submit(cluster, run, "colocated.sbatch", ONE, [], **probe)  # of 8 GPUs it has asked for two
+    probe = {"BAPO_HEALTH": "on", "BAPO_HEALTH_FLAGS": "--no-all-reduce --memory-gb 1e9"}
+    job = submit(cluster, run, "colocated.sbatch", ONE, [], **probe)  # no node has an exabyte
     assert job.wait()["JobState"] == "FAILED"
     assert len(job.events("nodes_excluded")) == 1
     assert job.log(restart=1).startswith("STOPPED: health: nodes n1 were left out before")

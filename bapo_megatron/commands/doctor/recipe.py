@@ -76,7 +76,8 @@ def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], Facts 
         return [DoctorRow(SECTION, str(recipe), "problem", found, "a recipe that can be checked", fix)], None
     facts = Facts(**answer["facts"]) if answer["facts"] else None
     rows = list(recipe_rows(str(recipe), answer["problems"]))
-    return rows + [reward_row(*answer["reward"])] * (answer["reward"] is not None), facts
+    reward = [] if answer["reward"] is None else [reward_row(*answer["reward"])]
+    return rows + reward, facts
 
 
 def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:

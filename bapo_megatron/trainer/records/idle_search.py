@@ -17,13 +17,16 @@ _UPDATES = 16
 
 
 class IdleSearch:
-    """Counts the first stale updates of this process, until one has moved a bound or enough have not."""
+    """Counts the first stale updates of a run, until one has moved a bound or enough have not.
 
-    def __init__(self, bounds: BoundsConfig) -> None:
+    A process that continues a run has not seen its first updates, and says nothing.
+    """
+
+    def __init__(self, bounds: BoundsConfig, first_step: int) -> None:
         self._bounds = bounds
         self._first_step: int | None = None
         self._shares: list[float] = []
-        self._is_over = False
+        self._is_over = first_step > 1
 
     def observe(self, step: int, updates: Sequence[Metrics]) -> str | None:
         """What is to be told after ``step``; None if nothing is."""

@@ -36,7 +36,7 @@ class Recorder:
         settings = {name: str(value) for name, value in flat(config).items()}
         self._metrics = MetricsLog(directory, config.logging, first_step - 1, settings)
         self._said_one_sign = False
-        self._idle_search = IdleSearch(config.algorithm.bounds)
+        self._idle_search = IdleSearch(config.algorithm.bounds, first_step)
         self._progress = Progress(config.steps, first_step)
         self._events = EventLog(RunPaths(directory).events)
         if not has_work:

@@ -84,6 +84,22 @@ def test_srun() -> None:
 
 
 @pytest.mark.usefixtures("step")
+@pytest.mark.parametrize(
+    ("tasks", "node", "local"),
+    [("4(x2)", "1", "4"), ("4(x2),3", "2", "3"), ("1,7", "1", "7"), ("8", "0", "8")],
+)
+def test_srun_tells_the_ranks_of_this_node(
+    monkeypatch: pytest.MonkeyPatch, tasks: str, node: str, local: str
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")  # so that what is set is undone
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
+    monkeypatch.setenv("SLURM_NODEID", node)
+    launched_world_size()
+    assert os.environ["LOCAL_WORLD_SIZE"] == local
+
+
+@pytest.mark.usefixtures("step")
 def test_srun_with_a_meeting_point_of_the_job_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "4444")

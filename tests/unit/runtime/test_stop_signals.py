@@ -61,6 +61,26 @@ def test_a_terminal_that_hangs_up_asks_to_stop_and_fails_no_output() -> None:
     os.close(reading)
 
 
+def test_a_pipe_whose_reader_ended_with_the_terminal_fails_no_output() -> None:
+    """``bapo train ... | tee log`` in a terminal that is closed."""
+    reading, writing = os.pipe()
+    output, stdout = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", HUNG_UP],
+        stdout=stdout,
+        pass_fds=[writing],
+        env={**os.environ, "READY": str(writing)},
+    )
+    os.close(stdout)
+    os.close(writing)
+    assert os.read(reading, 1) == b"r"
+    os.close(output)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait() == 0
+    assert os.read(reading, 1) == b"d"
+    os.close(reading)
+
+
 def test_an_ignored_hangup_stays_ignored() -> None:
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -17,7 +17,7 @@ def stale(moved: float = 0.0, share: float = 0.52) -> Metrics:
 
 
 def test_sixteen_stale_updates_without_a_move_are_told_once() -> None:
-    idle = IdleSearch(paper())
+    idle = IdleSearch(paper(), first_step=1)
     assert [idle.observe(step, [FRESH, *[stale()] * 7]) for step in (1, 2)] == [None, None]
     assert idle.observe(3, [FRESH, *[stale(share=0.5)] * 2]) == (
         "the bounds have not moved in the first 16 stale updates (steps 1 to 3): so far this run equals "
@@ -37,7 +37,11 @@ def test_sixteen_stale_updates_without_a_move_are_told_once() -> None:
     ],
 )
 def test_other_runs_are_told_nothing(updates: list[Metrics]) -> None:
-    assert IdleSearch(paper()).observe(1, updates) is None
+    assert IdleSearch(paper(), first_step=1).observe(1, updates) is None
+
+
+def test_a_continuation_says_nothing_of_updates_it_has_not_seen() -> None:
+    assert IdleSearch(paper(), first_step=101).observe(101, [stale()] * 16) is None
 
 
 @pytest.mark.parametrize("config", [paper(), BoundsConfig()])

@@ -60,7 +60,21 @@ def test_a_number_that_is_asked_for_counts(config: RunConfig) -> None:
 def test_another_layout_chooses_anew(config: RunConfig) -> None:
     store_config(replace(config, threads=2))
     pinned, event = pin_threads(replace(config, parallel=ParallelConfig(pipeline=2)))
-    assert (pinned.threads, event) == (3, None)
+    assert pinned.threads == torch.get_num_threads() == 3
+    assert event is not None
+    assert (event["kind"], event["threads"], event["environment"]) == ("threads_anew", 3, 3)
+    assert "3 threads a rank, and not 2 as when the run began" in event["message"]
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(timeout_minutes=30), ParallelConfig(data=1)])
+def test_the_same_layout_in_other_words_keeps_them(config: RunConfig, parallel: ParallelConfig) -> None:
+    store_config(replace(config, threads=2))
+    assert pin_threads(replace(config, parallel=parallel))[0].threads == torch.get_num_threads() == 2
+
+
+def test_more_replicas_are_another_layout(config: RunConfig) -> None:
+    store_config(replace(config, threads=2, parallel=ParallelConfig(data=1)))
+    assert pin_threads(replace(config, parallel=ParallelConfig(data=2)))[0].threads == 3
 
 
 def test_on_a_gpu_only_a_number_that_is_asked_for_is_set(

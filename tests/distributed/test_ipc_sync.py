@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.hf.weight_check import checked_weights
+from bapo_megatron.rollout.engines.sent_weights import SentWeights
 from bapo_megatron.rollout.weight_sync import ipc
 from bapo_megatron.rollout.weight_sync.ipc import IpcSync
 from tests.support.workers import run_layout
@@ -60,6 +61,7 @@ class Engines:
         """By the engine, for each of its processes."""
         self.readers: dict[str, list[int]] = {}
         """By the engine, the process ids whose memory its processes read."""
+        self.sent: list[SentWeights | None] = []
         self.fails: dict[str, str] = {}
         """The call at which an engine fails."""
 
@@ -83,7 +85,8 @@ class Engines:
                 read[index] |= {tensor: value.clone() for tensor, value in pickle.loads(pickled)}
         return self._going("receive", list(handles))
 
-    def confirm_weights(self, names: Sequence[str], version: int) -> list[str]:
+    def confirm_weights(self, names: Sequence[str], version: int, sent: SentWeights | None) -> list[str]:
+        self.sent.append(sent)
         return self._going(f"confirm {version}", names)
 
 

@@ -16,6 +16,7 @@ from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.rollout.engines.sent_weights import SentWeights
 from bapo_megatron.rollout.weight_sync import ipc
 from bapo_megatron.rollout.weight_sync.ipc import IpcSync
+from tests.support.plain_digester import PlainDigester, plain_digests
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
@@ -123,6 +124,7 @@ def scene(bucket_bytes: int = 700) -> Scene:
         torch.device("cpu"),
         bucket_bytes / 2**20,
         events.append,
+        PlainDigester,
     )
     return sync, Gathered(), engines, disk, events
 
@@ -147,6 +149,7 @@ def handed_over() -> dict[str, Any]:
             "calls": engines.calls,
             "read": engines.read,
             "readers": engines.readers,
+            "sent": engines.sent,
             "disk": disk.calls,
             "events": events,
             "ends": policy.ran_to_its_end,
@@ -196,6 +199,8 @@ def test_every_engine_reads_all_weights_from_the_ranks_on_its_gpus(ranks: list[d
         *[f"receive {names}"] * buckets,
         f"confirm 4 {names}",
     ]
+    assert well["sent"] == [plain_digests(expected.items())]
+    assert all(rank["well"]["sent"] == [] for rank in ranks[1:])
     assert well["disk"] == ["discard"], "what is on the disk is of an older version"
 
 

@@ -1,4 +1,4 @@
-"""Engines' digests beside those of what the trainer sent: engines that agree with each other can all be wrong."""
+"""Engines' digests beside those of what the trainer sent: engines that agree can all be wrong."""
 
 from __future__ import annotations
 

@@ -39,6 +39,9 @@ class SglangConfig(EngineConfig):
     """Responses in flight when weights change. `retract`: their keys and values are computed again under
     the new weights. `in_place`: they keep the old ones. Weights change faster then, but such servers have no
     prefix cache, and no overlap of scheduling and computing, so they sample more slowly."""
+    compare_digests: bool = True
+    """After each hand-over compare a server's weights with what the trainer sent, tensor by tensor. False:
+    with those of the other servers alone."""
     api_key_file: Path | None = None
     """File with the API key of the servers: one line, mode 0600. None: BAPO_SGLANG_API_KEY_FILE, else the
     run's own key in RUN/api_key, made at its first start. A key is never part of a command line."""

@@ -104,15 +104,20 @@ def build_weight_sync(
     ``hf_path``: the folder of the model's config. ``sampler``, ``servers``: None on every rank but 0.
     """
     samples, engine = rollout.replay is None, rollout.engine_config
-    disk = DiskSync(sampler, WeightStaging(folder, hf_path) if samples else None)
+    make = (
+        engine_backend(rollout.engine).weight_digester(rollout, hf_path, policy.device.type)
+        if samples
+        else None
+    )
+    disk = DiskSync(sampler, WeightStaging(folder, hf_path) if samples else None, make)
     if not samples or engine.sync == "disk":
         return disk
     client = sampler if isinstance(sampler, SamplerClient) else None
     if engine.sync == "ipc":
         gpus = servers.gpus if servers else {}
-        return IpcSync(disk, client, gpus, policy.device, engine.bucket_mb, on_event)
+        return IpcSync(disk, client, gpus, policy.device, engine.bucket_mb, on_event, make)
     if client is None:
         return BroadcastSync(None, None, disk, on_event)
     timeout_s = 60 * engine.update_minutes
     sender = WeightBroadcast(policy.device, sender_address(engine), engine.bucket_mb, timeout_s)
-    return BroadcastSync(client, sender, disk, on_event)
+    return BroadcastSync(client, sender, disk, on_event, make)

@@ -17,8 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.broadcast_receivers import WeightReceivers
+from bapo_megatron.rollout.engines.digest_quorum import IsSent
 from bapo_megatron.rollout.engines.requests import ModelLimits
+from bapo_megatron.rollout.engines.sent_weights import SentCheck
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
 from bapo_megatron.rollout.engines.sglang.server_process import ServerProcess
@@ -28,6 +31,7 @@ from tests.support.tiers import slow_but
 
 from .conftest import FAMILIES, SHAPE, Servers
 from .test_engine_contract import mixed_requests, reference_log_probs, request, tensors
+from .test_sent_digests import digests_of
 
 T = TypeVar("T")
 MakeModel = Callable[..., Path]
@@ -100,6 +104,7 @@ def send(
     weights: list[tuple[str, Tensor]],
     version: int,
     at_bucket: Callable[[int], None] = lambda number: None,
+    is_sent: IsSent | None = None,
 ) -> str:
     """All of an update; the digest of the weights."""
     number = 0
@@ -114,7 +119,7 @@ def send(
     sent = sender.send(iter(weights), on_bucket)
     assert sent == sum(tensor.nbytes for _, tensor in weights)
     assert number > 5
-    return calls.wait(receivers.finish(version))
+    return calls.wait(receivers.finish(version, is_sent))
 
 
 def assert_computes_with(folder: Path, server: SglangServer, calls: Calls, version: int) -> None:
@@ -161,6 +166,31 @@ def test_the_digest_tells_one_changed_element(
     assert send(sender, taking, calls, weights, 2) != first
     element[5] = torch.nextafter(element[5], torch.tensor(-9.0))
     assert send(sender, taking, calls, weights, 3) == first
+
+
+def test_a_server_that_keeps_one_old_tensor_is_noticed(
+    servers: Servers,
+    make_model: MakeModel,
+    sender: WeightBroadcast,
+    receivers: Callable[..., WeightReceivers],
+    calls: Calls,
+) -> None:
+    """It is alone: no other server's digest tells it."""
+    taking = receivers(servers.shared(make_model("qwen2")))
+    open_group(sender, taking, calls)
+    old, model = dict(tensors(make_model("qwen2", 1))), make_model("qwen2", 2)
+    new = dict(tensors(model))
+    check, sent = SentCheck(lambda kind, **fields: None), digests_of(new.items(), model)
+
+    def is_sent(engine: str, digest: str) -> bool:
+        assert check.is_sent(sent, engine, digest)
+        return True
+
+    send(sender, taking, calls, [*new.items()], 1, is_sent=is_sent)
+    kept = {**new, (name := "model.layers.0.mlp.up_proj.weight"): old[name]}
+    with pytest.raises(EngineError, match=r"other values in model\.layers\.0\.mlp\.gate_up_proj\.weight on"):
+        send(sender, taking, calls, [*kept.items()], 2, is_sent=is_sent)
+    send(sender, taking, calls, [*new.items()], 3, is_sent=is_sent)
 
 
 def test_a_request_in_flight_goes_on_under_the_new_weights(

@@ -15,7 +15,9 @@ from torch import Tensor
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.hf import stream_writer
+from bapo_megatron.rollout.engines.sent_weights import SentWeights
 from bapo_megatron.rollout.weight_sync.disk import DiskSync, WeightStaging
+from tests.support.plain_digester import PlainDigester, plain_digests
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
@@ -59,7 +61,7 @@ class Taken:
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:
         files = {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
-        self.took.append((folder.name, version, step, files))
+        self.took.append((folder.name, version, step, files, SentWeights.read(folder)))
 
 
 def model(folder: Path) -> Path:
@@ -82,7 +84,7 @@ def pushed(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _pushed(staged: Path, model: Path) -> dict[str, Any]:
     policy, sampler = Gathered(), Taken() if dist.get_rank() == 0 else None
-    sync = DiskSync(sampler, WeightStaging(staged, model))  # type: ignore[arg-type]
+    sync = DiskSync(sampler, WeightStaging(staged, model), PlainDigester)  # type: ignore[arg-type]
     error = None
     try:
         sync.push(policy, 7)  # type: ignore[arg-type]
@@ -123,12 +125,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 def test_three_ranks_write_a_third_each(ranks: tuple[Path, list[dict[str, dict[str, Any]]]]) -> None:
     folder, seen = ranks
     assert [rank["well"]["error"] for rank in seen] == [None] * 4
-    [(name, version, step, files)] = seen[0]["well"]["took"]
+    [(name, version, step, files, sent)] = seen[0]["well"]["took"]
     assert (name, version, step) == ("v4", 4, 7)
     assert sorted(files) == [f"model-{n:05d}.safetensors" for n in range(WRITERS)]
     written = {name: tensor for held in files.values() for name, tensor in held.items()}
     assert sum(len(held) for held in files.values()) == len(written) == len(tensors())
     assert all(torch.equal(written[name], tensor) for name, tensor in tensors().items())
+    assert sent == plain_digests(tensors().items()), "all, though rank 0 has written a third"
     # 4,398 bytes; no tensor has more than 1,800, and no share is more than that above another.
     shares = [sum(tensor.nbytes for tensor in held.values()) for held in files.values()]
     assert shares == [1800, 1600, 998]

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.hf.weight_check import checked_weights
+from bapo_megatron.rollout.engines.sent_weights import SentWeights
 from bapo_megatron.rollout.weight_sync import ipc
 from bapo_megatron.rollout.weight_sync.ipc import IpcSync
+from tests.support.plain_digester import PlainDigester, plain_digests
 from tests.support.workers import run_layout
 
 pytestmark = pytest.mark.distributed
@@ -60,6 +62,7 @@ class Engines:
         """By the engine, for each of its processes."""
         self.readers: dict[str, list[int]] = {}
         """By the engine, the process ids whose memory its processes read."""
+        self.sent: list[SentWeights | None] = []
         self.fails: dict[str, str] = {}
         """The call at which an engine fails."""
 
@@ -83,7 +86,8 @@ class Engines:
                 read[index] |= {tensor: value.clone() for tensor, value in pickle.loads(pickled)}
         return self._going("receive", list(handles))
 
-    def confirm_weights(self, names: Sequence[str], version: int) -> list[str]:
+    def confirm_weights(self, names: Sequence[str], version: int, sent: SentWeights | None) -> list[str]:
+        self.sent.append(sent)
         return self._going(f"confirm {version}", names)
 
 
@@ -120,6 +124,7 @@ def scene(bucket_bytes: int = 700) -> Scene:
         torch.device("cpu"),
         bucket_bytes / 2**20,
         events.append,
+        PlainDigester,
     )
     return sync, Gathered(), engines, disk, events
 
@@ -144,6 +149,7 @@ def handed_over() -> dict[str, Any]:
             "calls": engines.calls,
             "read": engines.read,
             "readers": engines.readers,
+            "sent": engines.sent,
             "disk": disk.calls,
             "events": events,
             "ends": policy.ran_to_its_end,
@@ -193,6 +199,8 @@ def test_every_engine_reads_all_weights_from_the_ranks_on_its_gpus(ranks: list[d
         *[f"receive {names}"] * buckets,
         f"confirm 4 {names}",
     ]
+    assert well["sent"] == [plain_digests(expected.items())]
+    assert all(rank["well"]["sent"] == [] for rank in ranks[1:])
     assert well["disk"] == ["discard"], "what is on the disk is of an older version"
 
 

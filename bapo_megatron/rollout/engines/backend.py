@@ -8,11 +8,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.interfaces import Engine
+from bapo_megatron.rollout.engines.sent_weights import MakeDigester, UnknownDigests
 
 OnEvent = Callable[[dict[str, Any]], None]
 """Takes note of an event: a kind and its fields."""
@@ -81,6 +84,14 @@ class EngineBackend(ABC):
     def has_prefix_cache(self, rollout: RolloutConfig) -> bool:
         """Whether an engine keeps the keys and values of a request for one that continues it."""
         return False
+
+    def weight_digester(self, rollout: RolloutConfig, hf_path: Path, device: str) -> MakeDigester | None:
+        """Makes what computes, while weights pass, the digests that engines must report.
+
+        ``hf_path``: the model's folder. ``device``: the kind that the trainer is on. None: nothing is to be
+        compared.
+        """
+        return partial(UnknownDigests, f"{type(self).__name__} defines no weight_digester")
 
     @abstractmethod
     async def open(

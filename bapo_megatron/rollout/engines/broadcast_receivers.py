@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from bapo_megatron.config import EngineConfig
 from bapo_megatron.interfaces import ReceivesBroadcast
 from bapo_megatron.rollout.engines.backend import EngineError
+from bapo_megatron.rollout.engines.digest_quorum import Disagreement, IsSent
 from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.rollout.engines.sent_weights import SentWeights
 from bapo_megatron.types import BroadcastGroup, BucketSpec
 
 T = TypeVar("T")
@@ -59,12 +62,18 @@ class WeightReceivers:
         """Take and load one bucket."""
         await self._everywhere(lambda engine: engine.receive(bucket, self._group_name, self._timeout_s))
 
-    async def finish(self, version: int) -> str:
+    async def finish(self, version: int, is_sent: IsSent | None = None) -> str:
         """End the update, and sample again with weights of ``version``. Returns the digest of the weights.
 
-        EngineError if the engines' weights differ; then none samples from them.
+        EngineError if the engines' weights differ, or are not those sent; then none samples from them.
         """
         digests = await self._everywhere(lambda engine: engine.end_update(self._timeout_s))
+        for engine, digest in zip(self.engines, digests, strict=True):
+            try:
+                if is_sent is not None:
+                    is_sent(engine.name, digest)
+            except Disagreement as error:
+                raise EngineError(f"{engine.name}: {error}") from error
         if len(set(digests)) != 1:
             all_digests = ", ".join(f"{e.name}: {d[:12]}" for e, d in zip(self.engines, digests, strict=True))
             raise EngineError(f"the engines have different weights after version {version}: {all_digests}")
@@ -126,9 +135,9 @@ class PoolBroadcast:
         """Take one bucket."""
         await self._receivers.receive(bucket)
 
-    async def finish(self, version: int) -> str:
-        """Confirm that all engines have the same weights, and resume sampling; returns their digest."""
-        digest = await self._receivers.finish(version)
+    async def finish(self, version: int, sent: SentWeights | None = None) -> str:
+        """Confirm that all engines have the weights ``sent``, and resume sampling; returns their digest."""
+        digest = await self._receivers.finish(version, partial(self._pool.sent_check.is_sent, sent))
         self._pool.adopt(version)
         self._comings = self._pool.comings
         return digest

@@ -12,6 +12,7 @@ from bapo_megatron.interfaces import ReceivesHandles, ReleasesMemory
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
 from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.rollout.engines.sent_weights import SentWeights
 from bapo_megatron.rollout.engines.slot import EngineSlot
 
 
@@ -75,9 +76,11 @@ class ColocatedPool(EnginePool):
         """Let each of these engines load weights by its handles."""
         return await self._each(handles, lambda engine: engine.receive_handles(handles[engine.name]))
 
-    async def confirm_weights(self, names: Collection[str], version: int) -> list[str]:
-        """Compare the digests of engines that have received all weights of ``version``."""
-        quorum = self._quorum(version)
+    async def confirm_weights(
+        self, names: Collection[str], version: int, sent: SentWeights | None = None
+    ) -> list[str]:
+        """Compare the digests of engines that have all weights of ``version`` with those ``sent``."""
+        quorum = self._quorum(version, sent)
         for name in names:
             quorum.expect(name)
 
@@ -175,11 +178,13 @@ class ColocatedPool(EnginePool):
         done = await asyncio.gather(*map(succeeds, slots))
         return [slot.engine.name for slot, succeeded in zip(slots, done, strict=True) if succeeded]
 
-    def _quorum(self, version: int) -> DigestQuorum:
+    def _quorum(self, version: int, sent: SentWeights | None) -> DigestQuorum:
         """That of the engines which get the version by handles, too."""
         if self._handed is not None and self._handed[0] == version:
+            if sent is not None:
+                self._handed[1].is_sent = partial(self.sent_check.is_sent, sent)
             return self._handed[1]
-        return super()._quorum(version)
+        return super()._quorum(version, sent)
 
     async def _release(self, slot: EngineSlot) -> bool:
         """Whether a working engine has released its memory. It does not work any more, either way."""

@@ -1,25 +1,34 @@
-"""The quorum on a weight version: do engines that loaded the same weights report the same digest?"""
+"""The quorum on a weight version: do engines that loaded the same weights report the digest that is right?"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 
 class Disagreement(RuntimeError):
-    """An engine's weights are not those of the others."""
+    """An engine's weights are not those of the others, or not those that were sent."""
+
+
+IsSent = Callable[[str, str], bool]
+"""Whether it is known that an engine, with this digest, has the weights that were sent. Disagreement if it is
+known to have others (``sent_weights.SentCheck``)."""
 
 
 class DigestQuorum:
-    """The quorum on the digest of one weight version: the one that two engines report.
+    """The quorum on the digest of one weight version: that of what was sent, else the one that two engines
+    report.
 
-    An engine whose digest nobody shares waits for those that still load; its digest counts if no other was
-    reported. Where no two agree nobody knows which is right: all must load again.
+    Where it is not known what digest the sent weights have, an engine whose digest nobody shares waits for
+    those that still load; its digest counts if no other was reported. Where no two agree nobody knows which
+    is right: all must load again.
     """
 
-    def __init__(self, wait_s: float) -> None:
+    def __init__(self, wait_s: float, is_sent: IsSent | None = None) -> None:
         """``wait_s``: the longest that an engine waits for others that load."""
         self._wait_s = wait_s
+        self.is_sent = is_sent
         self._digest: str | None = None
         self._reported: dict[str, str] = {}
         self._loading: set[str] = set()
@@ -42,6 +51,8 @@ class DigestQuorum:
 
     async def confirm(self, engine: str, digest: str) -> None:
         """Return when ``digest`` is known to be right. Disagreement if it is not."""
+        if self.is_sent is not None and self.is_sent(engine, digest):
+            self._digest = digest
         self._reported[engine] = digest
         if self._digest is None and list(self._reported.values()).count(digest) > 1:
             self._digest = digest

@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from bapo_megatron.interfaces import Engine, ReceivesBroadcast
 from bapo_megatron.rollout.engines.clock import LoopLagClock
 from bapo_megatron.rollout.engines.current_weights import CurrentWeights
 from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
+from bapo_megatron.rollout.engines.sent_weights import SentCheck, SentWeights
 from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot, choose
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts, load_seconds
 from bapo_megatron.types import GenerateRequest, Generation
@@ -63,6 +65,8 @@ class EnginePool:
         self._slots = [EngineSlot(engine, heard_at=self._clock.now()) for engine in engines]
         self._most = most
         self._report = report
+        self.sent_check = SentCheck(report)
+        """Compares the digests of engines with those of what was sent."""
         self._timeouts = timeouts or EngineTimeouts()
         self._prefix_cache = prefix_cache
         self._weights: CurrentWeights | None = None
@@ -157,7 +161,8 @@ class EnginePool:
     async def update(self, folder: Path, version: int) -> None:
         """Bring the weights in ``folder`` to every engine that works; to the others as they come back."""
         load_s = load_seconds(folder, self._timeouts.update_s)
-        self._weights = CurrentWeights(folder, version, self._quorum(version), load_s)
+        quorum = self._quorum(version, SentWeights.read(folder))
+        self._weights = CurrentWeights(folder, version, quorum, load_s)
         up = [slot for slot in self._slots if slot.is_up]
         await asyncio.gather(*(self._update(slot) for slot in up or self._slots))
 
@@ -215,9 +220,9 @@ class EnginePool:
         if loaded and self._weights is weights and not slot.is_held:  # else newer ones came meanwhile
             self._welcome(slot, weights.version)
 
-    def _quorum(self, _version: int) -> DigestQuorum:
+    def _quorum(self, _version: int, sent: SentWeights | None) -> DigestQuorum:
         """The quorum on the digest of a version."""
-        return DigestQuorum(self._timeouts.silent_s)
+        return DigestQuorum(self._timeouts.silent_s, partial(self.sent_check.is_sent, sent))
 
     def _expect(self, slot: EngineSlot) -> CurrentWeights:
         """The current weights, which are on their way to an engine from now on."""

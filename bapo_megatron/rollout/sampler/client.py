@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
+from bapo_megatron.rollout.engines.sent_weights import SentWeights
 from bapo_megatron.rollout.sampler.heartbeat import ALIVE, Heartbeat
 from bapo_megatron.rollout.sampler.process import WAKING, Setup
 from bapo_megatron.rollout.sampler.step_batches import read_step
@@ -138,9 +139,11 @@ class SamplerClient:
         """Let each of these engines load a bucket of weights by its handles."""
         return self._call("receive_handles", handles) or []
 
-    def confirm_weights(self, names: Sequence[str], version: int) -> list[str]:
-        """Compare the digests of engines that have all weights of ``version``."""
-        return self._call("confirm_weights", names, version) or []
+    def confirm_weights(
+        self, names: Sequence[str], version: int, sent: SentWeights | None = None
+    ) -> list[str]:
+        """Compare the digests of engines that have all weights of ``version`` with those ``sent``."""
+        return self._call("confirm_weights", names, version, sent) or []
 
     def finish_wake(self, names: Sequence[str]) -> list[str]:
         """Let engines whose weights are confirmed sample."""

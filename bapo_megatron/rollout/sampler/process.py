@@ -38,6 +38,7 @@ from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
 from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
+from bapo_megatron.rollout.engines.sent_weights import SentWeights
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.heartbeat import send, with_heartbeats
 from bapo_megatron.rollout.sampler.held_out import HeldOut
@@ -146,8 +147,8 @@ class Service:
         self._sampler.expect_weights(version)
         await self._broadcast.begin()
 
-    async def _finish(self, version: int, step: int) -> str:
-        digest = await self._broadcast.finish(version)
+    async def _finish(self, version: int, step: int, sent: SentWeights | None) -> str:
+        digest = await self._broadcast.finish(version, sent)
         self._held_out.expect(step)
         self._sampler.record_weights(version, step)
         self._held_out.begin()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bapo_megatron.config import EngineConfig
 from bapo_megatron.interfaces import Policy
+from bapo_megatron.rollout.engines.sent_weights import MakeDigester, Watched
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
 from bapo_megatron.rollout.weight_sync.disk import DiskSync
 from bapo_megatron.rollout.weight_sync.process_group import SendingGroup
@@ -173,8 +174,11 @@ class BroadcastSync:
         broadcast: WeightBroadcast | None,
         disk: DiskSync,
         on_event: Callable[[dict[str, Any]], None],
+        make_digester: MakeDigester | None = None,
     ) -> None:
+        """``make_digester``: of what engines must report; None: nothing is compared."""
         self._engines, self._broadcast, self._disk, self._on_event = engines, broadcast, disk, on_event
+        self._make_digester = make_digester
 
     def push(self, policy: Policy, step: int) -> None:
         """Send the weights to every engine that answers; to all of them from disk if one fails on the way."""
@@ -204,8 +208,9 @@ class BroadcastSync:
             if not (are_joined and broadcast.is_open):
                 broadcast.open(ranks, lambda group: engines.tell("join", group))
             engines.tell("begin", version).result()
-            broadcast.send(weights, lambda bucket: engines.tell("receive", bucket))
-            engines.tell("finish", version, step).result()
+            watched = Watched(weights, self._make_digester)
+            broadcast.send(iter(watched), lambda bucket: engines.tell("receive", bucket))
+            engines.tell("finish", version, step, watched.sent()).result()
         except Exception as error:  # whatever it is, there is another way
             reason = f"a broadcast of weights failed: {error}"
             broadcast.close()

@@ -20,6 +20,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.stream_writer import write_shards
 from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.interfaces import Policy, Sampler
+from bapo_megatron.rollout.engines.sent_weights import MakeDigester, SentWeights, Watched
 from bapo_megatron.runtime.distributed import everywhere, is_main, together
 from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.storage import writing
@@ -31,10 +32,16 @@ _VERSION = re.compile(r"v\d+|\.v\d+\.tmp")
 class DiskSync:
     """The ``WeightSync`` (see interfaces.py) through files."""
 
-    def __init__(self, sampler: Sampler | None, staging: WeightStaging | None) -> None:
+    def __init__(
+        self,
+        sampler: Sampler | None,
+        staging: WeightStaging | None,
+        make_digester: MakeDigester | None = None,
+    ) -> None:
         """``sampler``: None on every rank but 0. ``staging``: None on all of them in a replay, where nothing
-        is sampled."""
+        is sampled. ``make_digester``: of what engines must report; None: nothing is compared."""
         self._sampler, self._staging = sampler, staging
+        self._make_digester = make_digester
         self._writers: list[int] = []
         """The ranks that write, once that is known."""
 
@@ -66,14 +73,18 @@ class DiskSync:
             replicas = everywhere(policy.data_rank)
             self._writers = [rank for rank, replica in enumerate(replicas) if replica == 0]
         together(lambda: staging.prepare(version) if is_main() else None)
+        sent: list[SentWeights | None] = [None]
 
         def write_share() -> dict[str, int]:
             if policy.data_rank != 0:
                 return {}
             weights = policy.hf_weights()
+            watched = Watched(weights, self._make_digester if is_main() else None)
             try:
                 writer = self._writers.index(dist.get_rank())
-                return staging.write_share(weights, version, writer, len(self._writers))
+                written = staging.write_share(watched, version, writer, len(self._writers))
+                sent[0] = watched.sent()
+                return written
             finally:
                 for _ in weights:  # the other ranks take part in the gathering, also if this one has failed
                     pass
@@ -81,7 +92,7 @@ class DiskSync:
         try:
             shares = together(write_share)
             files = {name: size for share in shares for name, size in share.items()}
-            together(lambda: staging.publish(version, files) if is_main() else None)
+            together(lambda: staging.publish(version, files, sent[0]) if is_main() else None)
         finally:
             if is_main():
                 staging.discard(version)
@@ -152,8 +163,10 @@ class WeightStaging:
         """``weights`` as they come. ValueError, at the latest at their end, if they are not the model's."""
         return checked_weights(weights, self._shapes, self._aliases)
 
-    def publish(self, version: int, files: Mapping[str, int]) -> None:
-        """Give the folder its name, if it holds all ``files`` with so many bytes each."""
+    def publish(self, version: int, files: Mapping[str, int], sent: SentWeights | None = None) -> None:
+        """Give the folder its name, if it holds all ``files`` with so many bytes each.
+
+        ``sent``: the digests that engines must report when they have loaded it."""
         temporary, final = self._temporary(version), self.folder(version)
         with writing(f"weights of version {version}", final):
             for name, size in files.items():
@@ -165,6 +178,8 @@ class WeightStaging:
                         f"{path} {seen} on rank 0's machine: the run directory must be on a disk that the "
                         f"machines of all ranks share"
                     )
+            if sent is not None:
+                sent.write(temporary)
             temporary.rename(final)
 
     def discard(self, version: int) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Policy
+from bapo_megatron.rollout.engines.sent_weights import MakeDigester, SentWeights, Watched
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
 from bapo_megatron.rollout.weight_sync.disk import DiskSync
 from bapo_megatron.rollout.weight_sync.handles import handles_of, remove_leftovers, shareable
@@ -52,8 +53,8 @@ class HandleReceivers(Protocol):
     def receive_handles(self, handles: Mapping[str, Sequence[bytes]]) -> list[str]:
         """Let each of the engines named load a bucket: a pickle of handles for each of its GPUs."""
 
-    def confirm_weights(self, names: Sequence[str], version: int) -> list[str]:
-        """Compare the digests of engines that have all weights of ``version``."""
+    def confirm_weights(self, names: Sequence[str], version: int, sent: SentWeights | None) -> list[str]:
+        """Compare the digests of engines that have all weights of ``version`` with those ``sent``."""
 
 
 class IpcSync:
@@ -71,8 +72,11 @@ class IpcSync:
         device: torch.device,
         bucket_mb: float,
         on_event: Callable[[dict[str, Any]], None],
+        make_digester: MakeDigester | None = None,
     ) -> None:
-        """``engines`` and ``gpus``, those of each engine by its name, are rank 0's."""
+        """``engines`` and ``gpus``, those of each engine by its name, are rank 0's. ``make_digester``: of
+        what engines must report; None: nothing is compared."""
+        self._make_digester = make_digester if engines is not None else None
         self._disk, self._engines, self._gpus, self._on_event = disk, engines, gpus, on_event
         self._device = device
         if device.type == "cpu":
@@ -124,11 +128,14 @@ class IpcSync:
         readers = self._readers(going)
         weights = policy.hf_weights()
         try:
-            lent = _lent(self._buckets.cut(self._disk.checked(weights)), readers)
+            watched = Watched(weights, self._make_digester)
+            lent = _lent(self._buckets.cut(self._disk.checked(iter(watched))), readers)
             while going and (found := together(lambda: next(lent, None)))[0] is not None:
                 handles = {reader: one for some in found for reader, one in (some or {}).items()}
                 going = self._ask(partial(self._deliver, going, handles))
-            return self._ask(lambda engines: engines.confirm_weights(going, policy.version)) if going else []
+            if not going:
+                return []
+            return self._ask(lambda engines: engines.confirm_weights(going, policy.version, watched.sent()))
         finally:
             self._buckets.release()
             for _ in weights:  # the other ranks take part in the gathering

@@ -95,7 +95,7 @@ def test_settings_of_a_custom_engine_are_checked(settings: dict[str, Any], says:
 def test_no_setting_of_sglang_has_gone() -> None:
     """Their order differs from the first version's; names and defaults do not."""
     fields = {name: field.default for name, field in SglangConfig.__dataclass_fields__.items()}
-    added = {"api_key_file": None, "require_api_key": False}
+    added = {"api_key_file": None, "require_api_key": False, "compare_digests": True}
     added |= {"colocated": False, "release_minutes": 2.0, "kept_gb": 6.0}
     assert fields == added | {
         "urls": (),

@@ -12,6 +12,7 @@ import pytest
 
 from bapo_megatron.interfaces import ReceivesHandles
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
+from bapo_megatron.rollout.engines.sent_weights import SentWeights, TensorDigests
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.process import Service
 from bapo_megatron.types import StepBatch
@@ -64,12 +65,14 @@ def versions(batch: StepBatch) -> set[int]:
     return {int(v) for group in batch.groups for one in group.rollouts for v in one.versions_R}
 
 
-async def hand_over(world: HandleWorld, names: Collection[str], version: int) -> list[str]:
+async def hand_over(
+    world: HandleWorld, names: Collection[str], version: int, sent: SentWeights | None = None
+) -> list[str]:
     """All calls but the last, as the trainer makes them: weights in two buckets."""
     going = await world.call("begin_wake", names)
     for bucket in (b"v", str(version).encode()):
         going = await world.call("receive_handles", {name: [bucket] for name in going})
-    confirmed: list[str] = await world.call("confirm_weights", going, version)
+    confirmed: list[str] = await world.call("confirm_weights", going, version, sent)
     return confirmed
 
 
@@ -434,5 +437,37 @@ def test_a_new_sampler_asks_for_weights_if_nobody_has_them(tmp_path: Path) -> No
     async def check() -> None:
         both = named("one", "two")
         assert await taken_over(HandleWorld(tmp_path, both), both) == []
+
+    run(check())
+
+
+def test_engines_that_all_lack_the_same_tensor_are_ended(tmp_path: Path) -> None:
+    """They agree with each other. The weights of the next hand-over are whole."""
+
+    async def check() -> None:
+        both = named("one", "two")
+        world = HandleWorld(tmp_path, both)
+        async with sampling_in_turns(world, admitted=False) as pool:
+            await world.begin(pool)
+            whole, lacking = {"a": "1", "norm": "2"}, {"a": "1", "norm": "0"}
+            sent = SentWeights((whole,))
+            for step, found in ((1, whole), (2, lacking), (3, whole)):
+                for one in both:
+                    one.digest = TensorDigests(str(found), [found])
+                released = await world.call("release")
+                await world.weights(step)
+                confirmed = await hand_over(world, released, step, sent)
+                if found is lacking:
+                    assert confirmed == []
+                    assert "other values in norm on rank 0" in world.refusals()
+                    for one in both:  # they are ended, started again, and load the same version from a folder
+                        one.restart()
+                        one.digest = TensorDigests(str(whole), [whole])
+                    await world.in_folder(step)
+                else:
+                    assert sorted(confirmed) == ["one", "two"]
+                    await world.call("finish_wake", confirmed)
+                await world.call("admit")
+                await until(lambda: pool.up == 2)
 
     run(check())

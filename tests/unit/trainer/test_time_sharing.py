@@ -120,7 +120,7 @@ class Scene(EngineServers):
         assert self.memory["policy"] == WEIGHTS, "the weights that an engine reads are gone"
         return self._going("receive", list(handles))
 
-    def confirm_weights(self, names: Sequence[str], version: int) -> list[str]:
+    def confirm_weights(self, names: Sequence[str], version: int, sent: None) -> list[str]:
         self._sampler(f"confirm {' '.join(names)}")
         return self._going("confirm", names)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 from bapo_megatron.config import RolloutConfig, RunConfig
 from bapo_megatron.interfaces import Engine
@@ -20,6 +21,9 @@ class LocalBackend(EngineBackend):
     def max_in_flight(self, rollout: RolloutConfig) -> int:
         """Requests that the engine decodes at a time."""
         return rollout.max_batch
+
+    def weight_digester(self, rollout: RolloutConfig, hf_path: Path, device: str) -> None:
+        """Nothing to compare: the engine reads all weights of a folder, by name, in the sampler's process."""
 
     async def open(
         self, config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack

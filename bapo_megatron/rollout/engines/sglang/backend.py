@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from bapo_megatron.config import RolloutConfig, RunConfig
@@ -11,12 +12,14 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.backend import EngineBackend, EngineServers, OnEvent
 from bapo_megatron.rollout.engines.requests import limits_of
+from bapo_megatron.rollout.engines.sent_weights import MakeDigester, UnknownDigests
 from bapo_megatron.rollout.engines.sglang.authorization import (
     Authorization,
     check_keys_asked,
     known_key,
 )
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
+from bapo_megatron.rollout.engines.sglang.fused_weights import fused_digests
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.engines.sglang.nccl_versions import check_nccl
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
@@ -47,6 +50,13 @@ class SglangBackend(EngineBackend):
     def has_prefix_cache(self, rollout: RolloutConfig) -> bool:
         """The radix cache of SGLang, where the flags leave it on."""
         return "--disable-radix-cache" not in more_flags(rollout.sglang)
+
+    def weight_digester(self, rollout: RolloutConfig, hf_path: Path, device: str) -> MakeDigester | None:
+        """The digests of weights as servers hold them, which compute on the trainer's kind of device."""
+        sglang = rollout.sglang
+        if not sglang.compare_digests:
+            return partial(UnknownDigests, "rollout.sglang.compare_digests is false")
+        return partial(fused_digests, hf_path, sglang.tensor, device, sglang.flags)
 
     async def open(
         self, config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import aiohttp
 
 from bapo_megatron.rollout.engines.backend import EngineError
+from bapo_megatron.rollout.engines.sent_weights import TensorDigests
 from bapo_megatron.rollout.engines.sglang.authorization import Authorization
 from bapo_megatron.rollout.engines.sglang.wire import BadReply, generate_payload, generation_of
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation
@@ -251,14 +252,15 @@ class SglangServer:
         await self._post("/update_weight_version", body)
 
     async def checksum(self, timeout: float) -> str:
-        """A digest of the weights that the server computes with, all its ranks.
+        """A digest of the weights that the server computes with, all its ranks; with those of single tensors
+        (``TensorDigests``) where it tells them.
 
         Equal where weights, their layout in memory and the number of ranks are equal.
         """
         reply = await self._post("/weights_checker", {"action": "checksum"}, timeout)
         if not (isinstance(reply, dict) and reply.get("per_engine_checksum")):
             raise ServerError(f"{self.url}: no checksum of its weights: {str(reply)[:500]}")
-        return str(reply["per_engine_checksum"])
+        return _with_tensors(str(reply["per_engine_checksum"]), reply.get("ranks"))
 
     async def _post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
         return await self._request("POST", path, body, timeout or self._control)
@@ -333,6 +335,15 @@ class SglangServer:
                 message = f"{message}: {self._authorization.refusal()}"
                 self._authorization.forget()
         return Refused(message) if status == 400 else ServerError(message)
+
+
+def _with_tensors(digest: str, ranks: Any) -> str:
+    """``digest`` with those of single tensors, if ``ranks`` has them in the form that SGLang gives them."""
+    try:
+        ordered = sorted(ranks, key=lambda rank: rank["parallelism_info"][0]["tp_rank"])
+        return TensorDigests(digest, [dict(rank["checksums"]) for rank in ordered])
+    except (TypeError, KeyError, IndexError, ValueError):
+        return digest
 
 
 async def _unless(call: Awaitable[Any], says: str) -> None:

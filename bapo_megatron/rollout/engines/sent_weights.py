@@ -1,0 +1,216 @@
+"""Do engines have the weights that the trainer sent? Their digests, tensor by tensor, beside the trainer's.
+
+Engines that all lack the same tensor agree with each other: only what was sent tells it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from bapo_megatron.rollout.engines.digest_quorum import Disagreement
+
+FILE_NAME = "sent_digests.json"
+"""In a folder of weights, beside them."""
+_NO_WEIGHTS = ("cos_sin_cache", "cos_cache", "sin_cache", "inv_freq")
+"""Parts of names of buffers that an engine computes itself."""
+_NAMED = 3
+"""Tensors that a message names."""
+
+
+class TensorDigests(str):
+    """An engine's digest of all its weights, which also knows that of each tensor on each of its ranks."""
+
+    ranks: Sequence[Mapping[str, str]]
+
+    def __new__(cls, digest: str, ranks: Sequence[Mapping[str, str]]) -> TensorDigests:
+        """``digest``: of all together."""
+        made = super().__new__(cls, digest)
+        made.ranks = ranks
+        return made
+
+
+@dataclass(frozen=True)
+class SentWeights:
+    """The digests that an engine reports if it has what the trainer sent."""
+
+    ranks: tuple[Mapping[str, str], ...] = ()
+    """Of each tensor by the engine's name for it, on each of the engine's ranks."""
+    hashed_bytes: int = 0
+    unknown: str = ""
+    """Why they are not known; empty if they are."""
+
+    def write(self, folder: Path) -> None:
+        """Write them into a folder of weights."""
+        content = {"ranks": self.ranks, "hashed_bytes": self.hashed_bytes, "unknown": self.unknown}
+        (folder / FILE_NAME).write_text(json.dumps(content))
+
+    @classmethod
+    def read(cls, folder: Path) -> SentWeights | None:
+        """Those of a folder of weights; None if it has none, because no trainer wrote it."""
+        path = folder / FILE_NAME
+        if not path.is_file():
+            return None
+        content: dict[str, Any] = json.loads(path.read_text())
+        return cls(tuple(content["ranks"]), content["hashed_bytes"], content["unknown"])
+
+
+class WeightDigester(Protocol):
+    """Computes the digests of the weights of one version while they pass."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a whole tensor by its Hugging Face name. ValueError if it has no known digest."""
+
+    def result(self) -> SentWeights:
+        """The digests, after the last tensor. ValueError if they are not known."""
+
+
+MakeDigester = Callable[[], WeightDigester]
+
+
+@dataclass(frozen=True)
+class UnknownDigests:
+    """The ``WeightDigester`` of engines whose digests cannot be known, and why."""
+
+    reason: str
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Nothing to do."""
+
+    def result(self) -> SentWeights:
+        """The reason."""
+        return SentWeights(unknown=self.reason)
+
+
+class Watched:
+    """Weights as they pass, and their digests. An error of these ends none of the passing: other ranks take
+    part in it."""
+
+    def __init__(self, weights: Iterator[tuple[str, Tensor]], make: MakeDigester | None) -> None:
+        """``make``: None where nothing is compared."""
+        self._weights = weights
+        self._digester = make() if make else None
+        self._error = ""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """``weights``."""
+        for name, tensor in self._weights:
+            if self._digester is not None and not self._error:
+                try:
+                    self._digester.add(name, tensor)
+                except Exception as error:  # whatever it is, the weights must reach the engines
+                    self._error = str(error) or repr(error)
+            yield name, tensor
+
+    def sent(self) -> SentWeights | None:
+        """The digests of all; None where nothing is compared."""
+        if self._digester is None:
+            return None
+        try:
+            return SentWeights(unknown=self._error) if self._error else self._digester.result()
+        except Exception as error:
+            return SentWeights(unknown=str(error) or repr(error))
+
+
+class SentCheck:
+    """The comparison of engines' digests with the trainer's. What cannot be compared is told, once each."""
+
+    def __init__(self, report: Callable[..., None]) -> None:
+        """``report(kind, **fields)`` records an event."""
+        self._report = report
+        self._told = set[str]()
+        self._has_matched = False
+
+    def is_sent(self, sent: SentWeights | None, engine: str, digest: str) -> bool:
+        """Whether it is known that an engine has the weights ``sent``. Disagreement if it has others.
+
+        Until a digest has matched, an engine of which none does is taken to compute them another way.
+        """
+        if sent is None:
+            return False
+        if reason := sent.unknown or _incomparable(digest, sent):
+            self._tell(reason, engine)
+            return False
+        assert isinstance(digest, TensorDigests)
+        found = _Difference.between(sent.ranks, digest.ranks)
+        if not self._has_matched and not found.matching:
+            self._tell("no tensor's digest is that of what was sent: they are computed another way", engine)
+            return False
+        if problem := found.problem():
+            raise Disagreement(f"not the weights that were sent: {problem}")
+        if not self._has_matched:
+            self._has_matched = True
+            size = {"tensors": found.matching, "hashed_bytes": sent.hashed_bytes}
+            self._report("digests_compared", engine=engine, ranks=len(sent.ranks), **size)
+        if found.unknown:
+            self._tell(f"tensors that were not sent: {_some(found.unknown)}", engine)
+        return not found.unknown
+
+    def _tell(self, reason: str, engine: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            self._report("digests_not_compared", engine=engine, reason=reason)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """The difference of two lists of digests: names with their ranks, and how many are equal."""
+
+    matching: int
+    differing: list[str]
+    missing: list[str]
+    """Sent, and not on the engine."""
+    unknown: list[str]
+    """On the engine, and not sent."""
+
+    @classmethod
+    def between(cls, sent: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]]) -> _Difference:
+        pairs = list(enumerate(zip(sent, found, strict=True)))
+        common = [
+            (name, rank, ours[name] == theirs[name])
+            for rank, (ours, theirs) in pairs
+            for name in sorted(ours.keys() & theirs.keys())
+        ]
+        return cls(
+            sum(equal for *_, equal in common),
+            [f"{name} on rank {rank}" for name, rank, equal in common if not equal],
+            [
+                f"{name} on rank {rank}"
+                for rank, (ours, theirs) in pairs
+                for name in sorted(ours.keys() - theirs.keys())
+            ],
+            [
+                f"{name} on rank {rank}"
+                for rank, (ours, theirs) in pairs
+                for name in sorted(theirs.keys() - ours.keys())
+                if not any(part in name for part in _NO_WEIGHTS)
+            ],
+        )
+
+    def problem(self) -> str:
+        """What is wrong; empty if nothing is."""
+        parts = []
+        if self.differing:
+            parts.append(f"other values in {_some(self.differing)}")
+        if self.missing:
+            parts.append(f"without {_some(self.missing)}")
+        return "; ".join(parts)
+
+
+def _incomparable(digest: str, sent: SentWeights) -> str:
+    """Why an engine's digest cannot be compared; empty if it can."""
+    if not isinstance(digest, TensorDigests):
+        return "the engine tells no digests of single tensors"
+    if len(digest.ranks) != len(sent.ranks):
+        return f"the engine has {len(digest.ranks)} ranks, and not {len(sent.ranks)}"
+    return ""
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

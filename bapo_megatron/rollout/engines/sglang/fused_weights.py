@@ -1,0 +1,202 @@
+"""The digests of a model's weights as an SGLang server holds them: fused, and cut for each of its ranks.
+
+    Hugging Face              server                rank r of the server has
+    q_proj, k_proj, v_proj    qkv_proj              rows: its query, key, and value heads; ranks share
+                                                    one of these where there are fewer than ranks
+    gate_proj, up_proj        gate_up_proj          rows: its share of each
+    o_proj, down_proj         the same              columns: its share; a bias whole
+    embed_tokens, lm_head     the same              rows: its share of a vocabulary that is padded with zeros
+    norms                     the same              all
+
+A head that is tied to the embedding is no tensor of its own. So it is for Qwen2, Qwen3 and Llama.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bapo_megatron.rollout.engines.sent_weights import SentWeights, UnknownDigests
+from bapo_megatron.rollout.engines.sglang.tensor_hash import HASHES, TensorHash
+
+FUSED_MODELS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+_OTHER_LAYOUTS = (
+    *("--quantization", "--dtype", "--load-format", "--model-impl", "--torchao", "--modelopt", "--lora"),
+    *("--enable-lora", "--dp", "--data-parallel", "--enable-dp", "--tp", "--tensor-parallel", "--pp"),
+    *("--pipeline-parallel", "--speculative", "--json-model-override", "--weight-loader", "--cpu-offload"),
+    *("--device", "--model-path", "--offload", "--attn-cp", "--attention-context", "--moe"),
+)
+"""Beginnings of flags by which a server holds its weights another way than is computed here."""
+
+_LAYER = r"model\.layers\.\d+\."
+_PADDED_TO = 64
+
+Cut = Callable[[Tensor, int], list[Tensor]]
+"""The piece of a tensor that one rank has, as runs of rows that follow each other."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a Hugging Face tensor is on a server."""
+
+    name: str
+    """The server's tensor."""
+    cut: Cut
+    part: int = 0
+    parts: int = 1
+    """How many tensors the server's consists of, and which this is."""
+
+
+@dataclass(frozen=True)
+class FusedLayout:
+    """How servers of one model hold its weights."""
+
+    kv_heads: int
+    tied: bool
+    tensor: int
+    """Tensor-parallel size."""
+
+    def place(self, name: str) -> Place | None:
+        """Where ``name`` is; None if the server has no such tensor. ValueError if that is not known."""
+        if name == "lm_head.weight" and self.tied:
+            return None
+        if found := re.fullmatch(rf"({_LAYER}self_attn\.)([qkv])_proj\.(weight|bias)", name):
+            part = "qkv".index(found[2])
+            cut = self._rows if part == 0 else self._heads
+            return Place(f"{found[1]}qkv_proj.{found[3]}", cut, part, 3)
+        if found := re.fullmatch(rf"({_LAYER}mlp\.)(gate|up)_proj\.weight", name):
+            part = ("gate", "up").index(found[2])
+            return Place(f"{found[1]}gate_up_proj.weight", self._rows, part, 2)
+        alone: Sequence[tuple[str, Cut]] = (
+            (rf"{_LAYER}(self_attn\.o_proj|mlp\.down_proj)\.weight", self._columns),
+            (rf"{_LAYER}self_attn\.o_proj\.bias", self._whole),
+            (rf"{_LAYER}(input_layernorm|post_attention_layernorm)\.weight", self._whole),
+            (rf"{_LAYER}self_attn\.[qk]_norm\.weight", self._whole),
+            (r"model\.norm\.weight", self._whole),
+            (r"(model\.embed_tokens|lm_head)\.weight", self._vocabulary),
+        )
+        for pattern, own_cut in alone:
+            if re.fullmatch(pattern, name):
+                return Place(name, own_cut)
+        raise ValueError(f"where a server has {name} is not known")
+
+    def _whole(self, tensor: Tensor, _rank: int) -> list[Tensor]:
+        return [tensor]
+
+    def _rows(self, tensor: Tensor, rank: int) -> list[Tensor]:
+        return [_share(tensor, 0, rank, self.tensor)]
+
+    def _columns(self, tensor: Tensor, rank: int) -> list[Tensor]:
+        return [_share(tensor, 1, rank, self.tensor)]
+
+    def _heads(self, tensor: Tensor, rank: int) -> list[Tensor]:
+        """Keys or values: ranks that follow each other have the same head where there are too few."""
+        shares = min(self.kv_heads, self.tensor)
+        return [_share(tensor, 0, rank // (self.tensor // shares), shares)]
+
+    def _vocabulary(self, tensor: Tensor, rank: int) -> list[Tensor]:
+        """Rows of tokens, then rows of zeros."""
+        rows = padded_vocabulary(len(tensor), self.tensor) // self.tensor
+        own = tensor[rank * rows : (rank + 1) * rows]
+        return [own, own.new_zeros(rows - len(own), *tensor.shape[1:])]
+
+
+def padded_vocabulary(tokens: int, ranks: int) -> int:
+    """Rows of an embedding on all ranks together."""
+    to = _PADDED_TO
+    if -(-tokens // to) * to % ranks:
+        to *= ranks
+    return -(-tokens // to) * to
+
+
+def _share(tensor: Tensor, dim: int, index: int, shares: int) -> Tensor:
+    if tensor.shape[dim] % shares:
+        raise ValueError(f"{tensor.shape[dim]} rows or columns are not divided by {shares} ranks")
+    size = tensor.shape[dim] // shares
+    return tensor.narrow(dim, index * size, size)
+
+
+@dataclass
+class _Fused:
+    """A server's tensor in the making: a hash for each rank, and parts that came before their turn."""
+
+    hashes: list[TensorHash]
+    next_part: int = 0
+    early: dict[int, tuple[Cut, Tensor]] = field(default_factory=dict)
+
+
+class FusedDigests:
+    """The ``WeightDigester`` (sent_weights.py) of weights that go to SGLang servers.
+
+    A tensor is hashed where it is, chunk by chunk. A part of a fused tensor that comes before its turn, such
+    as the keys before the queries, is copied until then: of one layer at a time.
+    """
+
+    def __init__(self, layout: FusedLayout, device: str) -> None:
+        """``device``: the kind that the servers compute on, ``cpu`` or ``cuda``."""
+        self._layout, self._new_hash = layout, HASHES[device]
+        self._pending: dict[str, _Fused] = {}
+        self._digests: list[dict[str, str]] = [{} for _ in range(layout.tensor)]
+        self._hashed_bytes = 0
+
+    @torch.no_grad()
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take one whole tensor. ValueError if it is not known how servers hold it."""
+        place = self._layout.place(name)
+        if place is None:
+            return
+        fused = self._pending.get(place.name)
+        if fused is None:
+            hashes = [self._new_hash() for _ in range(self._layout.tensor)]
+            fused = self._pending[place.name] = _Fused(hashes)
+        if place.part != fused.next_part:
+            fused.early[place.part] = place.cut, tensor.detach().clone()
+            return
+        self._hash(fused, place.cut, tensor)
+        while fused.next_part in fused.early:
+            self._hash(fused, *fused.early.pop(fused.next_part))
+        if fused.next_part == place.parts:
+            del self._pending[place.name]
+            for digests, one in zip(self._digests, fused.hashes, strict=True):
+                digests[place.name] = one.digest()
+
+    def result(self) -> SentWeights:
+        """The digests, when all tensors were there. ValueError if a part is lacking."""
+        if self._pending:
+            raise ValueError(f"{min(self._pending)} was not sent whole")
+        return SentWeights(tuple(self._digests), self._hashed_bytes)
+
+    def _hash(self, fused: _Fused, cut: Cut, tensor: Tensor) -> None:
+        for rank, one in enumerate(fused.hashes):
+            for run in cut(tensor, rank):
+                one.add(run)
+                self._hashed_bytes += run.nbytes
+        fused.next_part += 1
+
+
+def fused_digests(
+    hf_path: Path, tensor: int, device: str, flags: Sequence[str] = ()
+) -> FusedDigests | UnknownDigests:
+    """The digests of weights of ``hf_path``'s model on servers with ``flags``, or why they are not known."""
+    config: dict[str, Any] = json.loads((hf_path / "config.json").read_text())
+    reason = None
+    name, *_ = config.get("architectures") or ["model without a class"]
+    if name not in FUSED_MODELS:
+        reason = f"how servers hold a {name} is not known"
+    elif config.get("quantization_config"):
+        reason = "the model is quantized"
+    elif other := [flag for flag in flags if flag.startswith(_OTHER_LAYOUTS)]:
+        reason = f"servers with {other[0].partition('=')[0]} hold weights another way"
+    elif device not in HASHES:
+        reason = f"how servers hash on {device} is not known"
+    if reason:
+        return UnknownDigests(reason)
+    kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    return FusedDigests(FusedLayout(kv_heads, bool(config.get("tie_word_embeddings")), tensor), device)

@@ -1,0 +1,85 @@
+"""What real SGLang servers say of their weights, beside what the trainer computes of those that it sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from bapo_megatron.rollout.engines.digest_quorum import Disagreement
+from bapo_megatron.rollout.engines.sent_weights import SentCheck, SentWeights
+from bapo_megatron.rollout.engines.sglang.fused_weights import fused_digests
+from tests.support.tiers import slow_but
+
+from .blocking import BlockingEngine
+from .conftest import FAMILIES, Servers
+from .test_engine_contract import tensors
+
+MakeModel = Callable[..., Path]
+Update = Callable[[Iterable[tuple[str, Tensor]], int], None]
+LATER = "model.layers.1.self_attn."
+
+
+def digests_of(weights: Iterable[tuple[str, Tensor]], model: Path) -> SentWeights:
+    digester = fused_digests(model, 1, "cpu")
+    for name, tensor in weights:
+        digester.add(name, tensor)
+    return digester.result()
+
+
+def matches(engine: BlockingEngine, sent: SentWeights, check: SentCheck) -> bool:
+    """Whether the engine has told, of its last weights, what was sent."""
+    return check.is_sent(sent, engine.engine.name, engine.digests[-1])
+
+
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen2"))
+def test_every_tensor_of_a_server_is_what_was_sent(
+    family: str, servers: Servers, make_model: MakeModel
+) -> None:
+    events: list[tuple[str, Any]] = []
+    check = SentCheck(lambda kind, **fields: events.append((kind, fields)))
+    engine = servers.engine(make_model(family))
+    for seed in (1, 2):
+        new = make_model(family, seed)
+        engine.update_weights(tensors(new), seed)
+        assert matches(engine, digests_of(tensors(new), new), check)
+    ((kind, fields),) = events
+    assert kind == "digests_compared", events
+    assert fields["tensors"] > 15
+    engine.close()
+
+
+def test_a_server_that_keeps_one_old_tensor_is_noticed_each_way(
+    servers: Servers, make_model: MakeModel
+) -> None:
+    """Also one that has keys and values in each other's place. It is alone: nobody else's digest is there."""
+    engine = servers.engine(make_model("qwen2"))
+    check = SentCheck(lambda kind, **fields: None)
+    old, model = dict(tensors(make_model("qwen2", 1))), make_model("qwen2", 2)
+    new = dict(tensors(model))
+    sent = digests_of(new.items(), model)
+
+    def wake(weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        engine.release_memory()
+        engine.wake_by_handles(list(weights), version)
+
+    ways: dict[str, Update] = {"disk": engine.update_weights, "ipc": wake}
+    kept = {**new, (name := f"{LATER}o_proj.weight"): old[name]}
+    swapped = {
+        **new,
+        f"{LATER}k_proj.weight": new[f"{LATER}v_proj.weight"],
+        f"{LATER}v_proj.weight": new[f"{LATER}k_proj.weight"],
+    }
+    for update in ways.values():
+        update(new.items(), 1)
+        assert matches(engine, sent, check)
+        update(kept.items(), 2)
+        with pytest.raises(Disagreement, match=rf"sent: other values in {LATER}o_proj\.weight on rank 0$"):
+            matches(engine, sent, check)
+        update(swapped.items(), 3)
+        with pytest.raises(Disagreement, match=rf"sent: other values in {LATER}qkv_proj\.weight on rank 0$"):
+            matches(engine, sent, check)
+    engine.close()

@@ -1,0 +1,174 @@
+"""Weights as an SGLang server has them: names, order, and each rank's piece, written out by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from bapo_megatron.rollout.engines.sent_weights import SentWeights, UnknownDigests
+from bapo_megatron.rollout.engines.sglang.fused_weights import (
+    FusedDigests,
+    FusedLayout,
+    fused_digests,
+    padded_vocabulary,
+)
+
+HEADS, KV_HEADS, HEAD, HIDDEN, INNER, TOKENS = 8, 2, 2, 6, 8, 70
+LAYER = "model.layers.3."
+
+
+def numbered(rows: int, *columns: int) -> Tensor:
+    return torch.arange(rows * torch.Size(columns).numel(), dtype=torch.float32).view(rows, *columns) + rows
+
+
+WEIGHTS = {
+    "model.embed_tokens.weight": numbered(TOKENS, HIDDEN),
+    f"{LAYER}self_attn.q_proj.weight": numbered(HEADS * HEAD, HIDDEN),
+    f"{LAYER}self_attn.k_proj.weight": numbered(KV_HEADS * HEAD, HIDDEN) + 0.25,
+    f"{LAYER}self_attn.v_proj.weight": numbered(KV_HEADS * HEAD, HIDDEN) + 0.5,
+    f"{LAYER}self_attn.q_proj.bias": numbered(HEADS * HEAD),
+    f"{LAYER}self_attn.k_proj.bias": numbered(KV_HEADS * HEAD) + 0.25,
+    f"{LAYER}self_attn.v_proj.bias": numbered(KV_HEADS * HEAD) + 0.5,
+    f"{LAYER}self_attn.o_proj.weight": numbered(HIDDEN, HEADS * HEAD),
+    f"{LAYER}self_attn.o_proj.bias": numbered(HIDDEN),
+    f"{LAYER}self_attn.q_norm.weight": numbered(HEAD),
+    f"{LAYER}self_attn.k_norm.weight": numbered(HEAD) + 1,
+    f"{LAYER}mlp.gate_proj.weight": numbered(INNER, HIDDEN),
+    f"{LAYER}mlp.up_proj.weight": numbered(INNER, HIDDEN) + 0.5,
+    f"{LAYER}mlp.down_proj.weight": numbered(HIDDEN, INNER),
+    f"{LAYER}input_layernorm.weight": numbered(HIDDEN),
+    f"{LAYER}post_attention_layernorm.weight": numbered(HIDDEN) + 1,
+    "model.norm.weight": numbered(HIDDEN) + 2,
+    "lm_head.weight": numbered(TOKENS, HIDDEN) + 0.5,
+}
+
+
+def sha(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def digests(
+    tensor: int = 1, names: Sequence[str] = tuple(WEIGHTS), tied: bool = False, kv_heads: int = KV_HEADS
+) -> SentWeights:
+    found = FusedDigests(FusedLayout(kv_heads, tied, tensor), "cpu")
+    for name in names:
+        found.add(name, WEIGHTS[name])
+    return found.result()
+
+
+def attention(part: str) -> Tensor:
+    return WEIGHTS[f"{LAYER}self_attn.{part}"]
+
+
+def test_names_and_order_on_one_rank() -> None:
+    (found,) = digests().ranks
+    q, k, v = (attention(f"{one}_proj.weight") for one in "qkv")
+    gate, up = (WEIGHTS[f"{LAYER}mlp.{one}_proj.weight"] for one in ("gate", "up"))
+    assert found[f"{LAYER}self_attn.qkv_proj.weight"] == sha(torch.cat([q, k, v]))
+    assert found[f"{LAYER}self_attn.qkv_proj.weight"] != sha(torch.cat([q, v, k]))
+    assert found[f"{LAYER}mlp.gate_up_proj.weight"] == sha(torch.cat([gate, up]))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):  # 70 tokens become 128
+        assert found[name] == sha(torch.cat([WEIGHTS[name], torch.zeros(58, HIDDEN)]))
+    fused = {f"{LAYER}self_attn.qkv_proj.{kind}" for kind in ("weight", "bias")}
+    assert found.keys() == fused | {f"{LAYER}mlp.gate_up_proj.weight"} | {
+        name for name in WEIGHTS if not any(f".{one}_proj" in name for one in ("q", "k", "v", "gate", "up"))
+    }
+
+
+@pytest.mark.parametrize("order", [reversed, sorted])
+def test_the_order_in_which_they_come_does_not_matter(order: type) -> None:
+    assert digests(names=list(order(list(WEIGHTS)))) == digests()
+
+
+def test_a_tied_head_is_no_tensor() -> None:
+    with_head = digests(tied=True)
+    assert "lm_head.weight" not in with_head.ranks[0]
+    assert with_head == digests(tied=True, names=[name for name in WEIGHTS if name != "lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "queries", "keys"),
+    [
+        (2, 0, slice(0, 8), slice(0, 2)),
+        (2, 1, slice(8, 16), slice(2, 4)),
+        (4, 0, slice(0, 4), slice(0, 2)),  # four ranks share two heads of keys
+        (4, 1, slice(4, 8), slice(0, 2)),
+        (4, 2, slice(8, 12), slice(2, 4)),
+        (4, 3, slice(12, 16), slice(2, 4)),
+    ],
+)
+def test_the_piece_of_each_rank(ranks: int, rank: int, queries: slice, keys: slice) -> None:
+    """As the weight loaders of QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear and
+    VocabParallelEmbedding of SGLang 0.5.23 cut them."""
+    sent = digests(ranks)
+    assert len(sent.ranks) == ranks
+    found = sent.ranks[rank]
+    for kind in ("weight", "bias"):
+        parts = [
+            attention(f"{one}_proj.{kind}")[rows]
+            for one, rows in zip("qkv", (queries, keys, keys), strict=True)
+        ]
+        assert found[f"{LAYER}self_attn.qkv_proj.{kind}"] == sha(torch.cat(parts))
+    inner = slice(rank * INNER // ranks, (rank + 1) * INNER // ranks)
+    gate, up = (WEIGHTS[f"{LAYER}mlp.{one}_proj.weight"][inner] for one in ("gate", "up"))
+    assert found[f"{LAYER}mlp.gate_up_proj.weight"] == sha(torch.cat([gate, up]))
+    assert found[f"{LAYER}mlp.down_proj.weight"] == sha(WEIGHTS[f"{LAYER}mlp.down_proj.weight"][:, inner])
+    assert found[f"{LAYER}self_attn.o_proj.weight"] == sha(attention("o_proj.weight")[:, queries])
+    for name in ("self_attn.o_proj.bias", "self_attn.q_norm.weight", "input_layernorm.weight"):
+        assert found[LAYER + name] == sha(WEIGHTS[LAYER + name])  # whole on every rank
+    rows = 128 // ranks
+    padded = torch.cat([WEIGHTS["lm_head.weight"], torch.zeros(58, HIDDEN)])
+    assert found["lm_head.weight"] == sha(padded[rank * rows : (rank + 1) * rows])
+
+
+def test_bytes_that_are_hashed_are_counted() -> None:
+    padding = 2 * 58 * HIDDEN * 4
+    assert digests().hashed_bytes == sum(one.nbytes for one in WEIGHTS.values()) + padding
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "rows"),
+    [(48, 1, 64), (64, 2, 64), (65, 2, 128), (151_936, 8, 151_936), (48, 3, 192), (32_000, 6, 32_256)],
+)
+def test_rows_of_a_vocabulary(tokens: int, ranks: int, rows: int) -> None:
+    assert padded_vocabulary(tokens, ranks) == rows
+
+
+def test_what_is_not_known_is_said() -> None:
+    found = FusedDigests(FusedLayout(KV_HEADS, False, 3), "cpu")
+    with pytest.raises(ValueError, match=r"where a server has model\.layers\.0\.mlp\.experts\.0"):
+        found.add("model.layers.0.mlp.experts.0.up_proj.weight", torch.zeros(3))
+    with pytest.raises(ValueError, match="8 rows or columns are not divided by 3 ranks"):
+        found.add(f"{LAYER}mlp.down_proj.weight", WEIGHTS[f"{LAYER}mlp.down_proj.weight"])
+    with pytest.raises(ValueError, match=r"layers\.3\.mlp\.gate_up_proj\.weight was not sent whole"):
+        digests(names=[f"{LAYER}mlp.gate_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "reason"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, (), "how servers hold a MixtralForCausalLM is not known"),
+        ({"architectures": None}, (), "how servers hold a model without a class is not known"),
+        ({"quantization_config": {"quant_method": "fp8"}}, (), "the model is quantized"),
+        ({}, ("--quantization", "fp8"), "servers with --quantization hold weights another way"),
+        ({}, ("--enable-dp-attention",), "servers with --enable-dp-attention hold weights another way"),
+        ({}, ("--disable-radix-cache",), None),
+    ],
+)
+def test_models_and_servers_of_which_it_is_known(
+    config: dict[str, object], flags: tuple[str, ...], reason: str | None, tmp_path: Path
+) -> None:
+    whole = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, **config}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    found = fused_digests(tmp_path, 2, "cpu", flags)
+    if reason is None:
+        assert isinstance(found, FusedDigests)
+    else:
+        assert isinstance(found, UnknownDigests)
+        assert found.result().unknown == reason

@@ -1,0 +1,264 @@
+"""Engines' digests beside those of what the trainer sent: engines that agree can all be wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bapo_megatron.config import EngineConfig
+from bapo_megatron.rollout.engines.backend import EngineError
+from bapo_megatron.rollout.engines.broadcast_receivers import PoolBroadcast, WeightReceivers
+from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum, Disagreement
+from bapo_megatron.rollout.engines.pool import EnginePool
+from bapo_megatron.rollout.engines.sent_weights import (
+    SentCheck,
+    SentWeights,
+    TensorDigests,
+    UnknownDigests,
+    Watched,
+)
+from bapo_megatron.types import BucketSpec
+from tests.support.receiving_engine import ReceivingEngine
+from tests.support.sampling import ScriptedEngine, mixed
+
+BUCKET = BucketSpec(("w",), ("float32",), ((1,),), 4)
+OLD = {"embed": "0a", "norm": "0b", "head": "0c"}
+SENT = {"embed": "1a", "norm": "1b", "head": "1c"}
+NOT_SENT = "not the weights that were sent"
+
+
+def told(*ranks: Mapping[str, str]) -> TensorDigests:
+    """What an engine tells."""
+    return TensorDigests(json.dumps(ranks), ranks)
+
+
+class Events:
+    """Events of a run, and a check that has seen digests match."""
+
+    def __init__(self, proven: bool = True) -> None:
+        self.all: list[dict[str, Any]] = []
+        self.check = SentCheck(self.report)
+        if proven:
+            assert self.check.is_sent(SentWeights((OLD,)), "first", told(OLD))
+            self.all.clear()
+
+    def report(self, kind: str, **fields: Any) -> None:
+        self.all.append({"kind": kind, **fields})
+
+
+def test_equal_digests_are_known_and_the_cost_is_told_once() -> None:
+    events = Events(proven=False)
+    for engine in ("a", "b"):
+        assert events.check.is_sent(SentWeights((SENT, OLD), 4000), engine, told(SENT, OLD))
+    (event,) = events.all
+    assert event == {
+        "kind": "digests_compared",
+        "engine": "a",
+        "ranks": 2,
+        "tensors": 6,
+        "hashed_bytes": 4000,
+    }
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([SENT, {**SENT, "norm": "0b"}], "other values in norm on rank 1$"),
+        ([{**SENT, "norm": "0b", "embed": "0a"}, SENT], "other values in embed on rank 0, norm on rank 0$"),
+        ([SENT, {"embed": "1a", "head": "1c"}], "without norm on rank 1$"),
+        ([SENT, {"embed": "0a", "head": "1c"}], "other values in embed on rank 1; without norm on rank 1$"),
+        ([OLD, OLD], "other values in embed on rank 0, head on rank 0, norm on rank 0 and 3 more$"),
+    ],
+)
+def test_the_first_that_differ_are_named(found: list[dict[str, str]], message: str) -> None:
+    with pytest.raises(Disagreement, match=f"{NOT_SENT}: {message}"):
+        Events().check.is_sent(SentWeights((SENT, SENT)), "a", told(*found))
+
+
+def test_a_buffer_that_engines_compute_is_left_out_and_another_is_told() -> None:
+    events = Events()
+    rotary = {**SENT, "layers.0.rotary_emb.cos_sin_cache": "77", "layers.0.inv_freq": "78"}
+    assert events.check.is_sent(SentWeights((SENT,)), "a", told(rotary))
+    assert not events.all
+    for engine in ("a", "b"):  # what is not known is left to the comparison of engines with each other
+        assert not events.check.is_sent(SentWeights((SENT,)), engine, told({**rotary, "scale": "9"}))
+    reason = "tensors that were not sent: scale on rank 0"
+    assert events.all == [{"kind": "digests_not_compared", "engine": "a", "reason": reason}]
+
+
+@pytest.mark.parametrize(
+    ("sent", "digest", "reason"),
+    [
+        (SentWeights(unknown="the model is quantized"), told(SENT), "the model is quantized"),
+        (SentWeights((SENT,)), "plain", "the engine tells no digests of single tensors"),
+        (SentWeights((SENT,)), told(SENT, SENT), "the engine has 2 ranks, and not 1"),
+    ],
+)
+def test_what_cannot_be_compared_is_told_once(sent: SentWeights, digest: str, reason: str) -> None:
+    events = Events()
+    for engine in ("a", "b", "a"):
+        assert not events.check.is_sent(sent, engine, digest)
+    assert events.all == [{"kind": "digests_not_compared", "engine": "a", "reason": reason}]
+
+
+def test_hashes_of_another_kind_are_no_other_weights() -> None:
+    """A trainer on a CPU, and servers on GPUs, say. Once digests have matched, such an engine is wrong."""
+    events = Events(proven=False)
+    assert not events.check.is_sent(SentWeights((SENT,)), "a", told(OLD))
+    assert "computed another way" in events.all[0]["reason"]
+    assert events.check.is_sent(SentWeights((SENT,)), "a", told(SENT))
+    with pytest.raises(Disagreement, match=NOT_SENT):
+        events.check.is_sent(SentWeights((SENT,)), "a", told(OLD))
+
+
+def test_nothing_was_sent_for_a_folder_of_somebody_elses(tmp_path: Path) -> None:
+    events = Events()
+    assert SentWeights.read(tmp_path) is None
+    assert not events.check.is_sent(None, "a", "plain")
+    assert not events.all
+
+
+def test_they_go_with_the_folder(tmp_path: Path) -> None:
+    for sent in (SentWeights((SENT, OLD), 12), SentWeights(unknown="why")):
+        sent.write(tmp_path)
+        assert SentWeights.read(tmp_path) == sent
+
+
+# --- while weights pass --------------------------------------------------------------------------
+
+
+class Digester:
+    """Takes names, and refuses one."""
+
+    def __init__(self, refused: str = "") -> None:
+        self.names: list[str] = []
+        self._refused = refused
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if name == self._refused:
+            raise ValueError(f"{name} is not known")
+        self.names.append(name)
+
+    def result(self) -> SentWeights:
+        return SentWeights((dict.fromkeys(self.names, "1"),))
+
+
+def weights() -> Iterator[tuple[str, Tensor]]:
+    yield from ((name, torch.ones(2)) for name in "abc")
+
+
+def test_weights_pass_whatever_becomes_of_their_digests() -> None:
+    found = {
+        refused: Watched(weights(), lambda refused=refused: Digester(refused))  # type: ignore[misc]
+        for refused in ("", "b")
+    }
+    for watched in found.values():
+        assert [name for name, _ in watched] == ["a", "b", "c"]
+    assert found[""].sent() == SentWeights(({"a": "1", "b": "1", "c": "1"},))
+    assert found["b"].sent() == SentWeights(unknown="b is not known")
+    assert Watched(weights(), None).sent() is None
+    assert Watched(weights(), lambda: UnknownDigests("why")).sent() == SentWeights(unknown="why")
+
+
+# --- each way: all engines lack the same tensor --------------------------------------------------
+
+LACKING = {**SENT, "norm": OLD["norm"]}
+
+
+def by_quorum(is_sent: Callable[[str, str], bool] | None, *digests: str) -> list[BaseException | None]:
+    async def tell() -> list[BaseException | None]:
+        quorum = DigestQuorum(10.0, is_sent)
+        for number in range(len(digests)):
+            quorum.expect(str(number))
+        calls = (quorum.confirm(str(number), digest) for number, digest in enumerate(digests))
+        return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    return asyncio.run(asyncio.wait_for(tell(), 20))
+
+
+def test_a_quorum_does_not_make_it_right() -> None:
+    check = Events().check
+    sent = SentWeights((SENT,))
+    assert by_quorum(None, told(LACKING), told(LACKING)) == [None, None], "engines agree"
+    found = by_quorum(lambda *of: check.is_sent(sent, *of), told(LACKING), told(LACKING), told(SENT))
+    assert [isinstance(one, Disagreement) for one in found] == [True, True, False]
+    assert "other values in norm on rank 0" in str(found[0])
+    (alone,) = by_quorum(lambda *of: check.is_sent(sent, *of), told(LACKING))
+    assert isinstance(alone, Disagreement)
+
+
+def test_by_a_folder(tmp_path: Path) -> None:
+    """Both engines of a pool are put in quarantine, and come back with the weights that were sent."""
+
+    async def go() -> None:
+        events = Events()
+        engines = [ScriptedEngine(mixed, name) for name in ("a", "b")]
+        pool = EnginePool(engines, 4, events.report)
+        pool.sent_check = events.check
+        SentWeights((SENT,)).write(tmp_path)
+        for engine in engines:
+            engine.digest = told(LACKING)
+        await pool.update(tmp_path, 1)
+        assert pool.up == 0
+        reasons = [event["reason"] for event in events.all if event["kind"] == "engine_refused"]
+        assert reasons == [f"{NOT_SENT}: other values in norm on rank 0"] * 2
+        for engine in engines:
+            engine.digest = told(SENT)
+        await pool.update(tmp_path, 2)
+        assert pool.up == 2
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_by_broadcast() -> None:
+    async def go() -> None:
+        events = Events()
+        engines = [ReceivingEngine("a"), ReceivingEngine("b")]
+        receivers = WeightReceivers(engines)
+        sent = SentWeights((SENT,))
+
+        def is_sent(engine: str, digest: str) -> bool:
+            return events.check.is_sent(sent, engine, digest)
+
+        for engine in engines:
+            engine.digest = told(LACKING)
+        await receivers.begin()
+        with pytest.raises(EngineError, match=f"a: {NOT_SENT}: other values in norm on rank 0"):
+            await receivers.finish(1, is_sent)
+        assert "a version 1" not in engines[0].calls
+        assert "a resume" not in engines[0].calls
+        for engine in engines:
+            engine.digest = told(SENT)
+        assert await receivers.finish(2, is_sent) == told(SENT)
+
+    asyncio.run(go())
+
+
+def test_a_broadcast_to_a_pool_is_held_to_what_was_sent() -> None:
+    async def go() -> None:
+        events = Events()
+        engine = ReceivingEngine("a")
+        pool = EnginePool([engine], 4, events.report)
+        pool.sent_check = events.check
+        broadcast = PoolBroadcast(pool, EngineConfig())
+        await broadcast.gather()
+        engine.digest = told(LACKING)
+        with pytest.raises(EngineError, match=NOT_SENT):
+            await broadcast.finish(1, SentWeights((SENT,)))
+        await broadcast.fail("other weights")
+        assert pool.up == 0
+        await broadcast.gather()
+        engine.digest = told(SENT)
+        await broadcast.finish(2, SentWeights((SENT,)))
+        assert pool.up == 1
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(go(), 60))

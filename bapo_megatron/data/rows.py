@@ -22,7 +22,9 @@ FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 MAX_DEPTH = 100
 """Lists and objects within each other: Arrow's reader needs a stack for each, and dies without a word."""
 
-_BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*+"|[\[{\]}]')
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z|\\\Z)|[\[{\]}]', re.DOTALL)
+r"""A text, or a bracket outside of texts. A text that no quote ends is one to the end of the line: without it
+every quote in it would be tried as a beginning."""
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 

@@ -63,13 +63,23 @@ _IN_COMMAND = re.compile(
     r"\\(operatorname|mathrm|text|begin)\*?\s{0,9}\{(?:\s|\\[ ,;])*([A-Za-z]+)\*?(?:\s|\\[ ,;])*\}"
 )
 _UNITS = frozenset(("min",))
-r"""Names that are units of measurement in ``\text{...}``."""
+r"""Names that are units of measurement in ``\text{...}``, and behind a number in ``\mathrm{...}``."""
+_MEASURED = re.compile(r"[0-9}](?:\s|\\[ ,;:!]|~){0,9}$")
+r"""A number, or the brace that ends a fraction, in front of a unit."""
 _FACTORIAL = re.compile(r"(?<!\\)!")
 _DERIVED = re.compile(r"\\d?frac\s{0,9}\{?\s{0,9}d(?:\^\{?\w\}?)?\s{0,9}[}{]|\bd/d[a-z]")
 _SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\[,;:!\s]|~)+[0-9]")
 r"""``3 4``, which math-verify adds."""
 _QUOTIENT = re.compile(r"[/:]|\\(?:[dtc]?frac|div)(?![a-z])")
 _WORDS_OF_TEXT = re.compile(r"\\(?:text|mathrm|mbox)\s{0,9}\{[^{}]*\}")
+_FONTS = re.compile(r"\\(?:mbox|boldsymbol|(?:text|math)(?:bf|it|rm|sf|tt|normal)?)\s{0,9}\{([^{}]*)\}")
+_SPACES = re.compile(r"\s|\\[ ,;:!]|~")
+_LIST_COMMA = re.compile(r",(?![0-9]{3}(?![0-9]))")
+r"""A comma between values, and none between thousands."""
+_NUMBER_SIDE = re.compile(
+    r"(?=.*[0-9])(?!.*\.\.)"
+    r"(?:[-+*/^(){}.,0-9\s]|\\(?:[,!; ]|(?:[dt]?frac|cdot|times|sqrt|left|right)(?![a-z])))++"
+)
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![a-z])\s{0,9}")
 
 
@@ -129,9 +139,17 @@ def named_operations(answer: str) -> frozenset[str]:
 def _names(text: str) -> list[str]:
     return [
         *(command or sign for command, sign in _COMMAND.findall(text)),
-        *(name for command, name in _IN_COMMAND.findall(text) if command != "text" or name not in _UNITS),
+        *(found[2] for found in _IN_COMMAND.finditer(text) if not _is_unit(found)),
         *_WORDS.findall(text),
     ]
+
+
+def _is_unit(named: re.Match[str]) -> bool:
+    if named[2] not in _UNITS:
+        return False
+    before = named.string[max(0, named.start() - 30) : named.start()]
+    called = named.string[named.end() :].lstrip().startswith(("(", "{", r"\{", r"\left"))
+    return named[1] == "text" or (not called and bool(_MEASURED.search(before)))
 
 
 def has_quotient(answer: str) -> bool:
@@ -149,6 +167,17 @@ def _said(answer: str) -> str:
                 parts.append(answer[start:at])
             start = at + 1
     return ";".join(parts) if depth == 0 else answer
+
+
+def unstyled(answer: str) -> str:
+    r"""The answer without fonts and spaces: ``\text{no solution}`` as ``nosolution``."""
+    return _SPACES.sub("", _FONTS.sub(r"\1", answer))
+
+
+def number_sides(answer: str) -> list[list[str]]:
+    """The sides of each equation in an answer that are numbers or computations with numbers alone."""
+    equations = [part.split("=") for part in _LIST_COMMA.split(answer)]
+    return [[side for side in sides if _NUMBER_SIDE.fullmatch(side)] for sides in equations if len(sides) > 1]
 
 
 def brackets(answer: str) -> str:

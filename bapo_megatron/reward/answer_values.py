@@ -17,6 +17,9 @@ from sympy.core.relational import Relational
 DECIMAL_TOLERANCE = 1e-5
 """Largest relative difference of a decimal from what it stands for; math-verify looks at six decimals."""
 
+ROUNDING = 0.1
+"""The same between a number and its decimal in one equation: ``1/3 = 0.3``."""
+
 EXACT_TOLERANCE = 1e-12
 """The same between values without decimals."""
 
@@ -39,6 +42,8 @@ _TRIGONOMETRY = ("sympy.functions.elementary.trigonometric", "sympy.functions.el
 _PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 _NOTHING = 1e-25
 _DIGITS = 30
+EQUATION_DIGITS, EQUATION_TOLERANCE = 60, 1e-45
+"""Small coefficients stand beside large ones here, so that more digits must agree."""
 _LARGEST_EXPONENT = 100
 
 
@@ -76,14 +81,34 @@ def hides_rational(truth: Any, answer: Any) -> bool:
 def differ(truth: Any, answer: Any) -> bool:
     """Whether two answers that math-verify takes for equal are apart by more than a tolerance: it looks at
     absolute differences, and takes 5% for 5."""
+    if isinstance(truth, sympy.Eq) and isinstance(answer, sympy.Eq):
+        if _is_solved(truth) != _is_solved(answer):  # the question again
+            return _is_solved(truth)
+        if are_rearranged(truth, answer):
+            return not _proportional(truth, answer)
     left, right = list(_parts(truth)), list(_parts(answer))
-    if len(left) != len(right) or (isinstance(truth, Relational) and not isinstance(truth, sympy.Eq)):
-        return False
     symbols = sorted(set().union(*(part.free_symbols for part in (*left, *right))), key=str)
+    if len(left) != len(right) or (symbols and _is_inequality(truth)):
+        return False
     places = {one: sympy.Rational(7 * n + 11, 5 * n + 9) for n, one in enumerate(symbols)}
-    if isinstance(truth, sympy.FiniteSet) or isinstance(answer, sympy.FiniteSet):
+    if any(isinstance(one, sympy.FiniteSet) or _is_inequality(one) for one in (truth, answer)):
         left, right = _ordered(left, places), _ordered(right, places)
     return any(_far(one, other, places) for one, other in zip(left, right, strict=True))
+
+
+def are_rearranged(truth: Any, answer: Any) -> bool:
+    """Whether both are equations, with left sides of their own: ``x + y = 3`` and ``y = 3 - x``."""
+    both = isinstance(truth, sympy.Eq) and isinstance(answer, sympy.Eq)
+    return both and truth.lhs != answer.lhs
+
+
+def disagree(one: Any, other: Any) -> bool:
+    """Whether two sides of an equation are numbers and not the same, however a decimal is rounded."""
+    if not all(isinstance(side, sympy.Expr) and side.is_number for side in (one, other)):
+        return False
+    rounding = ROUNDING if one.has(sympy.Float) or other.has(sympy.Float) else EXACT_TOLERANCE
+    left, right = sympy.N(one.doit(), _DIGITS), sympy.N(other.doit(), _DIGITS)
+    return bool(abs(left - right) > rounding * max(abs(left), abs(right)))
 
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -94,14 +119,17 @@ def _parts(expression: Any) -> Iterator[Any]:
     if isinstance(expression, And):
         relations = list(expression._unsorted_args)
         chain = all(one.rhs == other.lhs for one, other in pairwise(relations) if isinstance(one, Relational))
-        for one in relations[-1:] if chain else relations:
+        for one in relations[-1:] if chain and not _is_inequality(expression) else relations:
             yield from _parts(one)
     elif isinstance(expression, sympy.Eq):
         sides = expression.args if expression.rhs.free_symbols else (expression.rhs,)
         for side in sides:
             yield from _parts(side)
     elif isinstance(expression, sympy.Interval):
-        yield from (expression.start, expression.end)
+        yield from (bound for bound in (expression.start, expression.end) if not bound.is_infinite)
+    elif _is_inequality(expression) and any(side.is_Symbol for side in expression.args):
+        numbers = [side for side in expression.args if not side.free_symbols]
+        yield from numbers or expression.args
     elif isinstance(expression, sympy.MatrixBase):
         yield from expression.flat()
     elif isinstance(expression, (sympy.Set, sympy.Tuple, Relational)):
@@ -109,6 +137,39 @@ def _parts(expression: Any) -> Iterator[Any]:
             yield from _parts(one)
     else:
         yield expression
+
+
+def _is_inequality(expression: Any) -> bool:
+    """Whether it is an inequality or several at once, ``1 < x < 2``."""
+    if isinstance(expression, And):
+        return all(_is_inequality(one) for one in expression._unsorted_args)
+    return isinstance(expression, Relational) and not isinstance(expression, sympy.Eq)
+
+
+# --- equations -----------------------------------------------------------------------------------
+
+
+def _is_solved(equation: Any) -> bool:
+    """Whether one side is a symbol and the other has none."""
+    one, other = equation.args
+    return (one.is_Symbol and not other.free_symbols) or (other.is_Symbol and not one.free_symbols)
+
+
+def _proportional(truth: Any, answer: Any) -> bool:
+    """Whether two equations have the same solutions: with all on one side and no denominators they are the
+    same up to a factor, wherever one looks."""
+    one, other = (sympy.together((e.lhs - e.rhs).doit()).as_numer_denom()[0] for e in (truth, answer))
+    symbols = sorted(one.free_symbols | other.free_symbols, key=str)
+    decimal = truth.has(sympy.Float) or answer.has(sympy.Float)
+    tolerance = DECIMAL_TOLERANCE if decimal else EQUATION_TOLERANCE
+    found = []
+    for shift in (11, 29, 53):
+        place = {symbol: sympy.Rational(7 * n + shift, 5 * n + 9) for n, symbol in enumerate(symbols)}
+        found.append([sympy.N(side.subs(place).doit(), EQUATION_DIGITS) for side in (one, other)])
+    if not all(value.is_number and value.is_finite for values in found for value in values):
+        return True
+    crossed = [(a * d, b * c) for (a, b), (c, d) in pairwise(found)]
+    return all(abs(x - y) <= tolerance * max(abs(x), abs(y)) for x, y in crossed)
 
 
 # --- operations on numbers -----------------------------------------------------------------------

@@ -10,9 +10,10 @@ compares absolute differences.
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from typing import Any
 
-from bapo_megatron.reward.answer_text import has_quotient, named_operations
+from bapo_megatron.reward.answer_text import has_quotient, named_operations, number_sides, unstyled
 
 SIGNAL_LIMIT_S = 2
 """math-verify's own limit, in seconds, on one parse or comparison."""
@@ -41,7 +42,9 @@ def equal(ground_truth: str, answer: str, allow_operations: bool = False) -> boo
         if not verify(expected, given, timeout_seconds=SIGNAL_LIMIT_S):
             return False
         same = timeout(timeout_seconds=SIGNAL_LIMIT_S)(_is_an_answer)
-        return ground_truth == answer or bool(same(expected, given, ground_truth, answer, allow_operations))
+        if unstyled(ground_truth) == unstyled(answer):  # the same word, number or formula
+            return True
+        return bool(same(expected, given, ground_truth, answer, allow_operations))
     except Exception:  # sympy raises all kinds on nonsense, RecursionError and MemoryError too
         return False
 
@@ -54,10 +57,12 @@ def _is_an_answer(
     truth, said = expected[0], given[0]
     if isinstance(truth, str) or isinstance(said, str):
         return True  # equal as text
-    if values.differ(truth, said):
+    if values.differ(truth, said) or _contradicts_itself(answer):
         return False
     if allow_operations:
         return True
+    if values.are_rearranged(truth, said):  # an equation has as many forms as a formula
+        return values.operations(said) - {values.ARITHMETIC} <= values.operations(truth)
     known, used = values.operations(truth), set(values.operations(said))
     if not values.is_symbolic(truth):
         whole = values.are_integers(truth) and not has_quotient(ground_truth)
@@ -65,6 +70,17 @@ def _is_an_answer(
             used.add(values.ARITHMETIC)
         return used <= known
     return used - {values.ARITHMETIC} <= known
+
+
+def _contradicts_itself(answer: str) -> bool:
+    """Whether an equation has two numbers that are not the same: ``6 = 5``."""
+    from bapo_megatron.reward.answer_values import disagree
+
+    for sides in number_sides(answer):
+        numbers = [_parse(side, None)[0] for side in sides] if len(sides) > 1 else []
+        if any(disagree(one, other) for one, other in pairwise(numbers)):
+            return True
+    return False
 
 
 def is_operation(ground_truth: str) -> bool:
@@ -86,9 +102,9 @@ def parses(ground_truth: str) -> bool:
         return False
 
 
-def _parse(answer: str) -> list[Any]:
+def _parse(answer: str, limit_s: int | None = SIGNAL_LIMIT_S) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
     config = [LatexExtractionConfig(boxed_match_priority=0)]
-    parts: list[Any] = parse(rf"\boxed{{{answer}}}", config, parsing_timeout=SIGNAL_LIMIT_S)
+    parts: list[Any] = parse(rf"\boxed{{{answer}}}", config, parsing_timeout=limit_s)
     return parts

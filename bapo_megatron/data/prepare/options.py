@@ -107,7 +107,7 @@ class PrepareOptions:
 def reward_problem(path: str) -> str | None:
     """What is wrong with the path of a reward function of the user's, or None.
 
-    Its module may be on the machines of the run alone; then a file of nearly its name here is a mistake.
+    Its module, or what that imports, may be on the machines of the run alone: then this warns and goes on.
     """
     module, _, function = path.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), function)):
@@ -118,16 +118,20 @@ def reward_problem(path: str) -> str | None:
     except (ImportError, ValueError):
         found = False
     if not found:
-        near = difflib.get_close_matches(module, here, 1)
-        return (
-            f"reward={path}: there is no module {module} here; did you mean {near[0]}:{function}?"
-            if near
-            else None
-        )
+        if near := difflib.get_close_matches(module, here, 1):
+            _warn(f"reward={path}: there is no module {module} here; did you mean {near[0]}:{function}?")
+        return None
     try:
         load_function(path)
     except ConfigError as error:
+        if isinstance(error.__cause__, ImportError):
+            _warn(f"{error}; this is not checked any further")
+            return None
         names = [name for name, value in vars(sys.modules.get(module, sys)).items() if callable(value)]
         near = difflib.get_close_matches(function, names, 1) if module in sys.modules else []
         return f"{error}; did you mean {module}:{near[0]}?" if near else str(error)
     return None
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)

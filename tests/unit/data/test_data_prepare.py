@@ -546,18 +546,37 @@ def test_a_reason_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_typo_in_the_reward_ends_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "prepare_rewards.py").write_text("def same_words(prompt, response):\n    return 1.0\n")
+    (tmp_path / "prepare_rewards.py").write_text(
+        "def same_words(prompt, response):\n    return 1.0\ndef one_argument(prompt):\n    return 1.0\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for reward, says in (
         ("prepare_rewards:same_word", "did you mean prepare_rewards:same_words?"),
-        ("prepare_reward:same_words", "did you mean prepare_rewards:same_words?"),
+        ("prepare_rewards:one_argument", "which cannot be called with a prompt and a response"),
         ("prepare_rewards:", "is no module:function"),
     ):
         with pytest.raises(ConfigError, match=re.escape(says)):
             PrepareOptions(("absent.jsonl",), tmp_path / "out", reward=reward).check()
     PrepareOptions(("absent.jsonl",), tmp_path / "out", reward="prepare_rewards:same_words").check()
     PrepareOptions(("absent.jsonl",), tmp_path / "out", reward="elsewhere.of_the_cluster:score").check()
+
+
+def test_a_reward_that_only_the_cluster_can_import_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_cluster_rewards.py").write_text("import a_package_of_the_cluster\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for reward, says in (
+        (
+            "math_cluster_rewards:score",
+            "warning: reward=math_cluster_rewards:score: there is no module math_",
+        ),
+        ("my_cluster_rewards:score", "a_package_of_the_cluster"),
+    ):
+        PrepareOptions(("absent.jsonl",), tmp_path / "out", reward=reward).check()
+        assert says in capsys.readouterr().err
 
 
 # --- columns that reach a run -----------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from bapo_megatron.data.prepare.sources import open_source
-from bapo_megatron.data.rows import MAX_DEPTH, read_rows
+from bapo_megatron.data.rows import _BRACKETS, MAX_DEPTH, iterate_jsonl, read_rows
 from bapo_megatron.errors import ConfigError
 
 
@@ -72,6 +72,21 @@ def test_brackets_in_texts_are_not_counted(tmp_path: Path) -> None:
     rows = [{"a": "[" * 200 + '\\"{'}, {"a": "]"}] * 200
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert read_rows(path) == rows
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\\", "\\\n"])
+def test_a_text_without_an_end_is_one_text(end: str, tmp_path: Path) -> None:
+    """Read once: a search from each quote in it would take hours in a row of megabytes."""
+    text = '"' + r"print(\"[{\") " * 50 + end
+    assert [found.span() for found in _BRACKETS.finditer('{"a": ' + text)] == [
+        (0, 1),
+        (1, 4),
+        (6, 6 + len(text)),
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": "b"}\n{"a": ' + text)
+    with pytest.raises(ConfigError, match=r"row 1 .*not JSON"):
+        list(iterate_jsonl(path))
 
 
 @pytest.mark.parametrize("row", ["[" * 100_000, "\x00", '{"a": 1'])

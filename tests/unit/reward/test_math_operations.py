@@ -124,6 +124,85 @@ def test_an_answer_stays_an_answer(truth: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        # words, with a font and without
+        (r"\text{Yes}", "Yes"),
+        (r"\text{No}", "No"),
+        (r"\text{True}", "True"),
+        (r"\text{odd}", "odd"),
+        (r"\text{even}", "even"),
+        (r"\text{Evelyn}", "Evelyn"),
+        (r"\text{Tuesday}", "Tuesday"),
+        (r"\text{no solution}", "no solution"),
+        ("12", r"\mathbf{12}"),
+        ("12", r"\text{12}"),
+        # equations with the same solutions
+        ("x^2+y^2=4", "x^2+y^2-4=0"),
+        ("2x-y+1=0", "y=2x+1"),
+        ("3x-4y+25=0", "3x-4y=-25"),
+        ("2x+3y=6", "4x+6y=12"),
+        ("2x+3y=6", r"y=2-\frac23x"),
+        ("y^2=4x", "4x=y^2"),
+        ("xy=1", "y=1/x"),
+        ("a=b", "b=a"),
+        ("x=2y", "y=x/2"),
+        ("y=0.5x+1", "x-2y+2=0"),
+        ("(x-1)^2+(y-2)^2=9", "x^2+y^2-2x-4y-4=0"),
+    ],
+)
+def test_two_forms_of_one_answer(one: str, other: str) -> None:
+    assert right(one, other)
+    assert right(other, one)
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        ("x=3", "2x+1=7"),
+        ("x=906", "x-578=328"),
+        ("x+y=3", "y=4-x"),
+        ("x^2+y^2=4", "2x^2+2y^2=9"),
+        ("y=e^{-40}x", "y=e^{-41}x"),
+        ("y=e^{-40}x", "y-e^{-41}x=0"),
+        ("-1<x<1", "[-1,1]"),
+        ("-1<x<1", "(-1,2)"),
+        ("0<x<e^{-40}", "(0,e^{-41})"),
+        ("5", "6=5"),
+        ("5", "5=6=5"),
+        ("5", "x=6=5"),
+        ("5", "6=x=5"),
+        ("5", r"2\cdot 3=5"),
+        ("1,5", "1,6=5"),
+    ],
+)
+def test_another_equation_is_another_answer(truth: str, answer: str) -> None:
+    assert not right(truth, answer)
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        ("5", "2+3=5"),
+        ("5", "x=2+3=5"),
+        (r"\frac{1}{3}", r"0.33=\frac{1}{3}"),
+        (r"\frac{1}{2}", r"e=\frac{1}{2}"),
+        ("60", r"1\text{ hour}=60"),
+        ("7/2", r"3\frac{1}{2}=\frac{7}{2}"),
+        ("45", r"45\,\mathrm{min}"),
+        ("45", r"45\ \mathrm{min}"),
+        (r"\frac{3}{4}", r"\frac{3}{4}\,\mathrm{min}"),
+        # bounds, which math-verify compares in this direction only
+        ("-1<x<1", "(-1,1)"),
+        (r"1\le x<2", "[1,2)"),
+        ("x<3", r"(-\infty,3)"),
+    ],
+)
+def test_equations_units_and_bounds_that_are_shown(truth: str, answer: str) -> None:
+    assert right(truth, answer)
+
+
+@pytest.mark.parametrize(
     ("truth", "answer"),
     [
         ("e^{-40}", "e^{-41}"),
@@ -205,6 +284,12 @@ def test_other_spellings_are_no_other_numbers(truth: str, answer: str) -> None:
         (r"5\!", set()),
         (r"\text{5 min}", set()),
         (r"\mathrm{ gcd }(4, 6)", {"divisor"}),
+        (r"5\,\mathrm{min}", set()),
+        (r"45~\operatorname{min}", set()),
+        (r"\mathrm{min}(4, 6)", {"extremum"}),
+        (r"2+\operatorname{min}(4, 6)", {"extremum"}),
+        (r"\mathrm{max}(4, 6)", {"extremum"}),
+        (r"2\mathrm{min}(4, 6)", {"extremum"}),
         (r"12 \operatorname{mod} 5", {"modulo"}),
     ],
 )

@@ -12,8 +12,8 @@ bapo_open_logs() {
     exec >>"$BAPO_LOGS/job.log" 2>&1
 }
 
-# A link in the run directory could lead what is written here to any file of the user; to open a FIFO waits. The
-# folder of the logs may be a link, to a folder of the user that others may not write to: the rule of
+# A link in the run directory could lead what is written here to any file of the user; to open a FIFO waits.
+# The folder of the logs may be a link, to a folder of the user that others may not write to: the rule of
 # runtime/run_files.py.
 bapo_refuse_links() {
     local path logs=$BAPO_RUN/$BAPO_LOGS_FOLDER
@@ -26,8 +26,8 @@ bapo_refuse_links() {
             continue
         fi
         [[ ! -L $path ]] || bapo_refuse "$path is a link; links in a run directory are not followed: put the" \
-            "file or folder itself there ($BAPO_LOGS_FOLDER may be a link to a folder of yours that others may" \
-            "not write to)"
+            "file or folder itself there ($BAPO_LOGS_FOLDER may be a link to a folder of yours that others" \
+            "may not write to)"
         [[ ! -e $path || -f $path || -d $path ]] || bapo_refuse "$path is no plain file; delete it"
     done
 }

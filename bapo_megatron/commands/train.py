@@ -49,7 +49,7 @@ def _train(arguments: Sequence[str]) -> int | None:
         if launched is not None:
             process(config)
         else:
-            run_processes(process, (config,), processes)
+            run_processes(process, (config,), processes, heeding=True)
     except KeyboardInterrupt:
         if not samples_only:
             raise

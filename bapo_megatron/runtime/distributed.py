@@ -98,13 +98,19 @@ def _nodes_of_step() -> list[str]:
 
 
 def run_processes(
-    worker: Callable[..., None], args: tuple[Any, ...], world_size: int, apart: bool = False
+    worker: Callable[..., None],
+    args: tuple[Any, ...],
+    world_size: int,
+    apart: bool = False,
+    heeding: bool = False,
 ) -> None:
     """Run ``worker(*args)`` in ``world_size`` processes that can find each other; raise if one fails.
 
     One process is this one, unless it must stay ``apart``: a process that has run a model keeps threads
     that a later fork would lose, and memory of its GPU. More are forked on a CPU (imports are shared) and
     spawned with CUDA, whose context does not survive a fork. The first failure ends the others.
+    ``heeding``: a worker that has begun heeds signals to stop, so a rank that one of them ends was still
+    starting.
     """
     environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if world_size == 1 and not apart:
@@ -127,7 +133,7 @@ def run_processes(
             raise
         if failure.exit_code >= 0:
             sys.exit(failure.exit_code)  # it has said why
-        if -failure.exit_code in SIGNALS:  # a rank that has begun heeds them: this one was still starting
+        if heeding and -failure.exit_code in SIGNALS:
             print("stopped: told to stop before the run began", file=sys.stderr, flush=True)
             sys.exit(85)
         print(

@@ -25,9 +25,9 @@ bapo_refuse_links() {
             [[ -z $(find -L "$logs" -maxdepth 0 -perm -o+w) ]]; then
             continue
         fi
-        [[ ! -L $path ]] || bapo_refuse "$path is a link; links in a run directory are not followed: put the" \
-            "file or folder itself there ($BAPO_LOGS_FOLDER may be a link to a folder of yours that others" \
-            "may not write to)"
+        [[ ! -L $path ]] || bapo_refuse "$path is a link; links in a run directory are not followed: put" \
+            "the file or folder itself there ($BAPO_LOGS_FOLDER may be a link to a folder of yours that" \
+            "others may not write to)"
         [[ ! -e $path || -f $path || -d $path ]] || bapo_refuse "$path is no plain file; delete it"
     done
 }

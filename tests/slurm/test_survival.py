@@ -109,7 +109,8 @@ def test_a_lost_first_node_is_counted_at_the_next_start(cluster: Cluster, run: P
 def test_bad_nodes_are_left_out_once(cluster: Cluster, run: Path) -> None:
     probe = {"BAPO_HEALTH": "on", "BAPO_HEALTH_FLAGS": "--no-all-reduce"}
     two = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8"]
-    job = submit(cluster, run, "colocated.sbatch", two, [], **probe, LOST_GPUS="n2=2")
+    gpus = {"BAPO_DEVICE": "", "USABLE_GPUS": "1", "LOST_GPUS": "n2=2"}
+    job = submit(cluster, run, "colocated.sbatch", two, [], **probe, **gpus)
     assert job.wait()["JobState"] == "COMPLETED", job.log()
     excluded = job.events("nodes_excluded")[0]
     assert excluded["nodes"] == "n2"

@@ -49,7 +49,7 @@ class CpuHash:
     def add(self, piece: Tensor) -> None:
         """Take the elements that follow."""
         for chunk_B in _chunks(piece):
-            # A copy: the storage of a tensor that numpy has seen can no longer be resized, as an offload does.
+            # A copy: what numpy has seen can no longer be resized, as an offload does with storages.
             self._sha.update(chunk_B.to("cpu", copy=True).numpy().data)
 
     def digest(self) -> str:

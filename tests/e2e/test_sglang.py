@@ -68,7 +68,9 @@ def test_two_servers_sample_what_the_policy_trains_on(tmp_path: Path) -> None:
     assert holders == ["api_key"]
     assert key.decode() not in output
     assert not (run_dir / "weights").exists()
-    assert "broadcast_failed" not in {row["kind"] for row in read_jsonl(run_dir / "events.jsonl")}
+    kinds = {row["kind"] for row in read_jsonl(run_dir / "events.jsonl")}
+    assert "digests_compared" in kinds, "servers were not held to what was sent"
+    assert not {"broadcast_failed", "digests_not_compared"} & kinds
 
 
 @pytest.mark.slow
@@ -153,8 +155,9 @@ def test_colocated_servers_train_evaluate_and_end(tmp_path: Path) -> None:
     assert (run_dir / "export/model.safetensors").exists()
     kinds = [row["kind"] for row in read_jsonl(run_dir / "events.jsonl")]
     assert kinds.count("evaluation") == 2  # before the first step, and after the last
+    assert kinds.count("digests_compared") == 1
     troubles = {"server_ended", "memory_kept", "engine_lost", "handover_failed", "engine_refused"}
-    assert not troubles & set(kinds)
+    assert not (troubles | {"digests_not_compared"}) & set(kinds)
     assert not list((run_dir / "weights").iterdir())
     for row in read_jsonl(run_dir / "metrics.jsonl"):
         assert row["rollout/engine_gap_mean"] < 1e-4

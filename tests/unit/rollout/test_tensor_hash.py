@@ -113,3 +113,14 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     found.add(torch.zeros(5 * 2**20))
     assert sum(mixed) == 5 * 2**20
     assert max(mixed) <= 257 * tensor_hash.TILE_WORDS
+
+
+@pytest.mark.parametrize("device", HASHES)
+def test_a_hashed_tensor_s_storage_can_still_be_resized(device: str) -> None:
+    """As an offload of the policy does, whose tensors may be views of its storages."""
+    weight = torch.zeros(20_000)
+    found = HASHES[device]()
+    found.add(weight[:9000])
+    found.digest()
+    weight.untyped_storage().resize_(0)
+    assert weight.untyped_storage().nbytes() == 0

@@ -49,7 +49,8 @@ class CpuHash:
     def add(self, piece: Tensor) -> None:
         """Take the elements that follow."""
         for chunk_B in _chunks(piece):
-            self._sha.update(chunk_B.cpu().numpy().data)
+            # A copy: what numpy has seen can no longer be resized, as an offload does with storages.
+            self._sha.update(chunk_B.to("cpu", copy=True).numpy().data)
 
     def digest(self) -> str:
         """The first 8 bytes."""

@@ -34,6 +34,10 @@ class TensorDigests(str):
         made.ranks = ranks
         return made
 
+    def __getnewargs__(self) -> tuple[str, Sequence[Mapping[str, str]]]:
+        """For pickles: it may go to another process."""
+        return str(self), self.ranks
+
 
 @dataclass(frozen=True)
 class SentWeights:

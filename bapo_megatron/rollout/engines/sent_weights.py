@@ -34,9 +34,9 @@ class TensorDigests(str):
         made.ranks = ranks
         return made
 
-    def __getnewargs__(self) -> tuple[str, Sequence[Mapping[str, str]]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """For pickles: it may go to another process."""
-        return str(self), self.ranks
+        return TensorDigests, (str(self), self.ranks)
 
 
 @dataclass(frozen=True)

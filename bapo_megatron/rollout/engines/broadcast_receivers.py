@@ -79,7 +79,7 @@ class WeightReceivers:
             raise EngineError(f"the engines have different weights after version {version}: {all_digests}")
         await self._everywhere(lambda engine: engine.set_version(version))
         await self._everywhere(lambda engine: engine.resume_after_update())
-        return digests[0]
+        return str(digests[0])  # without those of single tensors, which go no further
 
     async def _everywhere(self, call: Callable[[ReceivesBroadcast], Coroutine[Any, Any, T]]) -> list[T]:
         """Run ``call`` on all engines; their results.

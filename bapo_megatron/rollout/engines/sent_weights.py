@@ -34,6 +34,10 @@ class TensorDigests(str):
         made.ranks = ranks
         return made
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickles: it may go to another process."""
+        return TensorDigests, (str(self), self.ranks)
+
 
 @dataclass(frozen=True)
 class SentWeights:

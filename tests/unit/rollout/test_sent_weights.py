@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,13 @@ def test_hashes_of_another_kind_are_no_other_weights() -> None:
     assert events.check.is_sent(SentWeights((SENT,)), "a", told(SENT))
     with pytest.raises(Disagreement, match=NOT_SENT):
         events.check.is_sent(SentWeights((SENT,)), "a", told(OLD))
+
+
+def test_a_digest_goes_to_another_process_with_those_of_tensors() -> None:
+    found = pickle.loads(pickle.dumps(told(SENT)))
+    assert found == told(SENT)
+    assert found.ranks == (SENT,)
+    assert type(str(found)) is str
 
 
 def test_nothing_was_sent_for_a_folder_of_somebody_elses(tmp_path: Path) -> None:
@@ -237,7 +245,9 @@ def test_by_broadcast() -> None:
         assert "a resume" not in engines[0].calls
         for engine in engines:
             engine.digest = told(SENT)
-        assert await receivers.finish(2, is_sent) == told(SENT)
+        found = await receivers.finish(2, is_sent)
+        assert found == told(SENT)
+        assert type(found) is str, "the trainer's process is sent no more than that"
 
     asyncio.run(go())
 

@@ -52,6 +52,7 @@ _ADDED: dict[str, Any] = {
     "rollout.sglang.require_api_key": False,
     "logging.note": "",
     THREADS: None,
+    "rollout.sglang.compare_digests": True,  # nor was it there, and a run goes on with it
     "reward.math_allow_operations": False,  # they were allowed, but a run goes on with the judge of today
 }
 """Fields that older directories of this format lack, with the value that was in force then."""

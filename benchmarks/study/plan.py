@@ -13,7 +13,7 @@ from bapo_megatron.checkpoint.run_directory import plain_values, with_present_fi
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.files import check_output_file, write_atomically
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
@@ -147,6 +147,7 @@ def store_plan(plan: StudyPlan) -> None:
                 pass
         except OSError as error:
             raise ConfigError(f"{flag}: {folder} cannot be written: {error}; name another") from None
+    check_output_file("--write", plan.options.document)
     write_atomically(plan.options.folder / PLAN, json.dumps(described, indent=2) + "\n")
 
 

@@ -182,6 +182,9 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"{flag}: .*below cannot be written"):
             store_plan(make_study_plan(options))
     assert not (tmp_path / "study" / PLAN).exists()
+    (tmp_path / "page.md").mkdir()
+    with pytest.raises(ConfigError, match="--write .*page.md is a folder; name a file"):
+        store_plan(make_study_plan(replace(SMALL, folder=tmp_path / "study", write=tmp_path / "page.md")))
 
 
 def test_a_study_may_be_moved(tmp_path: Path) -> None:

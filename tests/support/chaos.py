@@ -152,9 +152,13 @@ class Run:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """Ctrl-C."""
-        os.killpg(self.process.pid, signal.SIGINT)
-        self.process.wait(120)
+        """Ctrl-C; again, as a person would, if it is lost: Python drops one that comes within a fork."""
+        for patience_s in (60, 60, 120):
+            os.killpg(self.process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(patience_s)
+                return
+        raise AssertionError(f"the run does not heed Ctrl-C: {self.tail()}")
 
     def tail(self) -> str:
         """The end of its output."""

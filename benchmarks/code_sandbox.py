@@ -99,27 +99,34 @@ def judges_of(before: str, program: str) -> Iterator[list[Judge]]:
         yield judges
 
 
-def main() -> None:
-    """Measure both versions in turns and write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("before", help="commit of the other version")
-    before = parser.parse_args().before
-    with judges_of(before, JUDGE) as judges:
-        rows = [_row(kind, judges) for kind in KINDS]
-    write("code_sandbox", _page(before, rows))
-
-
-def _row(kind: str, judges: list[Judge]) -> str:
-    tests, source = KINDS[kind]
-    question = (json.dumps(tests), source, PROGRAMS)
+def row_of_rates(kind: str, judges: Sequence[Judge], question: Sequence[object], rounds: int) -> str:
+    """A row of a page's table: the medians of both versions' rates, and of the turns' ratios."""
     for judge in judges:
         judge.rate(question)  # imports, and files that are read for the first time
-    rounds = [[judge.rate(question) for judge in judges] for _ in range(ROUNDS)]
-    old, new = (statistics.median(column) for column in zip(*rounds, strict=True))
-    ratio = statistics.median(rates[1] / rates[0] for rates in rounds)
-    return f"| {kind} | {old:.1f} | {new:.1f} | {ratio:.2f} |"
+    rates = [[judge.rate(question) for judge in judges] for _ in range(rounds)]
+    old, new = (statistics.median(column) for column in zip(*rates, strict=True))
+    ratio = statistics.median(after / before for before, after in rates)
+    digits = 0 if old >= 100 else 1
+    return f"| {kind} | {old:.{digits}f} | {new:.{digits}f} | {ratio:.2f} |"
+
+
+def asked_commit(about: str | None) -> str:
+    """The commit of the other version, which the command line names; ``about``: the text of --help."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", help="commit of the other version")
+    before: str = parser.parse_args().before
+    return before
+
+
+def main() -> None:
+    """Measure both versions in turns and write the results."""
+    before = asked_commit(__doc__)
+    with judges_of(before, JUDGE) as judges:
+        rows = [
+            row_of_rates(kind, judges, (json.dumps(tests), source, PROGRAMS), ROUNDS)
+            for kind, (tests, source) in KINDS.items()
+        ]
+    write("code_sandbox", _page(before, rows))
 
 
 def _page(before: str, rows: list[str]) -> str:

@@ -8,10 +8,7 @@ work on the machine meets both alike. Writes benchmarks/results/math_answers.md.
 
 from __future__ import annotations
 
-import argparse
-import statistics
-
-from benchmarks.code_sandbox import Judge, judges_of
+from benchmarks.code_sandbox import asked_commit, judges_of, row_of_rates
 from benchmarks.common import machine, write
 
 ROUNDS, ANSWERS = 10, 20
@@ -42,24 +39,13 @@ for line in sys.stdin:
 
 def main() -> None:
     """Measure both versions in turns and write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("before", help="commit of the other version")
-    before = parser.parse_args().before
+    before = asked_commit(__doc__)
     with judges_of(before, JUDGE) as judges:
-        rows = [_row(kind, judges) for kind in KINDS]
+        rows = [
+            row_of_rates(kind, judges, (truth, answer, ANSWERS), ROUNDS)
+            for kind, (truth, answer) in KINDS.items()
+        ]
     write("math_answers", _page(before, rows))
-
-
-def _row(kind: str, judges: list[Judge]) -> str:
-    question = (*KINDS[kind], ANSWERS)
-    for judge in judges:
-        judge.rate(question)  # imports
-    rounds = [[judge.rate(question) for judge in judges] for _ in range(ROUNDS)]
-    old, new = (statistics.median(column) for column in zip(*rounds, strict=True))
-    ratio = statistics.median(rates[1] / rates[0] for rates in rounds)
-    return f"| {kind} | {old:.0f} | {new:.0f} | {ratio:.2f} |"
 
 
 def _page(before: str, rows: list[str]) -> str:

@@ -77,10 +77,8 @@ class Passes:
             held = positions(batch.cu_seqlens, size, rank).to(values.device, non_blocking=True)
             tokens, rows_N = (part.trained, part.rows_N) if trained_only else (part.tokens, None)
             stats = torch.stack(self._head.stats(hidden_TH, self._last.output_weight, tokens.label_T, rows_N))
-            if trained_only:
-                stats = torch.where(
-                    tokens.mask_T > 0, stats, 0.0
-                )  # a part without trained tokens has one row
+            if trained_only:  # the one row of a part without trained tokens is masked
+                stats = torch.where(tokens.mask_T > 0, stats, 0.0)
             values[:, held if rows_N is None else held[rows_N]] = stats
             return torch.zeros(1, device=self._device)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from bapo_megatron.config import RewardConfig
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, printable
 from bapo_megatron.reward import functions, math_verify_compare
 from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.reward.penalties import format_penalty
@@ -152,7 +152,7 @@ def shortened(text: str) -> str:
     if len(text) > TRACEBACK_CHARACTERS:
         text = f"{text[:half]}\n[{len(text) - 2 * half} characters]\n{text[-half:]}"
     # A message may quote the response: what the model wrote must not reach a terminal as it is.
-    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text.strip())
+    return printable(text.strip())
 
 
 def _text_of(value: object) -> str:

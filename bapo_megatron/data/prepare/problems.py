@@ -27,8 +27,9 @@ CODE_INSTRUCTION = "Write one Python program, and put it into a ```python block 
 
 _QUESTION, _ANSWER, _SOLUTION = ("problem", "question"), "answer", "solution"
 _OF_CHATS = ("prompt", "reward_model")
-_OF_THE_FORMAT = frozenset((*_OF_CHATS, "data_source", "ability", "extra_info"))
 """Columns by which a row is known as a chat row."""
+_OF_THE_FORMAT = frozenset((*_OF_CHATS, "data_source", "ability", "extra_info"))
+"""Columns of a prepared row; all others of a source are carried into ``extra_info``."""
 _GSM8K = re.compile(r"\n####\s*(\S[^\n]*?)\s*\Z")
 _ANSWER_LINE = re.compile(
     r"\s*solve the following math problem step by step\.[^\n]*\n+(.*?)\n+remember to put your answer on its "

@@ -29,14 +29,14 @@ def worker():
         time.sleep(3600)  # as NCCL does while it waits for a rank that is gone
 
 if __name__ == "__main__":
-    run_processes(worker, (), 2)
+    run_processes(worker, (), 2, heeding={heeding})
 """
 SHORT = """resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30)); torch.zeros(2**40)"""
 
 
-def run(harm: str) -> tuple[int, str]:
+def run(harm: str, heeding: bool = False) -> tuple[int, str]:
     """Exit code and stderr of two ranks, of which the second comes to harm."""
-    command = [sys.executable, "-c", RUN.format(harm=harm)]
+    command = [sys.executable, "-c", RUN.format(harm=harm, heeding=heeding)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     return done.returncode, done.stderr
 
@@ -95,3 +95,14 @@ def test_a_rank_that_is_killed_ends_the_others() -> None:
     assert said.splitlines()[-1].startswith(
         "error: rank 1 was killed by SIGKILL, most likely because the machine"
     )
+
+
+@pytest.mark.parametrize("heeding", [True, False])
+def test_a_rank_that_a_signal_to_stop_ends(heeding: bool) -> None:
+    """One of a run was still starting: it heeds them later. A warm start's, which never does, was killed."""
+    code, said = run("os.kill(os.getpid(), signal.SIGTERM)", heeding)
+    expected = (
+        (85, "stopped: told to stop before the run began") if heeding else (143, "rank 1 was killed by")
+    )
+    assert code == expected[0], said
+    assert expected[1] in said.splitlines()[-1]

@@ -1,0 +1,52 @@
+"""Conversions of a small random model, each way, for tests of what becomes of their outputs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints_tools import Settings, reshard, to_hf, to_megatron
+from tests.support.checkpoint_models import save_random_model
+
+OVERWRITE = Settings(overwrite=True)
+Convert = Callable[[Path, Settings], object]
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    """The wait status of a forked process that does ``work``."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model") / "hf")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "megatron"
+    to_megatron(model, path)
+    return path
+
+
+@pytest.fixture(params=["to_megatron", "to_hf", "reshard", "reshard to ranks"])
+def convert(request: pytest.FixtureRequest, model: Path, checkpoint: Path) -> Convert:
+    ranks: dict[str, Any] = {"to": "mp_rank", "tensor": 2, "pipeline": 3}
+    conversions: dict[str, Convert] = {
+        "to_megatron": lambda output, settings: to_megatron(model, output, settings=settings),
+        "to_hf": lambda output, settings: to_hf(checkpoint, output, settings=settings),
+        "reshard": lambda output, settings: reshard(checkpoint, output, grid=3, settings=settings),
+        "reshard to ranks": lambda output, settings: reshard(checkpoint, output, **ranks, settings=settings),
+    }
+    return conversions[request.param]

@@ -1,0 +1,254 @@
+"""An output replaces only what bapo-ckpt wrote, whole, and a kill while it is replaced loses neither."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.written_folders import MARK
+from checkpoints_tools import Settings, to_hf, to_megatron
+from checkpoints_tools.core import atomic_output, copying
+from checkpoints_tools.core.atomic_output import temporary_folder
+from checkpoints_tools.formats.opening import open_checkpoint
+from tests.unit.checkpoints_tools.conftest import OVERWRITE, Convert, in_a_child
+
+Target = Callable[[Path, Path], object]
+
+
+def run_folder(path: Path, _: Path) -> None:
+    """As a run has it, config.json among its files."""
+    (path / "journal").mkdir(parents=True)
+    (path / "journal/step_000001.npz").touch()
+    (path / "config.json").write_text("{}")
+    (path / "metrics.jsonl").write_text("{}")
+
+
+def with_a_file_more(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    (path / "release/thesis.tex").touch()
+
+
+def with_an_empty_folder_more(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    (path / "iter_0000100").mkdir()
+
+
+def with_an_edited_file(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    with (path / "release/hf/config.json").open("a") as file:
+        file.write(" ")
+
+
+def with_an_edit_of_the_same_length(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    config = path / "release/hf/config.json"
+    config.write_bytes(config.read_bytes().replace(b" 512", b" 256"))
+
+
+def with_a_link_for_a_file(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    tokenizer = path / "release/hf/tokenizer.json"
+    tokenizer.unlink()
+    tokenizer.symlink_to("config.json")
+
+
+def without_a_mark(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    (path / MARK).unlink()
+
+
+def with_a_damaged_mark(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    (path / MARK).write_text("{")
+
+
+def with_a_fifo_as_mark(path: Path, written: Path) -> None:
+    shutil.copytree(written, path)
+    (path / MARK).unlink()
+    os.mkfifo(path / MARK)
+
+
+TARGETS: list[tuple[Target, str]] = [
+    (run_folder, "is the directory of a run"),
+    (with_a_file_more, r"holds release/thesis\.tex, which was put there by something else"),
+    (with_an_empty_folder_more, "holds iter_0000100, which was put there"),
+    (with_an_edited_file, r"holds release/hf/config\.json, which was changed since"),
+    (with_an_edit_of_the_same_length, "which was changed since, though it is as long as it was"),
+    (with_a_link_for_a_file, r"holds release/hf/tokenizer\.json, which was put there"),
+    (without_a_mark, "has no .*an earlier version"),
+    (with_a_damaged_mark, "cannot be read"),
+    (with_a_fifo_as_mark, "is no plain file"),
+    (lambda path, _: path.touch(), "is a file"),
+    (lambda path, _: os.mkfifo(path), "is a FIFO"),
+    (lambda path, written: path.symlink_to(written), "is a link to"),
+    (lambda path, _: path.symlink_to("nothing"), "is a link to"),
+]
+
+
+@pytest.mark.parametrize(("make", "told"), TARGETS)
+def test_what_was_not_written_by_it_is_never_replaced(
+    make: Target, told: str, model: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Also not if it comes there while the output is being written."""
+    make(tmp_path / "output", checkpoint)
+    before = entries(tmp_path)
+    with pytest.raises(ConfigError, match=rf"(?s)output .*/output .*{told}"):
+        to_hf(checkpoint, tmp_path / "output", model, settings=OVERWRITE)
+    assert entries(tmp_path) == before
+
+    late = tmp_path / "late"
+    to_megatron(model, late)
+    with pytest.raises(ConfigError, match=told), atomic_output.atomic_output(late) as folder:
+        (folder / "config.json").touch()
+        shutil.rmtree(late)
+        make(late, checkpoint)
+        before = entries(late)
+    assert entries(late) == before
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def entries(path: Path) -> list[tuple[str, int, int]]:
+    """All that is at ``path``, by name, kind and inode."""
+    found = [path, *path.rglob("*")] if path.is_dir() and not path.is_symlink() else [path]
+    return sorted((str(p), p.lstat().st_mode, p.lstat().st_ino) for p in found)
+
+
+def test_a_home_folder_is_no_output(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with pytest.raises(ConfigError, match="is your home folder"):
+        convert(tmp_path / "home", OVERWRITE)
+
+
+@pytest.mark.parametrize("kind", [os.mkfifo, lambda path: path.symlink_to("/")])
+def test_a_temporary_folder_that_is_none(
+    convert: Convert, tmp_path: Path, kind: Callable[[Path], object]
+) -> None:
+    """The name in which an output is written first leads nowhere else, and is not waited for."""
+    kind(temporary_folder(tmp_path / "output"))
+    with pytest.raises(ConfigError, match="is no folder: move it away"):
+        convert(tmp_path / "output", Settings())
+
+
+def test_what_was_moved_aside_and_is_no_output_is_kept(convert: Convert, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    convert(output, Settings())
+    aside = atomic_output.replaced_folder(output)
+    aside.mkdir()
+    (aside / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="bapo-ckpt keeps it: move it away"):
+        convert(output, OVERWRITE)
+    assert (aside / "thesis.tex").exists()
+    assert open_checkpoint(output, reference=None)
+
+
+def test_what_stands_in_the_way_is_told_before_the_work(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A half-deleted output of an earlier version, whose mark was deleted first."""
+    output = tmp_path / "output"
+    convert(output, Settings())
+    aside = atomic_output.replaced_folder(output)
+    aside.mkdir()
+    (aside / "model.safetensors").touch()
+    monkeypatch.setattr(copying.os, "pwritev", None)
+    monkeypatch.setattr(copying.os, "copy_file_range", None)
+    with pytest.raises(ConfigError, match=r"replaced has no .*bapo-ckpt keeps it: move it away"):
+        convert(output, OVERWRITE)
+    aside.rename(tmp_path / "away")
+
+
+def write(output: Path, text: str) -> None:
+    with atomic_output.atomic_output(atomic_output.check_output(output, True, [])) as folder:
+        (folder / "config.json").write_text(text)
+        (folder / "weights").write_text(text)
+
+
+@pytest.mark.parametrize("first", [MARK, "config.json", "weights"])
+def test_a_kill_while_the_old_output_is_deleted_blocks_no_later_one(tmp_path: Path, first: str) -> None:
+    """Whichever of its files went first."""
+    output = tmp_path / "output"
+    write(output, "old")
+
+    def killed() -> None:
+        def dies(folder: Path, **_: object) -> None:
+            os.unlink(folder / first)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        shutil.rmtree = dies  # type: ignore[assignment]
+        write(output, "killed")
+
+    assert os.WTERMSIG(in_a_child(killed)) == signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    write(output, "new")
+    assert (output / "weights").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_an_old_output_that_cannot_be_deleted_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on NFS while a server has a file of it open: the folder stays, however often it is deleted."""
+    output = tmp_path / "output"
+    write(output, "old")
+
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "busy", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        write(output, "new")
+        write(output, "newer")
+    assert (output / "weights").read_text() == "newer"
+    assert "an old output, could not be deleted whole: delete it" in capsys.readouterr().err
+    write(output, "last")
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_second_command_between_the_renames_undoes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, rename, told = tmp_path / "output", os.rename, []
+    write(output, "old")
+
+    def with_a_second(source: Path, target: Path) -> None:
+        rename(source, target)
+        if target == atomic_output.replaced_folder(output):
+            with pytest.raises(ConfigError, match="another process is writing") as error:
+                atomic_output.check_output(output, True, [])
+            told.append(error)
+
+    monkeypatch.setattr(os, "rename", with_a_second)
+    write(output, "new")
+    assert told
+    assert (output / "weights").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_whole_copy_is_as_good_as_the_original(tmp_path: Path) -> None:
+    write(tmp_path / "output", "old")
+    shutil.copytree(tmp_path / "output", tmp_path / "copy")
+    write(tmp_path / "copy", "new")
+    assert (tmp_path / "copy/weights").read_text() == "new"
+
+
+def test_a_mark_without_digests_is_known(tmp_path: Path) -> None:
+    """As earlier versions wrote it."""
+    output = tmp_path / "output"
+    write(output, "old")
+    mark = json.loads((output / MARK).read_text())
+    assert sorted(mark.pop("sha256")) == ["config.json", "weights"]
+    (output / MARK).write_text(json.dumps(mark))
+    write(output, "new")
+    assert (output / "weights").read_text() == "new"

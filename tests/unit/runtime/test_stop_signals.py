@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -39,42 +40,23 @@ def test_a_command_that_is_told_to_stop_before_it_has_begun_ends_with_85(name: s
     assert f"told to stop by {name} before the run began" in done.stderr
 
 
-def test_a_terminal_that_hangs_up_asks_to_stop_and_fails_no_output() -> None:
-    master, slave = pty.openpty()
+@pytest.mark.parametrize("opened", [pty.openpty, os.pipe])
+def test_output_that_a_hangup_takes_away_fails_nothing(opened: Callable[[], tuple[int, int]]) -> None:
+    """A terminal that is closed; a pipe to ``tee``, which ends with it: ``bapo train ... | tee log``."""
     reading, writing = os.pipe()
+    outer, inner = opened()
     process = subprocess.Popen(
         [sys.executable, "-c", HUNG_UP],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
+        stdout=inner,
+        stderr=inner,
         pass_fds=[writing],
         env={**os.environ, "READY": str(writing)},
         start_new_session=True,
     )
-    os.close(slave)
+    os.close(inner)
     os.close(writing)
     assert os.read(reading, 1) == b"r"
-    os.close(master)
-    process.send_signal(signal.SIGHUP)
-    assert process.wait() == 0
-    assert os.read(reading, 1) == b"d"
-    os.close(reading)
-
-
-def test_a_pipe_whose_reader_ended_with_the_terminal_fails_no_output() -> None:
-    """``bapo train ... | tee log`` in a terminal that is closed."""
-    reading, writing = os.pipe()
-    output, stdout = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-c", HUNG_UP],
-        stdout=stdout,
-        pass_fds=[writing],
-        env={**os.environ, "READY": str(writing)},
-    )
-    os.close(stdout)
-    os.close(writing)
-    assert os.read(reading, 1) == b"r"
-    os.close(output)
+    os.close(outer)
     process.send_signal(signal.SIGHUP)
     assert process.wait() == 0
     assert os.read(reading, 1) == b"d"

@@ -152,6 +152,21 @@ def test_what_was_moved_aside_and_is_no_output_is_kept(convert: Convert, tmp_pat
     assert open_checkpoint(output, reference=None)
 
 
+def test_what_comes_into_the_way_during_the_work_is_kept(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    write(output, "old")
+    aside = atomic_output.replaced_folder(output)
+    with (
+        pytest.raises(ConfigError, match="bapo-ckpt keeps it: move it away"),
+        atomic_output.atomic_output(output) as folder,
+    ):
+        (folder / "config.json").write_text("new")
+        aside.mkdir()
+        (aside / "thesis.tex").touch()
+    assert (aside / "thesis.tex").exists()
+    assert (output / "config.json").read_text() == "old"
+
+
 def test_what_stands_in_the_way_is_told_before_the_work(
     convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

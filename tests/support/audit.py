@@ -297,7 +297,8 @@ def audit(
     """Hold a journal to its rules. ``logs``: a folder with all of its logs, also those it has deleted."""
     found = Audit(config, prompts, journal, cut_steps)
     paths = sorted(logs.glob("segments-*.log"))
-    assert [int(path.stem[9:]) for path in paths] == list(range(1, len(paths) + 1)), "a log is missing"
+    numbers = [int(path.stem[9:]) for path in paths]
+    assert numbers == list(range(1, len(paths) + 1)), f"a log is missing: there are {numbers}"
     for path in paths:
         for record in read_log(path):
             try:

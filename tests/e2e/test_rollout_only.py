@@ -24,6 +24,7 @@ from tests.support.tiers import slow_but
 
 pytestmark = pytest.mark.e2e
 
+SELDOM = "--checkpoint.every=20"  # steps take a tenth of a second, and the audit must see every log
 NO_POLICY = "--parallel.tensor=64"  # of heads that cannot be split so: no policy could be built
 
 
@@ -139,7 +140,7 @@ def test_it_goes_on_where_it_was_stopped(
 ) -> None:
     run_dir = tmp_path / "stopped"
     with audited(run_dir):
-        process = sample(run_dir, "--steps=300")
+        process = sample(run_dir, "--steps=300", SELDOM)
         wait_for_rows(process, run_dir, 1)
         os.killpg(process.pid, number)
         output = output_of(process)
@@ -148,7 +149,7 @@ def test_it_goes_on_where_it_was_stopped(
         assert "Traceback" not in output
         done = len(read_jsonl(run_dir / "metrics.jsonl"))
         steps = max(3, done + 1)
-        assert f"resume at step {done + 1} of {steps}" in finish(sample(run_dir, f"--steps={steps}"))
+        assert f"resume at step {done + 1} of {steps}" in finish(sample(run_dir, f"--steps={steps}", SELDOM))
     assert [row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")] == [*range(1, steps + 1)]
     for ours, theirs in zip(batches(run_dir, 1, 2, 3), batches(sampled, 1, 2, 3), strict=True):
         assert_same_groups(ours, theirs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,11 @@ def test_a_run_exports_its_checkpoints_and_a_continued_one_what_is_missing(tmp_p
     assert verify(last, run_dir / "export").equal  # what the policy itself says of its weights
     assert not verify(run_dir / "exports/step_000002", last).equal
     for path in last.iterdir():
-        if path.suffix != ".safetensors" and path.name != MARK:  # the mark names its writer
+        if path.suffix != ".safetensors" and path.name != MARK:
             assert path.read_bytes() == (run_dir / "export" / path.name).read_bytes()
+    mark, of_run = (json.loads((folder / MARK).read_text()) for folder in (last, run_dir / "export"))
+    assert (mark.pop("written_by"), of_run.pop("written_by")) == ("bapo-ckpt", "bapo")
+    assert mark == of_run
 
     last.rename(run_dir / "moved")
     finish(start(run_dir, *flags))

@@ -93,6 +93,7 @@ class ForkServer:
         os.environ.clear()
         os.environ.update(request["environment"])  # type: ignore[arg-type]
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
         if request["source"]:
             import_from(str(request["source"]))
 

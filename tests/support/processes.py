@@ -11,10 +11,11 @@ import psutil
 from benchmarks.study.forked_sampler import SAMPLER, STANDBY
 
 
-def heed_ctrl_c() -> None:
-    """Popen's ``preexec_fn`` for a test that sends SIGINT: where the tests run in the background (nohup, a
-    shell's ``&``) it is ignored, which children inherit."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def heed_signals() -> None:
+    """Popen's ``preexec_fn`` for a test that sends SIGINT or SIGHUP: where the tests run in the background (a
+    shell's ``&``, nohup) they are ignored, which children inherit."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def servers_of(run_dir: Path) -> list[psutil.Process]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.support.accounts import check_run
 from tests.support.forked_commands import ROOT, ForkedCommand, start_bapo
 from tests.support.metrics import results
-from tests.support.processes import heed_ctrl_c
+from tests.support.processes import heed_signals
 from tests.support.raw_journal import keeping_logs
 
 Command = ForkedCommand | subprocess.Popen[bytes]
@@ -46,7 +46,7 @@ def start(run_dir: Path, *flags: str, launcher: tuple[str, ...] = ()) -> Command
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=heed_ctrl_c,
+        preexec_fn=heed_signals,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from bapo_megatron.runtime.stop_signals import SIGNALS, handling
+from tests.support.processes import heed_signals
 
 STARTING = """
 import os, signal, sys
@@ -35,7 +36,8 @@ with handling(lambda number, frame: told.append(number)):
 
 @pytest.mark.parametrize("name", [number.name for number in SIGNALS])
 def test_a_command_that_is_told_to_stop_before_it_has_begun_ends_with_85(name: str) -> None:
-    done = subprocess.run([sys.executable, "-c", STARTING, name], capture_output=True, text=True)
+    command = [sys.executable, "-c", STARTING, name]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=heed_signals)
     assert done.returncode == 85, done.stderr
     assert f"told to stop by {name} before the run began" in done.stderr
 
@@ -52,13 +54,14 @@ def test_output_that_a_hangup_takes_away_fails_nothing(opened: Callable[[], tupl
         pass_fds=[writing],
         env={**os.environ, "READY": str(writing)},
         start_new_session=True,
+        preexec_fn=heed_signals,
     )
     os.close(inner)
     os.close(writing)
     assert os.read(reading, 1) == b"r"
     os.close(outer)
     process.send_signal(signal.SIGHUP)
-    assert process.wait() == 0
+    assert process.wait(timeout=300) == 0
     assert os.read(reading, 1) == b"d"
     os.close(reading)
 

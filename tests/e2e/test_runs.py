@@ -209,7 +209,7 @@ def test_a_full_disk_stops_the_run_and_room_continues_it(
         assert process.returncode == 3, output[-3000:]
         assert f"could not be written to {run_dir}" in output
         assert "No space left on device (" in output or "a file was cut short (" in output
-        assert "Traceback" not in output
+        assert "Traceback" not in output, output
         assert output.endswith("the same command continues the run\n")
         ballast.unlink()
         finish(start(run_dir))
@@ -228,7 +228,7 @@ def test_two_ranks_end_with_one_message_when_a_checkpoint_fails(tmp_path: Path) 
     assert process.returncode == 3, output[-3000:]
     assert output.count("stopped: ") == 1
     assert "could not be written to " in output
-    assert "Traceback" not in output
+    assert "Traceback" not in output, output
 
 
 @pytest.mark.slow
@@ -260,7 +260,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     output = output_of(process)
     assert process.returncode == 130
     assert "the same command continues from its last checkpoint" in output
-    assert "Traceback" not in output
+    assert "Traceback" not in output, output
 
 
 def test_a_finished_run_has_nothing_left_to_do(whole: Path, tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_gap_stops_the_run_when_asked_and_else_warns(tmp_path: Path) -> None:
     output = output_of(process)
     assert process.returncode == 2, output[-2000:]
     assert "error: step 1: engine and trainer differ" in output
-    assert "Traceback" not in output
+    assert "Traceback" not in output, output
     assert [row["step"] for row in read_jsonl(run_dir / "metrics.jsonl")] == [1]
     output = finish(start(run_dir, *flags))  # the limits may change
     assert "warning: step 1: engine and trainer differ" in output
@@ -337,6 +337,6 @@ def test_one_run_directory_has_one_run(whole: Path, tmp_path: Path) -> None:
     os.killpg(first.pid, signal.SIGCONT)
     assert second.returncode == 2, output[-2000:]
     assert "another process is writing to the run" in output
-    assert "Traceback" not in output
+    assert "Traceback" not in output, output
     finish(first)
     assert results(run_dir) == results(whole)

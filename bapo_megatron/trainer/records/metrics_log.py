@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +16,10 @@ from bapo_megatron.runtime.jsonl_log import JsonlLog, finite_json, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.storage import writing
 from bapo_megatron.types import Metrics
+
+_SHOWN = "what the boards show"
+
+_ThreadHook = Callable[[threading.ExceptHookArgs], object]
 
 
 def check_logging(logging: LoggingConfig) -> None:
@@ -58,7 +64,8 @@ class MetricsLog:
             log.rewind(resume_step)
         self._evaluated = evaluation_means(run_dir).keys()
         self._run_dir = run_dir
-        self._boards = _boards(paths, logging, resume_step, run_config)
+        with writing(_SHOWN, run_dir):
+            self._boards = _boards(paths, logging, resume_step, run_config)
 
     def write_step(self, step: int, metrics: Metrics) -> None:
         """Write the metrics of ``step`` to the files and the boards."""
@@ -76,7 +83,7 @@ class MetricsLog:
     def _show(self, step: int, metrics: Metrics) -> None:
         numbers = {name: value for name, value in finite_json(metrics).items() if value is not None}
         for board in self._boards:
-            with writing("what the boards show", self._run_dir):
+            with writing(_SHOWN, self._run_dir):
                 board.write(step, numbers)
 
     def write_update(self, step: int, metrics: Metrics) -> None:
@@ -118,6 +125,7 @@ class _TensorBoard:
         # Imported here because it takes seconds.
         from torch.utils.tensorboard import SummaryWriter
 
+        threading.excepthook = _without_tensorboards(threading.excepthook)
         # purge_step hides what earlier event files say of the steps to come.
         self._writer: Any = SummaryWriter(str(folder), purge_step=resume_step + 1)  # type: ignore[no-untyped-call]
 
@@ -128,6 +136,16 @@ class _TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _without_tensorboards(hook: _ThreadHook) -> _ThreadHook:
+    """``hook`` for all threads but TensorBoard's, whose error the next write raises where it is handled."""
+
+    def report(error: threading.ExceptHookArgs) -> None:
+        if not type(error.thread).__module__.startswith("tensorboard."):
+            hook(error)
+
+    return report
 
 
 class _WandB:

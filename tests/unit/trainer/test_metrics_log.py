@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.machinery
 import math
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from bapo_megatron.config import run as config
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.trainer.records import metrics_log
 from bapo_megatron.trainer.records.metrics_log import MetricsLog, check_logging, evaluation_means
@@ -129,3 +132,38 @@ def test_evaluations_follow_a_run_that_goes_back(tmp_path: Path) -> None:
     assert again.write_evaluation(4, {"eval/mean": 0.5})
     again.close()
     assert evaluation_means(tmp_path) == {0: 0.0, 2: 0.2, 4: 0.5}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_full_disk_below_tensorboard_is_one_error(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard's own thread would print a traceback, too. Those of other threads are printed.
+
+    The disk is full before the event file begins, or from the second step on.
+    """
+    printed: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def write() -> None:
+        log = MetricsLog(tmp_path, config.LoggingConfig(), 0, {})
+        for step in range(1, steps + 1):
+            log.write_step(step, {"reward/mean": 0.5})
+        monkeypatch.setattr(RecordWriter, "write", full)
+        log.write_step(steps + 1, {"reward/mean": 0.5})
+
+    if not steps:
+        monkeypatch.setattr(RecordWriter, "write", full)
+    with pytest.raises(RunStopped, match=r"what the boards show could not be written .*No space left"):
+        write()
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("tensorboard."):
+            thread.join(1)
+    assert not printed
+    other = threading.Thread(target=full)
+    other.start()
+    other.join()
+    assert len(printed) == 1

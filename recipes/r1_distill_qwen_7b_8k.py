@@ -16,8 +16,8 @@ compares them), prompts of up to 2k tokens, weight decay, steps, layout. All eig
 sample, in turns: while servers sample the policy is in host memory. By the plan at least 10 % of a GPU's
 memory stays free in both turns.
 
-Variants: the files of the same name with `_grpo`, `_clip_higher`, `_asymmetric`, `_on_policy` and `_papo`; on
-four GPUs `_four_gpus`.
+Variants: the files of methods_7b_8k with `_grpo`, `_clip_higher`, `_asymmetric`, `_on_policy` and `_papo`
+behind this name; on four GPUs `_four_gpus`.
 
     bapo plan recipes/r1_distill_qwen_7b_8k.py
     sbatch slurm/colocated.sbatch recipes/r1_distill_qwen_7b_8k.py

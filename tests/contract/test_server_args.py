@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bapo_megatron.commands.plan.job import shape_folder
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
@@ -20,10 +21,10 @@ from bapo_megatron.rollout.engines.sglang.server_process import (
     server_flags,
     sglang_python,
 )
+from tests.support.cluster_recipes import CLUSTER_RECIPES
 
 ROOT = Path(__file__).parents[2]
 READER = ROOT / "tests/support/sglang_server_args.py"
-RECIPES = [path for path in sorted((ROOT / "recipes").glob("*.py")) if not path.stem.startswith("demo")]
 FIELDS = (
     *("error", "model_path", "tp_size", "base_gpu_id", "context_length", "dtype", "mem_fraction_static"),
     *("weight_version", "skip_tokenizer_init", "device", *IN_PLACE),
@@ -33,10 +34,10 @@ FIELDS = (
 
 def model_of(recipe: Path, config: RunConfig, folder: Path) -> Path:
     """A folder with the recipe's config.json, completed by the name of the model's class."""
-    about = json.loads((recipe.parent / "shapes" / config.model.hf_path.name / "config.json").read_text())
+    about = json.loads((shape_folder(recipe, config.model.hf_path) / "config.json").read_text())
     model = folder / config.model.hf_path.name
     model.mkdir(exist_ok=True)
-    about["architectures"] = [{"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[about["model_type"]]]
+    about["architectures"] = [f"{about['model_type'].capitalize()}ForCausalLM"]
     (model / "config.json").write_text(json.dumps(about))
     return model
 
@@ -71,7 +72,7 @@ def resolved(lines: list[list[str]], colocated: bool = False) -> list[dict[str, 
 def variants(folder: Path) -> list[tuple[str, RunConfig, list[str]]]:
     """Every recipe as it stands, and with servers that keep requests in place: name, settings, flags."""
     found = []
-    for recipe in RECIPES:
+    for recipe in CLUSTER_RECIPES:
         config = load_recipe(recipe, RunConfig)
         ways = [config]
         if not config.rollout.sglang.colocated:

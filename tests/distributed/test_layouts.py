@@ -24,7 +24,7 @@ from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 from tests.support.bapo_objective import loss_fn
-from tests.support.models import FAMILIES, random_samples, save_tiny_model
+from tests.support.models import FAMILIES, FORMS, random_samples, save_tiny_model
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
@@ -169,7 +169,7 @@ def sequence_sums(stats: TokenStats, batch: MicroBatch) -> torch.Tensor:
     return zeros.index_add_(0, batch.sequence_T + 1, stats.log_prob_T)[1:]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=slow_but(FORMS, *FAMILIES))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -15,7 +15,7 @@ from bapo_megatron.hf.export import export_hf
 from bapo_megatron.hf.reader import HfReader
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
-from tests.support.models import FAMILIES, random_samples, save_tiny_model, tiny_model
+from tests.support.models import FAMILIES, FORMS, random_samples, save_tiny_model, tiny_model
 from tests.support.tiers import slow_but
 from tests.support.workers import run_layout
 
@@ -53,7 +53,7 @@ def worst_difference(folder: Path, samples: list[Sample], family: str, temperatu
     return worst
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FORMS)
 @pytest.mark.parametrize("temperature", slow_but([1.0, 0.6], 0.6))
 def test_log_probs_and_entropies_equal_transformers(family: str, temperature: float, tmp_path: Path) -> None:
     folder = save_tiny_model(family, tmp_path)
@@ -174,7 +174,7 @@ def torch_updates(family: str, samples: list[Sample], loss_mean: str) -> tuple[l
     return results, model.state_dict()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FORMS)
 @pytest.mark.parametrize("loss_mean", slow_but(["token", "sequence"], "token"))
 def test_updates_equal_transformers_with_adamw(family: str, loss_mean: str, tmp_path: Path) -> None:
     folder = save_tiny_model(family, tmp_path)
@@ -270,7 +270,7 @@ def export(folder: Path, parallel: ParallelConfig, output: Path, shard_bytes: in
     torch.save([(pack.rows, s.log_prob_T) for pack, s in zip(packs, stats, strict=True)], output / "stats.pt")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FORMS, *FAMILIES))
 @pytest.mark.parametrize("shard_bytes", slow_but([20_000, 2**30], 20_000))
 def test_export_loads_in_transformers_with_the_same_log_probs(
     family: str, shard_bytes: int, tmp_path: Path

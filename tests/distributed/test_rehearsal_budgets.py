@@ -23,6 +23,7 @@ from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.rehearsal.processes import rehearse
 from bapo_megatron.rehearsal.records import RankRequest
 from bapo_megatron.rehearsal.results.summary import as_dict
+from tests.support.cluster_recipes import cluster_recipe
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -47,6 +48,9 @@ BUDGETS = {
     "r1_distill_qwen_32b_two_nodes": Budget(45.7, 24.6, 138),
     "octothinker_llama_3b": Budget(23.4, 14.5, 4),
     "r1_distill_qwen_32b": Budget(57.3, 24.7, 20),
+    "qwen3_4b_8k": Budget(42.3, 18.2, 4),
+    "qwen3_8b_16k": Budget(50.4, 24.6, 4),
+    "qwen3_32b_two_nodes": Budget(56.1, 24.6, 138),
 }
 SAME = ("r1_distill_qwen_7b_8k_four_gpus", "partial_rollout_7b")
 """Two recipes of one rank, but for the turns of its GPU: the first is not rehearsed."""
@@ -71,7 +75,7 @@ class Rehearsal:
 
 def of_recipe(name: str) -> Rehearsal:
     """A recipe as it is."""
-    path = ROOT / f"recipes/{name}.py"
+    path = cluster_recipe(name)
     run = load_recipe(path, RunConfig)
     folder = shape_folder(path, run.model.hf_path)
     return Rehearsal(Job(run, read_model_shape(folder), PlanOptions()), folder)

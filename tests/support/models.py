@@ -10,6 +10,8 @@ import torch
 from bapo_megatron.data.packing import Sample
 
 FAMILIES = ["qwen2", "qwen3", "llama"]
+FORMS = [*FAMILIES, "qwen3_tied"]
+"""The families, and Qwen3 as its models up to 4B are: with one matrix as embedding and output layer."""
 VOCAB = 128
 _COMMON = {
     "hidden_size": 32,
@@ -42,6 +44,11 @@ def tiny_model(family: str, seed: int = 0, **shape: int) -> torch.nn.Module:
     classes = {
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 16}),
+        "qwen3_tied": (
+            transformers.Qwen3Config,
+            transformers.Qwen3ForCausalLM,
+            {"head_dim": 16, "tie_word_embeddings": True},
+        ),
         "llama": (
             transformers.LlamaConfig,
             transformers.LlamaForCausalLM,

@@ -75,14 +75,15 @@ class PlanOptions(GpuOptions):
 
 
 def find_shape(recipe: Path, hf_path: Path) -> ModelShape:
-    """The model's shape, from its folder, or else from ``shapes/NAME/config.json`` beside the recipe."""
+    """The model's shape, from its folder, or else from ``shapes/NAME/config.json`` of the recipes."""
     return read_model_shape(shape_folder(recipe, hf_path))
 
 
 def shape_folder(recipe: Path, hf_path: Path) -> Path:
-    """The folder that holds the model's config.json: its own, or else ``shapes/NAME`` beside the recipe."""
+    """The folder that holds the model's config.json: its own, or else ``shapes/NAME`` beside the recipe, or
+    beside the recipe's folder."""
     beside = recipe.parent / "shapes" / hf_path.name
-    for folder in (hf_path, beside):
+    for folder in (hf_path, beside, recipe.absolute().parent.parent / "shapes" / hf_path.name):
         if (folder / "config.json").is_file():
             return folder
     raise ConfigError(

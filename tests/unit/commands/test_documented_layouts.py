@@ -26,7 +26,7 @@ def documented() -> Iterator[tuple[str, Path, tuple[str, ...]]]:
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), flags=re.S | re.M):
             for line in block.replace("\\\n", " ").splitlines():
-                if recipe := re.search(r"recipes/\w*(?:32b|7b)\w*\.py", line):
+                if recipe := re.search(r"recipes/[\w/]*\d+b\w*\.py", line):
                     words = shlex.split(line[recipe.end() :], comments=True)
                     pairs = itertools.pairwise(words)
                     flags = [word for pair in pairs if pair[0].startswith(_PREFIXES) for word in pair]

@@ -123,6 +123,8 @@ def test_parameters_by_hand() -> None:
     [  # the Hugging Face model cards
         ("DeepSeek-R1-Distill-Qwen-32B", 32.76),
         ("DeepSeek-R1-Distill-Qwen-7B", 7.62),
+        ("Qwen3-4B-Instruct-2507", 4.02),
+        ("Qwen3-8B", 8.19),
         ("Qwen3-32B", 32.76),
         ("Llama-3.2-3B", 3.21),
     ],

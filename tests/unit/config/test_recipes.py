@@ -21,9 +21,8 @@ from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.layout import layout_problems
 from bapo_megatron.trainer import preflight
+from tests.support.cluster_recipes import CLUSTER_RECIPES, cluster_recipe
 
-ROOT = Path(__file__).parents[3]
-FILES = sorted(path for path in (ROOT / "recipes").glob("*.py") if not path.stem.startswith("demo"))
 BASE = "r1_distill_qwen_7b_8k"
 
 # Longest response, as in the paper where it says one, and GPUs that train.
@@ -41,10 +40,17 @@ STATED = {
         f"{BASE}_{variant}": (8192, 8)
         for variant in ("asymmetric", "clip_higher", "grpo", "on_policy", "papo")
     },
+    "qwen3_4b_8k": (8192, 8),
+    "qwen3_4b_8k_four_gpus": (8192, 4),
+    "qwen3_8b_16k": (16384, 8),
+    "qwen3_32b": (32768, 32),
+    "qwen3_32b_two_nodes": (32768, 8),
 }
 SPLIT = ("octothinker_llama_3b", "partial_rollout_7b")
 """On one node, each GPU for one task."""
-COLOCATED = [name for name in STATED if name.startswith((BASE, "r1_distill_qwen_14b"))]
+COLOCATED = [
+    name for name in STATED if name.startswith((BASE, "r1_distill_qwen_14b", "qwen3_4b", "qwen3_8b"))
+]
 """On one node, each GPU for both tasks in turns."""
 BOUNDS: dict[str, BoundsConfig] = {
     f"{BASE}_grpo": grpo(),
@@ -56,14 +62,14 @@ BOUNDS: dict[str, BoundsConfig] = {
 
 
 def load(name: str) -> RunConfig:
-    return load_recipe(ROOT / "recipes" / f"{name}.py", RunConfig)
+    return load_recipe(cluster_recipe(name), RunConfig)
 
 
 def test_the_list_is_whole() -> None:
-    assert [path.stem for path in FILES] == sorted(STATED)
+    assert [path.stem for path in CLUSTER_RECIPES] == sorted(STATED)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CLUSTER_RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_sound_and_says_where_it_comes_from(path: Path) -> None:
     run = load(path.stem)
     run.check()
@@ -82,7 +88,7 @@ def test_a_recipe_is_sound_and_says_where_it_comes_from(path: Path) -> None:
         assert "chosen here" in text.lower()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CLUSTER_RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits_its_gpus(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bapo(["plan", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -91,7 +97,7 @@ def test_a_recipe_fits_its_gpus(path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"{path.stem}: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CLUSTER_RECIPES, ids=lambda path: path.stem)
 def test_what_the_plan_says_of_its_servers_is_what_a_run_accepts(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +133,7 @@ def test_a_tenth_of_a_gpu_is_free_in_both_turns(name: str, capsys: pytest.Captur
     run = load(name)
     assert run.rollout.sglang.colocated
     assert run.parallel.offload
-    assert bapo(["plan", str(ROOT / f"recipes/{name}.py"), "--json"]) == 0
+    assert bapo(["plan", str(cluster_recipe(name)), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     for stage in found["stages"]:
         train = max(stage[phase] for phase in ("training", "saving", "syncing")) + stage["kept"]
@@ -139,8 +145,11 @@ def test_a_tenth_of_a_gpu_is_free_in_both_turns(name: str, capsys: pytest.Captur
     assert found["server_nodes"] == 0
 
 
-def test_the_32b_recipe_of_two_nodes_has_one_for_each_task(capsys: pytest.CaptureFixture[str]) -> None:
-    path = ROOT / "recipes/r1_distill_qwen_32b_two_nodes.py"
+@pytest.mark.parametrize("name", ["r1_distill_qwen_32b_two_nodes", "qwen3_32b_two_nodes"])
+def test_a_32b_recipe_of_two_nodes_has_one_for_each_task(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = cluster_recipe(name)
     assert bapo(["plan", str(path), "--engine-gpus", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["trainer_nodes"], found["server_nodes"]) == (1, 1)
@@ -159,8 +168,9 @@ def test_a_variant_differs_in_its_method_alone(variant: str) -> None:
     )
 
 
-def test_four_gpus_differ_in_their_layout_alone() -> None:
-    ours, base = flat(load(f"{BASE}_four_gpus")), flat(load(BASE))
+@pytest.mark.parametrize("whole", [BASE, "qwen3_4b_8k"])
+def test_four_gpus_differ_in_their_layout_alone(whole: str) -> None:
+    ours, base = flat(load(f"{whole}_four_gpus")), flat(load(whole))
     differing = {name for name in base if ours[name] != base[name]}
     assert differing == {"name", "parallel.data", "rollout.sglang.servers"}
 
@@ -169,7 +179,7 @@ def test_four_gpus_differ_in_their_layout_alone() -> None:
 @pytest.mark.parametrize("variant", ["", "_grpo", "_clip_higher"])
 def test_levels_of_staleness(variant: str, epochs: int, capsys: pytest.CaptureFixture[str]) -> None:
     """As the docstring says, by a flag. Without the flag a batch is used four times."""
-    path = ROOT / "recipes" / f"{BASE}{variant}.py"
+    path = cluster_recipe(f"{BASE}{variant}")
     assert bapo(["plan", str(path), "--algorithm.reuse-epochs", str(epochs)]) == 0
     assert f"; {epochs} a step:" in capsys.readouterr().out
     assert load(f"{BASE}{variant}").algorithm.reuse_epochs == 4
@@ -192,7 +202,7 @@ def test_levels_of_staleness(variant: str, epochs: int, capsys: pytest.CaptureFi
 def test_flags_that_a_docstring_names_fit_too(
     name: str, flags: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = ROOT / "recipes" / f"{name}.py"
+    path = cluster_recipe(name)
     text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
     assert flags in text
     assert bapo(["plan", str(path), *flags.split()]) == 0

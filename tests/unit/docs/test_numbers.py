@@ -14,6 +14,7 @@ COLUMNS = (
     ["r1_distill_qwen_7b_8k.py"],
     ["bp_math_7b_64k.py"],
     ["bp_math_32b_64k.py", "--parallel.context", "4", "--batch.recompute", "selective"],
+    ["qwen3_32b.py"],
 )
 """The recipes and flags of docs/slurm.md's table of budgets."""
 ROWS = (

@@ -15,5 +15,5 @@ from bapo_megatron.config import RunConfig, load_recipe
 
 def recipe() -> RunConfig:
     """A wide upper bound."""
-    run = load_recipe(Path(__file__).with_name("r1_distill_qwen_7b_8k.py"), RunConfig)
+    run = load_recipe(Path(__file__).parents[1] / "r1_distill_qwen_7b_8k.py", RunConfig)
     return replace(run, name=Path(__file__).stem, algorithm=replace(run.algorithm, bounds=fixed(0.8, 1.5)))

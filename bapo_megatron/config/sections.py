@@ -190,10 +190,11 @@ class RewardConfig:
 
     function: str = "math"
     """`math`: math-verify compares the last box with the ground truth. `code`: the last code block must pass
-    the problem's tests. `math_or_code`: by the form of each ground truth. Or `package.module:function` of a
+    the problem's tests. `math_or_code`: by the form of each ground truth. `reasoning_gym`: the `score_answer`
+    of the problem's task (docs/rewards.md#reasoning-gym). Or `package.module:function` of a
     `def score(prompt: Prompt, response: str) -> float`."""
     correct: float = 1.0
-    """Reward of a right answer (built-in functions)."""
+    """Reward of a right answer (built-in functions). A share of the way from `wrong` for a score between."""
     wrong: float = 0.0
     """Reward of a wrong or missing answer (built-in functions)."""
     failed: float = 0.0

@@ -204,7 +204,10 @@ def engine_problems(rollout: RolloutConfig, longest_request: int) -> Iterator[st
             yield from (f"rollout.{item.name}.{problem}" for problem in value.problems(longest_request))
 
 
-REWARD_FUNCTIONS = ("math", "code", "math_or_code")
+BOXED_REWARDS = ("math", "code", "math_or_code")
+"""Built-in reward functions that read a box or a block of code, and whose ground truths have a form."""
+
+REWARD_FUNCTIONS = (*BOXED_REWARDS, "reasoning_gym")
 """Names of the built-in reward functions."""
 
 

@@ -25,6 +25,9 @@ _END_TOKENS = 16
 CheckGroundTruth = Callable[[str], str | None]
 """A check of ground truths: says what is wrong with one, or None."""
 
+CheckExtraInfo = Callable[[dict[str, Any]], str | None]
+"""A check of a row's ``extra_info``, likewise."""
+
 
 @dataclass(frozen=True)
 class PromptSet:
@@ -38,7 +41,11 @@ class PromptSet:
 
 
 def load_prompts(
-    path: Path, tokenizer: Any, max_prompt_tokens: int, check_ground_truth: CheckGroundTruth | None = None
+    path: Path,
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    check_ground_truth: CheckGroundTruth | None = None,
+    check_extra_info: CheckExtraInfo | None = None,
 ) -> PromptSet:
     """Load a dataset: read a JSONL or parquet file and tokenize its prompts with the chat template.
 
@@ -52,6 +59,8 @@ def load_prompts(
         try:
             prompt = _prompt(number, row, tokenizer, several)
             _check(prompt.ground_truth, check_ground_truth)
+            if check_extra_info and (problem := check_extra_info(prompt.extra_info)):
+                raise RowError(problem)
         except RowError as error:
             number, error = _as_written(path, tokenizer, several) or (number, error)
             raise ConfigError(f"data.path={path}, row {number} (the first is 0): {error}") from error

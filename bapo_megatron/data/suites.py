@@ -12,7 +12,7 @@ from typing import Any
 from bapo_megatron.data.prepare.options import CARD_FILE, DATA_FILE, SUITES
 from bapo_megatron.data.prompts import load_prompts
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.functions import ground_truth_check
+from bapo_megatron.reward.functions import extra_info_check, ground_truth_check, reads_boxes
 from bapo_megatron.types import Prompt
 
 REWARD_FUNCTION = "math_or_code"
@@ -45,7 +45,8 @@ def load_suite(
     path = suite_path(text, folder)
     check_prepared_for(path, reward_function, reward_flag)
     try:
-        found = load_prompts(path, tokenizer, max_prompt_tokens, ground_truth_check(reward_function))
+        checks = ground_truth_check(reward_function), extra_info_check(reward_function)
+        found = load_prompts(path, tokenizer, max_prompt_tokens, *checks)
     except ConfigError as error:  # it speaks of the data of a run
         told = str(error).replace(f"data.path={path}", f"suite {text}, {path}")
         raise ConfigError(told.replace("data.max_prompt_tokens", "max_prompt_tokens")) from error
@@ -59,16 +60,16 @@ def load_suite(
 
 
 def check_prepared_for(path: Path, reward_function: str, reward_flag: str) -> None:
-    """ConfigError if a file was prepared for a reward of the user's, and ``reward_function`` is built in.
+    """ConfigError if a file was prepared for a reward that reads no boxes, and ``reward_function`` does.
 
     Ground truths may be any text then: a built-in function would call every response wrong.
     """
     card = path.with_name(CARD_FILE)
-    if path.name != DATA_FILE or not card.is_file() or ":" in reward_function:
+    if path.name != DATA_FILE or not card.is_file() or not reads_boxes(reward_function):
         return
     with suppress(ValueError, KeyError, TypeError):  # not a card of ours
         prepared_for = str(json.loads(card.read_text())["options"]["reward"])
-        if ":" in prepared_for:
+        if not reads_boxes(prepared_for):
             field = reward_flag.removeprefix("--")
             raise ConfigError(
                 f"{field}={reward_function}, but {path} was prepared for {prepared_for}: add "

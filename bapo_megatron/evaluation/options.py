@@ -52,8 +52,8 @@ class EvalOptions:
     max_batch: int = 64
     """Requests that the local engine decodes at a time."""
     reward: str | None = None
-    """`package.module:function`, a reward of your own (docs/rewards.md). None: mathematics or programs, by
-    the form of each ground truth."""
+    """`package.module:function`, a reward of your own (docs/rewards.md), or `reasoning_gym`. None:
+    mathematics or programs, by the form of each ground truth."""
     reward_correct: float = 1.0
     """Lowest reward of a right response, for `reward`."""
     judges: int = 2
@@ -107,8 +107,11 @@ class EvalOptions:
             yield f"temperature={self.temperature} must be 0 (greedy) or a positive number"
         if self.temperature == 0 and self.samples > 1:
             yield f"temperature=0 gives the same response each time: set samples=1, not {self.samples}"
-        if self.reward is not None and ":" not in self.reward:
-            yield f"reward={self.reward} must be package.module:function, or left out for math and code"
+        if self.reward not in (None, "reasoning_gym") and ":" not in str(self.reward):
+            yield (
+                f"reward={self.reward} must be package.module:function or reasoning_gym, or left out for "
+                f"math and code"
+            )
         if not self.judge_limit_s > 0:
             yield f"judge_limit_s={self.judge_limit_s} must be above 0"
 

@@ -27,7 +27,7 @@ from bapo_megatron.evaluation.scoring import score
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.reward.code_tests import is_tests
-from bapo_megatron.reward.functions import load_function
+from bapo_megatron.reward.functions import is_built_in, load_function
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
@@ -64,7 +64,7 @@ def evaluate(options: EvalOptions) -> Results:
     is full: the same call continues it later.
     """
     options.check()
-    if options.reward is not None:
+    if options.reward is not None and not is_built_in(options.reward):
         load_function(options.reward)
     location = find_checkpoint(options.checkpoint, options.step)
     engine_backend(options.engine, "--engine").check(options.rollout)

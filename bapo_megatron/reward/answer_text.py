@@ -98,10 +98,15 @@ def last_boxed(response: str) -> str | None:
     return None if last is None else response[last[0] : last[1]].strip()
 
 
+def said(response: str) -> str:
+    """The response behind its thinking part. One without tags has no thinking part."""
+    behind = response[response.rfind(THOUGHT) + len(THOUGHT) :] if THOUGHT in response else response
+    return behind.partition(THINKING)[0]
+
+
 def final_answer(response: str) -> str | None:
-    """The last box behind the thinking part, or None. A response without tags has no thinking part."""
-    said = response[response.rfind(THOUGHT) + len(THOUGHT) :] if THOUGHT in response else response
-    return last_boxed(said.partition(THINKING)[0])
+    """The last box behind the thinking part, or None."""
+    return last_boxed(said(response))
 
 
 def spelled(answer: str) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config import RewardConfig
-from bapo_megatron.config.validation import REWARD_FUNCTIONS
+from bapo_megatron.config.validation import BOXED_REWARDS, REWARD_FUNCTIONS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward import code, math, math_verify_compare
 from bapo_megatron.reward.code_tests import check_tests, is_tests
+from bapo_megatron.reward.reasoning_gym.library import tasks
+from bapo_megatron.reward.reasoning_gym.reward import check_extra_info, score
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 
 if TYPE_CHECKING:
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 Score = Callable[["Prompt", str], float]
 """A user's reward function."""
 
-IsRight = Callable[[str, str], bool]
-"""A built-in reward function: from ground truth and response to whether the response is right."""
+BuiltIn = Callable[[dict[str, Any], str], float]
+"""A built-in reward function: from what it needs of a prompt, and a response, to a score in [0, 1]."""
 
 CODE_SHARE = 0.9
 """Share of `reward.time_limit_s` for all tests of a response: a slow program is wrong, not a failure."""
@@ -29,6 +31,12 @@ CODE_SHARE = 0.9
 def is_built_in(function: str) -> bool:
     """Whether ``function`` is the name of a built-in reward, not the path of a user's function."""
     return function in REWARD_FUNCTIONS
+
+
+def reads_boxes(function: str) -> bool:
+    """Whether the reward ``function`` wants an answer in a box, or a block of code, by a ground truth of a
+    known form."""
+    return function in BOXED_REWARDS
 
 
 def runs_code(function: str) -> bool:
@@ -51,8 +59,22 @@ def ground_truth_check(function: str) -> Callable[[str], str | None] | None:
     return {"math": check_math, "code": check_tests, "math_or_code": check_either}.get(function)
 
 
-def built_in(reward: RewardConfig) -> IsRight:
+def extra_info_check(function: str) -> Callable[[dict[str, Any]], str | None] | None:
+    """The check of the ``extra_info`` by which a function scores: to what is wrong, or None. None for a
+    function that needs none of ours."""
+    return check_extra_info if function == "reasoning_gym" else None
+
+
+def needed_of(function: str) -> tuple[str, ...]:
+    """The fields of a prompt that a built-in function needs."""
+    return ("extra_info" if function == "reasoning_gym" else "ground_truth", "opens_thinking")
+
+
+def built_in(reward: RewardConfig) -> BuiltIn:
     """The built-in function, for a worker: it must be called in the main thread, and may never return."""
+    if reward.function == "reasoning_gym":
+        tasks()  # imported before the memory is limited
+        return lambda prompt, response: score(prompt["extra_info"], response)
 
     def math_is_right(ground_truth: str, response: str) -> bool:
         equal, allow = math_verify_compare.equal, reward.math_allow_operations
@@ -67,7 +89,10 @@ def built_in(reward: RewardConfig) -> IsRight:
     def either_is_right(ground_truth: str, response: str) -> bool:
         return (code_is_right if is_tests(ground_truth) else math_is_right)(ground_truth, response)
 
-    return {"math": math_is_right, "code": code_is_right, "math_or_code": either_is_right}[reward.function]
+    is_right = {"math": math_is_right, "code": code_is_right, "math_or_code": either_is_right}[
+        reward.function
+    ]
+    return lambda prompt, response: float(is_right(prompt["ground_truth"], response))
 
 
 def load_function(path: str) -> Score:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.functions import is_built_in
+from bapo_megatron.reward.functions import is_built_in, needed_of
 from bapo_megatron.reward.math_verify_process import COMMAND, START_LIMIT_S
 from bapo_megatron.reward.penalties import overlong_penalty
 from bapo_megatron.reward.scratch import Scratch, remove_abandoned
@@ -134,8 +134,8 @@ class RewardPool:
 
     def _described(self, prompt: Prompt) -> dict[str, Any]:
         """The prompt as plain JSON, or only what built-in functions need of it."""
-        if is_built_in(self._config.function):
-            return {"ground_truth": prompt.ground_truth, "opens_thinking": prompt.opens_thinking}
+        if is_built_in(function := self._config.function):
+            return {name: getattr(prompt, name) for name in needed_of(function)}
         return {**vars(prompt), "token_ids_P": prompt.token_ids_P.tolist()}
 
 

@@ -172,11 +172,14 @@ def _finite(value: Any) -> float | None:
 
 def _score_function(reward: RewardConfig) -> Callable[[dict[str, Any], str], Any]:
     if functions.is_built_in(reward.function):
-        is_right = functions.built_in(reward)
+        score_of = functions.built_in(reward)
 
         def judge(prompt: dict[str, Any], response: str) -> float:
             opened = THINKING if prompt["opens_thinking"] else ""  # by the chat template
-            return reward.correct if is_right(prompt["ground_truth"], opened + response) else reward.wrong
+            share = score_of(prompt, opened + response)
+            if share in (0, 1):
+                return reward.correct if share else reward.wrong
+            return reward.wrong + share * (reward.correct - reward.wrong)
 
         return judge
     users = functions.load_function(reward.function)

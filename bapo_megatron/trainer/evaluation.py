@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
-from bapo_megatron.reward.functions import is_built_in
+from bapo_megatron.reward.functions import reads_boxes
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.checkpointing import WAIT_S, wait_for_sampler
 from bapo_megatron.types import Metrics
@@ -18,7 +18,7 @@ def evaluate_if_due(run: Run, step: int) -> None:
         return
     path: Path = wait_for_sampler(run, step, lambda sampler: sampler.evaluated(step, WAIT_S))
     if run.recorder:
-        metrics = evaluation_metrics(path, boxed=is_built_in(run.config.reward.function))
+        metrics = evaluation_metrics(path, boxed=reads_boxes(run.config.reward.function))
         run.recorder.evaluation(step, metrics)
         run.checkpoints.record_score(step, metrics["eval/mean"] or 0.0)
 

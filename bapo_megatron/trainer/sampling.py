@@ -18,7 +18,7 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.interfaces import Sampler, WeightSync
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.reward.functions import ground_truth_check
+from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
 from bapo_megatron.rollout.engines.backend import EngineServers
 from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.sampler.client import SamplerClient
@@ -66,8 +66,8 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
 def load_problems(data: DataConfig, reward_function: str, tokenizer: Any) -> PromptSet:
     """The training problems, tokenized, each with a ground truth that ``reward_function`` can judge."""
     check_prepared_for(data.path, reward_function, "--reward.function")
-    check = ground_truth_check(reward_function)
-    found = load_prompts(data.path, tokenizer, data.max_prompt_tokens, check)
+    checks = ground_truth_check(reward_function), extra_info_check(reward_function)
+    found = load_prompts(data.path, tokenizer, data.max_prompt_tokens, *checks)
     return replace(found, prompts=within_difficulty(found.prompts, data), found=len(found.prompts))
 
 

@@ -14,7 +14,7 @@ from bapo_megatron.data.prepare.contamination import Contamination
 from bapo_megatron.data.prepare.normal_form import answer_text, key
 from bapo_megatron.data.prepare.problems import Problem
 from bapo_megatron.data.prompts import prompt_token_ids
-from bapo_megatron.reward.functions import ground_truth_check
+from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
 
 Filter = Callable[[Problem], str | None]
 """Gives the reason why a problem is left out, or None. RowError if the row is no problem at all."""
@@ -101,7 +101,9 @@ def length_filter(tokenizer: Any, most: int, lengths: Counter[int], too_long: Co
 
 def scorable(reward: str) -> Filter:
     """A filter that leaves out what the reward function cannot score: for a built-in one an answer that is no
-    mathematics, or tests that are none. A user's function is not asked."""
+    mathematics, tests that are none, or no entry of a task. A user's function is not asked."""
+    if (check_info := extra_info_check(reward)) is not None:
+        return lambda problem: check_info(problem.extra_info)
     check = ground_truth_check(reward)
     if check is None:
         return lambda _problem: None

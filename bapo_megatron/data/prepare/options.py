@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from typing import Annotated
 import tyro
 
 from bapo_megatron.config.validation import REWARD_FUNCTIONS, raise_problems
+from bapo_megatron.data.prepare.reasoning_gym import PREFIX
+from bapo_megatron.data.prepare.sources import Generation
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.functions import load_function
+from bapo_megatron.reward.functions import is_built_in, load_function, reads_boxes
 
 DATA_FILE, CARD_FILE, CARD_TEXT = "data.jsonl", "card.json", "README.md"
 """The files of a prepared folder: problems, data card, data card as text."""
@@ -28,13 +31,21 @@ class PrepareOptions:
     """Options of `bapo data prepare`: sources in, one validated folder out."""
 
     sources: tyro.conf.Positional[tuple[str, ...]]
-    """Files (.jsonl, .json, .parquet), or datasets of the hub as OWNER/NAME or OWNER/NAME:CONFIG."""
+    """Files (.jsonl, .json, .parquet), datasets of the hub as OWNER/NAME or OWNER/NAME:CONFIG, or problems of
+    reasoning-gym's tasks, made without a network, as reasoning-gym:TASK,TASK."""
     output: Path
     """Folder that is written: data.jsonl, card.json, README.md."""
     split: str = "train"
     """Split of sources on the hub. Skywork-OR1-RL-Data has `math` and `code`."""
     revision: str | None = None
     """Commit of sources on the hub. None: the newest."""
+    size: int | None = None
+    """Problems of a source reasoning-gym:TASK,TASK in all; its tasks have equal shares."""
+    seed: int = 0
+    """Seed of a source reasoning-gym:TASK,TASK: another one, other problems."""
+    task_settings: str = "{}"
+    """Settings of reasoning-gym's tasks, one JSON object: of all tasks, `{"max_terms": 2}`, or by task,
+    `{"chain_sum": {"max_terms": 2}}`."""
     against: tuple[str, ...] = ()
     """Evaluation sets that must not be trained on: names of suites, or files of any known schema."""
     suites: Path = SUITES
@@ -43,9 +54,11 @@ class PrepareOptions:
     """Words of an n-gram, for `against`."""
     ngram_share: float = 0.3
     """A question that has this share of an evaluation problem's n-grams is left out."""
-    reward: str = "math_or_code"
+    reward: str | None = None
     """The run's reward.function. With one of your own, as module:function, ground truths may be any text, and
-    prompts stay as they are."""
+    prompts stay as they are. None: reasoning_gym for its tasks, else math_or_code."""
+    system_prompt: str | None = None
+    """A system message in front of each prompt, in place of one that it has."""
     question_column: str | None = None
     """Column of the question. None: `problem` or `question`, or `prompt` in rows with `reward_model`."""
     answer_column: str | None = None
@@ -77,18 +90,26 @@ class PrepareOptions:
         raise_problems(list(self._problems()))
 
     @property
+    def reward_function(self) -> str:
+        """The run's reward.function."""
+        generated = bool(self.sources) and all(source.startswith(PREFIX) for source in self.sources)
+        return self.reward or ("reasoning_gym" if generated else "math_or_code")
+
+    @property
     def own_reward(self) -> bool:
-        """Whether the reward function is the user's."""
-        return ":" in self.reward
+        """Whether ground truths may be any text: the reward function is the user's, or a task's."""
+        return not reads_boxes(self.reward_function)
+
+    @property
+    def generation(self) -> Generation:
+        """How the problems of reasoning-gym's tasks are made."""
+        return Generation(self.size, self.seed, json.loads(self.task_settings))
 
     def _problems(self) -> Iterator[str]:
         if not self.sources:
             yield "sources: none is given; name a file or a dataset of the hub"
-        if not self.own_reward and self.reward not in REWARD_FUNCTIONS:
-            names = ", ".join(REWARD_FUNCTIONS)
-            yield f"reward={self.reward} must be one of {names}, or your own as module:function"
-        if self.own_reward and (problem := reward_problem(self.reward)):
-            yield problem
+        yield from self._reward_problems()
+        yield from self._generation_problems()
         if self.ngram_words < 1:
             yield f"ngram_words={self.ngram_words} must be at least 1"
         if not 0 < self.ngram_share <= 1:
@@ -102,6 +123,33 @@ class PrepareOptions:
         bounded = (self.min_difficulty, self.max_difficulty) != (-1e9, 1e9)
         if bounded and self.difficulty is None:
             yield "min_difficulty and max_difficulty need difficulty: say where in extra_info the number is"
+
+    def _reward_problems(self) -> Iterator[str]:
+        generated = [source.startswith(PREFIX) for source in self.sources]
+        if self.reward is None and any(generated) and not all(generated):
+            yield f"sources: {PREFIX}... has a reward of its own: prepare it apart, or give --reward"
+        reward = self.reward_function
+        if not is_built_in(reward) and ":" not in reward:
+            names = ", ".join(REWARD_FUNCTIONS)
+            yield f"reward={reward} must be one of {names}, or your own as module:function"
+        if ":" in reward and (problem := reward_problem(reward)):
+            yield problem
+
+    def _generation_problems(self) -> Iterator[str]:
+        generated = any(source.startswith(PREFIX) for source in self.sources)
+        if self.size is not None and self.size < 1:
+            yield f"size={self.size} must be at least 1"
+        given = (self.size, self.seed, self.task_settings) != (None, 0, "{}")
+        if given and not generated:
+            yield f"size, seed and task_settings are for a source {PREFIX}TASK,TASK; there is none"
+        try:
+            is_object = isinstance(json.loads(self.task_settings), dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
+            yield f'task_settings={self.task_settings} must be one JSON object, such as {{"max_terms": 2}}'
+        if self.system_prompt is not None and not self.system_prompt.strip():
+            yield "system_prompt is empty: leave it out, or give a text"
 
 
 def reward_problem(path: str) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from bapo_megatron.data.fields import RowError
@@ -53,7 +54,9 @@ def prepare(options: PrepareOptions) -> Card:
     """
     options.check()
     check_dataset_output(options.output, options.overwrite)
-    sources = [open_source(text, options.split, options.revision) for text in options.sources]
+    options = replace(options, reward=options.reward_function)
+    where = options.split, options.revision, options.generation
+    sources = [open_source(text, *where) for text in options.sources]
     duplicates = Duplicates()
     card = Card(sources=[], options=options)
     filters = _filters(options, duplicates, card)
@@ -92,7 +95,8 @@ def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> 
     for number, row in enumerate(source.rows()):
         try:
             row = with_columns(with_source(row, column), names)
-            yield source, number, problem_of(row, source.name, number, options.instruct, own)
+            problem = problem_of(row, source.name, number, options.instruct, own)
+            yield source, number, problem.with_system(options.system_prompt if renamed else None)
         except RowError as error:
             yield source, number, error
 
@@ -117,7 +121,7 @@ def _filters(options: PrepareOptions, duplicates: Duplicates, card: Card) -> lis
         problems = [problem for text in options.against for problem in _evaluation_set(text, options, card)]
         index = Contamination(problems, options.ngram_words, options.ngram_share)
         found.append(("contaminated", contamination_filter(index)))
-    found.append((INVALID, scorable(options.reward)))
+    found.append((INVALID, scorable(options.reward_function)))
     if options.tokenizer is not None:
         tokenizer = load_tokenizer(options.tokenizer)
         check_template(tokenizer, f"tokenizer={options.tokenizer}")

@@ -54,7 +54,7 @@ class Problem:
     data_source: str
     extra_info: dict[str, Any]
     own_reward: bool = False
-    """Whether a reward function of the user's judges it."""
+    """Whether a reward function judges it that reads any ground truth: the user's, or a task's."""
 
     @property
     def is_code(self) -> bool:
@@ -67,6 +67,13 @@ class Problem:
         if self.own_reward:
             return "other"
         return "code" if self.is_code else "math"
+
+    def with_system(self, text: str | None) -> Problem:
+        """The problem with the system message ``text`` in place of its own; None: as it is."""
+        if text is None:
+            return self
+        rest = [message for message in self.messages if message["role"] != "system"]
+        return replace(self, messages=[{"role": "system", "content": text}, *rest])
 
     def row(self) -> Row:
         """The problem as a row of data.jsonl."""

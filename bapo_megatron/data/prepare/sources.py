@@ -1,15 +1,17 @@
-"""Dataset sources, streamed row by row: a file of JSONL, JSON or parquet, or a dataset of the hub."""
+"""Dataset sources, streamed row by row: a file of JSONL, JSON or parquet, a dataset of the hub, or what is
+made by reasoning-gym's tasks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.data.prepare.reasoning_gym import PREFIX, GeneratedSource, tasks_of
 from bapo_megatron.data.rows import FORMATS, Row, iterate_jsonl, within_depth
 from bapo_megatron.errors import ConfigError
 
@@ -62,14 +64,27 @@ class HubSource:
         return found.hexdigest()
 
 
-Source = FileSource | HubSource
+Source = FileSource | HubSource | GeneratedSource
 
 
-def open_source(text: str, split: str, revision: str | None) -> Source:
-    """Open a source: the file at the path ``text``, or ``OWNER/NAME`` or ``OWNER/NAME:CONFIG`` of the hub.
+@dataclass(frozen=True)
+class Generation:
+    """What a source that is generated needs to know."""
+
+    size: int | None = None
+    seed: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def open_source(text: str, split: str, revision: str | None, generation: Generation | None = None) -> Source:
+    """Open a source: the file at the path ``text``, ``OWNER/NAME`` or ``OWNER/NAME:CONFIG`` of the hub, or
+    ``reasoning-gym:TASK,TASK`` as ``generation`` says.
 
     ConfigError if it is neither, or cannot be had.
     """
+    if text.startswith(PREFIX):
+        wanted = generation or Generation()
+        return tasks_of(text, wanted.size, wanted.seed, wanted.settings)
     path = Path(text)
     if path.is_file():
         if path.suffix not in FORMATS:

@@ -494,7 +494,10 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name(tmp_path: Path, monkeypatch: 
     [
         ({"ngram_share": 0.0}, "ngram_share=0.0"),
         ({"ngram_words": 0}, "ngram_words=0"),
-        ({"reward": "mine"}, "reward=mine must be one of math, code, math_or_code, or your own as module:"),
+        (
+            {"reward": "mine"},
+            "reward=mine must be one of math, code, math_or_code, reasoning_gym, or your own as module:",
+        ),
         ({"max_invalid": 2.0}, "max_invalid=2.0"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
         ({"min_difficulty": 1.0}, "need difficulty"),

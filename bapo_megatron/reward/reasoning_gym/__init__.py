@@ -1,0 +1,1 @@
+"""reasoning-gym's tasks: their problems and their verifiers, as the reward `reasoning_gym`."""

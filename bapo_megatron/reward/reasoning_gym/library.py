@@ -1,0 +1,81 @@
+"""The package reasoning-gym, imported when a task of it is first asked for: it takes seconds.
+
+It imports all of its tasks at once, and one of them, zebra_puzzles, needs pycosat, which a C compiler makes.
+The others work without.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from bapo_megatron.errors import ConfigError
+
+Verifier = Callable[[str, dict[str, Any]], Any]
+"""A task's ``score_answer``: from an answer and the problem's entry to a score."""
+
+INSTALL = "pip install 'bapo-megatron[real]'"
+
+UNUSABLE = {
+    "composite": "it mixes other tasks: name those",
+    "game_of_life_halting": "its verifier calls every answer right",
+}
+"""Tasks that are refused, and why."""
+
+_COMPILED = "pycosat"
+_NEED_COMPILED = "zebra_puzzles"
+
+
+class _Absent(ModuleType):
+    """A stand-in for pycosat while reasoning-gym is imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self.__name__}.{name}: {self.__name__} is not installed")
+
+
+@cache
+def tasks() -> Mapping[str, tuple[type, type]]:
+    """The tasks that can be used: names to their classes of problems and of settings. ConfigError if the
+    package, or one that it needs, is not installed."""
+    absent = importlib.util.find_spec(_COMPILED) is None
+    if absent:
+        sys.modules[_COMPILED] = _Absent(_COMPILED)
+    try:
+        import reasoning_gym.factory
+    except ImportError as error:
+        raise ConfigError(f"reasoning-gym cannot be imported ({error}): {INSTALL}") from error
+    finally:
+        if absent:
+            del sys.modules[_COMPILED]
+    found = reasoning_gym.factory.DATASETS
+    return {name: found[name] for name in sorted(found) if name not in UNUSABLE}
+
+
+def check_task(name: str, generates: bool = False) -> None:
+    """ConfigError if ``name`` is no task that can be used; ``generates``: its problems are asked for."""
+    if name in UNUSABLE:
+        raise ConfigError(f"reasoning-gym's task {name} cannot be used: {UNUSABLE[name]}")
+    if name not in tasks():
+        near = difflib.get_close_matches(name, tasks(), 3, 0.5)
+        told = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(tasks())}"
+        raise ConfigError(f"reasoning-gym has no task {name!r}; {told}")
+    if generates and name == _NEED_COMPILED and importlib.util.find_spec(_COMPILED) is None:
+        raise ConfigError(
+            f"the task {name} needs {_COMPILED}, which is compiled: with a C compiler and Python.h "
+            f"(python3-dev) run pip install {_COMPILED}==0.6.6; its other tasks do without"
+        )
+
+
+@cache
+def verifier(task: str, settings: str) -> Verifier:
+    """The task's ``score_answer``, for problems that were made with ``settings``, a JSON object."""
+    check_task(task)
+    problems, options = tasks()[task]
+    found: Verifier = problems(config=options(**json.loads(settings))).score_answer  # type: ignore[attr-defined]
+    return found

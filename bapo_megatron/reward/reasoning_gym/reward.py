@@ -1,0 +1,79 @@
+"""The reward `reasoning_gym`: an answer is scored by the ``score_answer`` of its problem's task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.reasoning_gym.answer import answer_of, is_number
+from bapo_megatron.reward.reasoning_gym.evaluated_answers import is_harmless, unsafe_entry
+from bapo_megatron.reward.reasoning_gym.library import check_task, verifier
+
+NO_ANSWER = "judged by its verifier"
+"""The ground truth of a problem with many right answers, of which reasoning-gym names none."""
+
+_RIGHT = 1 - 1e-9
+"""A score from here on is 1: some are sums of shares."""
+
+
+def extra_info_of_entry(task: str, settings: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, str]:
+    """What a row must keep for the verifier, as texts: Arrow gives objects the keys of all other rows."""
+    kept = {"answer": entry["answer"], "metadata": entry["metadata"]}
+    return {
+        "task": task,
+        "settings": json.dumps(settings, sort_keys=True),
+        "entry": json.dumps(kept, default=str, ensure_ascii=False),
+    }
+
+
+def check_extra_info(extra_info: Mapping[str, Any]) -> str | None:
+    """What is wrong with a row that no response could be scored by, or None."""
+    missing = [name for name in ("task", "settings", "entry") if not isinstance(extra_info.get(name), str)]
+    if missing:
+        return (
+            f"extra_info.{missing[0]} is missing, by which reward.function=reasoning_gym scores: make such "
+            f"rows by `bapo data prepare reasoning-gym:TASK`, or set another reward.function"
+        )
+    try:
+        check_task(extra_info["task"])
+        verifier(extra_info["task"], extra_info["settings"])
+        entry = _entry(extra_info)
+    except (ConfigError, ValueError, TypeError, AssertionError, KeyError) as error:
+        return f"extra_info is none of reasoning-gym's: {error}"
+    return unsafe_entry(extra_info["task"], entry)
+
+
+def score(extra_info: Mapping[str, Any], response: str) -> float:
+    """The score of a response, in [0, 1]. An answer that the verifier cannot read is wrong.
+
+    A number that merely contains the right one (115 for 15), for which most verifiers give a part, is wrong.
+    """
+    task = extra_info["task"]
+    judge, entry = verifier(task, extra_info["settings"]), _entry(extra_info)
+    expected = entry["answer"]
+    answer = answer_of(response, expected)
+    if answer is None or not is_harmless(task, answer):
+        return 0.0
+    try:
+        found = float(judge(answer, entry))
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError):
+        return 0.0
+    if found < _RIGHT and is_number(expected) and is_number(answer) and _contains(answer, expected, found):
+        return 0.0
+    return 1.0 if found >= _RIGHT else max(0.0, found)
+
+
+def _contains(answer: str, expected: str, found: float) -> bool:
+    """Whether a score is that of a text which contains the expected one."""
+    given, wanted = answer.replace(",", ""), expected.replace(",", "")
+    return wanted in given and found == len(wanted) / len(given)
+
+
+def _entry(extra_info: Mapping[str, Any]) -> dict[str, Any]:
+    """The problem's entry, anew for each call: some verifiers write into it."""
+    entry: dict[str, Any] = json.loads(extra_info["entry"])
+    if extra_info["task"] in ("arc_agi", "rearc"):  # it compares with tuples
+        entry["metadata"]["output"] = tuple(map(tuple, entry["metadata"]["output"]))
+    return entry

@@ -1,0 +1,304 @@
+"""The reward of reasoning-gym's tasks: answers in responses, verifiers, and what may not reach them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.config import RewardConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
+from bapo_megatron.reward.pool import RewardPool, RewardResult
+from bapo_megatron.reward.reasoning_gym import library
+from bapo_megatron.reward.reasoning_gym.answer import answer_of
+from bapo_megatron.reward.reasoning_gym.evaluated_answers import is_harmless
+from bapo_megatron.reward.reasoning_gym.reward import check_extra_info, extra_info_of_entry, score
+from bapo_megatron.types import Prompt
+from tests.support.tiers import slow_but
+
+VALUES = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
+ARITHMETIC = ("countdown", "puzzle24")
+ALGEBRA = ("intermediate_integration", "polynomial_multiplication", "simple_integration")
+
+
+def entry_of(task: str) -> dict[str, Any]:
+    problems, options = library.tasks()[task]
+    found: dict[str, Any] = problems(config=options(seed=7, size=10))[0]  # type: ignore[index]
+    return found
+
+
+def info_of(task: str, answer: str | None = None, **metadata: Any) -> dict[str, str]:
+    return extra_info_of_entry(task, {}, {"answer": answer, "metadata": metadata})
+
+
+# --- the answer in a response --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "expected", "answer"),
+    [
+        ("15", "15", "15"),
+        ("7 + 8 = 15", "15", "15"),
+        ("7 + 8 = 15.", "15", "15"),
+        ("The sum is 1,234, I think", "15", "1,234"),
+        ("so 12-5 = 7", "7", "7"),
+        ("12-5", "7", "5"),  # a difference, not -5
+        ("it is -5", "7", "-5"),
+        ("it is \u22125", "7", "-5"),
+        ("3/8", "0.375", "3/8"),
+        ("1.5e-3", "0.0015", "1.5e-3"),
+        (".5", "0.5", ".5"),
+        ("no number", "15", None),
+        ("", "15", None),
+        ("7 + 8 = <answer> 15 </answer>, not 16", "15", "15"),
+        ("<answer>1</answer> or <answer>2</answer>", "15", "2"),
+        ("<answer>1 <answer>2</answer>", "15", "2"),
+        ("<answer></answer> 15", "15", None),
+        ("it is \\boxed{15}, not 16", "15", "15"),
+        ("<think>99</think>\n15", "15", "15"),
+        ("<think>15", "15", None),
+        ("15 <think>16", "15", "15"),
+        ("  a b\nc ", "x y", "a b\nc"),
+        ("it is 7", "x y", "it is 7"),
+        ("it is 7", None, "it is 7"),
+    ],
+)
+def test_the_answer_in_a_response(response: str, expected: str | None, answer: str | None) -> None:
+    assert answer_of(response, expected) == answer
+
+
+# --- what may be evaluated -----------------------------------------------------------------------
+
+HOSTILE = [
+    "__import__('os').system('true')",
+    "().__class__.__base__.__subclasses__()",
+    "(lambda: 1)()",
+    "[x for x in (1, 2)]",
+    "f'{1}'",
+    "'a' * 10**9",
+    "9**9**9**9",
+    "(((9**9)**9)**9)**9",
+    "x.real",
+    "x[0]",
+    "(x := 1)",
+    "1 if x else 2",
+    "open('/etc/passwd').read()",
+    "exit()",
+    "{1: 2}",
+    "*x",
+    "S('x')",
+    "N(x, 1000000000)",
+    "Integral(x, x)",
+    "99999999!",
+    "sympify('1')",
+    "exp(*x)",
+    "exp(x, evaluate=False)",
+    "-" * 70 + "1",
+    "+".join("1" * 1001),
+]
+
+
+@pytest.mark.parametrize("answer", HOSTILE)
+def test_what_is_not_evaluated(answer: str) -> None:
+    for task in (*ARITHMETIC, *ALGEBRA):
+        assert not is_harmless(task, answer), task
+    if answer not in ("99999999!", "*x"):  # no Python: eval cannot read them either
+        for task in VALUES:
+            assert not is_harmless(task, answer), task
+
+
+@pytest.mark.parametrize(
+    ("tasks", "answers"),
+    [
+        (VALUES, ["0 1\n1 0", "[[0, 1], [1, 0]]", "['_', 'Q']", "ABCDE", "[" * 300, "-1", "a b c", ""]),
+        (ARITHMETIC, ["(1 + 2) * 8", "6*4/1-0", "-3 + 27", "2.5 * 4"]),
+        (ALGEBRA, ["-34*x**8/15 - 5*x/4 + C", "-4*(-2*x - 8)**(3/2)/3 + C", "exp(x)*sin(x)", "2*pi*sqrt(x)"]),
+    ],
+)
+def test_what_is_evaluated(tasks: tuple[str, ...], answers: list[str]) -> None:
+    for task in tasks:
+        assert [answer for answer in answers if not is_harmless(task, answer)] == []
+
+
+def test_the_size_of_what_is_evaluated_is_bounded() -> None:
+    assert is_harmless("simple_integration", "(x + 1)**200")
+    assert not is_harmless("simple_integration", "(x + 1)**201")
+    assert is_harmless("simple_integration", "(9**10)**20")
+    assert not is_harmless("simple_integration", "((9**10)**10)**10")
+    assert not is_harmless("simple_integration", "9" * 19)
+    assert not is_harmless("countdown", "2**3"), "no operation of that game"
+    assert not is_harmless("countdown", "x + 1")
+    assert is_harmless("countdown", "+".join("1" * 50))
+    assert not is_harmless("countdown", " " * 2001 + "1")
+    assert not is_harmless("caesar_cipher", "x" * 20_001)
+    assert is_harmless("caesar_cipher", "__import__('os')"), "its verifier compares texts"
+
+
+@pytest.mark.parametrize("task", [*VALUES, *ARITHMETIC, *ALGEBRA])
+def test_no_answer_runs_code_in_a_real_verifier(task: str, tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    info = extra_info_of_entry(task, {}, entry_of(task))
+    call = f"__import__('pathlib').Path({str(trace)!r}).touch()"
+    for answer in (call, f"[{call}]", f"1 + {call}", f"(lambda: {call})()"):
+        assert score(info, f"<answer>{answer}</answer>") < 0.1
+    assert not trace.exists()
+
+
+def test_numbers_that_would_take_forever_or_fool_the_verifier() -> None:
+    assert not is_harmless("coin_flip", "1e999999999")
+    assert not is_harmless("rubiks_cube", "U999999999")
+    assert not is_harmless("rush_hour", "A+999999999")
+    info = info_of("complex_arithmetic", "1 + 2i", result=[1, 2])
+    assert score(info, "<answer>1 + 2i</answer>") == 1.0
+    assert score(info, "<answer>nan</answer>") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "metadata"),
+    [
+        ("number_sorting", "__import__('os').getcwd()", {}),
+        ("bitwise_arithmetic", "0x1", {"problem": "exit()"}),
+        ("bitwise_arithmetic", "0x1", {"problem": "0x1 ** 0x9999"}),
+        ("bitwise_arithmetic", "0x1", {"problem": "0x1 << 0x99999999"}),
+        ("simple_integration", "x", {"integrand": "exit()", "variable": "x"}),
+        ("intermediate_integration", "x", {"variable": "x"}),
+        ("polynomial_multiplication", "().__class__", {}),
+    ],
+)
+def test_a_row_whose_own_text_would_be_evaluated_is_refused(
+    task: str, answer: str, metadata: dict[str, Any]
+) -> None:
+    assert f"which {task}'s verifier would evaluate" in str(
+        check_extra_info(info_of(task, answer, **metadata))
+    )
+
+
+# --- scores --------------------------------------------------------------------------------------
+
+
+def test_scores_by_hand() -> None:
+    sums = info_of("chain_sum", "15")
+    texts = ("15", "7 + 8 = 15", "+0015.00", "115", "1", "", "fifteen")
+    assert [score(sums, text) for text in texts] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    words = info_of("caesar_cipher", "ABCD")  # a text that contains the right one has its share of it
+    assert [score(words, text) for text in ("ABCD", "x ABCD", "ABC")] == [1.0, 4 / 6, 0.0]
+    counted = info_of("rectangle_count", "3")  # near ones have a part
+    assert score(counted, "3") == 1.0
+    assert 0 < score(counted, "4") < 1
+    factors = info_of("prime_factorization", "2 \u00d7 3")  # its verifier raises at what is no number
+    assert [score(factors, text) for text in ("3 \u00d7 2", "1 \u00d7 6", "two")] == [1.0, 0.5, 0.0]
+
+
+def test_settings_reach_the_verifier() -> None:
+    entry = {"answer": "24", "metadata": {}}
+    for most, right in ((8, 0.01), (10, 1.0)):
+        info = extra_info_of_entry("puzzle24", {"max_value": most}, entry)
+        assert score(info, "<answer>9 + 9 + 5 + 1</answer>") == right
+
+
+_NAMES = (
+    "ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf "
+    "binary_alternation binary_matrix bitwise_arithmetic boxnet caesar_cipher calendar_arithmetic "
+    "chain_sum circuit_logic codeio coin_flip color_cube_rotation complex_arithmetic count_bits "
+    "count_primes countdown course_schedule cryptarithm decimal_arithmetic decimal_chain_sum dice "
+    "emoji_mystery family_relationships figlet_font fraction_simplification futoshiki game_of_life "
+    "gcd graph_color group_anagrams gsm_symbolic intermediate_integration isomorphic_strings jugs "
+    "kakurasu knight_swap knights_knaves largest_island lcm leg_counting letter_counting "
+    "letter_jumble list_functions mahjong_puzzle manipulate_matrix maze mini_sudoku modulo_grid "
+    "n_queens needle_haystack number_filtering number_format number_sequence number_sorting "
+    "palindrome_generation palindrome_partitioning path_star polynomial_equations "
+    "polynomial_multiplication pool_matrix power_function prime_factorization products "
+    "propositional_logic puzzle24 quantum_lock ransom_note rearc rectangle_count rotate_matrix "
+    "rotten_oranges rubiks_cube rush_hour self_reference sentence_reordering shortest_path "
+    "simple_equations simple_geometry simple_integration sokoban spell_backward spiral_matrix "
+    "string_insertion string_manipulation string_splitting string_synthesis sudoku survo syllogism "
+    "time_intervals tower_of_hanoi tsumego word_ladder word_sequence_reversal word_sorting"
+)
+TASKS = _NAMES.split()
+"""All but zebra_puzzles, whose generator needs a compiler. Not asked of the library: its import is slow."""
+
+
+def test_every_task_is_tried() -> None:
+    assert sorted([*TASKS, "zebra_puzzles"]) == [*library.tasks()]
+
+
+@pytest.mark.parametrize("task", slow_but(TASKS, "chain_sum", "rearc", "countdown", "tower_of_hanoi"))
+def test_a_task_takes_its_own_answers_after_a_journey_through_json(task: str) -> None:
+    problems, options = library.tasks()[task]
+    random.seed(7)
+    made = problems(config=options(seed=7, size=10))
+    for number in range(1 if task in ("knight_swap", "sokoban") else 4):
+        entry: dict[str, Any] = made[number]  # type: ignore[index]
+        info = json.loads(json.dumps(extra_info_of_entry(task, {}, entry)))
+        assert check_extra_info(info) is None
+        for wrong in ("<answer>-</answer>", "<answer>[[[</answer>", "<answer>nan</answer>"):
+            assert 0 <= score(info, wrong) <= 0.34
+        if entry["answer"] is not None and "Integral" not in entry["answer"]:
+            assert score(info, f"<think>1</think> <answer>{entry['answer']}</answer>") == 1.0
+
+
+def test_tasks_that_cannot_be_used() -> None:
+    with pytest.raises(ConfigError, match="no task 'chain_sums'; did you mean chain_sum, decimal_chain_sum"):
+        library.check_task("chain_sums")
+    with pytest.raises(ConfigError, match="no task 'qqqq'; it has ab, acre,"):
+        library.check_task("qqqq")
+    with pytest.raises(ConfigError, match="game_of_life_halting cannot be used: its verifier calls every"):
+        library.check_task("game_of_life_halting")
+    with pytest.raises(ConfigError, match="composite cannot be used"):
+        library.check_task("composite")
+
+
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
+    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym.factory", None)
+    with pytest.raises(ConfigError, match=r"cannot be imported .*: pip install 'bapo-megatron\[real\]'"):
+        library.tasks.__wrapped__()
+
+
+def test_rows_are_checked_by_what_the_verifier_needs() -> None:
+    check = extra_info_check("reasoning_gym")
+    assert check is not None
+    assert check(info_of("chain_sum", "15")) is None
+    assert "extra_info.task is missing" in str(check({}))
+    assert "no task 'chain_sums'" in str(check({**info_of("chain_sum", "15"), "task": "chain_sums"}))
+    assert "unexpected keyword" in str(check({**info_of("chain_sum", "15"), "settings": '{"a": 1}'}))
+    assert "none of reasoning-gym's" in str(check({**info_of("chain_sum", "15"), "entry": "{"}))
+    assert ground_truth_check("reasoning_gym") is None
+    assert extra_info_check("math") is None
+
+
+@pytest.mark.integration
+def test_workers_score_with_the_rewards_of_the_run() -> None:
+    responses = ["7 + 8 = 15", "<think>15", "15</think> 16", "<answer>" + "9" * 30_000 + "</answer>"]
+    partly = "<answer>4</answer>"
+
+    async def scored() -> list[RewardResult]:
+        config = RewardConfig(function="reasoning_gym", workers=1, correct=2.0, wrong=-1.0)
+        pool = RewardPool(config, 100)
+        await pool.start()
+        try:
+            prompts = [
+                Prompt(0, np.zeros(1, np.int32), "15", "sums", dict(info_of(task, answer)), opened)
+                for task, answer, opened in (
+                    ("chain_sum", "15", False),
+                    ("chain_sum", "15", True),
+                    ("rectangle_count", "3", False),
+                )
+            ]
+            found = [await pool.score(prompts[0], text, 1) for text in responses]
+            found.append(await pool.score(prompts[1], "15", 1))  # its thinking part never ends
+            return [*found, await pool.score(prompts[2], partly, 1)]
+        finally:
+            await pool.close()
+
+    *whole, part = asyncio.run(scored())
+    assert [one.failure for one in whole] == [None] * 5
+    assert [one.reward for one in whole] == [2.0, -1.0, -1.0, -1.0, -1.0]
+    share = score(info_of("rectangle_count", "3"), partly)
+    assert part.reward == pytest.approx(-1 + 3 * share)

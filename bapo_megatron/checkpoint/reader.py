@@ -49,7 +49,7 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
     folder, problems = RunPaths(run_dir).checkpoints, []
     for moment, path in share(sorted(step_entries(folder), reverse=True) if is_main() else None):
         try:
-            return _read(path, moment)
+            return read_checkpoint(path, moment)
         except CheckpointError as error:
             problems.append(f"{path}: {error}")
             if is_main():
@@ -63,9 +63,9 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
     return None
 
 
-def _read(path: Path, moment: Moment) -> Checkpoint:
+def read_checkpoint(path: Path, moment: Moment) -> Checkpoint:
     """The checkpoint in ``path``, or CheckpointError on every rank alike. Collective."""
-    files, problem = share(_manifest(path) if is_main() else None)
+    files, problem = share(manifest_of(path) if is_main() else None)
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, _first_damage(path, files))
     if found := problem or next(filter(None, problems), None):
@@ -85,8 +85,8 @@ def _trainer_state(path: Path) -> tuple[dict[str, Any], str | None]:
     return (state, None) if isinstance(state, dict) else ({}, f"{TRAINER_STATE} holds no JSON object")
 
 
-def _manifest(path: Path) -> tuple[Digests, str | None]:
-    """The digests of the manifest, the largest file first; or why it cannot be used."""
+def manifest_of(path: Path) -> tuple[Digests, str | None]:
+    """The digests of the manifest, the largest file first; or why it cannot be used. Not collective."""
     try:
         files = dict(json.loads(read_file_inside(path, MANIFEST))["files"])
         return dict(sorted(files.items(), key=lambda item: -item[1]["bytes"])), None

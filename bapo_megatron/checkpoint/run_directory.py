@@ -60,6 +60,9 @@ _ADDED: dict[str, Any] = {
 Change = tuple[str, Any, Any]
 """A changed field: its name, its stored value, its value now."""
 
+NOT_SETTINGS = ("name", "run_dir", "allow_change", "accept_resume_mismatch", "logging.note")
+"""Fields of a configuration that name a run, or speak of one start of it: two runs always differ in them."""
+
 # Fields that may differ when a run continues: its length, place, speed, logging and deadlines, but not what
 # it computes. A name that ends with a dot or an underscore stands for all names that begin with it.
 _STEPS = "steps"
@@ -143,7 +146,11 @@ def _check_kind(directory: Path, samples_only: bool) -> None:
 
 def changes(config: RunConfig, stored: dict[str, Any]) -> list[Change]:
     """Fields of ``config`` that differ from a stored configuration, sorted by name."""
-    ours = plain_values(config)
+    return differences(plain_values(config), stored)
+
+
+def differences(ours: dict[str, Any], stored: dict[str, Any]) -> list[Change]:
+    """Fields in which two configurations by dotted names differ, sorted by name."""
     return [
         (name, stored.get(name), ours.get(name))
         for name in sorted(stored.keys() | ours.keys())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from bapo_megatron.commands.recipe_flags import parse_flags, recipe_path
 from bapo_megatron.config import RunConfig
@@ -14,11 +14,22 @@ from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand, se
 def rollout_server_command(arguments: Sequence[str]) -> None:
     """Start the server, and wait until it ends.
 
-    ``--rollout-only`` changes nothing here: a Slurm job gives its servers the flags of its trainer.
+    ``--rollout-only`` and ``--fork`` change nothing here: a Slurm job gives its servers the flags of its
+    trainer.
     """
-    arguments = [word for word in arguments if word not in ("--rollout-only", "--rollout_only")]
+    arguments = list(_without_trainers(arguments))
     recipe = recipe_path("rollout-server", arguments)
     default = ServeCommand(load_recipe(recipe, RunConfig))
     command = parse_flags("rollout-server", recipe, default, arguments)
     command.run.check()
     serve(command, has_cuda())
+
+
+def _without_trainers(arguments: Sequence[str]) -> Iterator[str]:
+    """The arguments without the flags that only a trainer has."""
+    rest = iter(arguments)
+    for word in rest:
+        if word == "--fork":
+            next(rest, None)
+        elif word not in ("--rollout-only", "--rollout_only") and not word.startswith("--fork="):
+            yield word

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bapo_megatron.cli import quiet
 
 if TYPE_CHECKING:
+    from bapo_megatron.checkpoint.fork_record import ForkSource
     from bapo_megatron.config import RunConfig
     from bapo_megatron.runtime.preemption import PreemptionSignal
 
@@ -34,7 +36,8 @@ def _train(arguments: Sequence[str]) -> int | None:
     from bapo_megatron.runtime.distributed import launched_world_size, run_processes
     from bapo_megatron.trainer.preflight import check_rollout_only, check_run
 
-    config, samples_only = train_flags("train", arguments)
+    process: Callable[..., None]
+    config, samples_only, fork = train_flags("train", arguments)
     launched = launched_world_size()
     first = launched is None or os.environ["RANK"] == "0"
     if samples_only:
@@ -42,8 +45,8 @@ def _train(arguments: Sequence[str]) -> int | None:
         check_rollout_only(config, read_dataset=first)
     else:
         processes = data_parallel_size(config.parallel, launched) * config.parallel.model_size
-        process = train_process
-        check_run(config, read_dataset=first)
+        process = partial(train_process, fork=fork)
+        check_run(config, read_dataset=first, fork=fork)
     check_writable(config.directory)
     try:
         if launched is not None:
@@ -58,8 +61,9 @@ def _train(arguments: Sequence[str]) -> int | None:
     return None
 
 
-def train_process(config: RunConfig) -> None:
-    """One rank of a training run, from its process group to its end."""
+def train_process(config: RunConfig, fork: ForkSource | None = None) -> None:
+    """One rank of a training run, from its process group to its end. ``fork``: where a new one begins."""
+    from bapo_megatron.checkpoint.fork import make_fork
     from bapo_megatron.commands.finish import finish
     from bapo_megatron.policy.layout import parallel_processes
     from bapo_megatron.train import train
@@ -71,6 +75,8 @@ def train_process(config: RunConfig) -> None:
         parallel_processes(config.parallel),
         _only_writer(config),
     ):
+        if fork is not None:
+            make_fork(config, fork)
         config, kept = pin_threads(config)
         with open_run(config, preemption) as run:
             if kept and run.recorder:

@@ -1,4 +1,4 @@
-"""The flags of ``bapo train`` that are no fields of a recipe: ``--rollout-only`` and ``--train-only``."""
+"""The flags of ``bapo train`` that are no fields of a recipe: its halves, and ``--fork``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import tyro
 
+from bapo_megatron.checkpoint.fork_record import ForkSource
 from bapo_megatron.commands.recipe_flags import parse_flags, recipe_path
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
@@ -21,7 +22,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Debugging: one half of a run without the other."""
+    """One half of a run without the other, and a run that begins where another was."""
 
     rollout_only: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Sample, judge and report the batches of all steps from the model's weights, with engines and without a
@@ -29,6 +30,10 @@ class TrainOptions:
     train_only: Annotated[tuple[Path, ...] | None, tyro.conf.arg(metavar="[RUN]")] = None
     """Train on the stored rollouts of RUN, a run or one with --rollout-only, without engines; without RUN on
     those of runs/NAME-rollout-only. Run directory: runs/NAME-train-only."""
+    fork: Annotated[str | None, tyro.conf.arg(metavar="RUN[:STEP]")] = None
+    """Begin a new run, in a new directory, at the checkpoint of STEP of RUN, or at its newest one: weights,
+    optimizer and dataset position. All settings but the model's shape may differ. A directory that is this
+    fork already is continued."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,18 @@ class TrainCommand:
     options: Annotated[TrainOptions, tyro.conf.arg(name="")] = field(default_factory=TrainOptions)
 
 
-def train_flags(command: str, arguments: Sequence[str]) -> tuple[RunConfig, bool]:
-    """The run that the recipe and the flags of ``bapo train`` ask for, and whether it is to sample only.
+class TrainRequest(NamedTuple):
+    """What the recipe and the flags of ``bapo train`` ask for."""
+
+    run: RunConfig
+    samples_only: bool = False
+    """Whether it is to sample, and not to train."""
+    fork: ForkSource | None = None
+    """The checkpoint of another run that it begins at."""
+
+
+def train_flags(command: str, arguments: Sequence[str]) -> TrainRequest:
+    """What the recipe and the flags of ``bapo train`` ask for.
 
     ConfigError for flags that do not go together, and for a run to train on that has no rollouts.
     """
@@ -50,8 +65,14 @@ def train_flags(command: str, arguments: Sequence[str]) -> tuple[RunConfig, bool
     if options.rollout_only and options.train_only is not None:
         raise ConfigError("--rollout-only and --train-only exclude each other: give one")
     if options.rollout_only:
-        return rollout_only_config(run), True
-    return run if options.train_only is None else train_only_config(run, options.train_only), False
+        if options.fork is not None:
+            raise ConfigError(
+                "--rollout-only samples from the recipe's model, and --fork trains on: give one"
+            )
+        return TrainRequest(rollout_only_config(run), samples_only=True)
+    if options.train_only is not None:
+        run = train_only_config(run, options.train_only)
+    return TrainRequest(run, fork=ForkSource.of(options.fork) if options.fork is not None else None)
 
 
 def rollout_only_config(run: RunConfig) -> RunConfig:

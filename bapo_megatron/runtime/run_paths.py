@@ -65,6 +65,8 @@ class RunPaths:
         """The file that the only writer holds locked."""
         self.config = root / "config.json"
         """The resolved configuration, with the format's version."""
+        self.fork = root / "fork.json"
+        """The checkpoint of another run that this one began at."""
         self.metrics = root / "metrics.jsonl"
         """The metrics of each step."""
         self.updates = root / "updates.jsonl"

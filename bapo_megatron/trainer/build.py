@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from bapo_megatron.checkpoint.run_directory import store_config
+from bapo_megatron.checkpoint.run_directory import plain_values, read_config, store_config
 from bapo_megatron.checkpoint.step_exports import StepExports
 from bapo_megatron.checkpoint.store import CheckpointStore
 from bapo_megatron.config import RunConfig
@@ -81,7 +81,7 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
     saved = point.checkpoint
     if saved:
         policy.load(saved.policy, saved.trainer["version"])
-        clip_bounds.load_state(saved.trainer["clipping"])
+        clip_bounds.load_state(point.clipping(config))
     with ExitStack() as opened:
         recorder = exports = sampler = servers = None
         if is_main():
@@ -92,13 +92,13 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
         store = _checkpoint_store(config, point, exports)
         if recorder and point.has_work:
             sampler, servers = opened.enter_context(open_sampler(config, recorder.event))
-            sampler.start(point.first_step, saved.trainer["sampler"] if saved else None)
+            sampler.start(point.first_step, point.sampler(config))
         on_event = recorder.event if recorder else lambda _event: None
         sync = build_weight_sync(
             config.rollout, paths.weights, config.model.hf_path, policy, sampler, servers, on_event
         )
         if saved and point.has_work:
-            for event in check_restored(config, policy, sampler, saved):
+            for event in check_restored(config, policy, sampler, saved, point.fork):
                 on_event(event)
         sync.push(policy, point.first_step - 1)
         client = sampler if isinstance(sampler, SamplerClient) else None
@@ -130,6 +130,7 @@ def build_policy(config: RunConfig, reader: TensorReader | None = None) -> Megat
 @contextmanager
 def _recorder(config: RunConfig, point: ResumePoint) -> Iterator[Recorder]:
     """The recorder of a run that begins or continues; it stores the configuration and notes its changes."""
+    is_first = point.fork is not None and read_config(config.directory) is None
     if point.has_work:
         store_config(config)
     with closing(Recorder(config, point.first_step, point.has_work)) as recorder:
@@ -137,6 +138,9 @@ def _recorder(config: RunConfig, point: ResumePoint) -> Iterator[Recorder]:
             recorder.event(
                 {"kind": "config_changed", "fields": {name: now for name, _, now in point.changed}}
             )
+        if point.fork and is_first:
+            changed = {name: now for name, _, now in point.fork.changed(plain_values(config))}
+            recorder.event({"kind": "forked", **asdict(point.fork.origin), "fields": changed})
         yield recorder
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from bapo_megatron.checkpoint.fork import check_fork
+from bapo_megatron.checkpoint.fork_record import ForkSource
 from bapo_megatron.checkpoint.run_directory import check_same_run
 from bapo_megatron.config import ModelConfig, ParallelConfig, RunConfig, SftConfig
 from bapo_megatron.errors import ConfigError
@@ -30,13 +32,15 @@ from bapo_megatron.trainer.sampling import load_problems, load_suites
 from bapo_megatron.trainer.sft import load_solutions
 
 
-def check_run(config: RunConfig, read_dataset: bool = True) -> None:
-    """ConfigError with the first problem that would stop the run: fields, model, layout, dataset."""
-    for check in run_checks(config, read_dataset):
+def check_run(config: RunConfig, read_dataset: bool = True, fork: ForkSource | None = None) -> None:
+    """ConfigError with the first problem that would stop the run: fields, model, layout, fork, dataset."""
+    for check in run_checks(config, read_dataset, fork):
         check()
 
 
-def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callable[[], object]]:
+def run_checks(
+    config: RunConfig, read_dataset: bool = True, fork: ForkSource | None = None
+) -> Iterator[Callable[[], object]]:
     """The checks of ``check_run``, one by one. The first one must pass before the others are called."""
 
     @cache
@@ -50,6 +54,7 @@ def run_checks(config: RunConfig, read_dataset: bool = True) -> Iterator[Callabl
     yield tokenizer
     yield lambda: _check_context(config)
     yield lambda: check_same_run(config)
+    yield lambda: check_fork(config, fork)
     yield lambda: _check_engine(config)
     yield lambda: _check_profile(config)
     if config.rollout.replay is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from bapo_megatron.checkpoint.fork_record import Fork, may_differ, other_algorithm, other_data, read_fork
 from bapo_megatron.checkpoint.reader import Checkpoint, latest_checkpoint
 from bapo_megatron.checkpoint.resume_check import (
     fingerprint_differences,
@@ -16,6 +17,7 @@ from bapo_megatron.checkpoint.writer import clear_leftovers
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ResumeError
 from bapo_megatron.interfaces import Policy, Sampler
+from bapo_megatron.rollout.sampler.beginning import FORKED
 from bapo_megatron.runtime.distributed import is_main, share
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from bapo_megatron.types import Metrics
@@ -44,6 +46,22 @@ class ResumePoint:
     """Whether steps are left, or the evaluation of the last one."""
     changed: list[Change]
     """Settings that differ from those that the run was stored with."""
+    fork: Fork | None = None
+    """The fork whose beginning the checkpoint is; None for a checkpoint that the run has written itself."""
+
+    def clipping(self, config: RunConfig) -> Any:
+        """The state of the clipping bounds to restore; None where a fork's algorithm is another one."""
+        assert self.checkpoint is not None
+        if self.fork and other_algorithm(config, self.fork):
+            return None
+        return self.checkpoint.trainer["clipping"]
+
+    def sampler(self, config: RunConfig) -> dict[str, Any] | None:
+        """The state of the sampler to begin at; None for a new run."""
+        if self.checkpoint is None:
+            return None
+        state: dict[str, Any] = self.checkpoint.trainer["sampler"]
+        return state if self.fork is None else {**state, FORKED: other_data(config, self.fork)}
 
 
 def find_resume_point(config: RunConfig) -> ResumePoint:
@@ -60,20 +78,31 @@ def find_resume_point(config: RunConfig) -> ResumePoint:
     changed = share(changed_settings(config) if is_main() else None)
     if partial:
         check_partial_step(changed, config)
-    return ResumePoint(latest, first_step, partial, has_work, changed)
+    begun = share(read_fork(config.directory) if is_main() else None)
+    is_beginning = begun and latest and latest.moment == (begun.origin.step, 0)
+    return ResumePoint(latest, first_step, partial, has_work, changed, begun if is_beginning else None)
 
 
 def check_restored(
-    config: RunConfig, policy: Policy, sampler: Sampler | None, saved: Checkpoint
+    config: RunConfig,
+    policy: Policy,
+    sampler: Sampler | None,
+    saved: Checkpoint,
+    fork: Fork | None = None,
 ) -> list[dict[str, Any]]:
     """Resume check: ResumeError, on every rank, if the restored state is not the one that was saved.
 
     Returns the events to record: of differences that ``config.accept_resume_mismatch`` names, and of a
-    checkpoint that holds too little to compare. ``sampler`` is None on every rank but 0. Collective.
+    checkpoint that holds too little to compare. ``sampler`` is None on every rank but 0. ``fork``: the
+    checkpoint is its beginning, and what its settings change is not compared. Collective.
     """
     stored = saved.trainer["certificate"]
     found = state_fingerprint(config, policy, share(sampler.state() if sampler else None))
     differences = fingerprint_differences(config, stored, found)
+    if fork:
+        differences = {
+            name: line for name, line in differences.items() if name not in may_differ(config, fork)
+        }
     names = {f"{saved.path.name}:{name}": line for name, line in differences.items()}
     if refused := [name for name in names if name not in config.accept_resume_mismatch]:
         raise ResumeError(

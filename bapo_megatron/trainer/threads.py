@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from bapo_megatron.checkpoint.run_directory import THREADS, read_config
+from bapo_megatron.checkpoint.fork_record import began_with
+from bapo_megatron.checkpoint.run_directory import THREADS
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat
 from bapo_megatron.policy.device import has_cuda
@@ -57,14 +58,14 @@ def _told(kind: str, threads: int, environment: int, message: str) -> Event:
 
 
 def _kept(config: RunConfig) -> int | None:
-    """The number that the run directory names."""
-    kept: int | None = (read_config(config.directory) or {}).get(THREADS)
+    """The number that the run directory names, or that of the run that it is forked from."""
+    kept: int | None = (began_with(config.directory) or {}).get(THREADS)
     return kept
 
 
 def _has_other_layout(config: RunConfig) -> bool:
     """Whether the run directory names another layout, as far as sums depend on it."""
-    stored, now, parallel = read_config(config.directory) or {}, flat(config), config.parallel
+    stored, now, parallel = began_with(config.directory) or {}, flat(config), config.parallel
     if any(stored.get(name, now[name]) != now[name] for name in _LAYOUT):
         return True
     data = stored.get("parallel.data")  # None: as many as were launched, which the directory does not say

@@ -18,6 +18,7 @@ _PATIENCE_S = 30.0
 
 def submit_command(arguments: Sequence[str]) -> None:
     """``bapo submit RECIPE --cluster FILE``: submit a run as a Slurm job, or print its script."""
+    from bapo_megatron.checkpoint.fork import check_fork
     from bapo_megatron.commands.cluster.submit import USAGE, SubmitCommand, submit
     from bapo_megatron.commands.train_flags import train_flags
 
@@ -25,7 +26,8 @@ def submit_command(arguments: Sequence[str]) -> None:
         print(f"{USAGE}\n\n`bapo train RECIPE --help` lists the flags; docs/cluster_file.md the file's keys.")
         return
     command = SubmitCommand.of(arguments)
-    config, _ = train_flags("submit", [str(command.recipe), *command.flags])
+    config, _, fork = train_flags("submit", [str(command.recipe), *command.flags])
+    check_fork(config, fork)
     print(found := submit(command, config), end="", flush=True)
     if not command.dry_run:  # beside the number, which alone a script reads
         run = shlex.quote(str(Path.cwd() / config.directory))

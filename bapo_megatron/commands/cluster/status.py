@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.commands.cluster.slurm_client import JobState, queue_state, read_job_state
 from bapo_megatron.errors import ConfigError
@@ -61,6 +62,8 @@ class Status:
     trouble: str | None
     """The last event of a kind that means trouble."""
     trouble_age_s: float | None
+    forked: str | None = None
+    """Where it was forked from, in words."""
 
 
 def read_status(run: Path, now: float | None = None) -> Status:
@@ -92,6 +95,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
         moved=_moved(paths.metrics),
         trouble=_told(trouble) if trouble else None,
         trouble_age_s=_age(trouble, now) if trouble else None,
+        forked=lineage_text(run),
     )
 
 

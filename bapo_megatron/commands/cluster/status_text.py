@@ -18,6 +18,8 @@ def status_text(status: Status) -> str:
 
 def _rows(status: Status) -> Iterator[tuple[str, str]]:
     yield "run", str(status.run)
+    if status.forked is not None:
+        yield "forked from", status.forked
     yield "job", _job(status)
     yield "step", _step(status)
     if status.checkpoint is None:

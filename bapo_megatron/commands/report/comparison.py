@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.checkpoint.run_directory import NOT_SETTINGS
 from bapo_megatron.commands.report.data import PAGE, RunRecord, headline, make_report_folder, read_run
 from bapo_megatron.commands.report.header import facts
 from bapo_megatron.commands.report.panels import PANELS, Panel
@@ -25,13 +26,12 @@ from bapo_megatron.commands.report.text import (
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 
-_NOT_SETTINGS = ("name", "run_dir", "allow_change", "accept_resume_mismatch", "logging.note")
 _OUR_PREFIXES = (
     *("reward", "rollout", "sampler", "policy", "bapo", "contribution", "staleness", "time", "eval"),
     *("corrections", "polarity", "tokens", "raised", "entropy_rule", "quadrant", "ratio"),
 )
 """First parts of the names of metrics that every run may have."""
-_SHOWN_EVENTS = ("start", "resume", "resume_mismatch_accepted", "config_changed", *LOSS_EVENTS)
+_SHOWN_EVENTS = ("start", "resume", "forked", "resume_mismatch_accepted", "config_changed", *LOSS_EVENTS)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def setting_differences(configs: Sequence[dict[str, Any]]) -> list[tuple[str, li
     """The settings that differ between runs, with every run's value; without names and directories."""
     names = dict.fromkeys(name for config in configs for name in config)
     rows = []
-    for name in sorted(set(names) - set(_NOT_SETTINGS)):
+    for name in sorted(set(names) - set(NOT_SETTINGS)):
         values = [
             json.dumps(config[name], ensure_ascii=False) if name in config else NO_VALUE for config in configs
         ]
@@ -138,7 +138,8 @@ def _facts(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     columns = [dict(facts(run)) for run in runs]
     rewards = [headline(run.steps) for run in runs]
     said = [f"{number(reward['reward_first'])} → {number(reward['reward_last'])}" for reward in rewards]
-    return [*((name, [column[name] for column in columns]) for name in columns[0]), ("reward", said)]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [*((name, [column.get(name, NO_VALUE) for column in columns]) for name in names), ("reward", said)]
 
 
 def _results(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:

@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.jsonl_log import Row, read_jsonl
@@ -57,6 +58,8 @@ class RunRecord:
     """The resolved configuration by dotted names; empty if it was not stored."""
     evaluations: list[Row] = field(default_factory=list)
     """Metrics on held-out problems, at the steps that were evaluated."""
+    forked: str | None = None
+    """Where it was forked from, in words."""
 
     @property
     def name(self) -> str:
@@ -113,6 +116,7 @@ def read_run(run_dir: Path) -> RunRecord:
         _read_optional(paths.events),
         read_config(run_dir) or {},
         _metrics(paths.evaluations),
+        lineage_text(run_dir),
     )
 
 

@@ -58,7 +58,7 @@ def _loss(run: RunRecord) -> str:
 
 
 def facts(run: RunRecord) -> list[Fact]:
-    """Algorithm, preset, target, staleness, held-out problems and baseline of a run, in words."""
+    """Algorithm, preset, target, staleness, held-out problems, baseline and origin of a run, in words."""
     return [
         ("algorithm", algorithm(run)),
         ("preset", _preset(run)),
@@ -66,6 +66,7 @@ def facts(run: RunRecord) -> list[Fact]:
         ("staleness", _staleness(run)),
         ("held-out", _held_out(run)),
         ("baseline", _baseline(run)),
+        *([("forked from", run.forked)] if run.forked else []),
     ]
 
 
@@ -150,8 +151,10 @@ def _held_out(run: RunRecord) -> str:
 
 def _baseline(run: RunRecord) -> str:
     """What the results may be compared with: the run's own beginning."""
-    rows = [row for row in _evaluated(run) if row["step"] == 0]
-    said = f"the policy before training, reward {number(headline(run.steps)['reward_first'])}"
+    begun = int(run.steps[0]["step"]) - 1
+    rows = [row for row in _evaluated(run) if row["step"] == begun]
+    policy = f"the policy after step {begun}" if begun else "the policy before training"
+    said = f"{policy}, reward {number(headline(run.steps)['reward_first'])}"
     return f"{said}, held-out {_score(rows[0])}" if rows else said
 
 

@@ -13,6 +13,7 @@ from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.admission import AdmissionController
 from bapo_megatron.rollout.sampler.batch_builder import BatchBuilder
+from bapo_megatron.rollout.sampler.beginning import OUTSTANDING, beginning
 from bapo_megatron.rollout.sampler.dispatcher import Dispatcher
 from bapo_megatron.rollout.sampler.event_log.events import steps_rewound, weights_loaded
 from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal
@@ -48,7 +49,8 @@ class GroupSampler:
         self._journal = SegmentJournal(self._folder)
         self._files = StepFiles(self._folder, report)
         prompts, rollout = dataset.prompts, config.rollout
-        self._state = state = SamplerState(prompts, rollout.group_size, identity(config, len(prompts)))
+        self._identity = identity(config, len(prompts))
+        self._state = state = SamplerState(prompts, rollout.group_size, self._identity)
         self._admission = admission = AdmissionController(rollout, state)
         self._dispatcher = dispatcher = Dispatcher(config, dataset, state, admission, pool)
         self._batches = BatchBuilder(config, state, admission, pool, self._folder, rounds)
@@ -70,10 +72,15 @@ class GroupSampler:
         """Replay the journal, and begin before ``first_step``; ``state`` is that of the last checkpoint."""
         for damage in await asyncio.to_thread(self._journal.replay, self._state.apply):  # gigabytes of it
             self._report("journal_damaged", detail=damage)
+        opened: list[Record] = []
         if self._state.is_empty and state:
-            self._state.apply(Record("state", state, {}))
-            self._report("journal_missing", detail=f"{self._folder}: what was in the making is lost")
-        self._journal.rotate(self._state.snapshot())
+            begun = beginning(state, self._identity, first_step - 1)
+            self._state.apply(begun.state)
+            opened = begun.opened
+            self._report(begun.kind, detail=f"{self._folder}: {begun.message}")
+        self._journal.rotate(self._state.snapshot(), *opened)
+        for record in opened:
+            self._state.apply(record)
         missing = await asyncio.to_thread(self._files.missing_records, self._state, first_step)
         if missing:  # or the next process would count their groups once more
             await asyncio.to_thread(self._journal.commit, missing)
@@ -129,8 +136,9 @@ class GroupSampler:
         self._loop.post(weights_loaded(version, step))
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, needed only if the journal is lost: place in the dataset, counts."""
-        return self._state.snapshot().fields
+        """The state for a checkpoint, needed for a fork, or if the journal is lost: place in the dataset,
+        counts, and the prompts in the making."""
+        return {**self._state.snapshot().fields, OUTSTANDING: self._state.outstanding_places}
 
     async def checkpointed(self, oldest: int) -> None:
         """Start a new log; delete the files that no continuation after step ``oldest`` needs."""

@@ -57,15 +57,18 @@ class SegmentJournal:
                     apply(found)
         return damage
 
-    def rotate(self, snapshot: Record) -> None:
-        """Start a new log: once after ``replay``, and whenever the present one is ``is_full``."""
+    def rotate(self, snapshot: Record, *more: Record) -> None:
+        """Start a new log: once after ``replay``, and whenever the present one is ``is_full``.
+
+        ``more``: records that are there together with the snapshot, or not at all.
+        """
         if self._log is not None:
             self._log.close()
         number = max((int(path.stem.removeprefix("segments-")) for path in self._paths()), default=0) + 1
         path = self._folder / f"segments-{number:06d}.log"
         with writing("the journal", path):
             self._log, self._groups[path] = WriteAheadLog(path), set()
-        self.commit([snapshot])
+        self.commit([snapshot, *more])
         sync_folder(self._folder)
 
     @property

@@ -185,6 +185,12 @@ class SamplerState:
         return len(self.open) + len(self.finished)
 
     @property
+    def outstanding_places(self) -> list[tuple[int, int, int]]:
+        """Number, epoch and prompt of each outstanding group, in the order in which they were opened."""
+        groups: list[OpenGroup | FinishedGroup] = [*self.open.values(), *self.finished.values()]
+        return sorted((group.number, group.epoch, group.index) for group in groups)
+
+    @property
     def outstanding_tokens(self) -> int:
         """Tokens of the outstanding groups."""
         of_open = sum(group.tokens for group in self.open.values())

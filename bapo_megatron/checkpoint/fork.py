@@ -1,0 +1,264 @@
+"""A fork: a new run that begins at a checkpoint of another, with its weights, optimizer and dataset position.
+
+    NEW/checkpoints/step_000120/   the other run's checkpoint: hard links to its files, or copies
+    NEW/fork.json                  where it came from (``fork_record.py``)
+
+The folder of the checkpoint has a hidden name until its bytes are checked and fork.json is written, so that a
+killed process leaves nothing that is taken for a run. The other run may be training, and is only read.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from bapo_megatron.checkpoint.fork_record import Fork, ForkSource, Origin, read_fork, write_fork
+from bapo_megatron.checkpoint.reader import READERS, manifest_of, read_checkpoint
+from bapo_megatron.checkpoint.run_directory import read_config
+from bapo_megatron.checkpoint.writer import clear_leftovers
+from bapo_megatron.config import RunConfig
+from bapo_megatron.errors import CheckpointError, ConfigError
+from bapo_megatron.hf.config import read_model_shape
+from bapo_megatron.runtime.distributed import is_main, share, together
+from bapo_megatron.runtime.files import file_below, remove_folder, sync_file, sync_folder
+from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
+from bapo_megatron.runtime.storage import writing
+
+T = TypeVar("T")
+
+_MEET_S = 5.0
+"""How long rank 0 copies before the ranks meet again, so that no collective times out."""
+
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of a file system, or between two, that gives no hard link; a copy may be possible."""
+
+_SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "qkv_bias", "qk_norm")
+"""What decides about the tensors of a model, of the fields of ``ModelShape``."""
+
+
+# --- before anything starts ---
+
+
+def check_fork(config: RunConfig, source: ForkSource | None) -> None:
+    """Check what ``--fork`` asks for, and a run directory that holds a fork; ConfigError if it cannot be had.
+
+    A directory that is this fork already is continued, whatever has become of the other run.
+    """
+    fork, is_begun = read_fork(config.directory), _has_checkpoint(config.directory)
+    if source is None:
+        if fork and not is_begun:
+            raise ConfigError(
+                f"{config.directory} is a fork of {fork.origin}, and holds no checkpoint (yet): give "
+                f"--fork {fork.origin.run}:{fork.origin.step} to make it, or another --run-dir"
+            )
+        return
+    if fork is None:
+        _check_new(config.directory, source)
+    else:
+        source = _same_source(config.directory, fork, source)
+        if is_begun:
+            return
+    _check_source(config, source)
+
+
+def _same_source(directory: Path, fork: Fork, source: ForkSource) -> ForkSource:
+    """``source`` with the step of ``fork``; ConfigError if it names another checkpoint."""
+    same_run = str(source.run.resolve()) == fork.origin.run
+    if not same_run or source.step not in (None, fork.origin.step):
+        raise ConfigError(
+            f"--fork {source}: {directory} is a fork of {fork.origin}; leave --fork out to continue it, or "
+            "give another --run-dir"
+        )
+    return replace(source, step=fork.origin.step)
+
+
+def _check_new(directory: Path, source: ForkSource) -> None:
+    paths = RunPaths(directory)
+    if source.run.resolve() == directory.resolve():
+        raise ConfigError(f"--fork {source}: that is this run's own directory; give a new --run-dir")
+    if _has_checkpoint(directory) or any(
+        path.exists() for path in (paths.config, paths.metrics, paths.journal)
+    ):
+        raise ConfigError(
+            f"--fork {source}: {directory} is a run already, which is no fork of it; give a new --run-dir"
+        )
+
+
+def _check_source(config: RunConfig, source: ForkSource) -> None:
+    settings = read_config(source.run)
+    if settings is None:
+        raise ConfigError(
+            f"--fork {source}: {source.run} is no run directory: it has no {RunPaths(source.run).config.name}"
+        )
+    step = max(_candidates(source, {}))
+    theirs = Path(settings["model.hf_path"])
+    if (theirs / "config.json").is_file():
+        other, ours = read_model_shape(theirs), read_model_shape(config.model.hf_path)
+        if differ := [name for name in _SHAPE if getattr(other, name) != getattr(ours, name)]:
+            told = ", ".join(f"{name} {getattr(other, name)}, here {getattr(ours, name)}" for name in differ)
+            raise ConfigError(
+                f"--fork {source}: its weights do not fit model.hf_path={config.model.hf_path} ({told}); all "
+                f"other settings may differ, the shape of the model may not"
+            )
+    if step >= config.steps:
+        raise ConfigError(
+            f"--fork {source}: the checkpoint is that of step {step}, and steps={config.steps}: nothing "
+            f"would be left to train; raise --steps, which counts from the beginning of the first run"
+        )
+
+
+def _candidates(source: ForkSource, refused: dict[int, str]) -> dict[int, Path]:
+    """The checkpoints that ``source`` may mean, by step, but those ``refused``; ConfigError if there is none.
+
+    Those within a step are none: their step's batch belongs to the other run.
+    """
+    found = dict(step_entries(RunPaths(source.run).checkpoints))
+    whole = {step: path for (step, updates), path in found.items() if not updates}
+    left = {step: path for step, path in sorted(whole.items()) if step not in refused}
+    chosen = left if source.step is None else {s: path for s, path in left.items() if s == source.step}
+    if chosen:
+        return chosen
+    told = [f"step {step}: {why}" for step, why in refused.items()]
+    if left:
+        told.append(f"there are checkpoints of the steps {', '.join(map(str, left))}")
+    else:
+        within = [f"one within step {step + 1}" for (step, updates) in sorted(found) if updates]
+        told.append(f"there is {within[-1]}, and a fork begins between two" if within else "there is none")
+    what = "no checkpoint" if source.step is None else f"no whole checkpoint of step {source.step}"
+    raise ConfigError(
+        f"--fork {source}: {what} can be taken; {'; '.join(told)} (checkpoint.keep_last and keep_every of "
+        f"that run say which stay)"
+    )
+
+
+def _has_checkpoint(directory: Path) -> bool:
+    return any(step_entries(RunPaths(directory).checkpoints))
+
+
+# --- making it ---
+
+
+def make_fork(config: RunConfig, source: ForkSource) -> None:
+    """Make the run directory a fork of ``source``, unless it is one; its lock must be held. Collective.
+
+    A checkpoint that is damaged, or that the other run deletes meanwhile, is passed over and named, if
+    ``source`` gives no step. ConfigError if none is left; RunStopped if the disk is full or fails.
+    """
+    directory = config.directory
+    fork = share(read_fork(directory) if is_main() else None)
+    if fork is not None:
+        if share(_has_checkpoint(directory) if is_main() else None):
+            return
+        source = _same_source(directory, fork, source)
+    refused: dict[int, str] = {}
+    while True:
+        candidates = _on_main(lambda: _candidates(source, refused))
+        step = max(candidates)
+        hidden, problem = _copied(candidates[step], directory, step)
+        if problem is None:
+            break
+        refused[step] = problem
+        if is_main():
+            print(f"--fork {source}: passing over the checkpoint of step {step}: {problem}", flush=True)
+    _on_main(lambda: _publish(config, source, hidden, step))
+
+
+def _copied(checkpoint: Path, directory: Path, step: int) -> tuple[Path, str | None]:
+    """A hidden folder of ``directory`` with the files of ``checkpoint``, their bytes checked; or why there is
+    none. Collective."""
+    final = RunPaths(directory).checkpoint(step)
+    hidden = final.with_name(f".{final.name}.{share(uuid.uuid4().hex[:8])}.tmp")
+    return hidden, _on_main(lambda: _place(checkpoint, hidden)) or _damage(hidden, step)
+
+
+def _on_main(action: Callable[[], T]) -> T:
+    """The result of ``action`` on rank 0, on every rank; they meet every few seconds. Collective."""
+    if dist.get_world_size() == 1:
+        return action()
+    with ThreadPoolExecutor(1, thread_name_prefix="fork") as pool:
+        future = pool.submit(action) if is_main() else None
+        while not share(_is_done(future) if future else None):
+            pass
+        return together(lambda: future.result() if future else None)[0]  # type: ignore[return-value]
+
+
+def _is_done(future: Future[T]) -> bool:
+    wait_for([future], timeout=_MEET_S)
+    return future.done()
+
+
+def _place(checkpoint: Path, hidden: Path) -> str | None:
+    """Put the files of ``checkpoint`` into the folder ``hidden``, durably; or why they cannot be had."""
+    clear_leftovers(hidden.parents[1])
+    files, problem = manifest_of(checkpoint)
+    if problem is not None:
+        return problem
+    try:
+        with writing("the checkpoint of a fork", hidden):
+            for name in files:
+                (hidden / name).parent.mkdir(parents=True, exist_ok=True)
+            with ThreadPoolExecutor(READERS, thread_name_prefix="fork") as pool:
+                list(
+                    pool.map(
+                        lambda name: _link(file_below(checkpoint, name), hidden / name), [*files, MANIFEST]
+                    )
+                )
+            for folder in {(hidden / name).parent for name in files}:
+                sync_folder(folder)
+    except (FileNotFoundError, CheckpointError) as error:
+        remove_folder(hidden)
+        return str(error) if checkpoint.exists() else "its run has deleted it"
+    except BaseException:
+        remove_folder(hidden, ignore_errors=True)  # or a full disk stays full
+        raise
+    return None
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name, ``target``; or copy it, where that is not possible."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        shutil.copyfile(source, target)
+        sync_file(target)
+
+
+def _damage(folder: Path, step: int) -> str | None:
+    """Why a checkpoint is not whole; then its folder is removed. Collective."""
+    try:
+        read_checkpoint(folder, (step, 0))
+    except CheckpointError as error:
+        dist.barrier()  # all have read it
+        if is_main():
+            remove_folder(folder)
+        return str(error)
+    return None
+
+
+def _publish(config: RunConfig, source: ForkSource, hidden: Path, step: int) -> None:
+    """Write fork.json, and give the checkpoint its name."""
+    other, final = source.run.resolve(), RunPaths(config.directory).checkpoint(step)
+    fork = Fork(
+        Origin(str(other), step),
+        hashlib.sha256((hidden / MANIFEST).read_bytes()).hexdigest(),
+        read_config(other) or {},
+        before.lineage if (before := read_fork(other)) else (),
+    )
+    with writing("the fork's record", RunPaths(config.directory).fork):
+        write_fork(config.directory, fork)
+        hidden.rename(final)
+        sync_folder(final.parent)
+    print(f"{config.directory}: forked from {fork.origin}", flush=True)

@@ -171,7 +171,7 @@ def make_fork(config: RunConfig, source: ForkSource) -> None:
         refused[step] = problem
         if is_main():
             print(f"--fork {source}: passing over the checkpoint of step {step}: {problem}", flush=True)
-    _on_main(lambda: _publish(config, source, hidden, step))
+    _on_main(lambda: _publish(directory, source, hidden, step))
 
 
 def _copied(checkpoint: Path, directory: Path, step: int) -> tuple[Path, str | None]:
@@ -248,17 +248,19 @@ def _damage(folder: Path, step: int) -> str | None:
     return None
 
 
-def _publish(config: RunConfig, source: ForkSource, hidden: Path, step: int) -> None:
+def _publish(directory: Path, source: ForkSource, hidden: Path, step: int) -> None:
     """Write fork.json, and give the checkpoint its name."""
-    other, final = source.run.resolve(), RunPaths(config.directory).checkpoint(step)
+    other, final = source.run.resolve(), RunPaths(directory).checkpoint(step)
     fork = Fork(
         Origin(str(other), step),
         hashlib.sha256((hidden / MANIFEST).read_bytes()).hexdigest(),
         read_config(other) or {},
         before.lineage if (before := read_fork(other)) else (),
     )
-    with writing("the fork's record", RunPaths(config.directory).fork):
-        write_fork(config.directory, fork)
+    with writing("the record of a fork", RunPaths(directory).fork):
+        write_fork(directory, fork)
         hidden.rename(final)
         sync_folder(final.parent)
-    print(f"{config.directory}: forked from {fork.origin}", flush=True)
+    later = [one for one, _ in step_entries(RunPaths(other).checkpoints) if one > (step, 0)]
+    left = f" (its newest lies within step {max(later)[0] + 1})" if later and source.step is None else ""
+    print(f"{directory}: forked from {fork.origin}{left}", flush=True)

@@ -53,8 +53,8 @@ def run_checks(
     yield lambda: checked_loss(config)
     yield tokenizer
     yield lambda: _check_context(config)
-    yield lambda: check_same_run(config)
     yield lambda: check_fork(config, fork)
+    yield lambda: check_same_run(config)
     yield lambda: _check_engine(config)
     yield lambda: _check_profile(config)
     if config.rollout.replay is not None:

@@ -29,6 +29,7 @@ from bapo_megatron.commands import train
 from bapo_megatron.runtime.processes import die_with_parent
 
 if TYPE_CHECKING:
+    from bapo_megatron.checkpoint.fork_record import ForkSource
     from bapo_megatron.config import RunConfig
     from bapo_megatron.rollout.sampler.client import SamplerClient
 
@@ -107,14 +108,14 @@ def fork_first_sampler() -> None:
         train.train_process = _with_standby(train.train_process)
 
 
-def _with_standby(train_process: Callable[[RunConfig], None]) -> Callable[[RunConfig], None]:
+def _with_standby(train_process: Callable[..., None]) -> Callable[..., None]:
     """``train_process``, whose first sampler is forked."""
 
     @functools.wraps(train_process)
-    def process(config: RunConfig) -> None:
+    def process(config: RunConfig, fork: ForkSource | None = None) -> None:
         if os.environ["RANK"] == "0":
             _use(Standby())
-        train_process(config)
+        train_process(config, fork)
 
     return process
 

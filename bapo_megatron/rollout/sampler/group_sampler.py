@@ -77,7 +77,7 @@ class GroupSampler:
             begun = beginning(state, self._identity, first_step - 1)
             self._state.apply(begun.state)
             opened = begun.opened
-            self._report(begun.kind, detail=f"{self._folder}: {begun.message}")
+            self._report(begun.kind, detail=begun.message)
         self._journal.rotate(self._state.snapshot(), *opened)
         for record in opened:
             self._state.apply(record)

@@ -1,0 +1,354 @@
+"""A fork is there whole or not at all, whatever happens to it, to the disk, and to the run that it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.checkpoint import fork as forks
+from bapo_megatron.checkpoint.fork import check_fork, make_fork
+from bapo_megatron.checkpoint.fork_record import ForkSource, lineage_text, may_differ, other_data, read_fork
+from bapo_megatron.checkpoint.reader import latest_checkpoint
+from bapo_megatron.checkpoint.run_directory import store_config
+from bapo_megatron.checkpoint.store import CheckpointStore
+from bapo_megatron.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
+from bapo_megatron.errors import ConfigError, RunStopped
+from tests.support.forked_commands import ROOT
+from tests.support.saves import save, write_policy
+from tests.support.small_disk import fill, small_disk
+
+pytestmark = pytest.mark.usefixtures("one_process_group")
+POLICY = ROOT / "recipes/demo/policy"
+
+
+def config_of(directory: Path, steps: int = 40) -> RunConfig:
+    return RunConfig("test", ModelConfig(POLICY), DataConfig(Path("d.jsonl")), steps=steps, run_dir=directory)
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Path:
+    """A run with checkpoints of the steps 10 and 20, and of the middle of step 21."""
+    run = tmp_path / "parent"
+    run.mkdir()
+    store_config(config_of(run))
+    store = CheckpointStore(run, CheckpointConfig(keep_last=0))
+    for step in (10, 20):
+        save(store, step, write_policy(b"weights of %d" % step), {"version": step * 4})
+    store.begin((20, 3), {"policy": write_policy(b"half a step")}, {})
+    store.finalize(wait=True)
+    return run
+
+
+def content(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Bytes and time of every file."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def fork(parent: Path, child: Path, step: int | None = None) -> None:
+    """What ``bapo train --fork`` does, before and after the process group."""
+    source = ForkSource(parent, step)
+    check_fork(config_of(child), source)
+    make_fork(config_of(child), source)
+
+
+def weights(run: Path) -> bytes:
+    latest = latest_checkpoint(run)
+    assert latest is not None
+    return (latest.policy / "deep/weights.bin").read_bytes()
+
+
+@pytest.mark.parametrize(("step", "found"), [(10, 10), (20, 20), (None, 20)])
+def test_it_begins_at_the_checkpoint_and_leaves_the_other_run_alone(
+    step: int | None, found: int, parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, child = content(parent), tmp_path / "child"
+    fork(parent, child, step)
+    assert weights(child) == b"weights of %d" % found
+    assert content(parent) == before
+    assert f"{child}: forked from {parent} at step {found}" in capsys.readouterr().out
+    file = f"checkpoints/step_0000{found}/policy/deep/weights.bin"
+    assert os.path.samefile(child / file, parent / file)  # no second copy on one disk
+    shutil.rmtree(parent)
+    fork(parent, child, step)  # the same command continues it
+    assert weights(child) == b"weights of %d" % found
+
+
+def test_a_checkpoint_within_a_step_is_named_and_passed_over(
+    parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fork(parent, tmp_path / "child")
+    assert "at step 20 (its newest lies within step 21)" in capsys.readouterr().out
+    for step in (10, 20):
+        shutil.rmtree(parent / f"checkpoints/step_0000{step}")
+    with pytest.raises(
+        ConfigError, match="no checkpoint can be taken; there is one within step 21, and a fork"
+    ):
+        fork(parent, tmp_path / "other")
+
+
+def test_where_no_link_is_possible_it_is_copied(
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    fork(parent, tmp_path / "child")
+    file = "checkpoints/step_000020/policy/deep/weights.bin"
+    assert weights(tmp_path / "child") == b"weights of 20"
+    assert not os.path.samefile(tmp_path / "child" / file, parent / file)
+
+
+class Death(BaseException):
+    """The process has ended, and cleans nothing up."""
+
+
+@pytest.mark.parametrize("moment", ["link 1", "link 2", "link 3", "sync", "check", "record", "name", "named"])
+def test_a_kill_leaves_nothing_that_is_taken_for_a_run(
+    moment: str, parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child, what, links = tmp_path / "child", moment.split()[0], []
+    link, rename = forks._link, Path.rename
+
+    def die(*_: Any, **__: Any) -> Any:
+        raise Death
+
+    def link_or_die(source: Path, target: Path) -> None:
+        links.append(target)
+        if len(links) == int(moment.split()[1]):
+            raise Death
+        link(source, target)
+
+    def rename_and_die(path: Path, target: Path) -> None:
+        if what == "named":
+            rename(path, target)
+        raise Death
+
+    with monkeypatch.context() as patch:
+        patch.setattr(forks, "remove_folder", lambda *_, **__: None)
+        patch.setattr(forks, "READERS", 1)
+        match what:
+            case "link":
+                patch.setattr(forks, "_link", link_or_die)
+            case "sync":
+                patch.setattr(forks, "sync_folder", die)
+            case "check":
+                patch.setattr(forks, "read_checkpoint", die)
+            case "record":
+                patch.setattr(forks, "write_fork", die)
+            case _:
+                patch.setattr(Path, "rename", rename_and_die)
+        with pytest.raises(Death):
+            fork(parent, child, 10)
+    if what == "named":
+        check_fork(config_of(child), None)  # it is whole: it continues without the flag
+    else:
+        assert latest_checkpoint(child) is None
+        assert not (child / "config.json").exists()
+    if what == "name":
+        with pytest.raises(
+            ConfigError, match=rf"holds no checkpoint \(yet\): give --fork {parent}:10 to make it"
+        ):
+            check_fork(config_of(child), None)
+    fork(parent, child, 10)
+    assert weights(child) == b"weights of 10"
+    assert [path.name for path in (child / "checkpoints").iterdir()] == ["step_000010"]
+    made = read_fork(child)
+    assert made is not None
+    assert (made.origin.run, made.origin.step) == (str(parent), 10)
+
+
+def test_begun_at_the_newest_it_stays_there_though_the_other_run_goes_on(
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is queued again says the same, and there is a newer checkpoint by then."""
+    child = tmp_path / "child"
+    with monkeypatch.context() as patch, pytest.raises(Death):
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(Death))
+        fork(parent, child)
+    save(CheckpointStore(parent, CheckpointConfig(keep_last=0), (20, 3)), 30, write_policy(b"later"), {})
+    fork(parent, child)
+    assert weights(child) == b"weights of 20"
+    fork(parent, child)
+    with pytest.raises(ConfigError, match=f"is a fork of {parent} at step 20; leave --fork out"):
+        fork(parent, child, 30)
+    with pytest.raises(ConfigError, match="leave --fork out to continue it, or give another --run-dir"):
+        fork(tmp_path / "elsewhere", child)
+
+
+def test_a_full_disk_is_one_message_and_leaves_its_room(parent: Path, tmp_path: Path) -> None:
+    save(
+        CheckpointStore(parent, CheckpointConfig(keep_last=0), (20, 3)),
+        30,
+        write_policy(os.urandom(200_000)),
+        {},
+    )
+    with small_disk(tmp_path / "disk", 400) as disk:
+        child = disk / "child"
+        child.mkdir()
+        ballast = fill(disk, 100)
+        with pytest.raises(RunStopped, match="the checkpoint of a fork could not be written .*No space left"):
+            fork(parent, child)
+        assert not [path for path in child.rglob("*") if path.is_file()]
+        ballast.unlink()
+        fork(parent, child)
+        assert len(weights(child)) == 200_000
+
+
+def flip(folder: Path) -> None:
+    (folder / "policy/deep/weights.bin").write_bytes(b"Weights of 20")
+
+
+def cut(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def lose(folder: Path) -> None:
+    (folder / "trainer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (flip, "policy/deep/weights.bin differs from the manifest"),
+        (cut, "it has no manifest"),
+        (lose, "trainer.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_not_taken(
+    damage: Callable[[Path], None], why: str, parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(parent / "checkpoints/step_000020")
+    with pytest.raises(ConfigError, match=rf"no whole checkpoint of step 20 .*{why}.*of the steps 10"):
+        fork(parent, tmp_path / "a", 20)
+    assert not (tmp_path / "a/fork.json").exists()
+    fork(parent, tmp_path / "b")
+    assert weights(tmp_path / "b") == b"weights of 10"
+    said = capsys.readouterr().out
+    assert "passing over the checkpoint of step 20: " in said
+    assert why in said
+
+
+def test_the_other_run_may_delete_it_meanwhile(
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, newest = forks._link, parent / "checkpoints/step_000020"
+
+    def late(source: Path, target: Path) -> None:
+        if newest.exists() and source.name == "trainer.json":
+            save(
+                CheckpointStore(parent, CheckpointConfig(keep_last=1), (20, 3)), 30, write_policy(b"new"), {}
+            )
+        link(source, target)
+
+    monkeypatch.setattr(forks, "_link", late)
+    kept = parent.with_name("kept")
+    shutil.copytree(parent, kept)
+    with pytest.raises(
+        ConfigError, match="step 20: its run has deleted it; there are checkpoints of the steps 30"
+    ):
+        make_fork(config_of(tmp_path / "a"), ForkSource(parent, 20))
+    shutil.rmtree(parent)
+    kept.rename(parent)
+    make_fork(config_of(tmp_path / "b"), ForkSource(parent, None))
+    assert weights(tmp_path / "b") == b"new"
+
+
+def test_a_link_out_of_the_checkpoint_is_not_followed(parent: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"weights of 20")
+    file = parent / "checkpoints/step_000020/policy/deep/weights.bin"
+    file.unlink()
+    file.symlink_to(tmp_path / "secret")
+    with pytest.raises(ConfigError, match=r"is a link to .*secret"):
+        fork(parent, tmp_path / "child", 20)
+
+
+def test_what_cannot_be_forked_is_refused_before_the_start(parent: Path, tmp_path: Path) -> None:
+    def refused(source: ForkSource, directory: Path, message: str, steps: int = 40) -> None:
+        with pytest.raises(ConfigError, match=message):
+            check_fork(config_of(directory, steps), source)
+
+    new = tmp_path / "new"
+    refused(
+        ForkSource(parent, 15), new, "no whole checkpoint of step 15 can be taken; .* of the steps 10, 20"
+    )
+    refused(ForkSource(tmp_path / "nothing", None), new, "nothing is no run directory: it has no config.json")
+    refused(ForkSource(parent, None), parent, "that is this run's own directory; give a new --run-dir")
+    refused(ForkSource(parent, None), new, "that of step 20, and steps=20: nothing would be left", steps=20)
+    for trace in ("config.json", "metrics.jsonl", "journal", "checkpoints/step_000003"):
+        other = tmp_path / trace.replace("/", "-")
+        (other / trace).mkdir(parents=True)
+        refused(ForkSource(parent, None), other, "is a run already, which is no fork of it")
+    (tmp_path / "logs-alone/logs").mkdir(parents=True)  # those of a Slurm job, which begins before its run
+    check_fork(config_of(tmp_path / "logs-alone"), ForkSource(parent, None))
+    check_fork(config_of(new), None)
+    assert not new.exists()
+
+
+def test_a_model_of_another_shape_is_refused_and_named(parent: Path, tmp_path: Path) -> None:
+    wider = tmp_path / "wider"
+    shutil.copytree(POLICY, wider)
+    shape = json.loads((wider / "config.json").read_text())
+    told = f"hidden {shape['hidden_size']}, here {2 * shape['hidden_size']}"
+    (wider / "config.json").write_text(json.dumps({**shape, "hidden_size": 2 * shape["hidden_size"]}))
+    config = replace(config_of(tmp_path / "child"), model=ModelConfig(wider))
+    with pytest.raises(
+        ConfigError, match=rf"do not fit model.hf_path={wider} \({told}.*the shape of the model"
+    ):
+        check_fork(config, ForkSource(parent, None))
+    (wider / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 99999}))
+    check_fork(config, ForkSource(parent, None))
+
+
+def test_run_and_step_are_told_apart(tmp_path: Path) -> None:
+    assert ForkSource.of("runs/a") == ForkSource(Path("runs/a"), None)
+    assert ForkSource.of("runs/a:120") == ForkSource(Path("runs/a"), 120)
+    assert ForkSource.of("a:b") == ForkSource(Path("a:b"), None)
+    (tmp_path / "at:12").mkdir()
+    assert ForkSource.of(f"{tmp_path}/at:12") == ForkSource(tmp_path / "at:12", None)
+    assert str(ForkSource.of("runs/a:120")) == "runs/a:120"
+
+
+def test_the_lineage_outlives_the_ancestors(parent: Path, tmp_path: Path) -> None:
+    child, grandchild = tmp_path / "child", tmp_path / "grandchild"
+    fork(parent, child, 10)
+    assert lineage_text(child) == f"{parent} at step 10"
+    ours = config_of(child)
+    store_config(replace(ours, optimizer=replace(ours.optimizer, lr=3e-7), name="b", allow_change=("seed",)))
+    fork(child, grandchild)
+    shutil.rmtree(parent)
+    store_config(config_of(grandchild, steps=50))
+    assert lineage_text(grandchild) == (
+        f"{child} at step 10, which was forked from {parent} at step 10; here optimizer.lr "
+        f"{ours.optimizer.lr:g} (there 3e-07), steps 50 (there 40)"
+    )
+    shutil.rmtree(child)
+    assert str(parent) in str(lineage_text(grandchild))
+    assert lineage_text(tmp_path) is None
+    (grandchild / "fork.json").write_text("{}")
+    with pytest.raises(ConfigError, match="fork.json cannot be read: KeyError"):
+        lineage_text(grandchild)
+
+
+def test_what_settings_change_of_the_state(parent: Path, tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    fork(parent, child)
+    made, same = read_fork(child), config_of(child)
+    assert made is not None
+    assert (may_differ(same, made), other_data(same, made)) == ({"sampler"}, None)
+    schedule = replace(same, steps=50)
+    assert may_differ(schedule, made) == {"sampler", "learning_rate"}
+    cooler = replace(same, rollout=replace(same.rollout, temperature=0.5))
+    assert may_differ(cooler, made) == {"sampler", "canary"}
+    found = other_data(replace(same, data=DataConfig(Path("e.jsonl"))), made)
+    assert found == "data.path is e.jsonl, and was d.jsonl"
+    assert other_data(replace(same, data=DataConfig(Path("d.jsonl").absolute())), made) is None
+    assert other_data(replace(same, data=DataConfig(Path("d.jsonl"), max_prompt_tokens=7)), made) is None

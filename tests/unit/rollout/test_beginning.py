@@ -1,0 +1,154 @@
+"""Where a sampler begins whose journal is empty: at a checkpoint of its run, or of another one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.rollout.sampler.beginning import FORKED, OUTSTANDING, beginning
+from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids
+from tests.support.virtual_time import run_virtually
+
+OURS = {"prompts": 12, "seed": 1, "data.shuffle": False, "model.hf_path": "m", "rollout.temperature": 1.0}
+STATE: dict[str, Any] = {
+    "identity": OURS,
+    "next_number": 9,
+    "taken": 9,
+    "served": 2,
+    "weights_step": 2,
+    "step_of": [[0, 0], [4, 1], [8, 2]],
+    "first_step_of": [[0, 0], [4, 1], [8, 2]],
+    "tokens": {"sampled": 100, "trained": 70, "dropped_uniform": 10},
+    "trained": [[1, 30], [2, 40]],
+    "judged": [[7, [1.0], [3], ["stop"], []], [5, [1.0], [3], ["stop"], []]],
+    "dropped": {"uniform": 1},
+    OUTSTANDING: [[7, 0, 7], [8, 0, 8]],
+}
+
+
+def state_of(world: World) -> dict[str, Any]:
+    """The state that a checkpoint keeps, through JSON as trainer.json has it."""
+    found: dict[str, Any] = json.loads(json.dumps(world.sampler.state()))
+    return found
+
+
+def check(coroutine: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        run_virtually(coroutine, None, patch)
+
+
+async def parent_of(folder: Path, **rollout: Any) -> dict[str, Any]:
+    """The state after step 1 of a run that samples a step ahead: it trained on prompts 0 to 3, others wait."""
+    world = World(folder, [ScriptedEngine(mixed)], max_staleness=1, **rollout)
+    async with world.sampling(rounds=False):
+        await world.train(1)
+        state = state_of(world)
+    assert [place for _, _, place in state[OUTSTANDING]] == list(range(4, state["taken"]))
+    assert state["taken"] > 4
+    return state
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_prompts_in_the_making_are_sampled_again_first(forked: bool, tmp_path: Path) -> None:
+    """By a fork, and where the journal is lost: none is skipped, and none comes twice."""
+
+    async def run() -> None:
+        state = await parent_of(tmp_path / "a")
+        if forked:
+            state[FORKED] = None
+        engine = ScriptedEngine(mixed)
+        world = World(tmp_path / "b", [engine], max_staleness=1)
+        async with world.sampling(first_step=2, state=state, rounds=False):
+            taken = [*prompt_ids(await world.train(2)), *prompt_ids(await world.train(3))]
+        assert sorted(taken) == [4, 5, 6, 7, 8, 9, 10, 11]
+        [event] = [one for one in world.events if one["kind"] in ("fork_position", "journal_missing")]
+        assert event["kind"] == ("fork_position" if forked else "journal_missing")
+        count = len(state[OUTSTANDING])
+        assert f"{count} prompts that were in the making are sampled again, first" in event["detail"]
+
+    check(run())
+
+
+def test_a_kill_before_they_are_sampled_loses_none(tmp_path: Path) -> None:
+    """They are in the journal together with the state: a second process finds both."""
+
+    async def run() -> None:
+        state = {**await parent_of(tmp_path / "a"), FORKED: None}
+        world = World(tmp_path / "b", [ScriptedEngine(mixed)], max_staleness=1)
+        with pytest.raises(RuntimeError, match="killed"):
+            async with world.sampling(first_step=2, state=state, rounds=False):
+                raise RuntimeError("killed")
+        again = World(tmp_path / "b", [ScriptedEngine(mixed)], max_staleness=1)
+        async with again.sampling(first_step=2, state=state, rounds=False):
+            assert sorted(prompt_ids(await again.train(2))) == [4, 5, 6, 7]
+        assert "fork_position" not in again.event_kinds()  # it goes on with its own journal
+
+    check(run())
+
+
+def test_a_fork_may_sample_in_another_way(tmp_path: Path) -> None:
+    async def run() -> None:
+        state = {**await parent_of(tmp_path / "a"), FORKED: None}
+        world = World(tmp_path / "b", [ScriptedEngine(mixed)], max_staleness=1, temperature=0.5, group_size=2)
+        async with world.sampling(first_step=2, state=state, rounds=False):
+            batch = await world.train(2)
+        assert sorted(prompt_ids(batch)) == [4, 5, 6, 7]
+        assert {len(group.rollouts) for group in batch.groups} == {2}
+
+    check(run())
+
+
+@pytest.mark.parametrize("why", ["another file", "another size"])
+def test_other_prompts_begin_at_their_start_and_it_is_said(why: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        state = await parent_of(tmp_path / "a")
+        state[FORKED] = "data.path is b, and was a" if why == "another file" else None
+        prompts = 12 if why == "another file" else 10
+        world = World(tmp_path / "b", [ScriptedEngine(mixed)], prompts=prompts, max_staleness=1)
+        async with world.sampling(first_step=2, state=state, rounds=False):
+            assert sorted(prompt_ids(await world.train(2))) == [0, 1, 2, 3]
+        [event] = [one for one in world.events if one["kind"] == "fork_position"]
+        told = "data.path is b, and was a" if why == "another file" else "prompts is 10, and was 12"
+        assert event["detail"] == f"the dataset begins at its start: {told}"
+
+    check(run())
+
+
+def test_the_records_by_hand() -> None:
+    """Of 100 sampled tokens 70 were trained on and 10 dropped: the other 20 are lost, and counted so."""
+    cooler = {**OURS, "rollout.temperature": 0.5}
+    found = beginning({**STATE, FORKED: None}, cooler, 2)
+    assert found.state.fields == {
+        **{name: STATE[name] for name in ("next_number", "taken", "served", "weights_step")},
+        **{name: STATE[name] for name in ("step_of", "first_step_of", "dropped")},
+        "identity": cooler,
+        "tokens": {**STATE["tokens"], "dropped_lost": 20},
+        "trained": [],
+        "judged": [STATE["judged"][1]],  # group 7 is judged again
+    }
+    assert [record.fields for record in found.opened] == [{"groups": [[7, 0, 7], [8, 0, 8]], "taken": None}]
+    assert found.message.startswith("the dataset goes on after 9 prompts; 2 prompts that were")
+    begun = beginning({**STATE, FORKED: None}, {**OURS, "seed": 2}, 2)
+    assert (begun.state.fields["taken"], begun.opened) == (0, [])
+    assert begun.message == "the dataset begins at its start: seed is 2, and was 1"
+    lost = beginning(STATE, OURS, 2)
+    assert lost.state.fields["trained"] == STATE["trained"]
+    assert lost.kind == "journal_missing"
+
+
+def test_what_is_left_out_is_said() -> None:
+    """A checkpoint without the list, and one of a run that had repeated steps after a kill."""
+    older = {name: value for name, value in STATE.items() if name != OUTSTANDING}
+    found = beginning({**older, FORKED: None}, OURS, 2)
+    assert found.opened == []
+    assert (
+        "prompts that were in the making are left out: the checkpoint, of an earlier version" in found.message
+    )
+    found = beginning({**STATE, FORKED: None}, OURS, 1)
+    assert found.message.endswith("those that it had sampled for the steps 2 to 2 are left out")
+    fields = found.state.fields
+    assert (fields["served"], fields["weights_step"]) == (1, 1)
+    assert fields["step_of"] == fields["first_step_of"] == [[0, 0], [4, 1]]

@@ -41,7 +41,7 @@ def check(coroutine: Any) -> None:
 
 
 async def parent_of(folder: Path, **rollout: Any) -> dict[str, Any]:
-    """The state after step 1 of a run that samples a step ahead: it trained on prompts 0 to 3, others wait."""
+    """The state after step 1 of a run that samples a step ahead: it trained on 0 to 3, others wait."""
     world = World(folder, [ScriptedEngine(mixed)], max_staleness=1, **rollout)
     async with world.sampling(rounds=False):
         await world.train(1)

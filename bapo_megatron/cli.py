@@ -39,6 +39,7 @@ usage: bapo COMMAND ...
 
   train RECIPE [flags]   run or continue a recipe; flags override its fields (--help lists them)
                          --rollout-only: no trainer; --train-only [RUN]: no engines
+                         --fork RUN[:STEP]: begin at a checkpoint of another run
   sft RECIPE [flags]     supervised warm start of a model, written as a Hugging Face folder
   report RUN [RUN ...] [--output DIR]
                          plots and one HTML page of a run, or of several compared

@@ -89,4 +89,4 @@ def test_of_a_run_that_trains_killed_and_at_another_layout(whole: Path, tmp_path
         assert text in told
     rows = results(other)
     assert [row["step"] for row in rows] == [9]
-    assert rows[0]["policy/lr"] == 1e-4
+    assert rows[0]["policy/lr"] == pytest.approx(1e-4)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron import cli
+from bapo_megatron.checkpoint.fork_record import ForkSource
 from bapo_megatron.checkpoint.run_directory import check_same_run, store_config
 from bapo_megatron.commands.cluster.submit import SubmitCommand
 from bapo_megatron.commands.train_flags import rollout_only_config, train_flags, train_only_config
@@ -19,7 +20,16 @@ RECIPE = Path(__file__).parents[3] / "recipes/demo_cpu.py"
 
 
 def flags(*words: str) -> tuple[RunConfig, bool]:
-    return train_flags("train", [str(RECIPE), *words])
+    """The run, and whether it samples alone; none of these is a fork."""
+    run, samples_only, fork = train_flags("train", [str(RECIPE), *words])
+    assert fork is None
+    return run, samples_only
+
+
+def test_a_fork_names_a_run_and_a_step() -> None:
+    run, samples_only, fork = train_flags("train", [str(RECIPE), "--fork", "runs/a:7", "--steps=9"])
+    assert (run.steps, samples_only, fork) == (9, False, ForkSource(Path("runs/a"), 7))
+    assert train_flags("train", [str(RECIPE), "--fork=runs/a"]).fork == ForkSource(Path("runs/a"), None)
 
 
 def stored(run_dir: Path, *steps: int) -> Path:
@@ -124,6 +134,8 @@ def test_only_the_first_rank_says_how_many_steps_there_are(
     ("words", "message"),
     [
         (["--rollout-only", "--train-only"], "exclude each other"),
+        (["--rollout-only", "--fork=runs/x"], "--rollout-only samples from the recipe's model, and --fork"),
+        (["--fork=runs/x", "--run-dir=y"], "runs/x is no run directory: it has no config.json"),
         (["--rollout-only", "--rollout.replay=runs/x"], "rollout.replay=runs/x gives stored rollouts"),
         (["--rollout-only", "--profile.steps", "1"], "makes no updates, which profile.steps would trace"),
         (["--train-only", "a", "b"], "--train-only takes one run, not a b"),
@@ -192,5 +204,6 @@ def test_the_servers_of_a_job_take_its_flags(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         "bapo_megatron.commands.rollout_server.serve", lambda command, _cuda: served.append(command)
     )
-    assert cli.run(["rollout-server", str(RECIPE), "--rollout-only", "--port=1"]) == 0
-    assert [command.port for command in served] == [1]
+    for words in (["--rollout-only"], ["--fork", "runs/a:7"], ["--fork=runs/a"]):
+        assert cli.run(["rollout-server", str(RECIPE), *words, "--port=1"]) == 0
+    assert [command.port for command in served] == [1, 1, 1]

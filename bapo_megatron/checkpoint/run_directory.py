@@ -51,6 +51,10 @@ _ADDED: dict[str, Any] = {
     "rollout.sglang.api_key_file": None,
     "rollout.sglang.require_api_key": False,
     "logging.note": "",
+    "logging.on_event": [],
+    "logging.stalled_minutes": None,
+    "checkpoint.after_export": None,
+    "checkpoint.after_export_minutes": 60.0,
     THREADS: None,
     "rollout.sglang.compare_digests": True,  # nor was it there, and a run goes on with it
     "reward.math_allow_operations": False,  # they were allowed, but a run goes on with the judge of today

@@ -19,6 +19,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from bapo_megatron.checkpoint.after_export import AfterExport
 from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.run_paths import RunPaths, step_leftovers
 
@@ -41,11 +42,15 @@ class _Ended:
 class StepExports:
     """The exports of one run, on rank 0. Only ``close`` waits for a process."""
 
-    def __init__(self, run_dir: Path, model: Path, every: int, on_event: OnEvent) -> None:
-        """``model``: the Hugging Face folder that the run started from. ``every``: steps; 0 for none."""
+    def __init__(
+        self, run_dir: Path, model: Path, every: int, on_event: OnEvent, after: AfterExport | None = None
+    ) -> None:
+        """``model``: the Hugging Face folder that the run started from. ``every``: steps; 0 for none.
+        ``after``: the user's command for each export; closed with this."""
         self._paths = RunPaths(run_dir)
         self.folder = self._paths.step_exports
         self._model, self._every, self._on_event = model, every, on_event
+        self.after = after
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="export")
         self._process: subprocess.Popen[str] | None = None
         self._ended: Future[_Ended] | None = None
@@ -63,8 +68,8 @@ class StepExports:
         return step == self._next or (self._process is not None and step == self._step)
 
     def is_busy(self) -> bool:
-        """Whether an export runs or waits."""
-        return self._process is not None
+        """Whether an export, or the user's command for one, runs or waits."""
+        return self._process is not None or (self.after is not None and self.after.is_busy())
 
     def resume(self, steps: Iterable[int]) -> None:
         """Export what the run before has not: the newest two of ``steps``, which have checkpoints."""
@@ -73,6 +78,8 @@ class StepExports:
         missing = sorted(s for s in steps if self._is_due(s) and not (self.path(s) / "config.json").exists())
         for step in missing[-2:]:
             self.offer(step)
+        if self.after:
+            self.after.resume()
 
     def offer(self, step: int) -> None:
         """Export the checkpoint of ``step``, which is whole, if ``every`` asks for it."""
@@ -86,7 +93,12 @@ class StepExports:
         self._next = step
 
     def poll(self) -> None:
-        """Record the end of an export, and start the one that waits."""
+        """Record the end of an export or of a command for one, and start those that wait."""
+        self._poll_export()
+        if self.after:
+            self.after.poll()
+
+    def _poll_export(self) -> None:
         if self._ended is None or not self._ended.done():
             return
         ended, step = self._ended.result(), self._step
@@ -94,6 +106,8 @@ class StepExports:
         fields = {"step": step, "seconds": round(ended.seconds, 3)}
         if ended.exit_code == 0:
             self._on_event({"kind": "export_done", **fields, "path": str(self.path(step))})
+            if self.after:
+                self.after.exported(step)
         else:
             why = ended.stderr.strip() or f"it ended with exit code {ended.exit_code}"
             self._on_event({"kind": "export_failed", **fields, "message": why.splitlines()[-1]})
@@ -103,7 +117,9 @@ class StepExports:
             self._start(waiting)
 
     def close(self) -> None:
-        """End the running export without a trace; a run that continues starts it again."""
+        """End the running export and the command without a trace; a run that continues starts them again."""
+        if self.after:
+            self.after.close()
         if self._process is not None:
             self._process.terminate()
             try:

@@ -16,7 +16,8 @@ _POLL_S = 1.0
 
 
 def finish(run: Run) -> None:
-    """Export the policy, print a summary, and wait for the exports of earlier steps. Collective.
+    """Export the policy, print a summary, and wait for the exports of earlier steps and the user's
+    command for them. Collective.
 
     Preempted if the run is asked to stop before.
     """
@@ -28,15 +29,21 @@ def finish(run: Run) -> None:
     if run.recorder:
         run.recorder.export(run.config.steps, output)
         print(_summary(run), flush=True)
+    if run.exports and run.exports.after:
+        run.exports.after.exported_last(is_new=run.has_work)
     wait_for_exports(run)
 
 
 def wait_for_exports(run: Run) -> None:
-    """Wait until no export runs; then delete the checkpoints that were kept for them. Collective."""
+    """Wait until no export, and no command for one, runs; then delete the checkpoints that they kept.
+
+    Collective.
+    """
     if not share(run.exports.is_busy() if run.exports else False):
         return
     if run.exports:
-        print("waiting for the exports of earlier steps", flush=True)
+        command = " and for checkpoint.after_export" if run.exports.after else ""
+        print(f"waiting for the exports of earlier steps{command}", flush=True)
     while share(run.exports.is_busy() if run.exports else False):
         stop_if_preempted(run, run.config.steps)
         sleep(_POLL_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,12 @@ class CheckpointConfig:
     export_every: Annotated[int, Ge(0)] = 0
     """Steps between Hugging Face folders, exports/step_NNNNNN in the run directory, which a process of low
     priority makes of the checkpoint. A multiple of `every`; 0 for none but that of the run's end."""
+    after_export: str | None = None
+    """A command that is run for each export when its folder is whole, such as an upload: {folder}, {step} and
+    {name} (the run's) are replaced in it. Without a shell; its failure is an event, never the run's
+    (docs/operations.md#commands-of-yours)."""
+    after_export_minutes: Annotated[float, Gt(0)] = 60.0
+    """Longest time of one such command; then it is ended, and counts as failed."""
     background: bool = True
     """Write in the background while training continues; meanwhile host memory holds a copy of what is
     saved."""
@@ -65,6 +71,14 @@ class LoggingConfig:
     """Write TensorBoard event files into the run directory."""
     wandb_project: str | None = None
     """Weights & Biases project to log to; needs `wandb`."""
+    on_event: tuple[str, ...] = ()
+    """Where the run's events are sent (done, stalled, failed, requeued, engine lost, ...): commands, which
+    get them as JSON on standard input, http(s) URLs, such as a Slack webhook, or $NAME, an environment
+    variable with one of them (docs/operations.md#commands-of-yours)."""
+    stalled_minutes: Annotated[float | None, Gt(0)] = None
+    """Silence (no step, evaluation or rollout) that is an event `stalled`. None: three times the longest of
+    the last ten steps, at least ten minutes; an hour before the first step, and where an evaluation is
+    due."""
     note: str = ""
     """What a reader should know of the run: what it is for, and what it does not show. `bapo report` says it
     first."""

@@ -29,6 +29,7 @@ from bapo_megatron.config.validation import (
     checkpoint_problems,
     engine_problems,
     hold_problems,
+    hook_problems,
     mismatch_problems,
     out_of_range,
     pack_problems,
@@ -128,6 +129,7 @@ class RunConfig:
         yield from engine_problems(self.rollout, self.longest_request)
         yield from reward_problems(self.reward, self.rollout.max_response_tokens)
         yield from checkpoint_problems(self.checkpoint, self.evaluation)
+        yield from hook_problems(self.checkpoint, self.logging)
         yield from range_problems(self.data, self.optimizer)
         yield from mismatch_problems(self.accept_resume_mismatch)
         yield from profile_problems(self.profile, self.steps)

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.ranges import range_problem, type_problem
 from bapo_megatron.config.engine import EngineConfig
-from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, ProfileConfig
+from bapo_megatron.config.outputs import CheckpointConfig, EvaluationConfig, LoggingConfig, ProfileConfig
 from bapo_megatron.config.sections import (
     AlgorithmConfig,
     BatchConfig,
@@ -24,7 +24,9 @@ from bapo_megatron.config.sections import (
     RolloutConfig,
 )
 from bapo_megatron.errors import ConfigError
+from bapo_megatron.runtime.events.targets import target_problems
 from bapo_megatron.runtime.run_paths import moment_of
+from bapo_megatron.runtime.user_command import command_words
 
 _COMPARED = ("version", "weights", "optimizer", "canary", "learning_rate", "sampler")
 """What the resume check compares."""
@@ -175,6 +177,24 @@ def checkpoint_problems(checkpoint: CheckpointConfig, evaluation: EvaluationConf
         yield (
             f"evaluation.every={evaluation.every} is no multiple of checkpoint.every={every}: then "
             "checkpoint.keep_best would look at weights that have no checkpoint"
+        )
+
+
+def hook_problems(checkpoint: CheckpointConfig, logging: LoggingConfig) -> Iterator[str]:
+    """The form of the user's commands and URLs; whether they exist is asked where the run starts."""
+    yield from target_problems(logging.on_event)
+    command = checkpoint.after_export
+    if command is None:
+        return
+    try:
+        words = command_words(command)
+    except ValueError as error:
+        yield f"checkpoint.after_export={command!r}: {error}; give a program and its arguments"
+        return
+    if not any("{folder}" in word for word in words[1:]):
+        yield (
+            f"checkpoint.after_export={command!r} has no {{folder}} among its arguments: put it where the "
+            "exported folder belongs"
         )
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import threading
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -26,6 +27,7 @@ MOST_LINE_BYTES = 16 << 20
 """Most bytes of a line that is read: beyond all that a run writes."""
 
 _BLOCK = 1 << 16
+_TAIL_BYTES = 1 << 18
 
 
 class JsonlLog:
@@ -66,14 +68,39 @@ class EventLog(JsonlLog):
 
     def event(self, kind: str, **fields: Any) -> None:
         """Write one event with the time in UTC."""
-        time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self.append({"time": time, "kind": kind, **fields})
+        self.append(_event(kind, fields))
+
+
+def append_event(path: Path, kind: str, **fields: Any) -> None:
+    """Write one event from a process that is not the log's writer: in one call, and nothing is mended.
+
+    OSError if the disk does not take it.
+    """
+    with _appending(path) as file:
+        file.write(_line(_event(kind, fields)))
 
 
 def read_jsonl(path: Path) -> list[Row]:
     """The rows of a log. A torn last line is skipped; any other bad line is a ConfigError, and so is a log
     that is no plain file."""
     return [_parse(line, path, number) for number, line in enumerate(_whole_lines(path), 1)]
+
+
+def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The last rows of a JSON-lines log, newest first, from its last 256 KiB; torn lines are left out."""
+    try:
+        with read_plain(path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return
+    for line in reversed(lines):
+        try:
+            row = parse_row(line)
+        except ValueError:
+            continue
+        yield row
 
 
 def finite_json(value: Any) -> Any:
@@ -85,6 +112,10 @@ def finite_json(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite_json(item) for item in value]
     return value
+
+
+def _event(kind: str, fields: Row) -> Row:
+    return {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **fields}
 
 
 def _line(row: Row) -> bytes:

@@ -97,6 +97,10 @@ class RunPaths:
         """Traces and memory snapshots of steps."""
         self.logs = root / "logs"
         """Logs of servers, and of Slurm jobs (JOB/RESTART/)."""
+        self.after_export = root / "after_export.json"
+        """The exports that ``checkpoint.after_export`` has ended well for."""
+        self.on_event = root / "on_event.json"
+        """How far the events were sent to each target of ``logging.on_event``."""
         self.engines = root / "engines"
         """The addresses of a Slurm job's rollout servers, a file each."""
         self.slurm_state = root / "slurm.state"
@@ -121,6 +125,20 @@ class RunPaths:
     def profile_of(self, step: int, rank: int, kind: str) -> Path:
         """A profile of a rank's part of ``step``: ``kind`` is the end of its name."""
         return self.profile / f"{step_name(step)}_rank_{rank}.{kind}"
+
+    @property
+    def on_event_lock(self) -> Path:
+        """The file that the process that sends events holds locked."""
+        return self.logs / "on_event.lock"
+
+    @property
+    def on_event_log(self) -> Path:
+        """What the process that sends events, and its commands, print."""
+        return self.logs / "on_event.log"
+
+    def after_export_log(self, name: str) -> Path:
+        """What ``checkpoint.after_export`` prints for the export ``name``."""
+        return self.logs / "after_export" / f"{name}.log"
 
     def server_log(self, number: int) -> Path:
         """The log of a rollout server that the run started."""

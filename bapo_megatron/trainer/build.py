@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 
+from bapo_megatron.checkpoint.after_export import AfterExport
 from bapo_megatron.checkpoint.run_directory import plain_values, read_config, store_config
 from bapo_megatron.checkpoint.step_exports import StepExports
 from bapo_megatron.checkpoint.store import CheckpointStore
@@ -23,6 +24,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.watchdog import Watchdog
 from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
+from bapo_megatron.trainer.records.notifier import recorded_end, sending_events
 from bapo_megatron.trainer.records.recorder import Recorder
 from bapo_megatron.trainer.resume import (
     PartialStep,
@@ -86,8 +88,7 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
         recorder = exports = sampler = servers = None
         if is_main():
             recorder = opened.enter_context(_recorder(config, point))
-            every = config.checkpoint.export_every
-            exports = StepExports(config.directory, config.model.hf_path, every, recorder.event)
+            exports = _exports(config, recorder)
             opened.enter_context(closing(exports))
         store = _checkpoint_store(config, point, exports)
         if recorder and point.has_work:
@@ -133,7 +134,11 @@ def _recorder(config: RunConfig, point: ResumePoint) -> Iterator[Recorder]:
     is_first = point.fork is not None and read_config(config.directory) is None
     if point.has_work:
         store_config(config)
-    with closing(Recorder(config, point.first_step, point.has_work)) as recorder:
+    with (
+        sending_events(config),
+        closing(Recorder(config, point.first_step, point.has_work)) as recorder,
+        recorded_end(config, point.has_work, recorder.event),
+    ):
         if point.changed and point.has_work:
             recorder.event(
                 {"kind": "config_changed", "fields": {name: now for name, _, now in point.changed}}
@@ -142,6 +147,17 @@ def _recorder(config: RunConfig, point: ResumePoint) -> Iterator[Recorder]:
             changed = {name: now for name, _, now in point.fork.changed(plain_values(config))}
             recorder.event({"kind": "forked", **asdict(point.fork.origin), "fields": changed})
         yield recorder
+
+
+def _exports(config: RunConfig, recorder: Recorder) -> StepExports:
+    """The exports of a run's checkpoints, and the user's command for each of them."""
+    asked, after = config.checkpoint, None
+    if asked.after_export is not None:
+        after = AfterExport(
+            *(config.directory, config.name, config.steps),
+            *(asked.after_export, asked.after_export_minutes, recorder.event),
+        )
+    return StepExports(config.directory, config.model.hf_path, asked.export_every, recorder.event, after)
 
 
 def _checkpoint_store(config: RunConfig, point: ResumePoint, exports: StepExports | None) -> CheckpointStore:

@@ -11,7 +11,14 @@ import torch
 from bapo_megatron.checkpoint.fork import check_fork
 from bapo_megatron.checkpoint.fork_record import ForkSource
 from bapo_megatron.checkpoint.run_directory import check_same_run
-from bapo_megatron.config import ModelConfig, ParallelConfig, RunConfig, SftConfig
+from bapo_megatron.config import (
+    CheckpointConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    SftConfig,
+)
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.hf.export import check_export_output
@@ -25,7 +32,9 @@ from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.sampler.step_batches import step_path, steps_in
 from bapo_megatron.runtime.distributed import launched_world_size
+from bapo_megatron.runtime.events.targets import unreachable_targets
 from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.runtime.user_command import missing_program
 from bapo_megatron.trainer.clip_bounds import checked_loss
 from bapo_megatron.trainer.records.metrics_log import check_logging
 from bapo_megatron.trainer.sampling import load_problems, load_suites
@@ -57,6 +66,8 @@ def run_checks(
     yield lambda: check_same_run(config)
     yield lambda: _check_engine(config)
     yield lambda: _check_profile(config)
+    if read_dataset:
+        yield lambda: check_hooks(config.checkpoint, config.logging)
     if config.rollout.replay is not None:
         yield lambda: _check_replay(config)
     elif read_dataset:
@@ -78,8 +89,19 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
     check_same_run(config, samples_only=True)
     engine_backend(config.rollout.engine).check(config.rollout, _gpus())
     if read_dataset:
+        check_hooks(config.checkpoint, config.logging)
         _check_sandbox(config)
         load_problems(config.data, config.reward.function, tokenizer)
+
+
+def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:
+    """ConfigError if a program that rank 0 is to run, or a variable with a URL, is missing here."""
+    problems = list(unreachable_targets(logging.on_event))
+    command = checkpoint.after_export
+    if command is not None and (problem := missing_program(command)):
+        problems.append(f"checkpoint.after_export={command!r}: {problem}; install it, or name another")
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _check_reward(config: RunConfig) -> None:

@@ -20,6 +20,7 @@ from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.preemption import PreemptionSignal
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.watchdog import Watchdog
+from bapo_megatron.trainer.records.notifier import recorded_end, sending_events
 from bapo_megatron.trainer.records.recorder import StepClock
 from bapo_megatron.trainer.records.rollouts import RolloutRecord
 from bapo_megatron.trainer.sampling import open_engines
@@ -64,7 +65,11 @@ def next_step(config: RunConfig) -> int:
 @contextmanager
 def _opened_record(config: RunConfig, first_step: int) -> Iterator[RolloutRecord]:
     store_config(config, samples_only=True)
-    with closing(RolloutRecord(config, first_step)) as record:
+    with (
+        sending_events(config),
+        closing(RolloutRecord(config, first_step)) as record,
+        recorded_end(config, first_step <= config.steps, record.event),
+    ):
         yield record
 
 

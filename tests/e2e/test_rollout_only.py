@@ -102,7 +102,8 @@ def test_it_reports_and_leaves_no_trainer_behind(sampled: Path) -> None:
     assert "3 steps" in output
     assert f"responses: {sampled}/journal" in output
     assert f"--train-only {sampled}" in output
-    assert [row["kind"] for row in read_jsonl(sampled / "events.jsonl")] == ["start", "engine_ready"]
+    kinds = [row["kind"] for row in read_jsonl(sampled / "events.jsonl")]
+    assert kinds == ["start", "engine_ready", "done"]
     names = {path.name for path in sampled.iterdir()}
     assert not names & {"checkpoints", "weights", "export", "evaluation"}
 

@@ -58,7 +58,7 @@ def test_the_record_is_complete(whole: Path) -> None:
     assert list((whole / "tensorboard").glob("events.*"))
     kinds = [row["kind"] for row in read_jsonl(whole / "events.jsonl")]
     saves = ["saving", "checkpoint"] * 3
-    assert kinds == ["start", "engine_ready", *saves, "export"]
+    assert kinds == ["start", "engine_ready", *saves, "export", "done"]
 
 
 def test_metrics_are_means_over_the_updates(whole: Path) -> None:

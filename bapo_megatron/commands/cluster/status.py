@@ -4,9 +4,7 @@ locked."""
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,27 +14,12 @@ from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.commands.cluster.slurm_client import JobState, queue_state, read_job_state
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.jsonl_log import parse_row
-from bapo_megatron.runtime.run_files import read_plain
+from bapo_megatron.runtime.events.kinds import event_text, is_trouble
+from bapo_megatron.runtime.jsonl_log import tail_rows
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 
 FRESH_S = 60.0
 """Age of an entry in RUN/engines at which its server counts as gone, seconds."""
-_TAIL_BYTES = 1 << 18
-_TROUBLE = (
-    *(
-        "job_stopped",
-        "job_requeue",
-        "job_requeued_by_slurm",
-        "nodes_excluded",
-        "save_given_up",
-        "ranks_ended",
-        "engines_missing",
-    ),
-    *("rollout_lost", "server_ended", "engine_lost", "engine_gap", "sampler_died", "broadcast_failed"),
-    "export_failed",
-)
-_WORDS = ("reason", "cause", "why", "message", "engine", "server", "nodes")
 
 
 @dataclass(frozen=True)
@@ -77,7 +60,7 @@ def read_status(run: Path, now: float | None = None) -> Status:
     metrics = next(tail_rows(paths.metrics), {})
     config = read_config(run) or {}
     saved = newest_checkpoint(run)
-    trouble = next((row for row in tail_rows(paths.events) if row.get("kind") in _TROUBLE), None)
+    trouble = next((row for row in tail_rows(paths.events) if is_trouble(row)), None)
     running = job is not None and job.status == "running" and job.end > 0
     state = _state(run, job)
     waits = state.startswith("PENDING")  # its last start's nodes and servers are no longer its own
@@ -93,27 +76,10 @@ def read_status(run: Path, now: float | None = None) -> Status:
         checkpoint_age_s=now - saved[1] if saved else None,
         engines=None if waits else _engines(run, metrics, now),
         moved=_moved(paths.metrics),
-        trouble=_told(trouble) if trouble else None,
+        trouble=event_text(trouble) if trouble else None,
         trouble_age_s=_age(trouble, now) if trouble else None,
         forked=lineage_text(run),
     )
-
-
-def tail_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The last rows of a JSON-lines log, newest first, from its last 256 KiB; torn lines are left out."""
-    try:
-        with read_plain(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return
-    for line in reversed(lines):
-        try:
-            row = parse_row(line)
-        except ValueError:
-            continue
-        yield row
 
 
 def _moved(log: Path) -> tuple[float, int] | None:
@@ -182,11 +148,6 @@ def _answers(file: Path, now: float) -> bool:
         return now - file.stat().st_mtime < FRESH_S and json.loads(file.read_text())["state"] == "ready"
     except (OSError, ValueError, KeyError):  # it is being replaced
         return False
-
-
-def _told(row: dict[str, Any]) -> str:
-    told = [str(row[name]) for name in _WORDS if row.get(name) not in (None, "")]
-    return ": ".join([row["kind"].replace("_", " "), *told])
 
 
 def _age(row: dict[str, Any], now: float) -> float | None:

@@ -29,7 +29,7 @@ _QUANTITIES = (
 )
 """The rows of the table: name, metric, format."""
 
-_USUAL = {"start", "resume", "engine_ready"}
+_USUAL = {"start", "resume", "done", "engine_ready"}
 """Kinds of events that tell of nothing that went wrong."""
 
 

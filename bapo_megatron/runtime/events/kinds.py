@@ -1,0 +1,140 @@
+"""The kinds of events in RUN/events.jsonl: what each means, what `bapo status` shows, what is sent.
+
+A kind that is missing here is written all the same; it is neither shown nor sent. A test holds this table to
+the kinds that the program and the job's shell write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bapo_megatron.errors import printable
+
+MOST_TEXT = 1000
+"""Most characters of an event's text: chat services cut longer ones."""
+
+
+@dataclass(frozen=True)
+class EventKind:
+    """A kind of event."""
+
+    meaning: str
+    is_trouble: bool = False
+    """Whether `bapo status` shows it as the run's last error."""
+    is_sent: bool = False
+    """Whether `logging.on_event` sends it."""
+
+
+def _usual(meaning: str) -> EventKind:
+    return EventKind(meaning)
+
+
+def _news(meaning: str) -> EventKind:
+    return EventKind(meaning, is_sent=True)
+
+
+def _trouble(meaning: str) -> EventKind:
+    return EventKind(meaning, is_trouble=True, is_sent=True)
+
+
+EVENT_KINDS = {
+    # the run's beginning and its end
+    "start": _news("the run begins"),
+    "resume": _news("the run goes on from a checkpoint"),
+    "done": _news("all steps are made and exported"),
+    "preempted": _news("told to stop: the run is saved, the same command continues it"),
+    "stopped": _trouble("the run cannot go on now: a full disk, lost engines, Ctrl-C"),
+    "failed": _trouble("an error ended the run, or its process was killed or hung"),
+    # while it trains
+    "stalled": _trouble("for a long time no step ended and nothing was sampled"),
+    "progress_again": _news("it goes on after having been stalled"),
+    "engine_gap": _trouble("engine and trainer differ about the same tokens by more than a limit"),
+    "bounds_idle": _usual("the search for clipping bounds has not moved any"),
+    "one_sign": _usual("most searches saw tokens of one sign"),
+    "all_rejected": _usual("the corrections left an update without a response"),
+    "evaluation": _usual("held-out problems were scored"),
+    "config_changed": _usual("a start has other settings than the one before"),
+    "threads_kept": _usual("the number of threads is that of the run's start"),
+    "threads_anew": _usual("another layout has another number of threads"),
+    "memory_kept": _usual("an engine on the trainer's GPU keeps memory"),
+    # checkpoints and exports
+    "saving": _usual("a checkpoint was begun"),
+    "checkpoint": _usual("a checkpoint is whole"),
+    "resume_check": _usual("what the check of a loaded checkpoint could not compare"),
+    "resume_mismatch_accepted": _usual("a difference from the checkpoint was accepted by a flag"),
+    "export": _usual("the final Hugging Face folder is whole"),
+    "export_started": _usual("a step's export was begun"),
+    "export_done": _usual("a step's export is whole"),
+    "export_skipped": _usual("a newer checkpoint took the place of a step's export"),
+    "export_failed": _trouble("a step's export failed; the next start tries it again"),
+    # the user's commands
+    "after_export_started": _usual("checkpoint.after_export was begun"),
+    "after_export_done": _usual("checkpoint.after_export has ended well"),
+    "after_export_failed": _trouble("checkpoint.after_export failed; the next start tries it again"),
+    "on_event_failed": EventKind("an event could not be sent; it is tried again", is_trouble=True),
+    # engines and sampler
+    "engine_lost": _trouble("an engine does not answer any more"),
+    "engine_ready": _usual("an engine has the present weights"),
+    "engine_refused": _usual("an engine is not used, with the reason"),
+    "engine_hangs": _usual("an engine does not answer in time"),
+    "server_ended": _trouble("a server's process has ended"),
+    "server_hangs": _usual("a server does not answer in time"),
+    "server_refused": _usual("a server is not started again, with the reason"),
+    "sampler_died": _trouble("the sampler's process has ended; it is started again"),
+    "broadcast_failed": _trouble("new weights did not reach all engines by broadcast"),
+    "handover_failed": _usual("new weights did not reach an engine on the trainer's GPU"),
+    "handover_given_up": _usual("new weights reach an engine by disk from now on"),
+    "digests_compared": _usual("an engine's weights are those that were sent"),
+    "digests_not_compared": _usual("an engine's weights cannot be compared"),
+    "request_refused": _usual("an engine refused a request, with the reason"),
+    "reward_failed": _usual("a score failed"),
+    "step_lost": _usual("a step's rollouts are missing; they are sampled anew"),
+    "journal_damaged": _usual("a part of the journal cannot be read"),
+    "journal_missing": _usual("the journal is missing"),
+    # the Slurm job
+    "job_start": _usual("a job's start"),
+    "job_ready": _usual("a job's nodes passed the probe"),
+    "job_done": _usual("the job is over, the run done"),
+    "job_cancelled": _news("the job was stopped on request"),
+    "job_requeue": _trouble("the job requeued itself"),
+    "job_requeued_by_slurm": _trouble("Slurm requeued the job"),
+    "job_stopped": _trouble("the job ended for good, with the reason"),
+    "signal": _usual("the job was told to save and stop"),
+    "save_given_up": _trouble("saving took too long before the job's end"),
+    "ranks_ended": _trouble("a rank failed, and the others were ended"),
+    "nodes_healthy": _usual("the probe found nothing"),
+    "nodes_excluded": _trouble("the probe found bad nodes"),
+    "engines_ready": _usual("the servers of the job are ready"),
+    "engines_missing": _trouble("servers did not start in time"),
+    "rollout_lost": _trouble("a server of the job is lost"),
+    "rollout_back": _usual("a server of the job is back"),
+    "rollout_start": _usual("a job of rollout servers begins"),
+    "convert_done": _usual("a job of slurm/convert.sbatch is over"),
+    "evaluate_done": _usual("a job of slurm/evaluate.sbatch is over"),
+}
+
+_WORDS = ("reason", "cause", "why", "message", "engine", "server", "nodes")
+
+
+def is_trouble(event: dict[str, Any]) -> bool:
+    """Whether an event is of a kind that `bapo status` shows as the run's last error."""
+    return str(event.get("kind")) in EVENT_KINDS and EVENT_KINDS[str(event["kind"])].is_trouble
+
+
+def is_sent(event: dict[str, Any]) -> bool:
+    """Whether an event is of a kind that `logging.on_event` sends."""
+    return str(event.get("kind")) in EVENT_KINDS and EVENT_KINDS[str(event["kind"])].is_sent
+
+
+def event_text(event: dict[str, Any]) -> str:
+    """The kind of an event and what it says, on one line."""
+    told = [str(event[name]) for name in _WORDS if event.get(name) not in (None, "")]
+    return " ".join(": ".join([str(event["kind"]).replace("_", " "), *told]).split())
+
+
+def sent_text(run: str, event: dict[str, Any], count: int) -> str:
+    """The text that a chat shows: the run, the event, and how many like it came with it."""
+    step = f" (step {event['step']})" if isinstance(event.get("step"), int) else ""
+    more = f" [{count} of them]" if count > 1 else ""
+    return printable(f"{run}: {event_text(event)}{step}{more}")[:MOST_TEXT]

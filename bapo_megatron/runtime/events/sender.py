@@ -1,0 +1,215 @@
+"""The process that sends a run's events to the targets of `logging.on_event`.
+
+    python -m bapo_megatron.runtime.events.sender
+
+It reads RUN/events.jsonl, so it also finds what the job's shell wrote between two starts, and goes on where
+the process before it stopped. It is a process of its own: a run that hangs is told as `stalled`, one that is
+killed as `failed`, and a target that hangs keeps nobody waiting. It imports no torch.
+
+Standard input: the ``Order`` as a line of JSON; then, when the run has ended, the seconds that are left for
+what still waits. If the pipe closes without that line, the run was killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from bapo_megatron.errors import RunStopped
+from bapo_megatron.runtime.events.kinds import is_sent, sent_text
+from bapo_megatron.runtime.events.outbox import Outbox
+from bapo_megatron.runtime.events.progress import is_stalled, read_progress
+from bapo_megatron.runtime.events.targets import LIMIT_S, Refused, send, shown
+from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.jsonl_log import EventLog, append_event, parse_row
+from bapo_megatron.runtime.run_files import open_lock, read_plain
+from bapo_megatron.runtime.run_paths import RunPaths
+
+_POLL_S = 1.0
+_LOOK_S = 15.0
+"""Seconds between two looks at the run's progress, at most."""
+_KILLED_S = 10.0
+"""Seconds for what waits after the run was killed: so long this process outlives it."""
+_EVALUATION_S = 3600.0
+"""Silence that may be an evaluation."""
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a run asks of its sender."""
+
+    run_dir: str
+    name: str
+    targets: tuple[str, ...]
+    offset: int
+    """Size of events.jsonl at the start: a new target is sent nothing older."""
+    steps: int
+    evaluate_every: int
+    stalled_minutes: float | None
+
+    def line(self) -> bytes:
+        """The order as a line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+class EventSender:
+    """The events of one run on their way to its targets."""
+
+    def __init__(self, order: Order) -> None:
+        self._order, self._paths = order, RunPaths(Path(order.run_dir))
+        self._deadline: float | None = None
+        """On the monotonic clock; None while the run works."""
+        self._keys = [hashlib.sha256(target.encode()).hexdigest()[:12] for target in order.targets]
+        self._boxes = [Outbox(partial(self._send, target)) for target in order.targets]
+        stored = _stored_positions(self._paths.on_event)
+        self._positions = [stored.get(key, order.offset) for key in self._keys]
+        self._read = min(self._positions)
+        self._begun = time.time()
+        self._stalled_at: float | None = None
+        minutes = order.stalled_minutes
+        self.look_s = _LOOK_S if minutes is None else min(_LOOK_S, 15 * minutes)
+        """Seconds between two calls of ``look``."""
+
+    def read(self) -> None:
+        """Put the events that were written since the last call into the outboxes."""
+        with suppress(FileNotFoundError), read_plain(self._paths.events) as file:
+            if file.seek(0, os.SEEK_END) < self._read:
+                self._read, self._positions = 0, [0 for _ in self._positions]  # it is another file
+            file.seek(self._read)
+            block = file.read(_BLOCK)
+            if b"\n" not in block and len(block) == _BLOCK:
+                self._read += len(block)  # no line of ours
+            for line in block.splitlines(keepends=True):
+                if line.endswith(b"\n"):
+                    self._take(line, self._read)
+                    self._read += len(line)
+
+    def deliver(self, at_once: bool = False) -> bool:
+        """Send what is due, and note how far all is sent; whether something still waits."""
+        for target, box in zip(self._order.targets, self._boxes, strict=True):
+            if reason := box.deliver(time.monotonic(), at_once):
+                print(f"{shown(target)}: {reason}", file=sys.stderr, flush=True)
+                self._note("on_event_failed", target=shown(target), reason=reason)
+        positions = [box.position(self._read) for box in self._boxes]
+        if positions != self._positions:
+            self._positions = positions
+            sent = dict(zip(self._keys, positions, strict=True))
+            with suppress(OSError):  # a full disk: they are sent again
+                write_atomically(self._paths.on_event, json.dumps({"sent": sent}) + "\n")
+        return not all(box.is_empty() for box in self._boxes)
+
+    def look(self) -> None:
+        """Write the events `stalled` and `progress_again` where they are true."""
+        order, progress = self._order, read_progress(self._paths.root)
+        if progress.step >= order.steps:
+            return  # what follows the last step may take as long as it likes
+        if order.stalled_minutes is not None:
+            limit_s = 60 * order.stalled_minutes
+        elif order.evaluate_every and progress.step % order.evaluate_every == 0:
+            limit_s = max(progress.limit_s, _EVALUATION_S)
+        else:
+            limit_s = progress.limit_s
+        last = max(progress.at, self._begun)
+        if self._stalled_at is None and is_stalled(progress, self._begun, limit_s):
+            self._stalled_at = last
+            silent = f"no step, evaluation or rollout for {(time.time() - last) / 60:.3g} min"
+            self._note("stalled", step=progress.step, message=silent)
+        elif self._stalled_at is not None and last > self._stalled_at:
+            silent = f"after {(last - self._stalled_at) / 60:.3g} min"
+            self._stalled_at = None
+            self._note("progress_again", step=progress.step, message=silent)
+
+    def finish(self, limit_s: float) -> None:
+        """Send all that waits, for so many seconds at most. What is left then is sent by the next start."""
+        self._deadline = time.monotonic() + limit_s
+        while True:
+            self.read()
+            waits = self.deliver(at_once=True)
+            if not waits or time.monotonic() >= self._deadline:
+                return
+            time.sleep(_POLL_S)
+
+    def killed(self) -> None:
+        """Say that the run was killed, and send it."""
+        with suppress(OSError, RunStopped):
+            message = "its process has ended without a word: killed, out of memory, or a hang"
+            EventLog(self._paths.events).event("failed", message=message)
+        self.finish(_KILLED_S)
+
+    def _take(self, line: bytes, begin: int) -> None:
+        try:
+            event = parse_row(line)
+        except ValueError:
+            return
+        if is_sent(event):
+            for box, position in zip(self._boxes, self._positions, strict=True):
+                if begin >= position:
+                    box.add(event, begin)
+
+    def _send(self, target: str, event: dict[str, Any], count: int) -> None:
+        order = self._order
+        left = LIMIT_S if self._deadline is None else min(LIMIT_S, self._deadline - time.monotonic())
+        if left <= 0:
+            raise Refused("there was no time left")
+        message = {
+            "text": sent_text(order.name, event, count),
+            "run": order.name,
+            "run_dir": order.run_dir,
+            "count": count,
+            "event": event,
+        }
+        send(target, message, self._paths.on_event_log, left)
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        with suppress(OSError):
+            append_event(self._paths.events, kind, **fields)
+
+
+def work(sender: EventSender, orders: IO[bytes], parent: int) -> None:
+    """Send events until ``orders`` says how long what waits may take, or the process ``parent`` is gone."""
+    looked = time.monotonic()
+    while os.getppid() == parent and not select.select([orders], [], [], _POLL_S)[0]:
+        sender.read()
+        sender.deliver()
+        if time.monotonic() - looked >= sender.look_s:
+            looked = time.monotonic()
+            sender.look()
+    line = orders.readline() if os.getppid() == parent else b""
+    if line:
+        sender.finish(float(line))
+    else:
+        sender.killed()
+
+
+def _stored_positions(path: Path) -> dict[str, int]:
+    """Where to go on for each target; none if there is no such file, or another one."""
+    try:
+        sent = json.loads(path.read_text())["sent"]
+        return {str(key): int(value) for key, value in sent.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Entry point: the process id of the trainer."""
+    with open(0, "rb", buffering=0) as orders:  # so that no line hides in a buffer from select
+        order = Order(**json.loads(orders.readline()))
+        with open_lock(RunPaths(Path(order.run_dir)).on_event_lock) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one of a run that was killed may still be sending
+            work(EventSender(order), orders, int(arguments[0]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

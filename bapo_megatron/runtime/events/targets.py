@@ -1,0 +1,143 @@
+"""The targets of `logging.on_event`: a command, a URL, or `$NAME`, an environment variable with one of them.
+
+A command gets the message as JSON on its standard input; a URL gets it as a JSON POST, whose field `text` is
+what Slack, Mattermost and services that understand their webhooks show. A URL may be a secret: it never
+stands in a message, and as `$NAME` not even in the run directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from bapo_megatron.runtime.child_process import ChildDied, NoAnswer, within
+from bapo_megatron.runtime.user_command import UserCommand, command_words, missing_program
+
+LIMIT_S = 20.0
+"""Seconds that one message may take."""
+
+_VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)\}?")
+
+
+class Refused(Exception):
+    """A target did not take a message. The text says why, without the URL."""
+
+
+def target_problems(targets: Sequence[str]) -> Iterator[str]:
+    """What is wrong with the form of the targets of `logging.on_event`; the environment is not asked."""
+    for target in targets:
+        if not _VARIABLE.fullmatch(target) and (problem := _form_problem(target)):
+            yield f"logging.on_event={shown(target)}: {problem}; give a command, a URL, or $NAME"
+
+
+def unreachable_targets(targets: Sequence[str]) -> Iterator[str]:
+    """What the targets lack on this machine: a variable, a program."""
+    for target in targets:
+        value = resolved(target)
+        if not value:
+            yield f"logging.on_event={target}: that variable is not set; export it, or leave the target out"
+            continue
+        problem = _form_problem(value) or (None if _is_url(value) else missing_program(value))
+        if problem and value != target:  # the value may be a secret
+            yield f"logging.on_event={target}: its value is no URL (https://...) and no command that is here"
+        elif problem:
+            yield f"logging.on_event={shown(target)}: {problem}; install it, or name another"
+
+
+def resolved(target: str) -> str:
+    """A target's command or URL: the value of the variable that it names, else itself. Empty if not set."""
+    variable = _VARIABLE.fullmatch(target)
+    return os.environ.get(variable[1], "").strip() if variable else target
+
+
+def send(target: str, message: dict[str, Any], log: Path, limit_s: float = LIMIT_S) -> None:
+    """Send a message. Refused if the target does not take it within ``limit_s`` seconds.
+
+    ``log``: a file to which the output of a command is appended.
+    """
+    value, data = resolved(target), json.dumps(message).encode()
+    if not value:
+        raise Refused(f"{target} is not set")
+    if not _is_url(value):
+        _run(value, message, data, log, limit_s)
+        return
+    try:
+        # In a fork: a server that answers a byte a second would keep every time limit of a socket.
+        refusal = within(limit_s, lambda: _post(value, data, limit_s))
+    except (NoAnswer, ChildDied) as error:
+        refusal = str(error)
+    if refusal:
+        raise Refused(refusal.replace(value, "the URL"))
+
+
+def _run(command: str, message: dict[str, Any], data: bytes, log: Path, limit_s: float) -> None:
+    about = {
+        "BAPO_EVENT": str(message["event"]["kind"]),
+        "BAPO_EVENT_TEXT": message["text"],
+        "BAPO_RUN_DIR": message["run_dir"],
+    }
+    try:
+        running = UserCommand(command_words(command), about, log, data, append=True)
+    except (OSError, ValueError) as error:
+        raise Refused(f"it cannot be started: {error}") from None
+    try:
+        code = running.wait(limit_s)
+        if code != 0:
+            raise Refused(running.failure(code, f"{limit_s:.3g} s"))
+    finally:
+        running.close()
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """A POST that is sent elsewhere would become a GET without the message."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _post(url: str, data: bytes, limit_s: float) -> str:
+    """Why the server did not take the message; empty if it did."""
+    request = Request(url, data, {"Content-Type": "application/json", "User-Agent": "bapo-megatron"})
+    try:
+        with build_opener(_NoRedirects).open(request, timeout=limit_s) as answer:
+            answer.read(1 << 16)
+    except HTTPError as error:
+        return f"HTTP {error.code} {error.reason}"
+    except URLError as error:
+        return str(error.reason)
+    except (OSError, HTTPException, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _is_url(value: str) -> bool:
+    return value.lower().startswith(("http://", "https://"))
+
+
+def _form_problem(value: str) -> str | None:
+    try:
+        if not _is_url(value):
+            command_words(value)
+            return None
+        parts = urlsplit(value)
+        port_is_a_number = parts.port is None or parts.port > 0
+    except ValueError as error:
+        return str(error) if not _is_url(value) else "the URL's host or port is no such thing"
+    if not parts.hostname or not port_is_a_number or re.search(r"[\s\x00-\x1f\x7f]", value):
+        return "the URL has no host, or a blank in it"
+    return None
+
+
+def shown(target: str) -> str:
+    """A target for a message: of a URL its scheme and host alone."""
+    if not _is_url(target):
+        return repr(target)
+    return re.sub(r"(?i)(https?://)(?:[^/@]*@)?([^/?#]*).*", r"\1\2/...", target, flags=re.DOTALL)

@@ -1,0 +1,117 @@
+"""The run's last event, and the process that sends events to the targets of `logging.on_event`, on rank 0."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from bapo_megatron.config import RunConfig
+from bapo_megatron.errors import Preempted, RunStopped
+from bapo_megatron.runtime.events.sender import Order
+from bapo_megatron.runtime.jsonl_log import tail_rows
+from bapo_megatron.runtime.run_files import open_plain
+from bapo_megatron.runtime.run_paths import RunPaths
+
+_LAST_S, _LAST_OF_PREEMPTED_S = 30.0, 10.0
+"""Seconds that the end of a run waits for its last events to be sent; a job that is preempted has no time."""
+_ENDING_S = 5.0
+
+_ENDS = ("done", "preempted", "stopped", "failed")
+_BEGINNINGS = ("start", "resume")
+
+
+@contextmanager
+def recorded_end(
+    config: RunConfig, has_work: bool, event: Callable[[dict[str, Any]], None]
+) -> Iterator[None]:
+    """Record how the block, which is the run, ends: `done`, `preempted`, `stopped` or `failed`.
+
+    ``has_work``: whether the run had steps left; one that had none, and has said `done`, says nothing.
+    """
+    try:
+        yield
+    except BaseException as error:
+        with suppress(RunStopped, OSError):  # of a disk that is full: what was raised counts
+            event(_ending(error))
+        raise
+    last = (row.get("kind") for row in tail_rows(RunPaths(config.directory).events))
+    known = next((kind for kind in last if kind in (*_BEGINNINGS, *_ENDS)), None)
+    if has_work or known != "done":
+        event({"kind": "done", "step": config.steps})
+
+
+def _ending(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, KeyboardInterrupt):
+        return {"kind": "stopped", "reason": "Ctrl-C"}
+    if isinstance(error, Preempted | RunStopped):
+        kind = "preempted" if isinstance(error, Preempted) else "stopped"
+        return {"kind": kind, "reason": str(error)}
+    return {"kind": "failed", "reason": f"{type(error).__name__}: {error}"}
+
+
+@contextmanager
+def sending_events(config: RunConfig) -> Iterator[None]:
+    """Send the run's events within the block, if ``logging.on_event`` has a target.
+
+    It costs the run nothing but the wait for the last ones, and no failure in it is the run's.
+    """
+    if not config.logging.on_event:
+        yield
+        return
+    process, limit_s = _start(config), _LAST_S
+    try:
+        yield
+    except Preempted:
+        limit_s = _LAST_OF_PREEMPTED_S
+        raise
+    finally:
+        if process:
+            _close(process, limit_s, config)
+
+
+def _start(config: RunConfig) -> subprocess.Popen[bytes] | None:
+    paths, logging = RunPaths(config.directory), config.logging
+    order = Order(
+        run_dir=str(paths.root.absolute()),
+        name=config.name,
+        targets=logging.on_event,
+        offset=paths.events.stat().st_size if paths.events.exists() else 0,
+        steps=config.steps,
+        evaluate_every=config.evaluation.every,
+        stalled_minutes=logging.stalled_minutes,
+    )
+    paths.logs.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "bapo_megatron.runtime.events.sender", str(os.getpid())]
+    try:
+        with open(open_plain(paths.on_event_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as log:
+            # Its own session: it is to tell of signals that end the run.
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            )
+        assert process.stdin is not None
+        process.stdin.write(order.line())
+        process.stdin.flush()
+    except OSError as error:
+        _warn(f"events cannot be sent: {error}")
+        return None
+    return process
+
+
+def _close(process: subprocess.Popen[bytes], limit_s: float, config: RunConfig) -> None:
+    with suppress(OSError, subprocess.TimeoutExpired):  # it has ended, or hangs
+        process.communicate(f"{limit_s}\n".encode(), timeout=limit_s + _ENDING_S)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+    if process.returncode:
+        log = RunPaths(config.directory).on_event_log
+        _warn(f"the process that sends events has ended with {process.returncode}: {log}")
+
+
+def _warn(message: str) -> None:
+    with suppress(OSError):
+        print(f"warning: logging.on_event: {message}", file=sys.stderr, flush=True)

@@ -14,7 +14,8 @@ from bapo_megatron.checkpoint.fork_record import lineage_text
 from bapo_megatron.checkpoint.run_directory import read_config
 from bapo_megatron.commands.cluster.slurm_client import JobState, queue_state, read_job_state
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.runtime.events.kinds import event_text, is_trouble
+from bapo_megatron.runtime.events.kinds import BEGINNINGS, event_text, is_trouble
+from bapo_megatron.runtime.events.progress import Patience, read_progress
 from bapo_megatron.runtime.jsonl_log import tail_rows
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 
@@ -42,6 +43,8 @@ class Status:
     moved: tuple[float, int] | None
     """Share of the stale updates with moved clipping bounds, and of how many last steps; None without a
     search."""
+    stalled_s: float | None
+    """Seconds of silence of a run that works, if that is too long (``logging.stalled_minutes``)."""
     trouble: str | None
     """The last event of a kind that means trouble."""
     trouble_age_s: float | None
@@ -76,10 +79,25 @@ def read_status(run: Path, now: float | None = None) -> Status:
         checkpoint_age_s=now - saved[1] if saved else None,
         engines=None if waits else _engines(run, metrics, now),
         moved=_moved(paths.metrics),
+        stalled_s=_stalled_s(run, config, now) if state.lower().startswith("running") else None,
         trouble=event_text(trouble) if trouble else None,
         trouble_age_s=_age(trouble, now) if trouble else None,
         forked=lineage_text(run),
     )
+
+
+def _stalled_s(run: Path, config: dict[str, Any], now: float) -> float | None:
+    """Seconds of silence of a run that works, if that is too long since its last start."""
+    if config.get("steps") is None:
+        return None
+    rows = tail_rows(RunPaths(run).events)
+    start = next((row for row in rows if row.get("kind") in BEGINNINGS), {})
+    begun = now - (_age(start, now) or now)  # one that is not among the last events is long ago
+    patience = Patience(
+        config["steps"], config.get("evaluation.every") or 0, config.get("logging.stalled_minutes")
+    )
+    progress = read_progress(run)
+    return progress.silent_s(begun, now) if progress.is_stalled(patience, begun, now) else None
 
 
 def _moved(log: Path) -> tuple[float, int] | None:

@@ -26,6 +26,8 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
         yield "checkpoint", "none yet"
     else:
         yield "checkpoint", f"step {status.checkpoint}, {ago(status.checkpoint_age_s)}"
+    if status.stalled_s is not None:
+        yield "stalled", f"no step, evaluation or rollout for {clock(status.stalled_s)}"
     if status.moved is not None:
         share, steps = status.moved
         yield "bounds", f"moved in {share:.0%} of the stale updates of the last {steps} steps"

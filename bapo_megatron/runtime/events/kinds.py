@@ -114,6 +114,12 @@ EVENT_KINDS = {
     "evaluate_done": _usual("a job of slurm/evaluate.sbatch is over"),
 }
 
+BEGINNINGS = ("start", "resume")
+"""The kinds of a run's beginning; one of ``ENDS`` follows, unless the run is killed."""
+
+ENDS = ("done", "preempted", "stopped", "failed")
+"""The kinds of a run's last event."""
+
 _WORDS = ("reason", "cause", "why", "message", "engine", "server", "nodes")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,16 +15,42 @@ _STEPS = 10
 
 
 @dataclass(frozen=True)
+class Patience:
+    """How long a run may be silent."""
+
+    steps: int
+    """Steps of the whole run: what follows the last one may take as long as it likes."""
+    evaluate_every: int
+    """Steps between evaluations; 0 for none. One may take an hour."""
+    stalled_minutes: float | None
+    """A longer silence is a stall. None: three times the longest of the last ten steps, and at least ten
+    minutes; an hour where there is no step yet, because the first one loads and compiles."""
+
+
+@dataclass(frozen=True)
 class Progress:
-    """What a run has written last, and how long it may well be silent."""
+    """What a run has written last, in seconds since 1970, and the times of its last steps."""
 
     at: float
-    """The last sign of life, in seconds since 1970; 0 for none."""
-    limit_s: float
-    """A longer silence is a stall: three times the longest of the last ten steps, at least ten minutes. An
-    hour where there is no step yet: the first one loads and compiles."""
     step: int
-    """The last step with metrics."""
+    longest_step_s: float | None
+
+    def silent_s(self, begun: float, now: float) -> float:
+        """Seconds since the last sign of life, or since the run ``begun`` to work."""
+        return now - max(self.at, begun)
+
+    def is_stalled(self, patience: Patience, begun: float, now: float) -> bool:
+        """Whether the run has been silent for too long."""
+        return self.step < patience.steps and self.silent_s(begun, now) > self._limit_s(patience)
+
+    def _limit_s(self, patience: Patience) -> float:
+        if patience.stalled_minutes is not None:
+            return 60 * patience.stalled_minutes
+        if self.longest_step_s is None:
+            return _UNKNOWN_S
+        limit_s = max(_LEAST_S, _TIMES_LONGER * self.longest_step_s)
+        evaluates = patience.evaluate_every > 0 and self.step % patience.evaluate_every == 0
+        return max(limit_s, _UNKNOWN_S) if evaluates else limit_s
 
 
 def read_progress(run: Path) -> Progress:
@@ -38,19 +63,7 @@ def read_progress(run: Path) -> Progress:
     rows = list(islice(tail_rows(paths.metrics), _STEPS))
     times = [float(seconds) for row in rows if isinstance(seconds := row.get("time/step_s"), (int, float))]
     step = rows[0].get("step") if rows else 0
-    return Progress(
-        max(map(_time, signs)),
-        max(_LEAST_S, _TIMES_LONGER * max(times)) if times else _UNKNOWN_S,
-        step if isinstance(step, int) else 0,
-    )
-
-
-def is_stalled(progress: Progress, begun: float, limit_s: float | None, now: float | None = None) -> bool:
-    """Whether a run that began to work at ``begun`` has been silent for too long. ``limit_s``: None for the
-    limit that its steps suggest."""
-    now = time.time() if now is None else now
-    limit_s = progress.limit_s if limit_s is None else limit_s
-    return now - max(progress.at, begun) > limit_s
+    return Progress(max(map(_time, signs)), step if isinstance(step, int) else 0, max(times, default=None))
 
 
 def _time(path: Path) -> float:

@@ -29,7 +29,7 @@ from typing import IO, Any
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.runtime.events.kinds import is_sent, sent_text
 from bapo_megatron.runtime.events.outbox import Outbox
-from bapo_megatron.runtime.events.progress import is_stalled, read_progress
+from bapo_megatron.runtime.events.progress import Patience, read_progress
 from bapo_megatron.runtime.events.targets import LIMIT_S, Refused, send, shown
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.jsonl_log import EventLog, append_event, parse_row
@@ -112,22 +112,15 @@ class EventSender:
 
     def look(self) -> None:
         """Write the events `stalled` and `progress_again` where they are true."""
-        order, progress = self._order, read_progress(self._paths.root)
-        if progress.step >= order.steps:
-            return  # what follows the last step may take as long as it likes
-        if order.stalled_minutes is not None:
-            limit_s = 60 * order.stalled_minutes
-        elif order.evaluate_every and progress.step % order.evaluate_every == 0:
-            limit_s = max(progress.limit_s, _EVALUATION_S)
-        else:
-            limit_s = progress.limit_s
-        last = max(progress.at, self._begun)
-        if self._stalled_at is None and is_stalled(progress, self._begun, limit_s):
+        order, progress, now = self._order, read_progress(self._paths.root), time.time()
+        patience = Patience(order.steps, order.evaluate_every, order.stalled_minutes)
+        last = now - progress.silent_s(self._begun, now)
+        if self._stalled_at is None and progress.is_stalled(patience, self._begun, now):
             self._stalled_at = last
-            silent = f"no step, evaluation or rollout for {(time.time() - last) / 60:.3g} min"
+            silent = f"no step, evaluation or rollout for {(now - last) / 60:.3g} min"
             self._note("stalled", step=progress.step, message=silent)
-        elif self._stalled_at is not None and last > self._stalled_at:
-            silent = f"after {(last - self._stalled_at) / 60:.3g} min"
+        elif self._stalled_at is not None and progress.at > self._stalled_at:
+            silent = f"after {(progress.at - self._stalled_at) / 60:.3g} min"
             self._stalled_at = None
             self._note("progress_again", step=progress.step, message=silent)
 

@@ -113,8 +113,10 @@ def _post(url: str, data: bytes, limit_s: float) -> str:
         return f"HTTP {error.code} {error.reason}"
     except URLError as error:
         return str(error.reason)
-    except (OSError, HTTPException, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+    except (HTTPException, ValueError) as error:
+        return type(error).__name__  # their texts may quote the path
+    except OSError as error:
+        return str(error)
     return ""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import Preempted, RunStopped
+from bapo_megatron.runtime.events.kinds import BEGINNINGS, ENDS
 from bapo_megatron.runtime.events.sender import Order
 from bapo_megatron.runtime.jsonl_log import tail_rows
 from bapo_megatron.runtime.run_files import open_plain
@@ -19,9 +20,6 @@ from bapo_megatron.runtime.run_paths import RunPaths
 _LAST_S, _LAST_OF_PREEMPTED_S = 30.0, 10.0
 """Seconds that the end of a run waits for its last events to be sent; a job that is preempted has no time."""
 _ENDING_S = 5.0
-
-_ENDS = ("done", "preempted", "stopped", "failed")
-_BEGINNINGS = ("start", "resume")
 
 
 @contextmanager
@@ -39,7 +37,7 @@ def recorded_end(
             event(_ending(error))
         raise
     last = (row.get("kind") for row in tail_rows(RunPaths(config.directory).events))
-    known = next((kind for kind in last if kind in (*_BEGINNINGS, *_ENDS)), None)
+    known = next((kind for kind in last if kind in (*BEGINNINGS, *ENDS)), None)
     if has_work or known != "done":
         event({"kind": "done", "step": config.steps})
 

@@ -55,6 +55,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file = run / f"engines/{name}.json"
         file.write_text(json.dumps({"url": f"http://{name}", "state": state}))
         os.utime(file, (NOW - age, NOW - age))
+    os.utime(run / "metrics.jsonl", (NOW - 30, NOW - 30))
     monkeypatch.setattr("bapo_megatron.commands.cluster.status.queue_state", lambda _job: ("RUNNING", ""))
     return run
 
@@ -81,6 +82,15 @@ def test_everything_that_is_known_is_shown(run: Path) -> None:
         "left out    n3",
         "last error  60 min ago: engine lost: gone: http://n7:1",
     ]
+
+
+def test_a_run_that_has_been_silent_for_long_is_stalled(run: Path) -> None:
+    """Its steps take a minute: ten minutes of silence are a stall, unless it is not running."""
+    for path in (run / "metrics.jsonl", run / "checkpoints"):
+        os.utime(path, (NOW - 700, NOW - 700))
+    assert "stalled     no step, evaluation or rollout for 0:11:40\n" in status_text(read_status(run, NOW))
+    os.utime(run / "metrics.jsonl", (NOW - 500, NOW - 500))
+    assert read_status(run, NOW).stalled_s is None
 
 
 def test_a_checkpoint_within_a_step_counts(run: Path) -> None:

@@ -1,0 +1,244 @@
+"""The process that sends events: where it goes on, what it says of a run that hangs or is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.runtime.events.progress import Patience, Progress, read_progress
+from bapo_megatron.runtime.events.sender import EventSender, Order
+from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
+from tests.support.webhook import Webhook
+
+DEADLINE_S = 300.0
+
+
+@pytest.fixture
+def hook() -> Iterator[Webhook]:
+    hook = Webhook()
+    yield hook
+    hook.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 2.0}\n')
+    return tmp_path
+
+
+def order(run: Path, *targets: str, **changes: Any) -> Order:
+    plain = Order(str(run), "r", targets, offset=0, steps=9, evaluate_every=0, stalled_minutes=None)
+    return replace(plain, **changes)
+
+
+def written(run: Path, *kinds: str) -> None:
+    log = EventLog(run / "events.jsonl")
+    for number, kind in enumerate(kinds, 1):
+        log.event(kind, step=number)
+    log.close()
+
+
+def passed(sender: EventSender) -> None:
+    sender.read()
+    sender.deliver()
+
+
+def test_events_are_sent_once_over_all_starts(run: Path, hook: Webhook) -> None:
+    """Also those that a job's shell writes between two starts. Usual events are not sent."""
+    written(run, "start", "engine_ready", "checkpoint", "preempted")
+    passed(EventSender(order(run, hook.url)))
+    written(run, "job_requeue")
+    passed(EventSender(order(run, hook.url, offset=10**6)))
+    assert hook.kinds() == ["start", "preempted", "job_requeue"]
+    assert hook.messages[0]["text"] == "r: start (step 1)"
+    assert hook.messages[0]["run_dir"] == str(run)
+
+
+def test_a_target_that_is_new_gets_no_old_events(run: Path, hook: Webhook) -> None:
+    written(run, "start", "done")
+    size = (run / "events.jsonl").stat().st_size
+    written(run, "resume")
+    passed(EventSender(order(run, "true", hook.url, offset=size)))
+    assert hook.kinds() == ["resume"]
+
+
+def test_what_a_dead_target_did_not_take_is_sent_by_the_next_start(run: Path, hook: Webhook) -> None:
+    """The target beside it gets nothing twice. The failure is an event, once, which is not sent."""
+    hook.answer = 503
+    log = run / "taken"
+    tee = f"""sh -c 'echo "$BAPO_EVENT" >> {log}'"""
+    written(run, "start")
+    sender = EventSender(order(run, hook.url, tee))
+    passed(sender)
+    written(run, "engine_lost")
+    passed(sender)
+    hook.answer = 200
+    hook.messages.clear()
+    passed(EventSender(order(run, hook.url, tee)))
+    assert hook.kinds() == ["start", "engine_lost"]
+    assert log.read_text().split() == ["start", "engine_lost"]
+    failures = [row for row in read_jsonl(run / "events.jsonl") if row["kind"] == "on_event_failed"]
+    assert [row["reason"] for row in failures] == ["HTTP 503 Service Unavailable"]
+    assert "S3CRET" not in (run / "events.jsonl").read_text() + (run / "on_event.json").read_text()
+
+
+def test_half_a_line_is_read_when_it_is_whole(run: Path, hook: Webhook) -> None:
+    sender = EventSender(order(run, hook.url))
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"kind": "do')
+        file.flush()
+        passed(sender)
+        file.write('ne", "step": 9}\nno json\n[1]\n')
+    passed(sender)
+    assert hook.kinds() == ["done"]
+
+
+def test_a_log_that_was_deleted_is_read_from_its_beginning(run: Path, hook: Webhook) -> None:
+    written(run, "start", "engine_lost")
+    sender = EventSender(order(run, hook.url))
+    passed(sender)
+    (run / "events.jsonl").unlink()
+    written(run, "done")
+    passed(sender)
+    assert hook.kinds() == ["start", "engine_lost", "done"]
+
+
+def test_a_damaged_note_of_what_was_sent_is_none(run: Path, hook: Webhook) -> None:
+    written(run, "start")
+    (run / "on_event.json").write_text('{"sent": [1]}')
+    passed(EventSender(order(run, hook.url, offset=0)))
+    assert hook.kinds() == ["start"]
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "longest_s", "patience", "limit_s"),
+    [
+        (5, 100.0, Patience(9, 0, None), 600.0),  # three times 100 s is less than ten minutes
+        (5, 1000.0, Patience(9, 0, None), 3000.0),
+        (0, None, Patience(9, 0, None), 3600.0),
+        (5, 100.0, Patience(9, 5, None), 3600.0),  # an evaluation is due
+        (5, 100.0, Patience(9, 4, None), 600.0),
+        (5, 1000.0, Patience(9, 5, 2.0), 120.0),
+    ],
+)
+def test_how_long_a_run_may_be_silent(
+    step: int, longest_s: float | None, patience: Patience, limit_s: float
+) -> None:
+    progress = Progress(at=1000.0, step=step, longest_step_s=longest_s)
+    assert not progress.is_stalled(patience, begun=0.0, now=1000.0 + limit_s)
+    assert progress.is_stalled(patience, begun=0.0, now=1000.1 + limit_s)
+    assert not progress.is_stalled(patience, begun=1.0 + 1000, now=1000.1 + limit_s)  # it began later
+    assert not replace(progress, step=9).is_stalled(patience, begun=0.0, now=1e9)  # the last step
+
+
+def test_signs_of_life_are_steps_and_what_the_sampler_writes(run: Path) -> None:
+    rows = [{"step": step, "time/step_s": 10.0 * step} for step in range(1, 31)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 31}]))
+    for name in ("journal/segments-000001.log", "journal/segments-000002.log"):
+        (run / name).touch()
+    for path, age_s in (("metrics.jsonl", 50), ("journal", 40), ("journal/segments-000002.log", 30)):
+        os.utime(run / path, (1e6 - age_s, 1e6 - age_s))
+    assert read_progress(run) == Progress(at=1e6 - 30, step=31, longest_step_s=300.0)
+    os.utime(run / "metrics.jsonl", (1e6 - 20, 1e6 - 20))
+    assert read_progress(run).at == 1e6 - 20
+    assert read_progress(run / "nothing") == Progress(at=0.0, step=0, longest_step_s=None)
+
+
+def test_a_stall_and_its_end_are_told_once(run: Path, hook: Webhook) -> None:
+    """Hours pass between the looks: the files' times are set back instead."""
+
+    def silent_for(seconds: float) -> None:
+        for path in (run / "metrics.jsonl", run / "journal"):
+            os.utime(path, (time.time() - seconds, time.time() - seconds))
+
+    sender = EventSender(order(run, hook.url))
+    sender._begun = 0.0
+    for seconds in (100.0, 2000.0, 2100.0):
+        silent_for(seconds)
+        sender.look()
+    for seconds in (5.0, 6.0):
+        silent_for(seconds)
+        sender.look()
+    passed(sender)
+    stalled, again = read_jsonl(run / "events.jsonl")
+    assert (stalled["kind"], stalled["step"]) == ("stalled", 1)
+    assert stalled["message"] == "no step, evaluation or rollout for 33.3 min"
+    assert again["kind"] == "progress_again"
+    assert hook.kinds() == ["stalled", "progress_again"]
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+PARENT = """
+import os, subprocess, sys, time
+sender = subprocess.Popen(
+    [sys.executable, "-m", "bapo_megatron.runtime.events.sender", str(os.getpid())], stdin=subprocess.PIPE
+)
+sender.stdin.write(sys.argv[1].encode())
+sender.stdin.flush()
+print(sender.pid, flush=True)
+sys.stdin.readline()
+print(sender.communicate(b"60\\n")[0], sender.returncode, flush=True)
+"""
+
+
+def parent_of_sender(asked: Order) -> subprocess.Popen[str]:
+    """A process that stands for a trainer; a line on its standard input is the end of its run."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT, asked.line().decode()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    process.stdout.readline()
+    return process
+
+
+def wait_for(hook: Webhook, *kinds: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while hook.kinds() != list(kinds):
+        assert time.monotonic() < deadline, hook.kinds()
+        time.sleep(0.02)
+
+
+def test_a_run_that_ends_well_is_told_to_its_last_event(run: Path, hook: Webhook) -> None:
+    written(run, "start")
+    process = parent_of_sender(order(run, hook.url))
+    wait_for(hook, "start")
+    written(run, "engine_lost", "engine_gap", "done")
+    output, _ = process.communicate("the end\n", timeout=DEADLINE_S)
+    assert output.split() == ["None", "0"]
+    assert hook.kinds() == ["start", "engine_lost", "engine_gap", "done"]
+
+
+def test_a_run_that_is_killed_is_told_as_failed(run: Path, hook: Webhook) -> None:
+    """Half a line, which the kill left, is cut off. The next sender begins after this one."""
+    written(run, "start")
+    process = parent_of_sender(order(run, hook.url))
+    wait_for(hook, "start")
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"kind": "check')
+    process.send_signal(signal.SIGKILL)
+    process.wait(DEADLINE_S)
+    again = parent_of_sender(order(run, hook.url))
+    wait_for(hook, "start", "failed")
+    again.communicate("the end\n", timeout=DEADLINE_S)
+    assert hook.kinds() == ["start", "failed"]
+    assert [row["kind"] for row in read_jsonl(run / "events.jsonl")] == ["start", "failed"]
+    assert "killed, out of memory, or a hang" in hook.messages[-1]["text"]

@@ -70,7 +70,8 @@ def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
     algorithm = run.config.algorithm
     version, done = run.partial_step or PartialStep(run.policy.version, [])
     run.partial_step = None
-    groups = [samples_of(group, algorithm.advantage) for group in batch.groups]
+    sources = run.config.data.source_names
+    groups = [samples_of(group, algorithm.advantage, sources) for group in batch.groups]
     if algorithm.old_log_probs == "trainer":
         groups = with_old_log_probs(
             *(run.policy, groups, run.config.batch.pack_tokens),

@@ -35,6 +35,10 @@ class Prompt:
     extra_info: dict[str, Any] = field(default_factory=dict)
     opens_thinking: bool = False
     """Whether the chat template ends with ``<think>``: the response begins within its thinking part."""
+    source: str = ""
+    """Name of the source among ``data.sources``; empty for that of ``data.path``."""
+    reward: str = ""
+    """The reward function of its source; empty: ``reward.function``."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,9 @@ class MicroBatch:
     (without the document's padding)."""
     sequences: int
     """Samples of the whole update, on all replicas."""
+    sources: tuple[int, ...] = ()
+    """The source of each of the ``sequences``, by its number among ``data.sources``; -1 for none of them.
+    Empty in a run of one file."""
     trained_tokens: tuple[int, ...] = ()
     """Number of trained tokens of each of the ``sequences``, so that every rank knows the same groups of them
     (``algo/search_groups.py``). Empty in a pack that was not made by ``pack_samples``."""
@@ -185,7 +192,12 @@ class MicroBatch:
         """A pack with these columns; every other column holds its fill value throughout."""
         filled = {n: torch.full((cu_seqlens[-1],), c.fill, dtype=c.dtype) for n, c in COLUMNS.items()}
         return cls(
-            **filled | columns, cu_seqlens=cu_seqlens, rows=rows, sequences=sequences, trained_tokens=()
+            **filled | columns,
+            cu_seqlens=cu_seqlens,
+            rows=rows,
+            sequences=sequences,
+            sources=(),
+            trained_tokens=(),
         )
 
     @property

@@ -8,11 +8,14 @@ Legend: ``_T`` tokens of a pack.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from bapo_megatron.algo.losses import Loss
 from bapo_megatron.algo.measurements import SEARCH, Measurement, PackView, UpdateSums, token_mean
+from bapo_megatron.algo.measurements.by_source import by_source
 from bapo_megatron.algo.measurements.clipping import CLIPPING
 from bapo_megatron.algo.measurements.diagnostics import DIAGNOSTICS
 from bapo_megatron.algo.measurements.engine_gap import ENGINE_GAP
@@ -41,13 +44,15 @@ MEASUREMENTS = (ENTROPY, KL, RATIO_GAP, CLIPPING, ENGINE_GAP, STALENESS, DIAGNOS
 class Objective:
     """The vector of an update: the loss, the count of tokens, the measurements, the sums of the search."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, sources: Sequence[str] = ()) -> None:
+        """``sources``: names of the run's sources, each with metrics of its own; none for one file."""
         self.loss = loss
         first = MEASUREMENTS.index(CLIPPING) + 1
         self._measurements: list[Measurement] = [
             *MEASUREMENTS[:first],
             *loss.measurements,  # the metrics of a loss stand beside its clip fractions
             *MEASUREMENTS[first:],
+            *([by_source(sources)] if sources else []),
         ]
         self._parts: dict[str, slice] = {}
         self._width = 2

@@ -9,6 +9,7 @@ import fcntl
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ _ADDED: dict[str, Any] = {
     "checkpoint.after_export_minutes": 60.0,
     THREADS: None,
     "rollout.sglang.compare_digests": True,  # nor was it there, and a run goes on with it
+    "data.sources": [],
     "reward.math_allow_operations": False,  # they were allowed, but a run goes on with the judge of today
 }
 """Fields that older directories of this format lack, with the value that was in force then."""
@@ -232,5 +234,9 @@ def with_present_fields(stored: dict[str, Any], announce: bool = False) -> dict[
 
 def plain_values(config: RunConfig) -> dict[str, Any]:
     """The values of a configuration by dotted names, as JSON has them."""
-    values: dict[str, Any] = json.loads(json.dumps(flat(config), default=str))
+    values: dict[str, Any] = json.loads(json.dumps(flat(config), default=_plain))
     return values
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bapo_megatron.errors import ConfigError
 
@@ -38,7 +39,21 @@ def parse_flags(command: str, recipe: Path, default: C, arguments: Sequence[str]
     from bapo_megatron.config.flags import parse_options
 
     described = f"Defaults are those of {recipe}."
+    default = _with_named_data(default, arguments[1:])
     return parse_options(type(default), f"bapo {command} {recipe}", arguments[1:], default, described)
+
+
+def _with_named_data(default: C, arguments: Sequence[str]) -> C:
+    """The recipe's defaults without its file of prompts if a flag names sources, and the other way round."""
+    given = {word.partition("=")[0].removeprefix("--") for word in arguments}
+    whole: Any = default
+    run = getattr(whole, "run", whole)  # of a command with flags of its own
+    if "data.sources" in given:
+        run = replace(run, data=replace(run.data, path=None))
+    if "data.path" in given:
+        run = replace(run, data=replace(run.data, sources=()))
+    changed: C = replace(whole, run=run) if hasattr(whole, "run") else run
+    return changed
 
 
 def check_names(config: RunConfig) -> None:

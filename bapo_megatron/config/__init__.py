@@ -17,6 +17,7 @@ from bapo_megatron.config.sections import (
     RolloutConfig,
 )
 from bapo_megatron.config.sglang import SglangConfig
+from bapo_megatron.config.sources import SourceConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -37,5 +38,6 @@ __all__ = [
     "RunConfig",
     "SftConfig",
     "SglangConfig",
+    "SourceConfig",
     "load_recipe",
 ]

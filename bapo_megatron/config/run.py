@@ -27,6 +27,7 @@ from bapo_megatron.config.sections import (
 from bapo_megatron.config.validation import (
     algorithm_problems,
     checkpoint_problems,
+    data_problems,
     engine_problems,
     hold_problems,
     hook_problems,
@@ -92,6 +93,14 @@ class RunConfig:
         """Updates of the whole run, the length of the learning-rate schedule."""
         return self.steps * self.algorithm.reuse_epochs * self.algorithm.updates_per_epoch
 
+    @property
+    def reward_functions(self) -> tuple[str, ...]:
+        """The reward functions that judge responses: those of the sources, and that of the suites."""
+        function = self.reward.function
+        of_sources = [source.reward or function for source in self.data.files]
+        of_suites = [function] if self.evaluation.every else []
+        return tuple(dict.fromkeys([*of_sources, *of_suites]))
+
     def evaluates(self, step: int) -> bool:
         """Whether the weights after ``step`` are evaluated on held-out problems."""
         every = self.evaluation.every
@@ -128,6 +137,7 @@ class RunConfig:
         yield from staleness_problems(self.rollout)
         yield from engine_problems(self.rollout, self.longest_request)
         yield from reward_problems(self.reward, self.rollout.max_response_tokens)
+        yield from data_problems(self.data)
         yield from checkpoint_problems(self.checkpoint, self.evaluation)
         yield from hook_problems(self.checkpoint, self.logging)
         yield from range_problems(self.data, self.optimizer)
@@ -156,4 +166,5 @@ class SftConfig:
 
     def check(self) -> None:
         """Raise ConfigError with every mistake that the fields show by themselves."""
-        raise_problems(list(wrong_types(self)) or [*out_of_range(self), *parallel_problems(self.parallel)])
+        problems = [*out_of_range(self), *parallel_problems(self.parallel), *data_problems(self.data)]
+        raise_problems(list(wrong_types(self)) or problems)

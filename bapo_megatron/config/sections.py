@@ -22,6 +22,7 @@ from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.config.engine import EngineConfig
 from bapo_megatron.config.former_names import current_loss
 from bapo_megatron.config.sglang import SglangConfig
+from bapo_megatron.config.sources import SourceConfig, Sources
 
 
 def _json_object(words: list[str]) -> dict[str, Any]:
@@ -104,8 +105,8 @@ class ParallelConfig:
 class DataConfig:
     """The dataset of training prompts."""
 
-    path: Path
-    """JSONL or parquet with the fields of Skywork-OR1-RL-Data."""
+    path: Path | None = None
+    """JSONL or parquet with the fields of Skywork-OR1-RL-Data. None: `sources` names several."""
     max_prompt_tokens: Annotated[int, Ge(1)] = 2048
     """Longest prompt, in tokens; longer ones are left out, and counted."""
     difficulty: str | None = None
@@ -117,6 +118,20 @@ class DataConfig:
     """Largest difficulty that is kept."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, from the run's seed; else they come in the order of the file."""
+    sources: Sources = field(default=(), kw_only=True)
+    """Several sources instead of `path`, each with `path`, `weight` (1) and `reward` (`reward.function`):
+    docs/data.md#several-sources-in-one-run. As a flag a JSON list, which replaces the recipe's:
+    `[{"path": "data/math", "weight": 2, "reward": "math"}, {"path": "data/mine.jsonl"}]`."""
+
+    @property
+    def files(self) -> tuple[SourceConfig, ...]:
+        """The sources, or the one that `path` is."""
+        return self.sources or ((SourceConfig(self.path),) if self.path is not None else ())
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Names of the sources, by which metrics tell them apart; none for `path`."""
+        return tuple(source.name for source in self.sources)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from bapo_megatron.config.sections import (
     RewardConfig,
     RolloutConfig,
 )
+from bapo_megatron.config.sources import source_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.events.targets import target_problems
 from bapo_megatron.runtime.run_paths import moment_of
@@ -45,14 +46,14 @@ def raise_problems(problems: list[str]) -> None:
 
 def wrong_types(config: object) -> Iterator[str]:
     """Fields whose value does not have the annotated type: recipes, unlike flags, can set such values."""
-    for path, value, annotation in _fields(config):
+    for path, value, annotation in _checked(config):
         if problem := type_problem(value, annotation):
             yield f"{path}={value!r} {problem}"
 
 
 def out_of_range(config: object) -> Iterator[str]:
     """Numbers that are not finite, or outside the range that the annotation of their field states."""
-    for path, value, annotation in _fields(config):
+    for path, value, annotation in _checked(config):
         if problem := range_problem(value, annotation):
             yield f"{path}={value} {problem}"
 
@@ -67,12 +68,29 @@ def _fields(config: object, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield from _fields(value, f"{path}.")
 
 
+def _checked(config: object) -> Iterator[tuple[str, Any, Any]]:
+    """``_fields``, and those of the dataclasses in lists, such as ``data.sources[0].weight``."""
+    for path, value, annotation in _fields(config):
+        yield path, value, annotation
+        for number, one in enumerate(value if isinstance(value, tuple) else ()):
+            if dataclasses.is_dataclass(one):
+                yield from _fields(one, f"{path}[{number}].")
+
+
 def parallel_problems(parallel: ParallelConfig) -> Iterator[str]:
     """Rules of the layout: what needs tensor or pipeline parallelism."""
     if parallel.sequence and parallel.tensor == 1:
         yield "parallel.sequence needs parallel.tensor of at least 2: it splits over the TP ranks"
     if parallel.virtual > 1 and parallel.pipeline == 1:
         yield f"parallel.virtual={parallel.virtual} needs parallel.pipeline of at least 2"
+
+
+def data_problems(data: DataConfig) -> Iterator[str]:
+    """Rules of the sources of prompts, and of their rewards."""
+    yield from source_problems(data.path, data.sources)
+    for source in data.sources:
+        if source.reward is not None:
+            yield from _function_problems(f"data.sources[{source.name}].reward", source.reward)
 
 
 def pack_problems(batch: BatchConfig, parallel: ParallelConfig, longest: int) -> Iterator[str]:
@@ -231,13 +249,18 @@ REWARD_FUNCTIONS = (*BOXED_REWARDS, "reasoning_gym")
 """Names of the built-in reward functions."""
 
 
-def reward_problems(reward: RewardConfig, max_response_tokens: int) -> Iterator[str]:
-    """Rules of the reward: its function, its penalties and their zone, its limits of time."""
-    if reward.function not in REWARD_FUNCTIONS and not re.fullmatch(r"[\w.]+:\w+", reward.function):
+def _function_problems(field: str, function: str) -> Iterator[str]:
+    """A reward function that is neither built in nor a path."""
+    if function not in REWARD_FUNCTIONS and not re.fullmatch(r"[\w.]+:\w+", function):
         yield (
-            f"reward.function={reward.function!r} is unknown: give {', '.join(REWARD_FUNCTIONS)}, or the "
+            f"{field}={function!r} is unknown: give {', '.join(REWARD_FUNCTIONS)}, or the "
             f"path of a function as package.module:function"
         )
+
+
+def reward_problems(reward: RewardConfig, max_response_tokens: int) -> Iterator[str]:
+    """Rules of the reward: its function, its penalties and their zone, its limits of time."""
+    yield from _function_problems("reward.function", reward.function)
     if reward.format_pattern is not None:
         try:
             re.compile(reward.format_pattern, re.DOTALL)

@@ -46,6 +46,8 @@ class Sample:
     """Importance weights: factors of each token's weight in the loss, float32; None: 1."""
     loss_mask_R: np.ndarray | None = None
     """Loss mask, bool: False for response tokens that are not trained on (a tool's). None: all True."""
+    source: int = -1
+    """Number of its source among ``data.sources``; -1 for none of them."""
 
     def __post_init__(self) -> None:
         if self.loss_mask_R is not None and len(self.loss_mask_R) != self.response_tokens:
@@ -84,8 +86,14 @@ class Sample:
         return len(self.token_ids) - 1
 
 
-def samples_of(group: Group, advantage: Literal["grpo", "dr_grpo"]) -> list[Sample]:
-    """The samples of a group's rollouts, with advantages normalized within the group."""
+def samples_of(
+    group: Group, advantage: Literal["grpo", "dr_grpo"], sources: Sequence[str] = ()
+) -> list[Sample]:
+    """The samples of a group's rollouts, with advantages normalized within the group.
+
+    ``sources``: names of the run's sources, by which samples are numbered.
+    """
+    source = sources.index(group.prompt.source) if group.prompt.source in sources else -1
     advantages = group_advantages([rollout.reward for rollout in group.rollouts], advantage)
     return [
         Sample(
@@ -94,6 +102,7 @@ def samples_of(group: Group, advantage: Literal["grpo", "dr_grpo"]) -> list[Samp
             rollout.versions_R,
             float(value),
             loss_mask_R=rollout.loss_mask_R,
+            source=source,
         )
         for rollout, value in zip(group.rollouts, advantages, strict=True)
     ]
@@ -126,7 +135,9 @@ def pack_samples(
     weights = _loss_weights(samples, loss_mean)
     trained_tokens = tuple(sample.trained_tokens for sample in samples)
     packs = (_build(samples, weights, pack, shortest, layout) for pack in plan[layout.data_rank])
-    return [replace(pack, trained_tokens=trained_tokens) for pack in packs]
+    sources = tuple(sample.source for sample in samples)
+    sources = () if set(sources) <= {-1} else sources
+    return [replace(pack, trained_tokens=trained_tokens, sources=sources) for pack in packs]
 
 
 def _round_up(number: int, multiple: int) -> int:

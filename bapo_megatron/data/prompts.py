@@ -30,6 +30,18 @@ CheckExtraInfo = Callable[[dict[str, Any]], str | None]
 
 
 @dataclass(frozen=True)
+class MixedSource:
+    """A source of a mixture: what decides which of its prompts come when."""
+
+    name: str
+    prompts: int
+    """Prompts that a run can use; those of all sources lie one after the other in the run's dataset."""
+    weight: float
+    sha256: str
+    """SHA-256 of its file."""
+
+
+@dataclass(frozen=True)
 class PromptSet:
     """The prompts of a dataset file that a run can use."""
 
@@ -38,6 +50,8 @@ class PromptSet:
     """Rows left out because their prompt has more tokens than the run allows."""
     found: int
     """Prompts before the difficulty filter."""
+    sources: tuple[MixedSource, ...] = ()
+    """The sources that the prompts come from, in their order; none for the only file of a run."""
 
 
 def load_prompts(
@@ -149,14 +163,15 @@ def check_template(tokenizer: Any, field: str) -> None:
 class PromptOrder:
     """The data order: endless shuffled epochs over the prompts, each prompt once an epoch.
 
-    The order of an epoch is a function of (seed, epoch) alone, so the position to resume from is one number:
-    how many prompts were taken before.
+    The order of an epoch is a function of (seed, epoch, stream) alone, so the position to resume from is one
+    number: how many prompts were taken before. ``stream`` tells apart orders of one seed; 0 is as none.
     """
 
-    def __init__(self, num_prompts: int, seed: int, shuffle: bool) -> None:
+    def __init__(self, num_prompts: int, seed: int, shuffle: bool, stream: int = 0) -> None:
         if num_prompts < 1:
             raise ValueError(f"num_prompts={num_prompts} must be at least 1")
-        self._num_prompts, self._seed, self._shuffle = num_prompts, seed, shuffle
+        self._num_prompts, self._shuffle = num_prompts, shuffle
+        self._seed, self._stream = seed % 2**64, [stream] if stream else []
         self._epoch, self._order = -1, np.zeros(0, np.int64)
 
     def take(self, taken: int, count: int) -> list[tuple[int, int]]:
@@ -168,7 +183,6 @@ class PromptOrder:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.arange(self._num_prompts)
             if self._shuffle:
-                self._order = np.random.default_rng([self._seed % 2**64, epoch]).permutation(
-                    self._num_prompts
-                )
+                generator = np.random.default_rng([self._seed, epoch, *self._stream])
+                self._order = generator.permutation(self._num_prompts)
         return epoch, int(self._order[position])

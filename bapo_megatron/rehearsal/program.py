@@ -48,7 +48,7 @@ class RankProgram:
     def update(self, packs: list[MicroBatch], number: int) -> None:
         """The search of the bounds and the update that uses them, as the training loop makes them."""
         algorithm = self._config.algorithm
-        clipping = Clipping(algorithm, self._config.batch.hold_forwards)
+        clipping = Clipping(algorithm, self._config.batch.hold_forwards, self._config.data.source_names)
         if algorithm.old_log_probs == "trainer" and number == 1:
             with self._phase("old log-probs"):
                 self.policy.log_probs(packs, trained_only=True)

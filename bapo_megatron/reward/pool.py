@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -56,10 +57,12 @@ class RewardPool:
     ``failures`` counts the responses without a score by kind.
     """
 
-    def __init__(self, config: RewardConfig, max_response_tokens: int) -> None:
+    def __init__(self, config: RewardConfig, max_response_tokens: int, functions: Sequence[str] = ()) -> None:
+        """``functions``: all that prompts name as their ``reward``; by default ``config.function`` alone."""
         self._config = config
         self._max_response_tokens = max_response_tokens
-        self._workers = [_Worker(config) for _ in range(config.workers)]
+        functions = tuple(functions) or (config.function,)
+        self._workers = [_Worker(config, functions) for _ in range(config.workers)]
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="reward")
         self._jobs: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[RewardResult]]] = asyncio.Queue()
         self._servers: list[asyncio.Task[None]] = []
@@ -90,7 +93,9 @@ class RewardPool:
         if self._closed or not self._servers:
             raise RuntimeError("the reward pool is not running: start() it before score(), not after close()")
         job: asyncio.Future[RewardResult] = asyncio.get_running_loop().create_future()
-        self._jobs.put_nowait(({"prompt": self._described(prompt), "response": response}, job))
+        function = prompt.reward or self._config.function
+        question = {"function": function, "prompt": _described(prompt, function), "response": response}
+        self._jobs.put_nowait((question, job))
         result = await job
         if result.failure:
             self.failures[result.failure] += 1
@@ -132,18 +137,19 @@ class RewardPool:
             if not job.done():
                 job.set_result(result)
 
-    def _described(self, prompt: Prompt) -> dict[str, Any]:
-        """The prompt as plain JSON, or only what built-in functions need of it."""
-        if is_built_in(function := self._config.function):
-            return {name: getattr(prompt, name) for name in needed_of(function)}
-        return {**vars(prompt), "token_ids_P": prompt.token_ids_P.tolist()}
+
+def _described(prompt: Prompt, function: str) -> dict[str, Any]:
+    """The prompt as plain JSON, or only what a built-in ``function`` needs of it."""
+    if is_built_in(function):
+        return {name: getattr(prompt, name) for name in needed_of(function)}
+    return {**vars(prompt), "token_ids_P": prompt.token_ids_P.tolist()}
 
 
 class _Worker:
     """One worker process, replaced when it is lost, and the directory for its temporary files."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._config = config
+    def __init__(self, config: RewardConfig, functions: Sequence[str]) -> None:
+        self._config, self._functions = config, functions
         self._child: AnsweringChild | None = None
         self._scratch: Scratch | None = None
         self._given_up = False
@@ -163,7 +169,8 @@ class _Worker:
                 self._remove_scratch()
                 raise
         try:
-            answer = child.ask(dataclasses.asdict(self._config), START_LIMIT_S)
+            settings = {"reward": dataclasses.asdict(self._config), "functions": self._functions}
+            answer = child.ask(settings, START_LIMIT_S)
         except BaseException:
             self.close()
             raise

@@ -1,8 +1,9 @@
 """The reward worker: the process that scores responses, ``python -m bapo_megatron.reward.worker LIFELINE``.
 
-The pool (pool.py) asks it in lines of JSON. The first is the settings (`RewardConfig` as an object), or null
-for a process that only compares answers (math_verify_process.py); its answer is notes for the user. Every
-further line is one response, answered by its score.
+The pool (pool.py) asks it in lines of JSON. The first is the settings (`reward`, a `RewardConfig` as an
+object, and `functions`, all that judge), or null for a process that only compares answers
+(math_verify_process.py); its answer is notes for the user. Every further line is one response and the
+function that judges it, answered by its score.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from bapo_megatron.config import RewardConfig
@@ -72,11 +74,12 @@ def _prepared(settings: dict[str, Any] | None) -> tuple[list[str], Answerer]:
     """Import what the settings need, then limit the memory. Raises ConfigError."""
     notes: list[str] = []
     answer: Answerer = _compare
-    reward = RewardConfig(**(settings or {}))
+    reward, names = RewardConfig(), [RewardConfig().function]
     if settings is not None:
-        answer = _scorer(reward)
-        notes = checked_sandbox(reward.allow_weak_sandbox) if functions.runs_code(reward.function) else []
-    if reward.function in ("math", "math_or_code"):
+        reward, names = RewardConfig(**settings["reward"]), settings["functions"]
+        answer = _scorer(reward, names)
+        notes = checked_sandbox(reward.allow_weak_sandbox) if any(map(functions.runs_code, names)) else []
+    if {"math", "math_or_code"} & set(names):
         math_verify_compare.import_math_verify()
     _limit_memory(reward.memory_limit_mb)
     return notes, answer
@@ -108,15 +111,15 @@ _COMPARISONS: dict[str, Callable[..., bool]] = {
 }
 
 
-def _scorer(reward: RewardConfig) -> Answerer:
-    """The function from {prompt, response} to {score, reward}, or to {failure, detail}."""
-    score = _score_function(reward)
+def _scorer(reward: RewardConfig, names: list[str]) -> Answerer:
+    """The function from {function, prompt, response} to {score, reward}, or to {failure, detail}."""
+    scores = {name: _score_function(replace(reward, function=name)) for name in names}
     pattern = None if reward.format_pattern is None else re.compile(reward.format_pattern, re.DOTALL)
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         response = question["response"]
         try:
-            value = score(question["prompt"], response)
+            value = scores[question["function"]](question["prompt"], response)
         except BaseException as error:  # SystemExit too: a user's function does not end the worker
             return {"failure": "raised", **described(error)}
         number = _finite(value)

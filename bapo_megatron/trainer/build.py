@@ -78,7 +78,7 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
     policy = build_policy(config)
     if is_main():
         announce_optimizer(policy.optimizer_name, has_cuda())
-    clip_bounds = Clipping(config.algorithm, config.batch.hold_forwards)
+    clip_bounds = Clipping(config.algorithm, config.batch.hold_forwards, config.data.source_names)
     point = find_resume_point(config)
     saved = point.checkpoint
     if saved:

@@ -54,8 +54,11 @@ class Clipping:
     cannot be had.
     """
 
-    def __init__(self, config: AlgorithmConfig, hold_forwards: bool = False) -> None:
-        self.objective = Objective(build_loss(config))
+    def __init__(
+        self, config: AlgorithmConfig, hold_forwards: bool = False, sources: Sequence[str] = ()
+    ) -> None:
+        """``sources``: names of the run's sources, for metrics by source."""
+        self.objective = Objective(build_loss(config), sources)
         """The objective of the configured loss: reads the vector of sums of an update."""
         self._search = self.objective.loss.search
         measured = self._search is not None and self._search.is_ratio and config.old_log_probs == "rollout"

@@ -19,6 +19,7 @@ from bapo_megatron.config import (
     RunConfig,
     SftConfig,
 )
+from bapo_megatron.data.sources import load_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import ModelShape, read_model_shape
 from bapo_megatron.hf.export import check_export_output
@@ -37,7 +38,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.user_command import missing_program
 from bapo_megatron.trainer.clip_bounds import checked_loss
 from bapo_megatron.trainer.records.metrics_log import check_logging
-from bapo_megatron.trainer.sampling import load_problems, load_suites
+from bapo_megatron.trainer.sampling import load_suites
 from bapo_megatron.trainer.sft import load_solutions
 
 
@@ -105,12 +106,13 @@ def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:
 
 
 def _check_reward(config: RunConfig) -> None:
-    if not is_built_in(config.reward.function):
-        load_function(config.reward.function)
+    for function in config.reward_functions:
+        if not is_built_in(function):
+            load_function(function)
 
 
 def _check_sandbox(config: RunConfig) -> None:
-    if runs_code(config.reward.function):
+    if any(map(runs_code, config.reward_functions)):
         checked_sandbox(config.reward.allow_weak_sandbox)
 
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.config import DataConfig, EvaluationConfig, RolloutConfig, RunConfig
-from bapo_megatron.data.difficulty import within_difficulty
+from bapo_megatron.config import EvaluationConfig, RolloutConfig, RunConfig
 from bapo_megatron.data.prepare.options import SUITES
-from bapo_megatron.data.prompts import PromptSet, load_prompts
-from bapo_megatron.data.suites import Suite, check_prepared_for, load_suite
+from bapo_megatron.data.sources import load_problems
+from bapo_megatron.data.suites import Suite, load_suite
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.interfaces import Sampler, WeightSync
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
 from bapo_megatron.rollout.engines.backend import EngineServers
 from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.sampler.client import SamplerClient
@@ -61,14 +58,6 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
         setup = Setup(config, problems, tuple(servers.urls), str(select_device()), suites)
         with closing(SamplerClient(setup, on_sampler_event)) as sampler:
             yield sampler, servers
-
-
-def load_problems(data: DataConfig, reward_function: str, tokenizer: Any) -> PromptSet:
-    """The training problems, tokenized, each with a ground truth that ``reward_function`` can judge."""
-    check_prepared_for(data.path, reward_function, "--reward.function")
-    checks = ground_truth_check(reward_function), extra_info_check(reward_function)
-    found = load_prompts(data.path, tokenizer, data.max_prompt_tokens, *checks)
-    return replace(found, prompts=within_difficulty(found.prompts, data), found=len(found.prompts))
 
 
 def load_suites(

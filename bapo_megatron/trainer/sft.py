@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,10 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.config import SftConfig
+from bapo_megatron.data.mixture import Mixture
 from bapo_megatron.data.packing import Sample, pack_samples
-from bapo_megatron.data.prompts import load_prompts
+from bapo_megatron.data.prompts import MixedSource, load_prompts
+from bapo_megatron.data.sources import mixed
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.export import export_hf
 from bapo_megatron.hf.tokenizer import load_tokenizer
@@ -41,27 +45,45 @@ def next_token_loss(stats: TokenStats, batch: MicroBatch) -> Tensor:
 
 
 def _batches(config: SftConfig) -> Iterator[list[Sample]]:
-    """Batches of samples in random order; a new order once all samples have been used."""
-    samples = load_solutions(config, load_tokenizer(config.model.hf_path))
-    generator = np.random.default_rng(config.seed)
-    order: list[int] = []
+    """Batches of samples in random order; of several sources each has its own, mixed by their weights."""
+    samples, sources = load_solutions(config, load_tokenizer(config.model.hf_path))
+    order = _mixed(sources, config.seed) if sources else _shuffled(len(samples), config.seed)
     for _ in range(config.updates):
-        while len(order) < config.samples_per_update:
-            order.extend(generator.permutation(len(samples)).tolist())
-        yield [samples[i] for i in order[: config.samples_per_update]]
-        del order[: config.samples_per_update]
+        yield [samples[i] for i in islice(order, config.samples_per_update)]
 
 
-def load_solutions(config: SftConfig, tokenizer: Any) -> list[Sample]:
-    """The training samples: every problem with its solution as the response. ConfigError if one has none."""
-    problems = load_prompts(config.data.path, tokenizer, config.data.max_prompt_tokens)
+def _shuffled(samples: int, seed: int) -> Iterator[int]:
+    """Numbers of samples in random order; a new order once all have been used."""
+    generator = np.random.default_rng(seed)
+    while True:
+        yield from generator.permutation(samples).tolist()
 
-    def sample(prompt: Prompt) -> Sample:
+
+def _mixed(sources: Sequence[MixedSource], seed: int) -> Iterator[int]:
+    mixture = Mixture(sources, seed, shuffle=True)
+    return (index for number in count() for _, index in mixture.take(number, 1))
+
+
+def load_solutions(config: SftConfig, tokenizer: Any) -> tuple[list[Sample], list[MixedSource]]:
+    """The training samples, every problem with its solution as the response, and the sources that are mixed.
+
+    ConfigError if a problem has no solution.
+    """
+    files = config.data.files
+    found = [load_prompts(one.file, tokenizer, config.data.max_prompt_tokens) for one in files]
+    samples = _samples(
+        config, tokenizer, [(one.file, each.prompts) for one, each in zip(files, found, strict=True)]
+    )
+    return samples, [mixed(*pair) for pair in zip(config.data.sources, found, strict=False)]
+
+
+def _samples(
+    config: SftConfig, tokenizer: Any, problems: Sequence[tuple[Path, Sequence[Prompt]]]
+) -> list[Sample]:
+    def sample(path: Path, prompt: Prompt) -> Sample:
         solution = prompt.extra_info.get("solution")
         if not isinstance(solution, str) or not solution:
-            raise ConfigError(
-                f"data.path={config.data.path}, row {prompt.prompt_id}: extra_info.solution is missing"
-            )
+            raise ConfigError(f"data.path={path}, row {prompt.prompt_id}: extra_info.solution is missing")
         ids = [*tokenizer.encode(solution, add_special_tokens=False), tokenizer.eos_token_id]
         return Sample(
             token_ids=np.concatenate([prompt.token_ids_P, np.array(ids, dtype=np.int32)]),
@@ -70,7 +92,7 @@ def load_solutions(config: SftConfig, tokenizer: Any) -> list[Sample]:
             advantage=1.0,
         )
 
-    samples = [sample(prompt) for prompt in problems.prompts]
+    samples = [sample(path, prompt) for path, prompts in problems for prompt in prompts]
     longest = max(one.positions for one in samples)
     needed = config.parallel.pack_tokens_for(longest)
     if needed > config.batch.pack_tokens:

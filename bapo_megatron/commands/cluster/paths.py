@@ -27,11 +27,16 @@ def missing_mounts(paths: Mapping[str, Path], mounts: Sequence[str]) -> Iterator
 
 def absent_inputs(config: RunConfig, root: Path) -> Iterator[str]:
     """One line for each input of the run that this machine does not have; nodes may see other disks."""
-    model, data = root / config.model.hf_path, root / config.data.path
+    model = root / config.model.hf_path
     if not (model / "config.json").is_file():
         yield f"model.hf_path: {model} has no config.json on this machine; the nodes must have the model"
-    if not data.is_file():
-        yield f"data.path: {data} is absent on this machine; the nodes must have it (docs/data.md)"
+    for source in config.data.files:
+        data, field = (
+            root / source.path,
+            f"data.sources[{source.name}]" if config.data.sources else "data.path",
+        )
+        if not data.exists():
+            yield f"{field}: {data} is absent on this machine; the nodes must have it (docs/data.md)"
 
 
 def without_run_dir(flags: Sequence[str]) -> Iterator[str]:

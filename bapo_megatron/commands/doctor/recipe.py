@@ -3,8 +3,8 @@
     python -m bapo_megatron.commands.doctor.recipe RECIPE [flags]
 
 The child prints one JSON object on its standard output: `problems`; `facts` for the other rows, None if the
-recipe could not be loaded; `reward`, whether it could score a response, and what came of it, None if it was
-not tried. It ends with exit code 2 where a flag is wrong.
+recipe could not be loaded; `rewards`, for each source whether its reward could score a response, and what
+came of it, none if they were not tried. It ends with exit code 2 where a flag is wrong.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ def examine(recipe: Path, flags: Sequence[str]) -> tuple[list[DoctorRow], Facts 
         return [DoctorRow(SECTION, str(recipe), "problem", found, "a recipe that can be checked", fix)], None
     facts = Facts(**answer["facts"]) if answer["facts"] else None
     rows = list(recipe_rows(str(recipe), answer["problems"]))
-    reward = [] if answer["reward"] is None else [reward_row(*answer["reward"])]
-    return rows + reward, facts
+    return rows + [reward_row(*found) for found in answer["rewards"]], facts
 
 
 def recipe_rows(name: str, problems: Sequence[str]) -> Iterator[DoctorRow]:
@@ -101,27 +100,28 @@ def main(arguments: Sequence[str]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what recipes print is no answer
     problems: list[str] = []
-    facts = reward = None
+    facts, rewards = None, list[tuple[bool, str]]()
     try:
         config = _load(Path(arguments[0]), arguments[1:])
         passed: list[object] = []
         problems = list(problems_of(config, passed))
         facts = facts_of(config)
-        reward = _tried_reward(config, passed)
-        reward = None if reward and reward[1] in problems else reward  # told already: the sandbox's walls
+        tried = _tried_rewards(config, passed)
+        rewards = [one for one in tried if one[1] not in problems]  # told already: the sandbox's walls
     except ConfigError as error:
         problems.append(str(error))
-    answers.write(json.dumps({"problems": problems, "facts": facts and asdict(facts), "reward": reward}))
+    answers.write(json.dumps({"problems": problems, "facts": facts and asdict(facts), "rewards": rewards}))
     answers.flush()
 
 
-def _tried_reward(config: RunConfig, passed: Sequence[object]) -> tuple[bool, str] | None:
-    """The trial of the reward on the first row of the data; None if the data could not be read."""
+def _tried_rewards(config: RunConfig, passed: Sequence[object]) -> list[tuple[bool, str]]:
+    """The trial of each source's reward on its first row; none if the data could not be read."""
     from bapo_megatron.commands.doctor.reward import tried_reward
     from bapo_megatron.data.prompts import PromptSet
 
     data = next((found for found in passed if isinstance(found, PromptSet)), None)
-    return tried_reward(config, data.prompts[0]) if data else None
+    firsts = {prompt.source: prompt for prompt in reversed(data.prompts)} if data else {}
+    return [tried_reward(config, prompt) for prompt in reversed(firsts.values())]
 
 
 def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterator[str]:
@@ -165,7 +165,7 @@ def facts_of(config: RunConfig) -> Facts:
         colocated=sglang.colocated,
         longest_sequence=config.longest_request,
         dtype=config.model.dtype,
-        runs_programs=runs_code(config.reward.function),
+        runs_programs=any(map(runs_code, config.reward_functions)),
         model=read_model_config(config.model.hf_path),
         disk_gb=_disk_gb(config),
         api_key_file=None if sglang.api_key_file is None else str(sglang.api_key_file),
@@ -198,10 +198,10 @@ def _forgeable_rows(config: RunConfig) -> int:
     from bapo_megatron.reward.code_tests import forgeable_tests
     from bapo_megatron.reward.functions import runs_code
 
-    if not runs_code(config.reward.function):
-        return 0
+    files = [one.file for one in config.data.files if runs_code(one.reward or config.reward.function)]
     try:
-        return sum(forgeable_tests(ground_truth_of(row)) > 0 for row in read_rows(config.data.path))
+        rows = (row for file in files for row in read_rows(file))
+        return sum(forgeable_tests(ground_truth_of(row)) > 0 for row in rows)
     except (ConfigError, RowError):  # it is among the problems
         return 0
 

@@ -23,7 +23,8 @@ def tried_reward(config: RunConfig, prompt: Prompt) -> tuple[bool, str]:
         result = asyncio.run(_scored(config, prompt, response))
     except (ConfigError, ChildError) as error:
         return False, str(error)
-    where = f"row {prompt.prompt_id} with {what}"
+    of_source = f" of source {prompt.source}" if prompt.source else ""
+    where = f"row {prompt.prompt_id}{of_source} with {what}"
     if result.failure is None:
         return True, f"score {result.score:g} for {where}"
     return False, f"no score for {where}: {result.failure}: {result.detail}\n{result.traceback}".strip()
@@ -41,7 +42,8 @@ def _response(ground_truth: str) -> tuple[str, str]:
 async def _scored(config: RunConfig, prompt: Prompt, response: str) -> RewardResult:
     from bapo_megatron.reward.pool import RewardPool
 
-    pool = RewardPool(replace(config.reward, workers=1), config.rollout.max_response_tokens)
+    reward = replace(config.reward, workers=1, function=prompt.reward or config.reward.function)
+    pool = RewardPool(reward, config.rollout.max_response_tokens)
     await pool.start()
     try:
         return await pool.score(prompt, response, 1)

@@ -28,7 +28,7 @@ from bapo_megatron.runtime.files import write_atomically
 
 _OUR_PREFIXES = (
     *("reward", "rollout", "sampler", "policy", "bapo", "contribution", "staleness", "time", "eval"),
-    *("corrections", "polarity", "tokens", "raised", "entropy_rule", "quadrant", "ratio"),
+    *("source", "corrections", "polarity", "tokens", "raised", "entropy_rule", "quadrant", "ratio"),
 )
 """First parts of the names of metrics that every run may have."""
 _SHOWN_EVENTS = ("start", "resume", "forked", "resume_mismatch_accepted", "config_changed", *LOSS_EVENTS)

@@ -189,7 +189,7 @@ def in_short(config: dict[str, Any]) -> list[Fact]:
     get = config.get
     rows = [
         ("model", _joined(get("model.hf_path"), get("model.dtype"))),
-        ("data", _joined(get("data.path"))),
+        ("data", _data(config)),
         (
             "batch",
             _filled(
@@ -222,6 +222,16 @@ def _filled(form: str, *values: Any) -> str:
     if any(value is None for value in values):
         return ""
     return form.format(*(f"{value:g}" if isinstance(value, float) else value for value in values))
+
+
+def _data(config: dict[str, Any]) -> str:
+    """The file of problems, or each of several sources with its weight and its reward."""
+    reward = config.get("reward.function")
+    sources = [
+        _joined(source["path"], f"weight {source['weight']:g}", source["reward"] or reward)
+        for source in config.get("data.sources") or ()
+    ]
+    return "; ".join(sources) or _joined(config.get("data.path"))
 
 
 def _evaluation(config: dict[str, Any]) -> str:

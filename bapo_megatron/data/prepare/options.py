@@ -13,13 +13,14 @@ from typing import Annotated
 
 import tyro
 
+from bapo_megatron.config.sources import PREPARED
 from bapo_megatron.config.validation import REWARD_FUNCTIONS, raise_problems
 from bapo_megatron.data.prepare.reasoning_gym import PREFIX
 from bapo_megatron.data.prepare.sources import Generation
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import is_built_in, load_function, reads_boxes
 
-DATA_FILE, CARD_FILE, CARD_TEXT = "data.jsonl", "card.json", "README.md"
+DATA_FILE, CARD_FILE, CARD_TEXT = PREPARED, "card.json", "README.md"
 """The files of a prepared folder: problems, data card, data card as text."""
 
 SUITES = Path("data/suites")

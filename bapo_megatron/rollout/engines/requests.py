@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.config import RunConfig
+from bapo_megatron.data.mixture import mixture_settings
+from bapo_megatron.data.prompts import MixedSource
 from bapo_megatron.types import GenerateRequest, Generation, Prompt
 
 
@@ -26,6 +28,8 @@ class Dataset:
     prompts: Sequence[Prompt]
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
+    sources: tuple[MixedSource, ...] = ()
+    """The sources of the prompts, in their order; none for the only file of a run."""
 
     def texts(self, ids: Sequence[np.ndarray]) -> list[str]:
         """Responses as text, without special tokens."""
@@ -106,11 +110,12 @@ def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(stops - {None}))
 
 
-def identity(config: RunConfig, prompts: int) -> dict[str, Any]:
+def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
     """The settings that a journal is bound to: under others its records cannot be used."""
     rollout = config.rollout
     return {
-        "prompts": prompts,
+        **mixture_settings(dataset.sources),
+        "prompts": len(dataset.prompts),
         "seed": config.seed,
         "data.shuffle": config.data.shuffle,
         "model.hf_path": str(config.model.hf_path),

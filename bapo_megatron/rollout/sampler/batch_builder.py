@@ -49,7 +49,8 @@ class BatchBuilder:
         """Write the step's file, from which on the groups belong to it; the event that records it."""
         numbers = [group.number for group in groups]
         stale = sum(self._admission.is_stale(group, step) for group in groups)
-        metrics = sampler_metrics(self._state, groups, stale, self._config.reward)
+        config = self._config
+        metrics = sampler_metrics(self._state, groups, stale, config.reward, config.data.source_names)
         metrics["sampler/engines"] = float(self._pool.up)
         batch = StepBatch(tuple(group.group for group in groups), metrics)
         await asyncio.to_thread(write_step, self._folder, step, batch, numbers)

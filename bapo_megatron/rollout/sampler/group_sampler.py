@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.data.prompts import PromptOrder
+from bapo_megatron.data.mixture import data_order
 from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.admission import AdmissionController
@@ -49,14 +49,14 @@ class GroupSampler:
         self._journal = SegmentJournal(self._folder)
         self._files = StepFiles(self._folder, report)
         prompts, rollout = dataset.prompts, config.rollout
-        self._identity = identity(config, len(prompts))
+        self._identity = identity(config, dataset)
         self._state = state = SamplerState(prompts, rollout.group_size, self._identity)
         self._admission = admission = AdmissionController(rollout, state)
         self._dispatcher = dispatcher = Dispatcher(config, dataset, state, admission, pool)
         self._batches = BatchBuilder(config, state, admission, pool, self._folder, rounds)
         self._loop = SamplerLoop(
             rollout,
-            PromptOrder(len(prompts), config.seed, config.data.shuffle),
+            data_order(len(prompts), dataset.sources, config.seed, config.data.shuffle),
             state,
             self._journal,
             admission,

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 
 from bapo_megatron.algo.filters import is_uniform
 from bapo_megatron.config import RolloutConfig
+from bapo_megatron.data.mixture import Mixture
 from bapo_megatron.data.prompts import PromptOrder
 from bapo_megatron.rollout.engines.pool import Report
 from bapo_megatron.rollout.sampler.admission import AdmissionController
@@ -42,7 +43,7 @@ class SamplerLoop:
     def __init__(
         self,
         config: RolloutConfig,
-        order: PromptOrder,
+        order: PromptOrder | Mixture,
         sampler_state: SamplerState,
         journal: SegmentJournal,
         admission: AdmissionController,

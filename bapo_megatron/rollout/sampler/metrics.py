@@ -12,9 +12,15 @@ from bapo_megatron.types import Metrics
 
 
 def sampler_metrics(
-    sampler_state: SamplerState, chosen: Sequence[FinishedGroup], stale: int, reward: RewardConfig
+    sampler_state: SamplerState,
+    chosen: Sequence[FinishedGroup],
+    stale: int,
+    reward: RewardConfig,
+    sources: Sequence[str] = (),
 ) -> Metrics:
     """The metrics of a step that trains on the groups ``chosen``, of which ``stale`` are too old.
+
+    ``sources``: names of the run's sources; each has those of ``rollout_metrics`` behind ``source/NAME/``.
 
     ``sampler/tokens_*`` count from the beginning of the run: sampled = trained + dropped + kept, always.
     """
@@ -22,6 +28,7 @@ def sampler_metrics(
     dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
     return {
         **rollout_metrics(sampler_state.scored, len(chosen), reward),
+        **_by_source(sampler_state.scored, chosen, reward, sources),
         "rollout/groups_dropped": float(sampler_state.dropped["uniform"]),
         "rollout/groups_stale": float(sampler_state.dropped["stale"] + stale),
         "sampler/groups_kept": float(sampler_state.outstanding - len(chosen)),
@@ -30,6 +37,20 @@ def sampler_metrics(
         "sampler/tokens_dropped": float(dropped),
         "sampler/tokens_kept": float(sampler_state.outstanding_tokens - trained),
     }
+
+
+def _by_source(
+    scored: Sequence[GroupSummary],
+    chosen: Sequence[FinishedGroup],
+    reward: RewardConfig,
+    sources: Sequence[str],
+) -> Metrics:
+    found: Metrics = {}
+    for source in sources:
+        kept = sum(one.group.prompt.source == source for one in chosen)
+        metrics = rollout_metrics([one for one in scored if one.source == source], kept, reward)
+        found |= {f"source/{source}/{name}": value for name, value in metrics.items()}
+    return found
 
 
 def rollout_metrics(scored: Sequence[GroupSummary], kept: int, reward: RewardConfig) -> Metrics:

@@ -228,7 +228,7 @@ async def _open(
     setup: Setup, opened: AsyncExitStack, report: Callable[..., None]
 ) -> tuple[GroupSampler, EnginePool, HeldOut]:
     config, rollout = setup.config, setup.config.rollout
-    reward_pool = RewardPool(config.reward, rollout.max_response_tokens)
+    reward_pool = RewardPool(config.reward, rollout.max_response_tokens, config.reward_functions)
     await reward_pool.start()
     opened.push_async_callback(reward_pool.close)
     scorer = RobustScorer(reward_pool, config.reward.failed, report)
@@ -236,7 +236,8 @@ async def _open(
     whole_round = rollout.prompts_per_step * rollout.group_size * 1000 if rounds else None
     pool = await open_pool(config, setup.urls, setup.device, report, opened, whole_round)
     tokenizer = load_tokenizer(config.model.hf_path)
-    dataset = Dataset(setup.problems.prompts, tokenizer, stop_token_ids(config.model.hf_path, tokenizer))
+    stops, problems = stop_token_ids(config.model.hf_path, tokenizer), setup.problems
+    dataset = Dataset(problems.prompts, tokenizer, stops, problems.sources)
     held_out = HeldOut(config, setup.held_out, dataset, pool, scorer)
     # Where an engine samples in rounds, the last bits of its answers depend on what else it is asked.
     sampler = GroupSampler(

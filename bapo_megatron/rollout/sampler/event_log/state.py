@@ -37,6 +37,8 @@ class GroupSummary(NamedTuple):
     """Finish reason of each response."""
     failures: list[str]
     """The kind of each failed score."""
+    source: str = ""
+    """The source of the prompt; empty for that of a run with one file."""
 
 
 @dataclass
@@ -221,7 +223,7 @@ class SamplerState:
             if (theirs := fields["identity"].get(name)) != ours:
                 raise ConfigError(
                     f"the run's journal was written with {name}={theirs}, now it is {ours}: continue with "
-                    "the same settings, or name another --run-dir"
+                    "the same settings and files, or name another --run-dir"
                 )
         self.next_number, self.taken = fields["next_number"], fields["taken"]
         self.served, self.weights_step = fields["served"], fields["weights_step"]
@@ -272,7 +274,8 @@ class SamplerState:
             group.oldest_version or 0,
         )
         lengths, reasons = [r.tokens for r in group.responses], [str(r.finish_reason) for r in rollouts]
-        self.scored.append(GroupSummary(group.number, rewards, lengths, reasons, failures))
+        source = self._prompts[group.index].source
+        self.scored.append(GroupSummary(group.number, rewards, lengths, reasons, failures, source))
 
     def _on_dropped(self, record: Record) -> None:
         number, reason = record.fields["number"], record.fields["reason"]

@@ -1,0 +1,56 @@
+"""The training problems of a run, read from its one file or from several sources."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+from bapo_megatron.config import DataConfig, SourceConfig
+from bapo_megatron.data.difficulty import within_difficulty
+from bapo_megatron.data.prompts import MixedSource, PromptSet, load_prompts
+from bapo_megatron.data.suites import check_prepared_for
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
+
+
+def load_problems(data: DataConfig, reward_function: str, tokenizer: Any) -> PromptSet:
+    """The training problems, tokenized, each with a ground truth that its reward function can judge.
+
+    ``reward_function`` is that of sources without one of their own. ConfigError as ``load_prompts``.
+    """
+    if not data.sources:
+        return _load(data, data.files[0], reward_function, "--reward.function", tokenizer)
+    sets = [_load_source(data, source, reward_function, tokenizer) for source in data.sources]
+    return PromptSet(
+        tuple(prompt for one in sets for prompt in one.prompts),
+        sum(one.too_long for one in sets),
+        sum(one.found for one in sets),
+        tuple(mixed(source, one) for source, one in zip(data.sources, sets, strict=True)),
+    )
+
+
+def mixed(source: SourceConfig, found: PromptSet) -> MixedSource:
+    """What a mixture needs of a source whose prompts were loaded."""
+    with source.file.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return MixedSource(source.name, len(found.prompts), source.weight, digest)
+
+
+def _load_source(data: DataConfig, source: SourceConfig, reward_function: str, tokenizer: Any) -> PromptSet:
+    flag = "--reward.function" if source.reward is None else f"data.sources[{source.name}].reward"
+    try:
+        found = _load(data, source, source.reward or reward_function, flag, tokenizer)
+    except ConfigError as error:  # it speaks of a run with one file
+        told = str(error).replace(f"data.path={source.file}", f"data.sources[{source.name}], {source.file}")
+        named = source.name in told
+        raise ConfigError(told if named else f"data.sources[{source.name}]: {told}") from error
+    prompts = tuple(replace(one, source=source.name, reward=source.reward or "") for one in found.prompts)
+    return replace(found, prompts=prompts)
+
+
+def _load(data: DataConfig, source: SourceConfig, function: str, flag: str, tokenizer: Any) -> PromptSet:
+    check_prepared_for(source.file, function, flag)
+    checks = ground_truth_check(function), extra_info_check(function)
+    found = load_prompts(source.file, tokenizer, data.max_prompt_tokens, *checks)
+    return replace(found, prompts=within_difficulty(found.prompts, data), found=len(found.prompts))

@@ -136,8 +136,9 @@ def test_a_recipe_stays_within_its_budget_and_the_plan_agrees(
     highest = "load" if plan_of.host_optimizer else "sample" if plan.serving else "save"
     written = on_host[highest] * 1e9 * plan_of.gpus_on_node
     assert 0.95 * written < host_bytes(plan_of) < 1.3 * written  # or one parameter more, the largest
-    # The plan is of the rank that must join the largest parameter, the rehearsal of the first one.
-    assert 1e9 * peak_gb["save"] < 1.01 * (plan.saving - FIXED) < 1.08e9 * peak_gb["save"]
+    # The plan is of the rank that must join the largest parameter, the rehearsal of the first one. No rank of
+    # the 4B must: its embedding lies within one rank's share.
+    assert 1e9 * peak_gb["save"] < 1.01 * (plan.saving - FIXED) < 1.1e9 * peak_gb["save"]
 
 
 def _check_turns(rehearsal: Rehearsal) -> None:
@@ -147,8 +148,10 @@ def _check_turns(rehearsal: Rehearsal) -> None:
     assert found["needed_gb"]["sample"] == pytest.approx(plan.sampling / 1e9, abs=0.1)
     assert max(found["needed_gb"].values()) < 72
     if plan.handing:
-        assert found["peak_gb"]["hand over"] == pytest.approx((plan.handing - FIXED) / 1e9, rel=0.1)
-        assert found["needed_gb"]["hand over"] == pytest.approx(plan.handover / 1e9, rel=0.03)
+        # A tied embedding, the largest parameter, is gathered first, before there are the plan's two buckets.
+        early = 2 * rehearsal.job.run.rollout.sglang.bucket_mb * 2**20 if rehearsal.job.shape.tied else 0
+        assert found["peak_gb"]["hand over"] == pytest.approx((plan.handing - FIXED - early) / 1e9, rel=0.1)
+        assert found["needed_gb"]["hand over"] == pytest.approx((plan.handover - early) / 1e9, rel=0.03)
         assert found["peak_gb"]["hand over"] < found["peak_gb"]["set aside"]
     copies = found["host_kinds_gb"]["sample"]["offloaded"]
     assert copies == pytest.approx(offloaded_bytes(rehearsal.job) / 1e9, abs=0.3)

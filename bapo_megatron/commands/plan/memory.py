@@ -162,7 +162,8 @@ def sync_bytes(job: Job) -> float:
 
 def handover_bytes(job: Job, resting: float) -> float:
     """The policy's peak while servers read its weights: what is ``resting`` there, two buckets, and twice
-    the largest parameter, which is gathered, or copied to be read."""
+    the largest parameter, which is gathered, or copied to be read. Of a tied model too much by the buckets:
+    its largest parameter, the embedding, is gathered before there are any."""
     return resting + sync_bytes(job) + 2 * job.run.rollout.sglang.bucket_mb * 2**20
 
 

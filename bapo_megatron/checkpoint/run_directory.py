@@ -56,6 +56,8 @@ _ADDED: dict[str, Any] = {
     "logging.stalled_minutes": None,
     "checkpoint.after_export": None,
     "checkpoint.after_export_minutes": 60.0,
+    "logging.trackers": ["tensorboard"],
+    "logging.project": "bapo-megatron",
     THREADS: None,
     "rollout.sglang.compare_digests": True,  # nor was it there, and a run goes on with it
     "data.sources": [],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
@@ -63,14 +63,17 @@ class ProfileConfig:
     """Put allocations into the trace, and on a GPU write a memory snapshot."""
 
 
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+
+
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Metric loggers besides metrics.jsonl and updates.jsonl, and a note for the report."""
+    """Trackers of metrics besides metrics.jsonl and updates.jsonl, and a note for the report."""
 
     tensorboard: bool = True
-    """Write TensorBoard event files into the run directory."""
+    """Former way to leave TensorBoard out: False takes it from `trackers`."""
     wandb_project: str | None = None
-    """Weights & Biases project to log to; needs `wandb`."""
+    """Former way to log to Weights & Biases: adds `wandb` to `trackers`, and is its project."""
     on_event: tuple[str, ...] = ()
     """Where the run's events are sent (done, stalled, failed, requeued, engine lost, ...): commands, which
     get them as JSON on standard input, http(s) URLs, such as a Slack webhook, or $NAME, an environment
@@ -82,3 +85,18 @@ class LoggingConfig:
     note: str = ""
     """What a reader should know of the run: what it is for, and what it does not show. `bapo report` says it
     first."""
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    """Boards that show the metrics of steps and evaluations: any of `tensorboard`, `wandb`, `trackio`,
+    `mlflow`. The last three need their packages (extra `trackers`), and cannot slow or end the run."""
+    project: str = "bapo-megatron"
+    """Project of W&B and trackio, experiment of MLflow. The run has its `name` there."""
+
+    @property
+    def chosen(self) -> tuple[TrackerName, ...]:
+        """The trackers, each once, also those that the former fields name."""
+        named = dict.fromkeys(self.trackers)
+        if not self.tensorboard:
+            named.pop("tensorboard", None)
+        if self.wandb_project is not None:
+            named["wandb"] = None
+        return tuple(named)

@@ -61,7 +61,10 @@ def check_no_links(root: Path) -> None:
         paths.tensorboard,
         paths.logs,
     )
-    folders = (paths.journal, paths.report, paths.logs, paths.evaluation, paths.tensorboard, paths.profile)
+    folders = (
+        *(paths.journal, paths.report, paths.logs, paths.evaluation, paths.tensorboard, paths.profile),
+        paths.trackers,
+    )
     for path in vars(paths).values():
         if path != root and not (path in large and _is_own_folder(path)):
             _check_plain(path)

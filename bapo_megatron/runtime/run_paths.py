@@ -78,7 +78,9 @@ class RunPaths:
         self.tensorboard = root / "tensorboard"
         """TensorBoard's event files."""
         self.wandb_id = root / "wandb_id"
-        """The id of the Weights & Biases run."""
+        """The id of the run at all trackers; the first that had one was Weights & Biases."""
+        self.trackers = root / "trackers"
+        """How far the trackers are (NAME.json), and the data of those without a server."""
         self.journal = root / "journal"
         """The sampler's write-ahead log, and the batch of each step."""
         self.weights = root / "weights"
@@ -139,6 +141,14 @@ class RunPaths:
     def after_export_log(self, name: str) -> Path:
         """What ``checkpoint.after_export`` prints for the export ``name``."""
         return self.logs / "after_export" / f"{name}.log"
+
+    def tracker_state(self, name: str) -> Path:
+        """What the observer of the tracker ``name`` says of itself."""
+        return self.trackers / f"{name}.json"
+
+    def tracker_log(self, name: str) -> Path:
+        """The log of the observer of the tracker ``name``."""
+        return self.logs / f"tracker-{name}.log"
 
     def server_log(self, number: int) -> Path:
         """The log of a rollout server that the run started."""

@@ -12,7 +12,6 @@ import torch
 from bapo_megatron.algo.bounds import describe
 from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import AlgorithmConfig, RunConfig
-from bapo_megatron.config.validation import flat
 from bapo_megatron.errors import GapError
 from bapo_megatron.reward.functions import is_built_in
 from bapo_megatron.runtime.distributed import share
@@ -33,12 +32,11 @@ class Recorder:
 
     def __init__(self, config: RunConfig, first_step: int, has_work: bool) -> None:
         directory = config.directory
-        settings = {name: str(value) for name, value in flat(config).items()}
-        self._metrics = MetricsLog(directory, config.logging, first_step - 1, settings)
+        self._events = EventLog(RunPaths(directory).events)
+        self._metrics = MetricsLog(directory, config.logging, first_step - 1, self._events.event)
         self._said_one_sign = False
         self._idle_search = IdleSearch(config.algorithm.bounds, first_step)
         self._progress = Progress(config.steps, first_step)
-        self._events = EventLog(RunPaths(directory).events)
         if not has_work:
             print(f"{directory} has made its {config.steps} steps; more --steps or another --run-dir go on")
             return

@@ -8,7 +8,6 @@ from typing import Any
 
 from bapo_megatron.algo.filters import is_uniform
 from bapo_megatron.config import RunConfig
-from bapo_megatron.config.validation import flat
 from bapo_megatron.runtime.jsonl_log import EventLog, Row, read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.metrics_log import MetricsLog
@@ -38,9 +37,8 @@ class RolloutRecord:
 
     def __init__(self, config: RunConfig, first_step: int) -> None:
         self._config, self._paths = config, RunPaths(config.directory)
-        settings = {name: str(value) for name, value in flat(config).items()}
-        self._metrics = MetricsLog(config.directory, config.logging, first_step - 1, settings)
         self._events = EventLog(self._paths.events)
+        self._metrics = MetricsLog(config.directory, config.logging, first_step - 1, self._events.event)
         if first_step <= config.steps:
             kind = "start" if first_step == 1 else "resume"
             self._events.event(kind, step=first_step, rollout_only=True)

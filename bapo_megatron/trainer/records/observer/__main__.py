@@ -1,0 +1,44 @@
+"""The process of an observer: ``python -m bapo_megatron.trainer.records.observer RUN NAME LIFELINE``.
+
+Its end is the run's affair: signals that reach all processes of a job are not for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO, cast
+
+from bapo_megatron.runtime.processes import die_with_parent
+from bapo_megatron.trainer.records.observer.following import Inbox, Observer
+from bapo_megatron.trainer.records.observer.mlflow_tracker import MlflowTracker
+from bapo_megatron.trainer.records.observer.secrets import DiscreetStream
+from bapo_megatron.trainer.records.observer.tracker import TrackedRun, Tracker
+from bapo_megatron.trainer.records.observer.trackio_tracker import TrackioTracker
+from bapo_megatron.trainer.records.observer.wandb_tracker import WandbTracker
+
+_TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "wandb": WandbTracker,
+    "trackio": TrackioTracker,
+    "mlflow": MlflowTracker,
+}
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def main(root: str, name: str, lifeline: str) -> int:
+    """Exit code 0 when the tracker has every row, 1 if it could not be given the last ones."""
+    die_with_parent(int(lifeline))
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: None)
+    os.nice(10)
+    sys.stdout, sys.stderr = (cast("TextIO", DiscreetStream(stream)) for stream in (sys.stdout, sys.stderr))
+    observer = Observer(Path(root), name, _TRACKERS[name], Inbox(sys.stdin.fileno()))
+    return 0 if observer.observe() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""An observer's work: each row of the run goes to its tracker once, with new attempts when that fails."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.trainer.records.observer.rows import EVALUATION_MARK, STEP_MARK, TrackedRows
+from bapo_megatron.trainer.records.observer.secrets import without_secrets
+from bapo_megatron.trainer.records.observer.state import TrackerState, read_state, write_state
+from bapo_megatron.trainer.records.observer.tracker import TrackedRun, Tracker, tracked_run
+
+NEWS, END = b"n", b"e"
+"""What the run tells an observer: there are new rows; these are the last."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 240.0
+"""Pauses between attempts: each is twice the one before."""
+
+_SAVE_S = 1.0
+"""Seconds between two states while there are rows to catch up with: a file system may be slow."""
+
+_PROBLEM_CHARACTERS = 500
+
+
+class Inbox:
+    """What the run tells an observer, through a pipe."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.is_ending = False
+
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait for a message, at most ``limit_s`` seconds."""
+        ready = select.poll()
+        ready.register(self._descriptor, select.POLLIN)
+        if not self.is_ending and ready.poll(None if limit_s is None else limit_s * 1000):
+            self.receive()
+
+    def receive(self) -> None:
+        """Take the messages that are there; the end of the pipe is one, too."""
+        data = os.read(self._descriptor, 1 << 16)
+        self.is_ending = self.is_ending or not data or END in data
+
+
+class Observer:
+    """The following of one run by one tracker."""
+
+    def __init__(self, root: Path, name: str, opened: Callable[[TrackedRun], Tracker], inbox: Inbox) -> None:
+        self._paths, self._opened, self._inbox = RunPaths(root), opened, inbox
+        self._file = self._paths.tracker_state(name)
+        self._state = read_state(self._file)
+        self._saved_s = 0.0
+
+    def observe(self) -> bool:
+        """Follow the run to its end; False if the last attempt to write the last rows failed."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            is_last, written = self._inbox.is_ending, self._state
+            try:
+                self._follow()
+                return True
+            except Exception as error:  # whatever the package or its server raises
+                self._note(error)
+            if is_last:
+                return False
+            if (self._state.step, self._state.evaluation) != (written.step, written.evaluation):
+                pause_s = FIRST_PAUSE_S
+            self._pause(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _follow(self) -> None:
+        tracker = self._opened(tracked_run(self._paths.root))
+        try:
+            self._write_all(tracker)
+        except BaseException:
+            with suppress(Exception):
+                tracker.close()
+            raise
+        tracker.close()
+
+    def _write_all(self, tracker: Tracker) -> None:
+        step, evaluation = tracker.held(STEP_MARK), tracker.held(EVALUATION_MARK)
+        if step is not None and evaluation is not None:
+            self._state = replace(self._state, step=step, evaluation=evaluation)
+        rows = TrackedRows(self._paths)
+        while True:
+            is_last = self._inbox.is_ending
+            for row in rows.new():
+                done = self._state.evaluation if row.is_evaluation else self._state.step
+                if row.step <= done:
+                    continue
+                if row.metrics:
+                    tracker.write(row.step, row.metrics)
+                place = {"evaluation" if row.is_evaluation else "step": row.step}
+                self._save(replace(self._state, **place, problem=None), _SAVE_S)
+            self._save(replace(self._state, problem=None))
+            if is_last:
+                return
+            self._inbox.wait()
+
+    def _pause(self, limit_s: float) -> None:
+        """Wait, news or none, unless the run ends."""
+        deadline = time.monotonic() + limit_s
+        while not self._inbox.is_ending and (left := deadline - time.monotonic()) > 0:
+            self._inbox.wait(left)
+
+    def _note(self, error: Exception) -> None:
+        text = without_secrets(f"{type(error).__name__}: {error}")[:_PROBLEM_CHARACTERS]
+        print(text, flush=True)
+        self._save(replace(self._state, problem=text, attempts=self._state.attempts + 1))
+
+    def _save(self, state: TrackerState, least_s: float = 0.0) -> None:
+        """Write ``state``, unless the last one is younger than ``least_s`` seconds."""
+        self._state = state
+        if time.monotonic() - self._saved_s >= least_s:
+            write_state(self._file, state)
+            self._saved_s = time.monotonic()

@@ -1,0 +1,150 @@
+"""The run's side of its observers: it starts them and tells them of news, and waits only at its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from bapo_megatron.runtime.child_process import ChildProcess, exit_text, with_import_path
+from bapo_megatron.runtime.files import write_atomically
+from bapo_megatron.runtime.run_files import open_plain
+from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.trainer.records.observer.following import END, NEWS
+from bapo_megatron.trainer.records.observer.state import TrackerState, read_state
+
+CATCH_UP_S = 60.0
+"""Seconds that all trackers together have at the end of a run for what they have not shown."""
+
+HANG_S = 600.0
+"""Seconds without a sign of life from an observer that is behind, after which it is started anew; a pause
+between two attempts is shorter."""
+
+_AGAIN_S = 60.0
+"""Least seconds between two starts of an observer."""
+
+Report = Callable[..., None]
+"""Takes an event: its kind and, by name, its fields; one of them is the `message`."""
+
+
+class Observers:
+    """The observers of a run, one for each tracker."""
+
+    def __init__(self, names: Sequence[str], paths: RunPaths, resume_step: int, report: Report) -> None:
+        """Start them. ``resume_step``: the last step that the run's files have."""
+        if names:
+            paths.trackers.mkdir(exist_ok=True)
+            paths.logs.mkdir(exist_ok=True)
+            if not paths.wandb_id.exists():
+                write_atomically(paths.wandb_id, uuid.uuid4().hex)
+        self._observers = [_ObserverProcess(name, paths, resume_step, report) for name in names]
+
+    def tell(self, step: int) -> None:
+        """Tell them that rows up to ``step`` are in the files, and report what they have said."""
+        for observer in self._observers:
+            observer.tell(step)
+
+    def close(self, limit_s: float = CATCH_UP_S) -> None:
+        """Wait at most ``limit_s`` seconds until all have shown everything, and end them."""
+        for observer in self._observers:
+            observer.send(END)
+        deadline = time.monotonic() + limit_s
+        for observer in self._observers:
+            observer.end(max(0.0, deadline - time.monotonic()))
+
+
+class _ObserverProcess:
+    """One observer, and what is known of it."""
+
+    def __init__(self, name: str, paths: RunPaths, resume_step: int, report: Report) -> None:
+        self._name, self._paths, self._report = name, paths, report
+        self._step = resume_step
+        self._state = self._read()
+        self._has_problem = False
+        shown = max(self._state.step, self._state.evaluation)
+        if shown > resume_step:
+            self._tell_of(
+                "tracker_kept",
+                f"{name} has shown steps up to {shown}, and the run goes on after step {resume_step}: there, "
+                f"steps {resume_step + 1} to {shown} stay as they were first; metrics.jsonl has them "
+                f"as they are made now",
+            )
+        self._start()
+
+    def tell(self, step: int) -> None:
+        self._look()
+        self._step = max(self._step, step)
+        self.send(NEWS)
+
+    def send(self, message: bytes) -> None:
+        # A full pipe has enough messages; an observer that has ended is noticed by `_look`.
+        with suppress(OSError):
+            os.write(self._pipe, message)
+
+    def end(self, limit_s: float) -> None:
+        """Wait for it to end by itself, and report if it has not shown everything."""
+        code = self._child.wait_end(limit_s)
+        self._child.close()
+        if code == 0:
+            return
+        self._state = self._read()
+        why = self._state.problem or (exit_text(code) if code else f"no end within {limit_s:.0f} s")
+        self._tell_of(
+            "tracker_behind",
+            f"{self._name} has shown steps up to {max(self._state.step, 0)} of {self._step} ({why}): "
+            f"`bapo train` on this run directory goes on with the rest",
+        )
+
+    def _look(self) -> None:
+        """Report a problem that is new or over; start it anew if it has ended or hangs."""
+        now, state = time.monotonic(), self._read()
+        if state != self._state:
+            self._state, self._moved_s = state, now
+            if state.problem and not self._has_problem:
+                self._tell_of("tracker_failed", f"{self._name}: {state.problem}; it is tried again")
+            elif self._has_problem and not state.problem:
+                self._tell_of("tracker_back", f"{self._name} shows the run again", "note")
+            self._has_problem = state.problem is not None
+        if self._state.step >= self._step:
+            self._moved_s = now
+        code = self._child.wait_end(0)
+        if code is None and now - self._moved_s < HANG_S:
+            return
+        if now - self._started_s >= _AGAIN_S:
+            if not self._has_problem:
+                ended = f"no answer for {HANG_S / 60:.0f} minutes" if code is None else exit_text(code)
+                log = self._paths.tracker_log(self._name)
+                self._tell_of("tracker_failed", f"{self._name}: {ended} ({log}); it is started anew")
+            self._has_problem = True
+            self._child.close()
+            self._start()
+
+    def _start(self) -> None:
+        arguments = [str(self._paths.root), self._name]
+        log = open_plain(self._paths.tracker_log(self._name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            self._child = ChildProcess(
+                [sys.executable, "-m", "bapo_megatron.trainer.records.observer", *arguments],
+                with_import_path(os.environ),
+                False,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
+        finally:
+            os.close(log)
+        assert self._child.process.stdin is not None
+        self._pipe = self._child.process.stdin.fileno()
+        os.set_blocking(self._pipe, False)
+        self._started_s = self._moved_s = time.monotonic()
+
+    def _read(self) -> TrackerState:
+        return read_state(self._paths.tracker_state(self._name))
+
+    def _tell_of(self, kind: str, message: str, word: str = "warning") -> None:
+        self._report(kind, tracker=self._name, message=message)
+        print(f"{word}: {message}", flush=True)

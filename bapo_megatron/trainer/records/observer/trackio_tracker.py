@@ -1,0 +1,62 @@
+"""Trackio: one run for all starts of a run directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from bapo_megatron.trainer.records.observer.state import NOTHING
+from bapo_megatron.trainer.records.observer.tracker import TrackedRun
+
+_STORED_S = 60.0
+"""Time until a row must be in the database: trackio's thread writes every half second."""
+
+
+class TrackioTracker:
+    """A run of trackio, in the database of TRACKIO_DIR (else RUN/trackers/trackio), or on a server."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(run.folder / "trackio"))
+        import trackio
+        from trackio.sqlite_storage import SQLiteStorage
+
+        self._storage: Any = SQLiteStorage
+        # Trackio finds the run to go on with by its name, which other runs of the folder may have.
+        self._run: Any = trackio.init(
+            project=run.project,
+            name=f"{run.name}-{run.id[:8]}",
+            config=run.config,
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+        )
+        self._is_local = self._run.url is None
+
+    def held(self, metric: str) -> int | None:
+        if not self._is_local:
+            return None
+        return max((row["step"] for row in self._values(metric)), default=NOTHING)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+        if self._is_local:
+            self._wait_until_stored(step, next(iter(metrics)))
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _wait_until_stored(self, step: int, metric: str) -> None:
+        """Trackio only warns of a row that it could not store, and drops it."""
+        deadline = time.monotonic() + _STORED_S
+        while not self._values(metric, step=step):
+            if time.monotonic() > deadline:
+                raise OSError(f"trackio has not stored step {step}: logs/tracker-trackio.log may say why")
+            time.sleep(0.05)
+
+    def _values(self, metric: str, **where: int) -> list[dict[str, Any]]:
+        run = self._run
+        found: list[dict[str, Any]] = self._storage.get_metric_values(
+            run.project, run.name, metric, run_id=run.id, **where
+        )
+        return found

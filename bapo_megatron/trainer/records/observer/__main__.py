@@ -1,4 +1,4 @@
-"""The process of an observer: ``python -m bapo_megatron.trainer.records.observer RUN NAME LIFELINE``.
+"""The process of an observer, ``python -m bapo_megatron.trainer.records.observer RUN NAME STEP LIFELINE``.
 
 Its end is the run's affair: signals that reach all processes of a job are not for it.
 """
@@ -29,14 +29,14 @@ _TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-def main(root: str, name: str, lifeline: str) -> int:
+def main(root: str, name: str, resume_step: str, lifeline: str) -> int:
     """Exit code 0 when the tracker has every row, 1 if it could not be given the last ones."""
     die_with_parent(int(lifeline))
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
     os.nice(10)
     sys.stdout, sys.stderr = (cast("TextIO", DiscreetStream(stream)) for stream in (sys.stdout, sys.stderr))
-    observer = Observer(Path(root), name, _TRACKERS[name], Inbox(sys.stdin.fileno()))
+    observer = Observer(Path(root), name, int(resume_step), _TRACKERS[name], Inbox(sys.stdin.fileno()))
     return 0 if observer.observe() else 1
 
 

@@ -49,12 +49,15 @@ class Inbox:
 
 
 class Observer:
-    """The following of one run by one tracker."""
+    """The following of one run by one tracker. ``resume_step``: the last step that the run has on disk."""
 
-    def __init__(self, root: Path, name: str, opened: Callable[[TrackedRun], Tracker], inbox: Inbox) -> None:
+    def __init__(
+        self, root: Path, name: str, resume_step: int, opened: Callable[[TrackedRun], Tracker], inbox: Inbox
+    ) -> None:
         self._paths, self._opened, self._inbox = RunPaths(root), opened, inbox
+        self._resume_step: int | None = resume_step
         self._file = self._paths.tracker_state(name)
-        self._state = read_state(self._file)
+        self._state = replace(read_state(self._file), kept=None)
         self._saved_s = 0.0
 
     def observe(self) -> bool:
@@ -88,6 +91,7 @@ class Observer:
         step, evaluation = tracker.held(STEP_MARK), tracker.held(EVALUATION_MARK)
         if step is not None and evaluation is not None:
             self._state = replace(self._state, step=step, evaluation=evaluation)
+        self._tell_of_kept_steps()
         rows = TrackedRows(self._paths)
         while True:
             is_last = self._inbox.is_ending
@@ -103,6 +107,12 @@ class Observer:
             if is_last:
                 return
             self._inbox.wait()
+
+    def _tell_of_kept_steps(self) -> None:
+        """Steps that the run makes again, after its checkpoint, stay in the tracker as they were first."""
+        if self._resume_step is not None and self._state.step > self._resume_step:
+            self._save(replace(self._state, kept=self._state.step))
+        self._resume_step = None  # what it has from now on, it has of this start
 
     def _pause(self, limit_s: float) -> None:
         """Wait, news or none, unless the run ends."""

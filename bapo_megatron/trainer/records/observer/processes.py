@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from bapo_megatron.runtime.child_process import ChildProcess, exit_text, with_import_path
 from bapo_megatron.runtime.files import write_atomically
@@ -39,6 +40,8 @@ class Observers:
         if names:
             paths.trackers.mkdir(exist_ok=True)
             paths.logs.mkdir(exist_ok=True)
+            for left in paths.trackers.glob(".*.tmp"):  # by an observer that was killed
+                left.unlink(missing_ok=True)
             if not paths.wandb_id.exists():
                 write_atomically(paths.wandb_id, uuid.uuid4().hex)
         self._observers = [_ObserverProcess(name, paths, resume_step, report) for name in names]
@@ -63,16 +66,8 @@ class _ObserverProcess:
     def __init__(self, name: str, paths: RunPaths, resume_step: int, report: Report) -> None:
         self._name, self._paths, self._report = name, paths, report
         self._step = resume_step
-        self._state = self._read()
-        self._has_problem = False
-        shown = max(self._state.step, self._state.evaluation)
-        if shown > resume_step:
-            self._tell_of(
-                "tracker_kept",
-                f"{name} has shown steps up to {shown}, and the run goes on after step {resume_step}: there, "
-                f"steps {resume_step + 1} to {shown} stay as they were first; metrics.jsonl has them "
-                f"as they are made now",
-            )
+        self._state = replace(self._read(), kept=None)
+        self._has_problem = self._has_told_kept = False
         self._start()
 
     def tell(self, step: int) -> None:
@@ -89,9 +84,10 @@ class _ObserverProcess:
         """Wait for it to end by itself, and report if it has not shown everything."""
         code = self._child.wait_end(limit_s)
         self._child.close()
+        self._state = self._read()
+        self._tell_of_kept_steps()
         if code == 0:
             return
-        self._state = self._read()
         why = self._state.problem or (exit_text(code) if code else f"no end within {limit_s:.0f} s")
         self._tell_of(
             "tracker_behind",
@@ -104,6 +100,7 @@ class _ObserverProcess:
         now, state = time.monotonic(), self._read()
         if state != self._state:
             self._state, self._moved_s = state, now
+            self._tell_of_kept_steps()
             if state.problem and not self._has_problem:
                 self._tell_of("tracker_failed", f"{self._name}: {state.problem}; it is tried again")
             elif self._has_problem and not state.problem:
@@ -123,8 +120,20 @@ class _ObserverProcess:
             self._child.close()
             self._start()
 
+    def _tell_of_kept_steps(self) -> None:
+        """Once: the steps that the tracker has of a run that went back to its checkpoint."""
+        if self._state.kept is not None and not self._has_told_kept:
+            self._has_told_kept = True
+            self._tell_of(
+                "tracker_kept",
+                f"{self._name} has had steps up to {self._state.kept} since before this start, which makes the "
+                f"last of them again: there they stay as they were first, metrics.jsonl has them as they are "
+                f"now",
+                "note",
+            )
+
     def _start(self) -> None:
-        arguments = [str(self._paths.root), self._name]
+        arguments = [str(self._paths.root), self._name, str(self._step)]
         log = open_plain(self._paths.tracker_log(self._name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             self._child = ChildProcess(

@@ -27,6 +27,8 @@ class TrackerState:
     """Why the last attempt failed."""
     attempts: int = 0
     """Attempts that failed."""
+    kept: int | None = None
+    """Last of the steps that it had from before, and that the run has made again since this start."""
 
 
 def read_state(path: Path) -> TrackerState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import time
 from typing import Any
 
@@ -56,7 +57,11 @@ class TrackioTracker:
 
     def _values(self, metric: str, **where: int) -> list[dict[str, Any]]:
         run = self._run
-        found: list[dict[str, Any]] = self._storage.get_metric_values(
-            run.project, run.name, metric, run_id=run.id, **where
-        )
-        return found
+        try:
+            return list(
+                self._storage.get_metric_values(run.project, run.name, metric, run_id=run.id, **where)
+            )
+        except sqlite3.OperationalError as error:
+            if "no such table" in str(error):  # trackio's thread is making the database
+                return []
+            raise

@@ -1,14 +1,11 @@
-"""Metrics arrive in the files, in TensorBoard and in W&B, once for each step, also over a resume."""
+"""Metrics arrive in the files and in TensorBoard, once for each step, also over a resume."""
 
 from __future__ import annotations
 
 import errno
-import importlib.machinery
 import math
-import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,10 +13,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from bapo_megatron.config import run as config
-from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.errors import RunStopped
 from bapo_megatron.runtime.jsonl_log import read_jsonl
+from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records import metrics_log
-from bapo_megatron.trainer.records.metrics_log import MetricsLog, check_logging, evaluation_means
+from bapo_megatron.trainer.records.metrics_log import MetricsLog, evaluation_means
+
+
+def no_report(_kind: str, **_fields: Any) -> None:
+    """Nothing is to be told."""
+    raise AssertionError
+
 
 FILES_ONLY = config.LoggingConfig(tensorboard=False)
 
@@ -28,7 +32,7 @@ def write_steps(
     run_dir: Path, logging: config.LoggingConfig, resume_step: int, last: int, reward: float
 ) -> None:
     """The part of a run from ``resume_step`` to ``last``: one step line and two update lines a step."""
-    log = MetricsLog(run_dir, logging, resume_step, {"name": "demo"})
+    log = MetricsLog(run_dir, logging, resume_step, no_report)
     for step in range(resume_step + 1, last + 1):
         for update in range(2):
             log.write_update(step, {"update": update, "policy/loss": reward})
@@ -77,56 +81,35 @@ def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path, resume_st
     assert scalars(tmp_path, "reward/mean") == expected
 
 
-class FakeWandB(ModuleType):
-    """Remembers what the metrics log asks of wandb."""
+def test_other_trackers_are_told_of_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They start when the files are back at the checkpoint, and are told of what is in the files."""
+    told: list[Any] = []
 
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
-        self.inits: list[dict[str, Any]] = []
-        self.logged: list[tuple[int, dict[str, float]]] = []
+    class Told:
+        def __init__(self, names: list[str], paths: RunPaths, resume_step: int, report: Any) -> None:
+            told.append((names, resume_step, len(read_jsonl(paths.metrics)), report))
 
-    def init(self, **arguments: Any) -> FakeWandB:
-        self.inits.append(arguments)
-        return self
+        def tell(self, step: int) -> None:
+            told.append((step, len(read_jsonl(tmp_path / "metrics.jsonl"))))
 
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        self.logged.append((step, metrics))
+        def close(self) -> None:
+            told.append("closed")
 
-    def finish(self) -> None:
-        pass
-
-
-def test_wandb_continues_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = FakeWandB()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    logging = config.LoggingConfig(tensorboard=False, wandb_project="bapo")
-    check_logging(logging)
-    write_steps(tmp_path, logging, 0, 1, 0.5)
-    write_steps(tmp_path, logging, 1, 2, 0.5)
-    first, second = wandb.inits
-    assert first == second
-    assert first["id"]
-    assert (first["project"], first["resume"], first["name"]) == ("bapo", "allow", "demo")
-    assert wandb.logged == [(1, {"reward/mean": 0.5}), (2, {"reward/mean": 0.5})]
-
-
-def test_loggers_that_are_not_installed_are_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_log, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match="pip install tensorboard") as error:
-        check_logging(config.LoggingConfig(tensorboard=True, wandb_project="bapo"))
-    assert "pip install tensorboard" in str(error.value)
-    assert "pip install wandb" in str(error.value)
-    check_logging(FILES_ONLY)
+    write_steps(tmp_path, FILES_ONLY, 0, 3, 0.25)
+    monkeypatch.setattr(metrics_log, "Observers", Told)
+    logging = config.LoggingConfig(trackers=("wandb", "tensorboard", "mlflow"))
+    write_steps(tmp_path, logging, 2, 4, 0.75)
+    assert told == [(["wandb", "mlflow"], 2, 2, no_report), (3, 3), (4, 4), "closed"]
+    assert scalars(tmp_path, "reward/mean") == [(3, 0.75), (4, 0.75)]
 
 
 def test_evaluations_follow_a_run_that_goes_back(tmp_path: Path) -> None:
     """Of the weights that it goes on from, an evaluation stays and is not written twice; later ones go."""
-    log = MetricsLog(tmp_path, FILES_ONLY, 0, {})
+    log = MetricsLog(tmp_path, FILES_ONLY, 0, no_report)
     for step in (0, 2, 4):
         assert log.write_evaluation(step, {"eval/mean": step / 10})
     log.close()
-    again = MetricsLog(tmp_path, FILES_ONLY, 2, {})
+    again = MetricsLog(tmp_path, FILES_ONLY, 2, no_report)
     assert evaluation_means(tmp_path) == {0: 0.0, 2: 0.2}
     assert not again.write_evaluation(2, {"eval/mean": 0.9})
     assert again.write_evaluation(4, {"eval/mean": 0.5})
@@ -149,7 +132,7 @@ def test_a_full_disk_below_tensorboard_is_one_error(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def write() -> None:
-        log = MetricsLog(tmp_path, config.LoggingConfig(), 0, {})
+        log = MetricsLog(tmp_path, config.LoggingConfig(), 0, no_report)
         for step in range(1, steps + 1):
             log.write_step(step, {"reward/mean": 0.5})
         monkeypatch.setattr(RecordWriter, "write", full)

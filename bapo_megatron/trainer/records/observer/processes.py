@@ -84,8 +84,7 @@ class _ObserverProcess:
         """Wait for it to end by itself, and report if it has not shown everything."""
         code = self._child.wait_end(limit_s)
         self._child.close()
-        self._state = self._read()
-        self._tell_of_kept_steps()
+        self._take_state()
         if code == 0:
             return
         why = self._state.problem or (exit_text(code) if code else f"no end within {limit_s:.0f} s")
@@ -95,17 +94,23 @@ class _ObserverProcess:
             f"`bapo train` on this run directory goes on with the rest",
         )
 
+    def _take_state(self) -> None:
+        """Report what is new in its state: a problem, the end of one, steps that it keeps."""
+        state = self._read()
+        if state == self._state:
+            return
+        self._state, self._moved_s = state, time.monotonic()
+        self._tell_of_kept_steps()
+        if state.problem and not self._has_problem:
+            self._tell_of("tracker_failed", f"{self._name}: {state.problem}; it is tried again")
+        elif self._has_problem and not state.problem:
+            self._tell_of("tracker_back", f"{self._name} shows the run again", "note")
+        self._has_problem = state.problem is not None
+
     def _look(self) -> None:
-        """Report a problem that is new or over; start it anew if it has ended or hangs."""
-        now, state = time.monotonic(), self._read()
-        if state != self._state:
-            self._state, self._moved_s = state, now
-            self._tell_of_kept_steps()
-            if state.problem and not self._has_problem:
-                self._tell_of("tracker_failed", f"{self._name}: {state.problem}; it is tried again")
-            elif self._has_problem and not state.problem:
-                self._tell_of("tracker_back", f"{self._name} shows the run again", "note")
-            self._has_problem = state.problem is not None
+        """Report what is new, and start it anew if it has ended or hangs."""
+        self._take_state()
+        now = time.monotonic()
         if self._state.step >= self._step:
             self._moved_s = now
         code = self._child.wait_end(0)
@@ -126,9 +131,9 @@ class _ObserverProcess:
             self._has_told_kept = True
             self._tell_of(
                 "tracker_kept",
-                f"{self._name} has had steps up to {self._state.kept} since before this start, which makes the "
-                f"last of them again: there they stay as they were first, metrics.jsonl has them as they are "
-                f"now",
+                f"{self._name} has had steps up to {self._state.kept} since before this start, which makes "
+                f"the last of them again: there they stay as they were first, metrics.jsonl has them as they "
+                f"are now",
                 "note",
             )
 

@@ -1,0 +1,279 @@
+"""An observer gives each row of a run to its tracker once, whatever the tracker does and when either dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.runtime.jsonl_log import JsonlLog
+from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.trainer.records.observer import following
+from bapo_megatron.trainer.records.observer.following import END, NEWS, Inbox, Observer
+from bapo_megatron.trainer.records.observer.rows import TrackedRow, TrackedRows
+from bapo_megatron.trainer.records.observer.secrets import DiscreetStream, without_secrets
+from bapo_megatron.trainer.records.observer.state import TrackerState, read_state, write_state
+from bapo_megatron.trainer.records.observer.tracker import TrackedRun, tracked_run
+
+Written = tuple[int, dict[str, float]]
+
+
+class Store:
+    """A tracker's data, which outlives its clients; and its faults."""
+
+    def __init__(self) -> None:
+        self.rows: list[Written] = []
+        self.opened: list[TrackedRun] = []
+        self.closed = 0
+        self.can_tell = True
+        self.failures: list[Exception] = []
+        """Raised by the next writes, one each; the row is not stored."""
+
+    def client(self, run: TrackedRun) -> Client:
+        self.opened.append(run)
+        return Client(self)
+
+
+class Client:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def held(self, metric: str) -> int | None:
+        steps = [step for step, metrics in self._store.rows if metric in metrics]
+        return max(steps, default=-1) if self._store.can_tell else None
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        if self._store.failures:
+            raise self._store.failures.pop(0)
+        self._store.rows.append((step, metrics))
+
+    def close(self) -> None:
+        self._store.closed += 1
+
+
+class FilesOfRun:
+    """A run directory that a test writes as a run does."""
+
+    def __init__(self, root: Path) -> None:
+        self.paths = RunPaths(root)
+        self.paths.trackers.mkdir()
+        self.paths.wandb_id.write_text("0123abcd")
+        config = {"name": "demo", "logging.project": "sums", "seed": 3, "evaluation.suites": []}
+        self.paths.config.write_text(json.dumps({"format": 2, "config": config}))
+        self.steps, self.evaluations = JsonlLog(self.paths.metrics), JsonlLog(self.paths.evaluations)
+        self.state = self.paths.tracker_state("fake")
+
+    def step(self, step: int, **more: Any) -> None:
+        self.steps.append({"step": step, "reward/mean": step / 10, "time/step_s": 1.0, **more})
+
+    def evaluation(self, step: int) -> None:
+        self.evaluations.append({"step": step, "eval/mean": step / 100})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FilesOfRun:
+    return FilesOfRun(tmp_path)
+
+
+def row(step: int, **more: float) -> Written:
+    return step, {"reward/mean": step / 10, "time/step_s": 1.0, **more}
+
+
+def evaluation(step: int) -> Written:
+    return step, {"eval/mean": step / 100}
+
+
+def observe(run: FilesOfRun, store: Store, resume_step: int = 0) -> bool:
+    """Follow what is in the files, as a run's last rows."""
+    reading, writing = os.pipe()
+    os.write(writing, NEWS + END)
+    inbox = Inbox(reading)
+    inbox.receive()
+    try:
+        return Observer(run.paths.root, "fake", resume_step, store.client, inbox).observe()
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_each_row_in_the_order_of_the_run(run: FilesOfRun) -> None:
+    store = Store()
+    for step in (0, 2):
+        run.evaluation(step)
+    for step in (1, 2, 3):
+        run.step(step, none=None, word="x", flag=True)
+    assert observe(run, store)
+    assert store.rows == [evaluation(0), row(1), row(2), evaluation(2), row(3)]
+    assert store.closed == 1
+    assert read_state(run.state) == TrackerState(step=3, evaluation=2)
+
+
+def test_the_run_is_told_with_its_configuration(run: FilesOfRun) -> None:
+    known = tracked_run(run.paths.root)
+    assert (known.id, known.name, known.project) == ("0123abcd", "demo", "sums")
+    assert known.config["seed"] == "3"
+    assert known.folder == run.paths.trackers
+
+
+def test_the_former_field_names_the_project(run: FilesOfRun) -> None:
+    config = {"name": "demo", "logging.wandb_project": "older"}
+    run.paths.config.write_text(json.dumps({"format": 2, "config": config}))
+    assert tracked_run(run.paths.root).project == "older"
+
+
+@pytest.mark.parametrize("stored", [0, 1, 2, 3, 4, 5])
+def test_after_a_kill_it_goes_on_with_what_the_tracker_lacks(run: FilesOfRun, stored: int) -> None:
+    """Whatever its own file says: a tracker writes later than it is told, or its row was not noted."""
+    store = Store()
+    for step in (1, 2, 3):
+        run.step(step)
+        run.evaluation(step)
+    rows = [one for step in (1, 2, 3) for one in (row(step), evaluation(step))]
+    store.rows = rows[:stored]
+    for said in (TrackerState(), TrackerState(step=3, evaluation=3), TrackerState(step=1)):
+        write_state(run.state, said)
+        store.rows = rows[:stored]
+        assert observe(run, store, resume_step=3)
+        assert store.rows == rows
+
+
+def test_a_tracker_that_cannot_tell_goes_on_after_the_last_note(run: FilesOfRun) -> None:
+    store = Store()
+    store.can_tell = False
+    for step in (1, 2, 3):
+        run.step(step)
+    write_state(run.state, TrackerState(step=2))
+    assert observe(run, store, resume_step=3)
+    assert store.rows == [row(3)]
+
+
+def test_steps_that_are_made_again_stay_as_they_were_first(run: FilesOfRun) -> None:
+    """The run went back to the checkpoint of step 2; the tracker has steps 3 and 4 of before."""
+    store = Store()
+    store.rows = [row(1), row(2), row(3, x=7.0), row(4, x=7.0)]
+    for step in (1, 2, 3, 4, 5):
+        run.step(step)
+    assert observe(run, store, resume_step=2)
+    assert store.rows == [row(1), row(2), row(3, x=7.0), row(4, x=7.0), row(5)]
+    assert read_state(run.state).kept == 4
+    assert observe(run, store, resume_step=5)
+    assert read_state(run.state).kept is None
+
+
+class Waits:
+    """An inbox whose pauses take no time. The run ends after some of them."""
+
+    def __init__(self, at: int) -> None:
+        self.left, self.pauses_s = at, list[float | None]()
+
+    @property
+    def is_ending(self) -> bool:
+        return self.left <= 0
+
+    def wait(self, limit_s: float | None = None) -> None:
+        self.pauses_s.append(limit_s)
+        self.left -= 1
+
+
+@pytest.fixture
+def instant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses that take no time."""
+    monkeypatch.setattr(following.Observer, "_pause", lambda self, limit_s: self._inbox.wait(limit_s))
+
+
+@pytest.mark.usefixtures("instant")
+def test_a_failure_is_noted_and_tried_again_ever_more_rarely(run: FilesOfRun) -> None:
+    store, inbox = Store(), Waits(10)
+    store.failures = [ConnectionError(f"attempt {number}") for number in range(9)]
+    run.step(1)
+    told: list[str | None] = []
+
+    def opened(known: TrackedRun) -> Client:
+        told.append(read_state(run.state).problem)
+        return store.client(known)
+
+    waiting: Any = inbox
+    assert Observer(run.paths.root, "fake", 0, opened, waiting).observe()
+    assert store.rows == [row(1)]
+    assert told == [None, *(f"ConnectionError: attempt {number}" for number in range(9))]
+    assert inbox.pauses_s == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 240.0, 240.0, 240.0, None]
+    assert read_state(run.state) == TrackerState(step=1, attempts=9)
+    assert store.closed == 10
+
+
+@pytest.mark.usefixtures("instant")
+def test_the_last_rows_have_one_more_attempt(run: FilesOfRun) -> None:
+    store = Store()
+    run.step(1)
+    store.failures = [OSError("gone")] * 2
+    waiting: Any = Waits(1)
+    assert not Observer(run.paths.root, "fake", 0, store.client, waiting).observe()
+    assert not store.failures
+    assert read_state(run.state).problem == "OSError: gone"
+    assert observe(run, store)
+    assert store.rows == [row(1)]
+
+
+def test_a_line_that_is_being_written_waits(run: FilesOfRun) -> None:
+    rows = TrackedRows(run.paths)
+    run.step(1)
+    with run.paths.metrics.open("ab") as file:
+        file.write(b'{"step": 2, "a":')
+        file.flush()
+        assert [one.step for one in rows.new()] == [1]
+        assert rows.new() == []
+        file.write(b" 1}\n")
+    assert rows.new() == [TrackedRow(2, False, {"a": 1.0})]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1, "x": 2}', "null"])
+def test_a_state_that_cannot_be_read_is_that_of_a_beginning(run: FilesOfRun, text: str) -> None:
+    run.state.write_text(text)
+    assert read_state(run.state) == TrackerState()
+
+
+KEYS = {
+    "WANDB_API_KEY": "abcdef0123",
+    "MLFLOW_TRACKING_PASSWORD": "hunter22",
+    "HF_TOKEN": "x",
+    "HOME": "/root",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("key abcdef0123, again abcdef0123", "key ***, again ***"),
+        ("https://me:hunter99@host:5000/x", "https://***@host:5000/x"),
+        ("for hunter22 in /me, x", "for *** in /me, x"),
+        ("http://h:1/?write_token=abc&project=x", "http://h:1/?write_token=***&project=x"),
+        ("a/b@c.d", "a/b@c.d"),
+    ],
+)
+def test_keys_are_not_printed(text: str, shown: str) -> None:
+    assert without_secrets(text, KEYS) == shown
+
+
+def test_what_packages_print_has_no_keys(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "abcdef0123")
+    stream: Any = DiscreetStream(sys.stdout)
+    print("login abcdef0123", file=stream)
+    assert stream.isatty() is False
+    assert capsys.readouterr().out == "login ***\n"
+
+
+@pytest.mark.usefixtures("instant")
+def test_a_problem_has_no_keys(run: FilesOfRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "abcdef0123")
+    store = Store()
+    run.step(1)
+    store.failures = [OSError("no abcdef0123 at https://a:b@host")]
+    waiting: Any = Waits(0)
+    assert not Observer(run.paths.root, "fake", 0, store.client, waiting).observe()
+    assert read_state(run.state).problem == "OSError: no *** at https://***@host"

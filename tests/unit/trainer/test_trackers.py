@@ -1,0 +1,376 @@
+"""What each tracker is asked for, on stand-ins for the packages; tests/e2e/test_trackers.py has the packages."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sqlite3
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bapo_megatron.config import LoggingConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.trainer.records import installed_trackers
+from bapo_megatron.trainer.records.installed_trackers import check_logging
+from bapo_megatron.trainer.records.observer import trackio_tracker
+from bapo_megatron.trainer.records.observer.mlflow_tracker import MlflowTracker
+from bapo_megatron.trainer.records.observer.tracker import TrackedRun
+from bapo_megatron.trainer.records.observer.trackio_tracker import TrackioTracker
+from bapo_megatron.trainer.records.observer.wandb_files import _records
+from bapo_megatron.trainer.records.observer.wandb_tracker import WandbTracker
+
+STEP = {"time/step_s": 2.0, "reward/mean": 0.5, "staleness/16+/tokens": 1.0}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackedRun:
+    for name in ("WANDB_DIR", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", "")
+    monkeypatch.delenv("TRACKIO_DIR")
+    return TrackedRun("0123456789abcdef", "demo", "sums", {"seed": "3", "long": "x" * 900}, tmp_path)
+
+
+def module(monkeypatch: pytest.MonkeyPatch, name: str, **values: Any) -> None:
+    made = ModuleType(name)
+    vars(made).update(values)
+    monkeypatch.setitem(sys.modules, name, made)
+
+
+# --- W&B -----------------------------------------------------------------------------------------
+
+
+def record(data: bytes, kind: int) -> bytes:
+    return b"\1\2\3\4" + len(data).to_bytes(2, "little") + bytes([kind]) + data
+
+
+HEADER = b":W&B\xe1\xbe\x00"
+
+
+def test_records_of_wandbs_files() -> None:
+    """Whole ones, one in three parts over two blocks, and a block's end that has no room for a header."""
+    first = record(b"a" * 20_000, 1)
+    room = 32768 - len(HEADER + first) - 7
+    parted = record(b"b" * room, 2) + record(b"c" * (32768 - 7), 3) + record(b"d", 4)
+    used = (len(HEADER + first + parted)) % 32768
+    filling = record(b"e" * (32768 - used - 7 - 6), 1) + bytes(6)  # 6 bytes: no header fits
+    data = HEADER + first + parted + filling + record(b"f", 1)
+    whole = [b"a" * 20_000, b"b" * room + b"c" * (32768 - 7) + b"d", b"e" * (32768 - used - 13), b"f"]
+    assert list(_records(data)) == whole
+    for cut in (1, 5, 7, 8):  # a kill may tear the last one anywhere
+        assert list(_records(data[:-cut])) == whole[:-1]
+    assert list(_records(data + bytes(9))) == whole
+    assert list(_records(b"")) == list(_records(HEADER[:3])) == list(_records(HEADER)) == []
+
+
+@dataclass
+class FakeWandbRun:
+    offline: bool = False
+    starting_step: int = 0
+
+
+def fake_wandb(monkeypatch: pytest.MonkeyPatch, made: FakeWandbRun) -> list[dict[str, Any]]:
+    inits: list[dict[str, Any]] = []
+
+    def init(**arguments: Any) -> FakeWandbRun:
+        inits.append(arguments)
+        return made
+
+    module(monkeypatch, "wandb", init=init, Settings=dict)
+    return inits
+
+
+def test_wandbs_server_says_where_it_goes_on(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    [*inits] = fake_wandb(monkeypatch, FakeWandbRun(starting_step=0))
+    assert WandbTracker(run).held("time/step_s") == -1  # step 0 is to come
+    fake_wandb(monkeypatch, FakeWandbRun(starting_step=7))
+    assert WandbTracker(run).held("time/step_s") == 6
+    assert not inits
+
+
+def test_wandbs_offline_files_say_where_it_goes_on(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this run alone. A step counts for the metric that it has."""
+    inits = fake_wandb(monkeypatch, FakeWandbRun(offline=True))
+
+    def from_string(data: bytes) -> Any:
+        """The record "3 a b" is the history of step 3 with metrics a and b."""
+        step, *names = data.decode().split()
+        items = [SimpleNamespace(nested_key=[], key=name, value_json="1") for name in names]
+        items.append(SimpleNamespace(nested_key=["_step"], key="", value_json=step))
+        return SimpleNamespace(history=SimpleNamespace(item=items))
+
+    module(
+        monkeypatch,
+        "wandb.proto",
+        wandb_internal_pb2=SimpleNamespace(Record=SimpleNamespace(FromString=from_string)),
+    )
+    for folder, run_id, texts in (
+        ("offline-run-1-", run.id, ["1 time/step_s", "2 time/step_s eval/mean"]),
+        ("offline-run-2-", run.id, ["3 time/step_s"]),
+        ("offline-run-3-", run.id, []),
+        ("offline-run-4-", "other", ["9 time/step_s"]),
+        ("run-5-", run.id, ["8 time/step_s"]),
+    ):
+        path = run.folder / "wandb" / f"{folder}{run_id}" / f"run-{run_id}.wandb"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(HEADER + b"".join(record(text.encode(), 1) for text in texts))
+    tracker = WandbTracker(run)
+    assert (tracker.held("time/step_s"), tracker.held("eval/mean"), tracker.held("x")) == (3, 2, -1)
+    [asked] = inits
+    assert {name: asked[name] for name in ("project", "id", "resume", "name", "dir")} == {
+        "project": "sums", "id": run.id, "resume": "allow", "name": "demo", "dir": str(run.folder),
+    }  # fmt: skip
+
+
+# --- trackio -------------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeTrackio:
+    """Stores a row after it was asked for it twice, as trackio's thread does some time later."""
+
+    url: str | None = None
+    project: str = "sums"
+    name: str = ""
+    id: str = "t1"
+    rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    waiting: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    asked: int = 0
+    has_table: bool = False
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.waiting.append((step, metrics))
+
+    def get_metric_values(
+        self, project: str, name: str, metric: str, run_id: str, step: int | None = None
+    ) -> Iterator[dict[str, Any]]:
+        assert (project, name, run_id) == (self.project, self.name, self.id)
+        self.asked += 1
+        if not self.has_table:
+            self.has_table = True
+            raise sqlite3.OperationalError("no such table: metrics")
+        if self.asked > 3:
+            self.rows += self.waiting
+            self.waiting.clear()
+        return iter([{"step": at} for at, metrics in self.rows if metric in metrics and step in (None, at)])
+
+
+@pytest.fixture
+def trackio(monkeypatch: pytest.MonkeyPatch) -> FakeTrackio:
+    fake = FakeTrackio()
+
+    def init(**arguments: Any) -> FakeTrackio:
+        assert (arguments["project"], arguments["resume"]) == ("sums", "allow")
+        fake.name = arguments["name"]
+        return fake
+
+    module(monkeypatch, "trackio", init=init)
+    module(monkeypatch, "trackio.sqlite_storage", SQLiteStorage=fake)
+    return fake
+
+
+def test_trackio_is_asked_until_a_row_is_stored(
+    run: TrackedRun, trackio: FakeTrackio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = TrackioTracker(run)
+    assert trackio.name == "demo-01234567"
+    assert trackio_tracker.os.environ["TRACKIO_DIR"] == str(run.folder / "trackio")
+    assert tracker.held("time/step_s") == -1
+    tracker.write(4, STEP)
+    assert trackio.rows == [(4, STEP)]
+    assert (tracker.held("time/step_s"), tracker.held("eval/mean")) == (4, -1)
+    monkeypatch.setattr(trackio_tracker, "_STORED_S", 0.0)
+    trackio.asked = -10
+    with pytest.raises(OSError, match="trackio has not stored step 5"):
+        tracker.write(5, STEP)
+
+
+def test_trackios_server_cannot_tell(run: TrackedRun, trackio: FakeTrackio) -> None:
+    trackio.url = "https://host"
+    tracker = TrackioTracker(run)
+    assert tracker.held("time/step_s") is None
+    tracker.write(4, STEP)
+    assert trackio.waiting == [(4, STEP)]
+    assert not trackio.asked
+
+
+# --- MLflow --------------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeMlflow:
+    """The client and the store, which has one run at most."""
+
+    uri: str = ""
+    created: list[tuple[str, Any]] = field(default_factory=list)
+    params: dict[str, str] = field(default_factory=dict)
+    metrics: list[tuple[str, float, int]] = field(default_factory=list)
+    status: str = ""
+
+    def __call__(self, tracking_uri: str) -> FakeMlflow:
+        self.uri = tracking_uri
+        return self
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        known = [made for made in self.created if made[0] == name]
+        return SimpleNamespace(experiment_id="7") if known else None
+
+    def create_experiment(self, name: str, artifact_location: str | None) -> str:
+        self.created.append((name, artifact_location))
+        return "7"
+
+    def search_runs(self, experiments: list[str], text: str, max_results: int) -> list[Any]:
+        assert (experiments, text) == (["7"], "tags.`bapo.run_id` = '0123456789abcdef'")
+        return [self._run()] if len(self.created) > 1 else []
+
+    def create_run(self, experiment: str, run_name: str, tags: dict[str, str]) -> Any:
+        self.created.append((run_name, tags))
+        return self._run()
+
+    def _run(self) -> Any:
+        data = SimpleNamespace(params=dict(self.params))
+        return SimpleNamespace(info=SimpleNamespace(run_id="m1"), data=data)
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.status = status
+
+    def set_terminated(self, run_id: str) -> None:
+        self.status = "FINISHED"
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        assert run_id == "m1"
+        assert len(params) <= 100
+        self.metrics += [(name, value, step) for name, value, _, step in metrics]
+        for name, value in params:
+            assert name not in self.params  # a real one refuses a changed value
+            self.params[name] = value
+
+    def get_metric_history(self, run_id: str, name: str) -> list[Any]:
+        return [SimpleNamespace(step=step) for known, _, step in self.metrics if known == name]
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMlflow:
+    fake = FakeMlflow()
+    module(monkeypatch, "mlflow", MlflowClient=fake)
+    module(monkeypatch, "mlflow.entities", Metric=lambda *values: values, Param=lambda *values: values)
+    return fake
+
+
+def test_mlflow_finds_its_run_again(run: TrackedRun, mlflow: FakeMlflow) -> None:
+    tracker = MlflowTracker(run)
+    assert mlflow.uri == f"sqlite:///{run.folder}/mlflow/mlflow.db"
+    made = [("sums", f"file://{run.folder}/mlflow/artifacts"), ("demo", {"bapo.run_id": run.id})]
+    assert mlflow.created == made
+    assert mlflow.params == {"seed": "3", "long": "x" * 500}
+    tracker.write(1, STEP)
+    # The mark comes last: a step that has it is whole. MLflow takes no plus in a name.
+    assert mlflow.metrics == [
+        ("reward/mean", 0.5, 1),
+        ("staleness/16_/tokens", 1.0, 1),
+        ("time/step_s", 2.0, 1),
+    ]
+    tracker.close()
+    assert mlflow.status == "FINISHED"
+    run.config["new"] = "1"
+    again = MlflowTracker(run)
+    assert mlflow.created == made
+    assert (mlflow.status, mlflow.params["new"]) == ("RUNNING", "1")
+    assert (again.held("time/step_s"), again.held("eval/mean")) == (1, -1)
+
+
+def test_a_step_that_mlflow_has_in_part_is_completed(run: TrackedRun, mlflow: FakeMlflow) -> None:
+    """A store of files takes one metric after the other."""
+    MlflowTracker(run).write(1, STEP)
+    mlflow.metrics.append(("reward/mean", 0.5, 2))
+    again = MlflowTracker(run)
+    assert again.held("time/step_s") == 1
+    again.write(2, STEP)
+    again.write(3, STEP)
+    assert [(name, step) for name, _, step in mlflow.metrics if name == "reward/mean"] == [
+        ("reward/mean", 1), ("reward/mean", 2), ("reward/mean", 3),
+    ]  # fmt: skip
+    assert len(mlflow.metrics) == 9
+
+
+def test_mlflows_address_is_the_users(
+    run: TrackedRun, mlflow: FakeMlflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:5000")
+    MlflowTracker(run)
+    assert mlflow.uri == "http://host:5000"
+    assert mlflow.created[0] == ("sums", None)
+    assert not (run.folder / "mlflow").exists()
+
+
+# --- the choice ----------------------------------------------------------------------------------
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    def find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
+        origin = "/site-packages/x.py" if name in names else None
+        found = importlib.machinery.ModuleSpec(name, None, origin=origin)
+        found.has_location = origin is not None
+        return found if name in names or name == "a folder" else None
+
+    monkeypatch.setattr(installed_trackers, "find_spec", find_spec)
+
+
+def test_trackers_that_are_not_installed_are_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    only(monkeypatch)
+    with pytest.raises(ConfigError, match="pip install tensorboard") as error:
+        check_logging(LoggingConfig(trackers=("tensorboard", "wandb", "trackio", "mlflow")))
+    lines = str(error.value).splitlines()
+    assert len(lines) == 4
+    assert (
+        "logging.trackers has wandb, but wandb is not installed: `pip install wandb` or the extra" in lines[1]
+    )
+    assert "`pip install mlflow-skinny`" in lines[3]
+    check_logging(LoggingConfig(trackers=()))
+    only(monkeypatch, "wandb")
+    check_logging(LoggingConfig(trackers=("wandb",)))
+
+
+def test_mlflow_without_a_server_needs_a_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    logging = LoggingConfig(trackers=("mlflow",))
+    only(monkeypatch, "mlflow", "sqlalchemy")
+    with pytest.raises(
+        ConfigError, match="sqlalchemy and alembic, for a database in the run directory, are not"
+    ):
+        check_logging(logging)
+    only(monkeypatch, "mlflow", "sqlalchemy", "alembic")
+    check_logging(logging)
+    only(monkeypatch, "mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host")
+    check_logging(logging)
+
+
+def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B's data, in a folder `wandb` of the present directory, can be imported as a package without code."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ConfigError, match="wandb is not installed"):
+        check_logging(LoggingConfig(trackers=("wandb",)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "chosen"),
+    [
+        ({}, ["tensorboard"]),
+        ({"tensorboard": False}, []),
+        ({"wandb_project": "x"}, ["tensorboard", "wandb"]),
+        ({"tensorboard": False, "wandb_project": "x"}, ["wandb"]),
+        ({"trackers": ("mlflow", "wandb", "mlflow"), "wandb_project": "x"}, ["mlflow", "wandb"]),
+        ({"trackers": ()}, []),
+    ],
+)
+def test_former_fields_choose_too(fields: dict[str, Any], chosen: list[str]) -> None:
+    assert list(LoggingConfig(**fields).chosen) == chosen

@@ -1,4 +1,4 @@
-"""What each tracker is asked for, on stand-ins for the packages; tests/e2e/test_trackers.py has the packages."""
+"""What each tracker is asked for, on stand-ins for the packages; tests/e2e/test_trackers.py has those."""
 
 from __future__ import annotations
 

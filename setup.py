@@ -58,6 +58,14 @@ setup(
         "demo": [],  # the demo needs no more than the package
         # By `make cluster`. The version that was tested, in the range of megatron-core's own extra.
         "cluster": ["transformer-engine[core_cu13,pytorch]==2.11.0", "wandb>=0.19,<1"],
+        # Boards (logging.trackers). MLflow without a server keeps a database, for which it needs the last two.
+        "trackers": [
+            "wandb>=0.19,<1",
+            "trackio>=0.43,<0.44",
+            "mlflow-skinny>=3.17,<4",
+            "sqlalchemy>=2,<3",
+            "alembic>=1.14,<2",
+        ],
         # Its other pins do not go with this project's tested versions: `make nemo-run` keeps it apart.
         "slurm": ["nemo-run==0.11.1", "leptonai<0.47"],
         # A real model, public tasks. One of reasoning-gym's needs is compiled; `make setup` does without.

@@ -70,7 +70,9 @@ PACKAGES = (
     ),
     Package("apex", None, "fused kernels on GPUs without Transformer Engine", "from source"),
     Package("flash-attn", None, "Transformer Engine's attention on an A100", "make cluster"),
-    Package("wandb", None, "logging.wandb_project", '"wandb>=0.19"'),
+    Package("wandb", None, "logging.trackers", '"wandb>=0.19"'),
+    Package("trackio", None, "logging.trackers", '"trackio>=0.43,<0.44"'),
+    Package("mlflow-skinny", None, "logging.trackers", '"mlflow-skinny>=3.17" sqlalchemy alembic'),
 )
 
 

@@ -3,8 +3,10 @@
 A training question is contaminated by an evaluation problem if at least ``share`` of the problem's n-grams of
 words are in it. N-grams that ``COMMON`` or more of the problems share do not count: contest problems end
 alike ("where m and n are relatively prime positive integers, find m + n"), and hundreds of honest ones too.
+Nor do those of many training questions, which are a template. Problems of a template differ in a few numbers
+and names; to share one of them is not enough.
 A share rests on ``OWN`` n-grams or more: of a short problem ("7 + 9 =") a template alone would be half. A
-problem with fewer n-grams of its own must be equal in normal form.
+problem with fewer n-grams of its own must be equal in normal form, but for the order of a sum or a product.
 """
 
 from __future__ import annotations
@@ -13,10 +15,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bapo_megatron.data.prepare.normal_form import key, ngrams, words
+from bapo_megatron.data.prepare.normal_form import commuted_key, key, ngrams, words
 
 COMMON = 3
 """N-grams of so many problems or more do not count."""
+
+TEMPLATE, TEMPLATE_SHARE = 20, 0.01
+"""N-grams of so many training questions, and of such a share of them, do not count."""
+
+TEMPLATED, TEMPLATED_LEAST = 0.25, 0.8
+"""Of a problem that is a template to such a share, such a share of the rest must be in a question."""
 
 OWN = 4
 """So many n-grams of one problem a question must have before their share counts."""
@@ -50,22 +58,42 @@ class Contamination:
         for problem in problems:
             distinct.setdefault(key(problem.question), problem)
         self._problems = list(distinct.values())
-        self._equal = {question: number for number, question in enumerate(distinct)}
+        self._equal: dict[bytes, int] = {}
+        for number, problem in enumerate(self._problems):
+            self._equal.setdefault(commuted_key(problem.question), number)
         having: defaultdict[str, list[int]] = defaultdict(list)
         for number, problem in enumerate(self._problems):
             for gram in ngrams(words(problem.question), size):
                 having[gram].append(number)
         self._having = {gram: numbers for gram, numbers in having.items() if len(numbers) < COMMON}
         self._counts = Counter(number for numbers in self._having.values() for number in numbers)
+        self._least = dict.fromkeys(self._counts, share)
+        self._questions, self._trained = 0, Counter[str]()
+
+    def show(self, question: str) -> None:
+        """Count the n-grams of a training question; each different one is shown once, before ``settle``."""
+        self._questions += 1
+        self._trained.update(gram for gram in ngrams(words(question), self._size) if gram in self._having)
+
+    def settle(self) -> None:
+        """Take out what is a template of the questions that were shown."""
+        least = max(TEMPLATE, TEMPLATE_SHARE * self._questions)
+        self._having = {gram: found for gram, found in self._having.items() if self._trained[gram] < least}
+        whole = self._counts
+        self._counts = Counter(number for numbers in self._having.values() for number in numbers)
+        for number, count in self._counts.items():
+            if count <= (1 - TEMPLATED) * whole[number]:
+                self._least[number] = max(self._share, TEMPLATED_LEAST)
 
     def match(self, question: str) -> Match | None:
         """The problem that contaminates the question, the one with the largest share; None if none does."""
-        equal = self._equal.get(key(question))
+        equal = self._equal.get(commuted_key(question))
         if equal is not None:
             return Match(self._problems[equal], 1.0)
         hits: Counter[int] = Counter()
         for gram in ngrams(words(question), self._size):
             hits.update(self._having.get(gram, ()))
         shares = [(count / self._counts[number], -number) for number, count in hits.items() if count >= OWN]
-        best, number = max(shares, default=(0.0, 0))
-        return Match(self._problems[-number], best) if best >= self._share else None
+        enough = [(found, number) for found, number in shares if found >= self._least[-number]]
+        best, number = max(enough, default=(0.0, 0))
+        return Match(self._problems[-number], best) if enough else None

@@ -39,12 +39,14 @@ class Duplicates:
         self._torn: set[bytes] = set()
         self._seen: set[bytes] = set()
 
-    def show(self, problem: Problem) -> None:
-        """Remember the question and its answer."""
+    def show(self, problem: Problem) -> bool:
+        """Remember the question and its answer; whether the question is new."""
         question = key(problem.question)
         answer = b"tests" if problem.is_code else key(answer_text(problem.ground_truth))
+        is_new = question not in self._answers
         if self._answers.setdefault(question, answer) != answer:
             self._torn.add(question)
+        return is_new
 
     def conflict(self, problem: Problem) -> str | None:
         """The reason to leave out a question that another row answers differently, or None."""

@@ -14,6 +14,14 @@ _SAME = re.compile(r"\\[dt](?=frac|binom)")
 _TOKEN = re.compile(r"[\u3400-\u9fff]|\\?[^\W\d_\u3400-\u9fff]+|\d+|\S")
 """A character of a script that is written without spaces, a word or a command, a number, or a symbol."""
 
+_NUMBER = r"\d+(?: \. \d+)?"
+_COMMUTATIVE = re.compile(
+    r"(?<![-+*/^\u00d7\u00f7\u00b7] )(?<!\\times )(?<!\\cdot )(?<!\\div )(?<!\d \. )(?<![\w\\])"
+    rf"{_NUMBER} (?P<sign>[+*\u00d7\u00b7]|\\times|\\cdot) {_NUMBER}(?: (?P=sign) {_NUMBER})*"
+    r"(?!\d)(?! (?:[-+*/^\u00d7\u00f7\u00b7!(]|\. \d|\\(?:times|cdot|div)))"
+)
+"""In a normal form: numbers with one commutative sign between them, and no other sign before or behind."""
+
 
 def tokens(question: str) -> list[str]:
     """The normal form of a question: its words, commands, numbers and symbols, in order."""
@@ -32,7 +40,21 @@ def words(question: str) -> list[str]:
 
 def key(question: str) -> bytes:
     """A hash of a question's normal form, 16 bytes."""
-    return hashlib.sha256(" ".join(tokens(question)).encode()).digest()[:16]
+    return _hash(" ".join(tokens(question)))
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()[:16]
+
+
+def commuted_key(question: str) -> bytes:
+    """``key`` with the numbers of plain sums and products in order: ``3 + 4`` and ``4 + 3`` are one."""
+    return _hash(_COMMUTATIVE.sub(_in_order, " ".join(tokens(question))))
+
+
+def _in_order(run: re.Match[str]) -> str:
+    sign = f" {run['sign']} "
+    return sign.join(sorted(run[0].split(sign), key=lambda number: (float(number.replace(" ", "")), number)))
 
 
 def answer_text(answer: str) -> str:

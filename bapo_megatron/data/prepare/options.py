@@ -32,8 +32,8 @@ class PrepareOptions:
     """Options of `bapo data prepare`: sources in, one validated folder out."""
 
     sources: tyro.conf.Positional[tuple[str, ...]]
-    """Files (.jsonl, .json, .parquet), datasets of the hub as OWNER/NAME or OWNER/NAME:CONFIG, or problems of
-    reasoning-gym's tasks, made without a network, as reasoning-gym:TASK,TASK."""
+    """Files (.jsonl, .json, .parquet), datasets of the hub as OWNER/NAME or OWNER/NAME:CONFIG, or, without a
+    network, problems of reasoning-gym's tasks as reasoning-gym:TASK,TASK, and champ of champ-dataset."""
     output: Path
     """Folder that is written: data.jsonl, card.json, README.md."""
     split: str = "train"

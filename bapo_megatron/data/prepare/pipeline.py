@@ -59,12 +59,15 @@ def prepare(options: PrepareOptions) -> Card:
     sources = [open_source(text, *where) for text in options.sources]
     duplicates = Duplicates()
     card = Card(sources=[], options=options)
-    filters = _filters(options, duplicates, card)
+    index = _contamination(options, card)
     for source in sources:
-        rows = sum(_shown(duplicates, read) for read in _problems(source, options))
+        rows = sum(_shown(duplicates, index, read) for read in _problems(source, options))
         if not rows:
             raise ConfigError(f"source {source.name}: it has no rows")
         card.sources.append({"name": source.name, "sha256": source.digest(), "rows": rows})
+    if index is not None:
+        index.settle()
+    filters = _filters(options, duplicates, index, card)
     with new_folder(options.output, _WRITER, _foreign) as folder:
         card.sha256 = _write(folder / DATA_FILE, sources, filters, card)
         _check_result(card, options)
@@ -101,14 +104,24 @@ def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> 
             yield source, number, error
 
 
-def _shown(duplicates: Duplicates, read: Read) -> int:
-    """Show a row's question to the deduplication; 1, for the count of rows."""
-    if isinstance(read[2], Problem):
-        duplicates.show(read[2])
+def _shown(duplicates: Duplicates, index: Contamination | None, read: Read) -> int:
+    """Show a row's question to the deduplication and, if it is new, to ``index``; 1, to count rows."""
+    if isinstance(read[2], Problem) and duplicates.show(read[2]) and index is not None:
+        index.show(read[2].question)
     return 1
 
 
-def _filters(options: PrepareOptions, duplicates: Duplicates, card: Card) -> list[tuple[str, Filter]]:
+def _contamination(options: PrepareOptions, card: Card) -> Contamination | None:
+    """The index of what must not be trained on; None if there is nothing."""
+    if not options.against:
+        return None
+    problems = [problem for text in options.against for problem in _evaluation_set(text, options, card)]
+    return Contamination(problems, options.ngram_words, options.ngram_share)
+
+
+def _filters(
+    options: PrepareOptions, duplicates: Duplicates, index: Contamination | None, card: Card
+) -> list[tuple[str, Filter]]:
     """The filters that the options ask for with their names, cheap ones first."""
     found: list[tuple[str, Filter]] = [
         ("conflicting answers", duplicates.conflict),
@@ -117,9 +130,7 @@ def _filters(options: PrepareOptions, duplicates: Duplicates, card: Card) -> lis
     if options.difficulty is not None:
         bounds = options.min_difficulty, options.max_difficulty
         found.append(("difficulty", difficulty_filter(options.difficulty, *bounds)))
-    if options.against:
-        problems = [problem for text in options.against for problem in _evaluation_set(text, options, card)]
-        index = Contamination(problems, options.ngram_words, options.ngram_share)
+    if index is not None:
         found.append(("contaminated", contamination_filter(index)))
     found.append((INVALID, scorable(options.reward_function)))
     if options.tokenizer is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.data.prepare import champ
 from bapo_megatron.data.prepare.reasoning_gym import PREFIX, GeneratedSource, tasks_of
 from bapo_megatron.data.rows import FORMATS, Row, iterate_jsonl, within_depth
 from bapo_megatron.errors import ConfigError
@@ -64,7 +65,7 @@ class HubSource:
         return found.hexdigest()
 
 
-Source = FileSource | HubSource | GeneratedSource
+Source = FileSource | HubSource | GeneratedSource | champ.ChampSource
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ class Generation:
 
 
 def open_source(text: str, split: str, revision: str | None, generation: Generation | None = None) -> Source:
-    """Open a source: the file at the path ``text``, ``OWNER/NAME`` or ``OWNER/NAME:CONFIG`` of the hub, or
-    ``reasoning-gym:TASK,TASK`` as ``generation`` says.
+    """Open a source: the file at the path ``text``, ``OWNER/NAME`` or ``OWNER/NAME:CONFIG`` of the hub,
+    ``champ``, or ``reasoning-gym:TASK,TASK`` as ``generation`` says.
 
     ConfigError if it is neither, or cannot be had.
     """
@@ -86,6 +87,8 @@ def open_source(text: str, split: str, revision: str | None, generation: Generat
         wanted = generation or Generation()
         return tasks_of(text, wanted.size, wanted.seed, wanted.settings)
     path = Path(text)
+    if text == champ.NAME and not path.exists():
+        return champ.ChampSource()
     if path.is_file():
         if path.suffix not in FORMATS:
             raise ConfigError(f"source {path}: unknown ending; give one of {', '.join(FORMATS)}")

@@ -8,11 +8,15 @@ from typing import Any
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.reasoning_gym.answer import answer_of, is_number
+from bapo_megatron.reward.reasoning_gym.cpu_limit import OutOfTime, cpu_limit
 from bapo_megatron.reward.reasoning_gym.evaluated_answers import is_harmless, unsafe_entry
 from bapo_megatron.reward.reasoning_gym.library import check_task, verifier
 
 NO_ANSWER = "judged by its verifier"
 """The ground truth of a problem with many right answers, of which reasoning-gym names none."""
+
+CPU_LIMIT_S = 5.0
+"""Processor time of a verifier: sympy may take minutes. Honest answers need less than 0.5 s."""
 
 _RIGHT = 1 - 1e-9
 """A score from here on is 1: some are sums of shares."""
@@ -46,7 +50,7 @@ def check_extra_info(extra_info: Mapping[str, Any]) -> str | None:
 
 
 def score(extra_info: Mapping[str, Any], response: str) -> float:
-    """The score of a response, in [0, 1]. An answer that the verifier cannot read is wrong.
+    """The score of a response, in [0, 1]. An answer that the verifier cannot read, or not soon, is wrong.
 
     A number that merely contains the right one (115 for 15), for which most verifiers give a part, is wrong.
     """
@@ -57,8 +61,9 @@ def score(extra_info: Mapping[str, Any], response: str) -> float:
     if answer is None or not is_harmless(task, answer):
         return 0.0
     try:
-        found = float(judge(answer, entry))
-    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError):
+        with cpu_limit(CPU_LIMIT_S):
+            found = float(judge(answer, entry))
+    except (OutOfTime, ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError):
         return 0.0
     if found < _RIGHT and is_number(expected) and is_number(answer) and _contains(answer, expected, found):
         return 0.0

@@ -15,7 +15,7 @@ from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
 from bapo_megatron.reward.pool import RewardPool, RewardResult
-from bapo_megatron.reward.reasoning_gym import library
+from bapo_megatron.reward.reasoning_gym import library, reward
 from bapo_megatron.reward.reasoning_gym.answer import answer_of
 from bapo_megatron.reward.reasoning_gym.evaluated_answers import is_harmless
 from bapo_megatron.reward.reasoning_gym.reward import check_extra_info, extra_info_of_entry, score
@@ -157,6 +157,14 @@ def test_numbers_that_would_take_forever_or_fool_the_verifier() -> None:
     info = info_of("complex_arithmetic", "1 + 2i", result=[1, 2])
     assert score(info, "<answer>1 + 2i</answer>") == 1.0
     assert score(info, "<answer>nan</answer>") == 0.0
+
+
+def test_an_answer_that_sympy_thinks_about_for_minutes_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward, "CPU_LIMIT_S", 0.2)
+    about = {"integrand": "exp(x)*sin(x)", "variable": "x"}
+    assert score(info_of("intermediate_integration", "x", **about), "<answer>(x+y+z+w+1)**30</answer>") == 0.0
+    monkeypatch.setattr(reward, "verifier", lambda *_: lambda *_: sum(1 for _ in iter(int, 1)))  # never ends
+    assert score(info_of("chain_sum", "15"), "15") == 0.0
 
 
 @pytest.mark.parametrize(

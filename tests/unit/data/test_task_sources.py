@@ -1,0 +1,280 @@
+"""Sources without a network (reasoning-gym, champ), system messages, templated problems held apart."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_megatron.cli import run
+from bapo_megatron.config import RewardConfig
+from bapo_megatron.data.prepare import champ, generator
+from bapo_megatron.data.prepare.contamination import TEMPLATE, Contamination, EvaluationProblem
+from bapo_megatron.data.prepare.normal_form import commuted_key, key
+from bapo_megatron.data.prepare.options import DATA_FILE, PrepareOptions
+from bapo_megatron.data.prepare.pipeline import prepare
+from bapo_megatron.data.prepare.sources import Generation, open_source
+from bapo_megatron.data.suites import load_suite
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.reward.reasoning_gym import library
+from bapo_megatron.reward.reasoning_gym.reward import score
+
+MODEL = Path(__file__).parents[3] / "recipes/demo/policy"
+THREE_TERMS = '{"min_terms": 3, "max_terms": 3}'
+
+
+def made(folder: Path, tasks: str = "chain_sum,products", **options: Any) -> list[dict[str, Any]]:
+    prepare(PrepareOptions((f"reasoning-gym:{tasks}",), folder, **options))
+    return [json.loads(line) for line in (folder / DATA_FILE).read_text().splitlines()]
+
+
+def text_of(row: dict[str, Any]) -> str:
+    return str(row["prompt"][-1]["content"])
+
+
+# --- reasoning-gym -------------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_problems_of_tasks_in_equal_shares(tmp_path: Path) -> None:
+    asked = {"size": 31, "task_settings": THREE_TERMS, "system_prompt": "Only the result."}
+    rows = made(tmp_path / "a", seed=3, **asked)
+    assert Counter(row["data_source"] for row in rows) == {
+        "reasoning_gym/chain_sum": 16,
+        "reasoning_gym/products": 15,
+    }
+    assert len({text_of(row) for row in rows}) == 31
+    assert all(score(row["extra_info"], row["reward_model"]["ground_truth"]) == 1 for row in rows)
+    assert rows[0]["prompt"][0] == {"role": "system", "content": "Only the result."}
+    assert "boxed" not in text_of(rows[0])
+    assert json.loads(rows[0]["extra_info"]["settings"]) == json.loads(THREE_TERMS)
+    assert made(tmp_path / "b", seed=3, **asked) == rows, "the same seed, the same problems"
+    other = made(tmp_path / "c", seed=4, **asked)
+    assert not {text_of(row) for row in other} & {text_of(row) for row in rows}, "seeds are not neighbours"
+
+    tokenizer = load_tokenizer(MODEL)
+    path = str(tmp_path / "a")
+    assert len(load_suite(path, tokenizer, 900, reward_function="reasoning_gym").prompts) == 31
+    with pytest.raises(ConfigError, match="prepared for reasoning_gym: add --reward reasoning_gym"):
+        load_suite(path, tokenizer, 900)
+    (tmp_path / "plain.jsonl").write_text(json.dumps({**rows[0], "extra_info": {}}) + "\n")
+    with pytest.raises(ConfigError, match=r"row 0 .*extra_info.task is missing"):
+        load_suite(str(tmp_path / "plain.jsonl"), tokenizer, 900, reward_function="reasoning_gym")
+
+
+@pytest.mark.integration
+def test_a_task_that_does_not_exist_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--size", "3", "--output", str(tmp_path / "out")]
+    assert run(["data", "prepare", "reasoning-gym:chain_sums", *flags]) == 2
+    told = "error: reasoning-gym:chain_sums: reasoning-gym has no task 'chain_sums'; did you mean chain_sum"
+    assert capsys.readouterr().err.startswith(told)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"digits": 1}, "chain_sum has no setting digits; it has allow_negation, max_digits, "),
+        ({"seed": 1}, "chain_sum has no setting seed"),
+        (1, "those of chain_sum are 1; they must be an object"),
+        ({"min_terms": 0}, 'chain_sum refuses {"min_terms": 0}: min_terms must be positive'),
+        ({"min_terms": 3}, "None"),
+    ],
+)
+def test_settings_that_a_task_refuses(settings: Any, message: str) -> None:
+    assert message in str(generator._problem([{"task": "chain_sum", "settings": settings}]))
+
+
+def test_a_task_with_too_few_questions_says_how_many() -> None:
+    one_digit = {"min_digits": 1, "max_digits": 1}
+    assert len(generator._made("products", 100, 0, one_digit)["rows"]) == 100
+    told = generator._made("products", 101, 0, one_digit)["problem"]
+    assert told.startswith("products has no more than 100 different questions with these settings, and 101")
+
+
+def test_what_needs_a_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    library.tasks()
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    told = generator._problem([{"task": "zebra_puzzles", "settings": {}}])
+    assert str(told).startswith("the task zebra_puzzles needs pycosat, which is compiled: with a C compiler")
+
+
+@pytest.mark.parametrize(
+    ("sources", "options", "message"),
+    [
+        (["reasoning-gym:chain_sum", "a.jsonl"], {"size": 3}, "prepare it apart, or give --reward"),
+        (["a.jsonl"], {"size": 3}, "size, seed and task_settings are for a source reasoning-gym:TASK,TASK"),
+        (["reasoning-gym:chain_sum"], {"size": 0}, "size=0 must be at least 1"),
+        (["reasoning-gym:chain_sum"], {"task_settings": "[1]"}, "must be one JSON object"),
+        (["reasoning-gym:chain_sum"], {"task_settings": "{"}, "must be one JSON object"),
+        (["a.jsonl"], {"system_prompt": " "}, "system_prompt is empty"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    sources: list[str], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PrepareOptions(tuple(sources), tmp_path / "out", **options).check()
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "message"),
+    [
+        ("reasoning-gym:", 3, "it names no task"),
+        ("reasoning-gym:chain_sum,chain_sum", 3, "names a task twice"),
+        ("reasoning-gym:chain_sum", None, "how many problems"),
+        ("reasoning-gym:chain_sum,products", 1, "--size 1 is less than one problem for each of 2"),
+    ],
+)
+def test_sources_that_say_too_little(text: str, size: int | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_source(text, "train", None, Generation(size))
+
+
+def test_settings_of_one_task_or_of_all() -> None:
+    def found(settings: dict[str, Any]) -> list[Any]:
+        source = open_source("reasoning-gym:chain_sum,gcd", "train", None, Generation(2, 0, settings))
+        return [source._settings_of(task) for task in ("chain_sum", "gcd")]  # type: ignore[union-attr]
+
+    assert found({}) == [{}, {}]
+    assert found({"a": 1}) == [{"a": 1}, {"a": 1}]
+    assert found({"gcd": {"a": 1}}) == [{}, {"a": 1}]
+
+
+def test_the_reward_of_a_run_and_the_one_that_data_are_made_for_are_one_name(tmp_path: Path) -> None:
+    options = PrepareOptions(("reasoning-gym:chain_sum",), tmp_path / "out", size=1)
+    assert options.reward_function == RewardConfig(function="reasoning_gym").function
+    assert PrepareOptions(("a.jsonl",), tmp_path / "out").reward_function == "math_or_code"
+
+
+# --- champ ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_champ_is_a_suite_for_the_maths_reward(tmp_path: Path) -> None:
+    card = prepare(PrepareOptions(("champ",), tmp_path / "champ", max_invalid=0))
+    rows = [json.loads(line) for line in (tmp_path / "champ" / DATA_FILE).read_text().splitlines()]
+    assert card.kept == len(rows) > 100
+    first = rows[0]
+    assert first["data_source"] == "champ"
+    assert first["extra_info"]["category"] == "Combinatorics"
+    assert first["reward_model"]["ground_truth"] == "239"
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("239", "239"),
+        ("@@C(10, 5)@@, or equivalently @@252@@", "252"),
+        ("@@5/14@@, or approximately 35.7%", "5/14"),
+        ("100 (i.e., all values)", "100"),
+        ("@@2^(n-1)@@", None),
+        ("No integer solutions", None),
+        (None, None),
+    ],
+)
+def test_answers_of_champ_that_are_numbers(answer: str | None, number: str | None) -> None:
+    assert champ._number(answer) == number
+
+
+def test_without_its_package_champ_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"source champ: run pip install --no-deps champ-dataset==1\.0\.0"):
+        list(champ.ChampSource().rows())
+
+
+# --- system messages -----------------------------------------------------------------------------
+
+
+def test_a_system_message_takes_the_place_of_one(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Old."}, {"role": "user", "content": "2 + 2?"}]
+    rows = [{"prompt": chat, "reward_model": {"ground_truth": "4"}}, {"problem": "1 + 2?", "answer": "3"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for text, systems in (("New.", ["New.", "New."]), (None, ["Old.", None])):
+        options = {"system_prompt": text, "overwrite": True, "instruct": False}
+        prepare(PrepareOptions((str(tmp_path / "rows.jsonl"),), tmp_path / "out", **options))
+        found = [
+            json.loads(line)["prompt"] for line in (tmp_path / "out" / DATA_FILE).read_text().splitlines()
+        ]
+        assert [one[0]["content"] if len(one) == 2 else None for one in found] == systems
+        assert [one[-1]["content"] for one in found] == ["2 + 2?", "1 + 2?"]
+
+
+# --- templated problems held apart ---------------------------------------------------------------
+
+STORY = (
+    "On her way home from the market {} the old baker of our town counts the small brown eggs in her basket"
+    " and finds {} of them while her brother carries {} more in his hat. How many eggs do they have?"
+)
+STORIES = [STORY.format(f"N{a * b % 7}", a, b) for a in range(10, 30) for b in range(40, 60)]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("3 + 4", "4 + 3", True),
+        ("What is 3 * 4 * 5?", "what is 5 * 3 * 4", True),
+        ("1.5 + 2", "2 + 1.5", True),
+        (r"$3 \times 4$", r"4\times3", True),
+        ("( 3 + 4 ) - 1", "( 4 + 3 ) - 1", True),
+        ("3 - 4", "4 - 3", False),
+        ("3 / 4", "4 / 3", False),
+        ("2 - 3 + 4", "2 - 4 + 3", False),
+        ("3 * 4 + 5", "3 * 5 + 4", False),
+        ("2 ^ 3 + 4", "2 ^ 4 + 3", False),
+        ("3 + 4 * 5", "4 + 3 * 5", False),
+        ("1.5 + 2", "1.2 + 5", False),
+        ("3 + 44", "4 + 34", False),
+        ("3 + 4", "3 * 4", False),
+    ],
+)
+def test_the_order_of_a_sum_or_a_product_does_not_count(one: str, other: str, same: bool) -> None:
+    assert (commuted_key(one) == commuted_key(other)) is same
+    assert key(one) != key(other)
+
+
+def test_a_commuted_pair_of_a_held_out_problem_is_left_out() -> None:
+    index = Contamination([EvaluationProblem("s", 0, "State the final answer: 3 + 4 =")], 8, 0.3)
+    assert index.match("State the final answer: 4 + 3 =") is not None
+    assert index.match("State the final answer: 4 + 5 =") is None
+
+
+def lost(held_out: str, questions: list[str], shown: list[str]) -> list[str]:
+    index = Contamination([EvaluationProblem("s", 0, held_out)], 8, 0.3)
+    for question in shown:
+        index.show(question)
+    index.settle()
+    return [question for question in questions if index.match(question) is not None]
+
+
+def test_a_template_of_many_training_questions_does_not_count() -> None:
+    """400 stories that differ in a name and two numbers: of one that is held out only itself is left out."""
+    held_out = STORIES[123]
+    assert lost(held_out, STORIES, []) == STORIES, "without the count of the others it is in all of them"
+    assert lost(held_out, STORIES, STORIES) == [held_out]
+    assert len(lost(held_out, STORIES, STORIES[: TEMPLATE - 1])) == 400, "so few are no template"
+
+
+def test_what_surrounds_a_template_is_compared_as_before() -> None:
+    """A problem whose last sentence many questions have: a copy with another beginning is found."""
+    ending = "Write the answer as a fraction in lowest terms and add its two parts"
+    problem = (
+        f"A lamp blinks every eleven seconds and its red neighbour blinks every seventeen seconds. {ending}"
+    )
+    others = [f"Number {n} of this series is {n * n} plus one half. {ending}" for n in range(40)]
+    disguised = f"Please think. {problem}"
+    assert lost(problem, [*others, disguised], [*others, disguised]) == [disguised]
+
+
+def test_the_command_counts_the_templates_of_its_sources(tmp_path: Path) -> None:
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"problem": STORIES[3], "answer": "9"}) + "\n")
+    rows = [{"problem": story, "answer": str(n)} for n, story in enumerate(STORIES)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"against": (str(tmp_path / "held_out.jsonl"),)}
+    card = prepare(PrepareOptions((str(tmp_path / "rows.jsonl"),), tmp_path / "out", **options))
+    assert card.dropped == {"contaminated": 1}
+    assert STORIES[3] not in (tmp_path / "out" / DATA_FILE).read_text()

@@ -22,6 +22,16 @@ def score(prompt: Any, response: str) -> Any:
     return ACTIONS[word](prompt, rest)
 
 
+def by_source(prompt: Any, response: str) -> float:
+    """A quarter for a response to a prompt of the source ``own``, and nothing for another."""
+    return 0.25 if prompt.source == "own" else 0.0
+
+
+def shorter(prompt: Any, response: str) -> float:
+    """More than a half for a right answer, and the more the shorter."""
+    return 0.5 * (prompt.ground_truth in response) + 0.4 / (1 + len(response))
+
+
 def one(prompt: Any) -> float:
     """Too few parameters."""
     return 0.0

@@ -23,6 +23,7 @@ from bapo_megatron.commands.report.header import facts, in_short
 from bapo_megatron.commands.report.panels import PANELS, Panel
 from bapo_megatron.commands.report.readings import readings
 from bapo_megatron.commands.report.series import FEW_TOKENS, marks
+from bapo_megatron.commands.report.sources import SOURCE_COLUMNS, source_cells
 from bapo_megatron.commands.report.text import (
     event_cells,
     number,
@@ -101,6 +102,8 @@ def _render(run: RunRecord, pictures: list[Picture], window: int) -> str:
         few=FEW_TOKENS,
         losses=any(mark.loss for mark in marks(run)),
         staleness=staleness_cells(run),
+        sources=source_cells(run, figures["window"]),
+        source_columns=SOURCE_COLUMNS,
         events=[event_cells(event) for event in run.events],
     )
 

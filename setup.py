@@ -58,7 +58,7 @@ setup(
         "demo": [],  # the demo needs no more than the package
         # By `make cluster`. The version that was tested, in the range of megatron-core's own extra.
         "cluster": ["transformer-engine[core_cu13,pytorch]==2.11.0", "wandb>=0.19,<1"],
-        # Boards (logging.trackers). MLflow without a server keeps a database; for it the last two.
+        # Boards (logging.trackers). The last two: for MLflow's database where there is no server.
         "trackers": [
             "wandb>=0.19,<1",
             "trackio>=0.43,<0.44",

@@ -88,7 +88,8 @@ def expected(paths: RunPaths, name: str) -> dict[tuple[str, int], float]:
     }
     if name != "mlflow":
         return wanted
-    return {(metric.replace("+", "_").replace("@", "_"), at): value for (metric, at), value in wanted.items()}
+    refused = str.maketrans("+@%", "___")
+    return {(metric.translate(refused), step): value for (metric, step), value in wanted.items()}
 
 
 def wait_until_shown(process: Command, paths: RunPaths) -> None:

@@ -24,6 +24,7 @@ class Suite:
     """An evaluation suite: problems of which none is left out."""
 
     name: str
+    path: Path
     sha256: str
     """SHA-256 of the suite's file."""
     prompts: tuple[Prompt, ...]
@@ -56,7 +57,7 @@ def load_suite(
             f"{max_prompt_tokens} tokens; raise that, because all problems must be asked"
         )
     name = path.parent.name if path.name == DATA_FILE else path.stem
-    return Suite(name, hashlib.sha256(path.read_bytes()).hexdigest(), found.prompts)
+    return Suite(name, path, hashlib.sha256(path.read_bytes()).hexdigest(), found.prompts)
 
 
 def check_prepared_for(path: Path, reward_function: str, reward_flag: str) -> None:

@@ -51,13 +51,18 @@ def compare(a: Path, b: Path) -> list[Compared]:
 
     ConfigError if one is not finished, or if they have asked different problems.
     """
+    return [compare_suite(name, *folders) for name, folders in suites_of_both(a, b).items()]
+
+
+def suites_of_both(a: Path, b: Path) -> dict[str, tuple[Path, Path]]:
+    """The folders of each suite that both evaluations have, by its name. ConfigError if there is none."""
     folders_a, folders_b = _suites(a), _suites(b)
-    both = [name for name in folders_a if name in folders_b]
+    both = {name: (folder, folders_b[name]) for name, folder in folders_a.items() if name in folders_b}
     if not both:
         raise ConfigError(
             f"{a} has {', '.join(folders_a)} and {b} has {', '.join(folders_b)}: no suite is in both"
         )
-    return [compare_suite(name, folders_a[name], folders_b[name]) for name in both]
+    return both
 
 
 def _suites(path: Path) -> dict[str, Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -13,6 +13,7 @@ from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, RolloutC
 from bapo_megatron.config.validation import raise_problems
 from bapo_megatron.data.prepare.options import SUITES
 from bapo_megatron.data.suites import REWARD_FUNCTION
+from bapo_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -148,3 +149,24 @@ class EvalOptions:
             "engine": self.engine,
             "dtype": self.dtype,
         }
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """A comparison of two evaluations, problem by problem."""
+
+    a: tyro.conf.Positional[Path]
+    """An output of `bapo eval`, or the folder of one suite in it."""
+    b: tyro.conf.Positional[Path]
+    """Another of the same suites; differences are B - A."""
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the comparison as a list of one object a suite."""
+    examples: int = 0
+    """Problems of each suite to print with the first response of each evaluation: the suite's first ones."""
+
+    def check(self) -> None:
+        """ConfigError for options that do not go together."""
+        if self.examples < 0:
+            raise ConfigError(f"examples={self.examples} must not be negative")
+        if self.examples and self.json:
+            raise ConfigError("--examples are text: leave --json out")

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_megatron.checkpoint.run_directory import only_writer
@@ -25,7 +26,7 @@ from bapo_megatron.runtime.storage import writing
 FORMAT = 1
 SETTINGS, RESPONSES, SUMMARY = "settings.json", "responses.jsonl", "summary.json"
 
-_MAY_CHANGE = ("samples", "model.checkpoint", "suite.name")
+_MAY_CHANGE = ("samples", "model.checkpoint", "suite.name", "suite.path")
 
 
 class Responses(JsonlLog):
@@ -92,20 +93,41 @@ def flat_settings(settings: Row) -> Row:
     return found
 
 
+@dataclass(frozen=True)
+class Response:
+    """The text of a response, and whether it is right."""
+
+    text: str
+    correct: bool
+
+
 def read_responses(path: Path, samples: int) -> list[ScoredResponse]:
     """The first ``samples`` responses of each problem, without their texts. A torn line does not count."""
-    found = {}
+    found = {(one.problem, one.sample): one for one, _ in _responses(path) if one.sample < samples}
+    return [found[place] for place in sorted(found)]
+
+
+def first_responses(path: Path, problems: int) -> dict[int, Response]:
+    """The first response to each of the first ``problems`` problems, with its text, by the problem."""
+    return {
+        one.problem: Response(text, one.correct)
+        for one, text in _responses(path)
+        if one.sample == 0 and one.problem < problems
+    }
+
+
+def _responses(path: Path) -> Iterator[tuple[ScoredResponse, str]]:
+    """Each response with its text. ConfigError for a line that is none."""
     for number, line in enumerate(_whole_lines(path), 1):
         try:
             row = json.loads(line)
             one = ScoredResponse(**{name: row[name] for name in ScoredResponse.__dataclass_fields__})
+            text = str(row["text"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path}, line {number} is no response: {error!r}; mend it or delete it"
             ) from None
-        if one.sample < samples:
-            found[one.problem, one.sample] = one
-    return [found[place] for place in sorted(found)]
+        yield one, text
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:

@@ -118,7 +118,12 @@ def _task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Model, o
     reward = options.reward and {"function": options.reward, "correct": options.reward_correct}
     settings = {
         "format": FORMAT,
-        "suite": {"name": suite.name, "sha256": suite.sha256, "problems": len(suite.prompts)},
+        "suite": {
+            "name": suite.name,
+            "path": str(suite.path.resolve()),
+            "sha256": suite.sha256,
+            "problems": len(suite.prompts),
+        },
         "model": {"checkpoint": model.checkpoint, "sha256": model.sha256},
         "sampling": options.sampling(),
         **({"reward": reward} if reward else {}),  # evaluations without one were stored before there was any

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bapo_megatron.errors import printable
 from bapo_megatron.evaluation.comparison import Compared
-from bapo_megatron.evaluation.responses import SUMMARY
+from bapo_megatron.evaluation.examples import Example
+from bapo_megatron.evaluation.responses import SUMMARY, Response
 from bapo_megatron.evaluation.run import Results
 from bapo_megatron.types import Metrics
+
+_LONGEST_EXAMPLE = 500
+"""Characters of a question or a response that an example shows."""
 
 
 def results_text(results: Results) -> str:
@@ -81,3 +86,23 @@ def comparison_text(found: Sequence[Compared], a: str, b: str) -> str:
             *(f"  not sampled alike: {text}" for text in one.other_settings),
         ]
     return "\n".join(lines) + "\n"
+
+
+def examples_text(found: Sequence[Example]) -> str:
+    """Problems with the first response of A and of B, each text on one line."""
+    return "".join(
+        f"{one.suite}, problem {one.problem}: {_one_line(one.question)}\n"
+        f"  A, {_judged(one.a)}\n  B, {_judged(one.b)}\n"
+        for one in found
+    )
+
+
+def _judged(response: Response) -> str:
+    return f"{'right' if response.correct else 'wrong'}: {_one_line(response.text)}"
+
+
+def _one_line(text: str) -> str:
+    """A text that models or files made, cut where it is long: the end says most, and stays."""
+    if len(text) > _LONGEST_EXAMPLE:
+        text = f"{text[: _LONGEST_EXAMPLE // 2]} [...] {text[-_LONGEST_EXAMPLE // 2 :]}"
+    return printable(text.strip()).replace("\n", " \u23ce ")

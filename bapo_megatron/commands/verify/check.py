@@ -57,9 +57,11 @@ class ToleranceConfig:
     token_mean: float | None = None
     """Allowed mean absolute difference over all tokens, in nats."""
     total_relative: float | None = None
-    """Allowed relative difference of each contribution sum, the loss and the gradient norm."""
+    """Allowed relative difference of each contribution sum and the loss."""
+    norm_relative: float | None = None
+    """Allowed relative difference of the gradient norm."""
     total_absolute: float | None = None
-    """Allowed absolute difference of the same totals, added to the relative one."""
+    """Allowed absolute difference of the same totals and the norm, added to the relative one."""
 
 
 @dataclass(frozen=True)

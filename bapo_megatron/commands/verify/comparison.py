@@ -29,24 +29,32 @@ class Tolerances:
     """Allowed differences: ``absolute + relative * abs(reference)``. The defaults are those of float32.
 
     A log-prob is a difference of numbers of the size of the logits, so however small it is, it is never more
-    exact than they are. The absolute part is the largest error, against float64, that float32 itself makes
-    in the log-probs of the demo's canary, where logits reach 40.
+    exact than they are. The absolute part, and that of the norm, cover the largest errors, against float64,
+    that float32 itself makes in a canary of random tokens: 3.3e-4 nats and 2.2e-4 of the norm, by
+    transformers' own Llama with SmolLM2-135M, whose first activations of a sequence are large.
     """
 
     token_relative: float = 1e-5
     """Relative part for log-probs and entropies."""
-    token_absolute: float = 5e-5
+    token_absolute: float = 5e-4
     """Absolute part for log-probs and entropies, nats."""
     token_mean: float = math.inf
     """Largest mean absolute difference over all tokens, nats."""
     total_relative: float = 1e-5
-    """Relative part for contribution sums, the loss and the gradient norm."""
+    """Relative part for contribution sums and the loss."""
+    norm_relative: float = 5e-4
+    """Relative part for the gradient norm, in which errors of the backward pass add up."""
     total_absolute: float = 2e-6
     """Absolute part for contribution sums, the loss and the gradient norm."""
 
     def of_tokens(self, size: np.ndarray) -> np.ndarray:
         """Allowed difference of tokens whose reference has the absolute value ``size``."""
         return self.token_absolute + self.token_relative * size
+
+    @property
+    def of_norm(self) -> Tolerances:
+        """The tolerances of the gradient norm, in place of those of the other totals."""
+        return dataclasses.replace(self, total_relative=self.norm_relative)
 
     def of_totals(self, size: np.ndarray) -> np.ndarray:
         """Allowed difference of totals whose reference has the absolute value ``size``."""
@@ -57,7 +65,7 @@ class Tolerances:
 # layouts of the demo's policy differ by is in docs/verify.md; only float32 makes a sharp check.
 TOLERANCES = {
     "float32": Tolerances(),
-    "bfloat16": Tolerances(0.05, 0.5, 0.1, 0.25, 5e-3),
+    "bfloat16": Tolerances(0.05, 0.5, 0.1, 0.25, 0.25, 5e-3),
 }
 
 
@@ -92,7 +100,7 @@ def compare_layouts(
         _total_row("contribution sums", theirs.sums, ours.sums, tolerances, list(_sum_names(config))),
         _bounds_row(theirs, ours, config, tolerances),
         _total_row("loss", theirs.loss, ours.loss, tolerances),
-        _total_row("gradient norm", theirs.grad_norm, ours.grad_norm, tolerances),
+        _total_row("gradient norm", theirs.grad_norm, ours.grad_norm, tolerances.of_norm),
     ]
 
 

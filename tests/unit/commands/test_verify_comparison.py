@@ -101,6 +101,14 @@ def test_what_is_not_finite_differs(value: float) -> None:
     assert first_not_finite(handmade().tokens, handmade().samples) is None
 
 
+def test_each_kind_of_total_has_its_own_tolerance() -> None:
+    loss, norm = (getattr(handmade().totals, name) for name in ("loss", "grad_norm"))
+    ours = with_totals(loss=loss * 1.01, grad_norm=norm * 1.01)
+    verdicts = lambda **given: [row.verdict for row in rows_of(ours, **given)][4:]  # noqa: E731
+    assert verdicts(norm_relative=0.02) == ["DIFFERS", "ok"]
+    assert verdicts(total_relative=0.02) == ["ok", "DIFFERS"]
+
+
 def test_a_sum_is_named() -> None:
     sums = handmade().totals.sums.copy()
     sums[3] *= 1.001
@@ -112,11 +120,13 @@ def test_a_sum_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize(("field", "quantity"), [("loss", "loss"), ("grad_norm", "gradient norm")])
-def test_a_total_is_named(field: str, quantity: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "quantity", "relative"), [("loss", "loss", 1e-5), ("grad_norm", "gradient norm", 5e-4)]
+)
+def test_a_total_is_named(field: str, quantity: str, relative: float) -> None:
     value = getattr(handmade().totals, field)
-    assert first_differing_row(rows_of(with_totals(**{field: value * (1 + 5e-6)}))) is None
-    first = first_differing_row(rows_of(with_totals(**{field: value * (1 + 5e-5)})))
+    assert first_differing_row(rows_of(with_totals(**{field: value * (1 + relative / 2)}))) is None
+    first = first_differing_row(rows_of(with_totals(**{field: value * (1 + relative * 5)})))
     assert first.quantity == quantity
     assert f"{value:g} in the reference" in first.detail
 

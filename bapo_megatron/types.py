@@ -39,6 +39,8 @@ class Prompt:
     """Name of the source among ``data.sources``; empty for that of ``data.path``."""
     reward: str = ""
     """The reward function of its source; empty: ``reward.function``."""
+    messages: list[dict[str, str]] = field(default_factory=list)
+    """The chat messages, role and content; none where they are no longer needed, in a journal."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.former_names import with_current_names
-from bapo_megatron.config.validation import flat
+from bapo_megatron.config.validation import flat, what_is_asked
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_files import check_no_links, open_lock, read_plain
@@ -61,6 +61,8 @@ _ADDED: dict[str, Any] = {
     THREADS: None,
     "rollout.sglang.compare_digests": True,  # nor was it there, and a run goes on with it
     "data.sources": [],
+    "reward.settings": {},
+    "reward.sandbox_url": None,
     "reward.math_allow_operations": False,  # they were allowed, but a run goes on with the judge of today
 }
 """Fields that older directories of this format lack, with the value that was in force then."""
@@ -79,7 +81,7 @@ _MAY_CHANGE = (
     *("parallel.", "checkpoint.", "logging.", "evaluation.", "batch.", "optimizer.device", "profile."),
     *("algorithm.gap_", "algorithm.on_gap"),
     *("reward.workers", "reward.time_limit_s", "reward.memory_limit_mb"),
-    "reward.allow_weak_sandbox",
+    *("reward.allow_weak_sandbox", "reward.sandbox_url"),
     *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps"),
     *("rollout.sglang.", "rollout.custom_engine."),
 )
@@ -123,7 +125,9 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
     different = [
         change
         for change in changes(config, stored)
-        if not _may_change(change[0], config) and change[0] not in kept
+        if not _may_change(change[0], config)
+        and change[0] not in kept
+        and not _reaches_elsewhere(change, config)
     ]
     if different:
         raise ConfigError(
@@ -176,6 +180,13 @@ def _may_change(name: str, config: RunConfig) -> bool:
         return True
     prefixes = tuple(allowed for allowed in _MAY_CHANGE if allowed.endswith((".", "_")))
     return name.startswith(prefixes) and name not in _MAY_NOT_CHANGE
+
+
+def _reaches_elsewhere(change: Change, config: RunConfig) -> bool:
+    """Whether settings of a reward behind an endpoint differ only in how it is reached."""
+    name, then, now = change
+    function = config.reward.function
+    return name == "reward.settings" and what_is_asked(function, then) == what_is_asked(function, now)
 
 
 def changed_settings(config: RunConfig) -> list[Change]:

@@ -57,10 +57,12 @@ def _with_named_data(default: C, arguments: Sequence[str]) -> C:
 
 
 def check_names(config: RunConfig) -> None:
-    """ConfigError if a recipe names an engine or a loss that is not registered, or settings the loss lacks.
+    """ConfigError if a recipe names an engine or a loss that is not registered, or settings that a loss or a
+    reward lacks.
 
     What a dotted path names is not looked for: it may be there on the machines of the run alone.
     """
+    from bapo_megatron.reward.endpoints.settings import KINDS, read_settings
     from bapo_megatron.rollout.engines.registry import engine_backend
     from bapo_megatron.trainer.clip_bounds import checked_loss
 
@@ -68,3 +70,5 @@ def check_names(config: RunConfig) -> None:
         engine_backend(config.rollout.engine)
     if ":" not in config.algorithm.loss:
         checked_loss(config)
+    if config.reward.function in KINDS:
+        read_settings(config.reward.function, config.reward.settings, here=False)

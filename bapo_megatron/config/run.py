@@ -39,6 +39,7 @@ from bapo_megatron.config.validation import (
     raise_problems,
     range_problems,
     reward_problems,
+    source_reward_problems,
     staleness_problems,
     wrong_types,
 )
@@ -138,6 +139,7 @@ class RunConfig:
         yield from engine_problems(self.rollout, self.longest_request)
         yield from reward_problems(self.reward, self.rollout.max_response_tokens)
         yield from data_problems(self.data)
+        yield from source_reward_problems(self.data, self.reward)
         yield from checkpoint_problems(self.checkpoint, self.evaluation)
         yield from hook_problems(self.checkpoint, self.logging)
         yield from range_problems(self.data, self.optimizer)

@@ -206,8 +206,13 @@ class RewardConfig:
     function: str = "math"
     """`math`: math-verify compares the last box with the ground truth. `code`: the last code block must pass
     the problem's tests. `math_or_code`: by the form of each ground truth. `reasoning_gym`: the `score_answer`
-    of the problem's task (docs/rewards.md#reasoning-gym). Or `package.module:function` of a
+    of the problem's task (docs/rewards.md#reasoning-gym). `llm_judge`, `reward_model`: a server scores
+    (docs/rewards.md#a-judge-or-a-reward-model-behind-an-endpoint). Or `package.module:function` of a
     `def score(prompt: Prompt, response: str) -> float`."""
+    settings: Settings = field(default_factory=dict, kw_only=True)
+    """Settings of `llm_judge` or `reward_model`, e.g. `{"url": "http://judge:8000/v1", "model": "qwen"}`, or
+    keyword arguments of a function of yours. As a flag one JSON object, which replaces the recipe's. A source
+    whose reward is another function has none of them."""
     correct: float = 1.0
     """Reward of a right answer (built-in functions). A share of the way from `wrong` for a score between."""
     wrong: float = 0.0
@@ -215,7 +220,7 @@ class RewardConfig:
     failed: float = 0.0
     """Reward of a response whose scoring raised, hung, died or gave no finite number; no penalties."""
     workers: Annotated[int, Ge(1)] = 2
-    """Processes that score responses, on rank 0's machine."""
+    """Processes that score responses, on rank 0's machine; none for `llm_judge` and `reward_model`."""
     time_limit_s: Annotated[float, Gt(0)] = 30.0
     """Time limit for scoring one response; then its worker is replaced."""
     memory_limit_mb: Annotated[int, Ge(256)] = 4096
@@ -229,6 +234,9 @@ class RewardConfig:
     allow_weak_sandbox: bool = False
     """Run programs that the model has written even where the kernel lacks a wall of the sandbox
     (docs/rewards.md#the-sandbox); otherwise such a run is refused."""
+    sandbox_url: str | None = field(default=None, kw_only=True)
+    """Address of a SandboxFusion server that runs the programs in place of this machine's sandbox, e.g.
+    `http://sandbox:8080/run_code` (docs/sandbox.md#a-sandboxfusion-server)."""
     format_pattern: str | None = None
     """Regular expression that the whole response must match; `.` matches newlines."""
     format_penalty: Annotated[float, Ge(0)] = 0.0

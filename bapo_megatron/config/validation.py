@@ -248,19 +248,57 @@ BOXED_REWARDS = ("math", "code", "math_or_code")
 REWARD_FUNCTIONS = (*BOXED_REWARDS, "reasoning_gym")
 """Names of the built-in reward functions."""
 
+REWARD_ENDPOINTS = ("llm_judge", "reward_model")
+"""Names of the rewards that a server behind an HTTP endpoint gives."""
+
+_HOW_REACHED = frozenset(("url", "api_key_env", "concurrency", "timeout_s", "give_up_s", "cache"))
+
+
+def what_is_asked(function: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a reward on which scores depend: of an endpoint's not how it is reached."""
+    if function not in REWARD_ENDPOINTS:
+        return settings
+    return {name: value for name, value in settings.items() if name not in _HOW_REACHED}
+
+
+def sandbox_problems(field: str, url: str | None) -> Iterator[str]:
+    """Whether the address of a SandboxFusion server is none."""
+    if url is not None and not re.fullmatch(r"https?://[^/@\s]+(/\S*)?", url):
+        yield f"{field} is no address: give http://HOST:PORT/run_code, without a user or a password"
+
 
 def _function_problems(field: str, function: str) -> Iterator[str]:
-    """A reward function that is neither built in nor a path."""
-    if function not in REWARD_FUNCTIONS and not re.fullmatch(r"[\w.]+:\w+", function):
+    """A reward function that is neither built in, nor an endpoint, nor a path."""
+    names = REWARD_FUNCTIONS + REWARD_ENDPOINTS
+    if function not in names and not re.fullmatch(r"[\w.]+:\w+", function):
         yield (
-            f"{field}={function!r} is unknown: give {', '.join(REWARD_FUNCTIONS)}, or the "
-            f"path of a function as package.module:function"
+            f"{field}={function!r} is unknown: give {', '.join(names)}, or the path of a function as "
+            f"package.module:function"
         )
+
+
+def source_reward_problems(data: DataConfig, reward: RewardConfig) -> Iterator[str]:
+    """A source whose reward is an endpoint without settings: `reward.settings` are of `reward.function`."""
+    for source in data.sources:
+        if source.reward in REWARD_ENDPOINTS and source.reward != reward.function:
+            yield (
+                f"data.sources[{source.name}].reward={source.reward} has no settings: reward.settings are "
+                f"those of reward.function={reward.function}; set reward.function={source.reward}, and name "
+                f"{reward.function} as the reward of the other sources"
+            )
 
 
 def reward_problems(reward: RewardConfig, max_response_tokens: int) -> Iterator[str]:
     """Rules of the reward: its function, its penalties and their zone, its limits of time."""
     yield from _function_problems("reward.function", reward.function)
+    if reward.settings and reward.function in REWARD_FUNCTIONS:
+        yield f"reward.settings: reward.function={reward.function} takes none; leave them out"
+    if reward.format_pattern is not None and reward.function in REWARD_ENDPOINTS:
+        yield (
+            f"reward.format_pattern is matched in a reward worker, and reward.function={reward.function} has "
+            f"none: leave it out, or ask the judge for it"
+        )
+    yield from sandbox_problems("reward.sandbox_url", reward.sandbox_url)
     if reward.format_pattern is not None:
         try:
             re.compile(reward.format_pattern, re.DOTALL)

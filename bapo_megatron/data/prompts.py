@@ -124,7 +124,8 @@ def _check(ground_truth: str, check_ground_truth: CheckGroundTruth | None) -> No
 
 
 def _prompt(number: int, row: Row, tokenizer: Any, several: bool) -> Prompt:
-    token_ids_P = prompt_token_ids(messages_of(row), tokenizer)
+    messages = messages_of(row)
+    token_ids_P = prompt_token_ids(messages, tokenizer)
     return Prompt(
         prompt_id=number,
         token_ids_P=token_ids_P,
@@ -132,6 +133,7 @@ def _prompt(number: int, row: Row, tokenizer: Any, several: bool) -> Prompt:
         data_source=field_of(row, "data_source", str, "text"),
         extra_info=extra_info_of(row),
         opens_thinking=tokenizer.decode(token_ids_P[-_END_TOKENS:]).rstrip().endswith(THINKING),
+        messages=[{"role": one["role"], "content": one["content"]} for one in messages],
     )
 
 

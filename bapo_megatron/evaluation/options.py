@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from bapo_megatron.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig, SglangConfig
-from bapo_megatron.config.validation import raise_problems
+from bapo_megatron.config.sections import Settings
+from bapo_megatron.config.validation import REWARD_ENDPOINTS, raise_problems, sandbox_problems
 from bapo_megatron.data.prepare.options import SUITES
 from bapo_megatron.data.suites import REWARD_FUNCTION
 from bapo_megatron.errors import ConfigError
@@ -53,8 +54,10 @@ class EvalOptions:
     max_batch: int = 64
     """Requests that the local engine decodes at a time."""
     reward: str | None = None
-    """`package.module:function`, a reward of your own (docs/rewards.md), or `reasoning_gym`. None:
-    mathematics or programs, by the form of each ground truth."""
+    """`package.module:function`, a reward of your own, `reasoning_gym`, `llm_judge` or `reward_model`
+    (docs/rewards.md). None: mathematics or programs, by the form of each ground truth."""
+    reward_settings: Settings = field(default_factory=dict)
+    """Settings of `reward`, as `reward.settings` of a run: one JSON object."""
     reward_correct: float = 1.0
     """Lowest reward of a right response, for `reward`."""
     judges: int = 2
@@ -63,6 +66,8 @@ class EvalOptions:
     """Longest judgement of a response; then it counts as wrong, and as unjudged."""
     allow_weak_sandbox: bool = False
     """Run programs even where the kernel lacks a wall of the sandbox (docs/rewards.md#the-sandbox)."""
+    sandbox_url: str | None = None
+    """Address of a SandboxFusion server that runs programs, as `reward.sandbox_url` of a run."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """The servers of `engine=sglang`."""
 
@@ -108,11 +113,16 @@ class EvalOptions:
             yield f"temperature={self.temperature} must be 0 (greedy) or a positive number"
         if self.temperature == 0 and self.samples > 1:
             yield f"temperature=0 gives the same response each time: set samples=1, not {self.samples}"
-        if self.reward not in (None, "reasoning_gym") and ":" not in str(self.reward):
+        names = ("reasoning_gym", *REWARD_ENDPOINTS)
+        if self.reward is not None and ":" not in self.reward and self.reward not in names:
+            listed = ", ".join(names)
             yield (
-                f"reward={self.reward} must be package.module:function or reasoning_gym, or left out for "
+                f"reward={self.reward} must be package.module:function or one of {listed}, or left out for "
                 f"math and code"
             )
+        if self.reward_settings and self.reward in (None, "reasoning_gym"):
+            yield f"reward_settings: reward={self.reward} takes none; leave them out, or name whose they are"
+        yield from sandbox_problems("sandbox_url", self.sandbox_url)
         if not self.judge_limit_s > 0:
             yield f"judge_limit_s={self.judge_limit_s} must be above 0"
 
@@ -132,8 +142,10 @@ class EvalOptions:
             rollout=self.rollout,
             reward=RewardConfig(
                 function=self.reward or (REWARD_FUNCTION if programs else "math"),
+                settings=self.reward_settings,
                 correct=self.reward_correct if self.reward else RewardConfig.correct,
                 allow_weak_sandbox=self.allow_weak_sandbox,
+                sandbox_url=self.sandbox_url,
                 workers=self.judges,
                 time_limit_s=limit_s,
                 code_case_limit_s=min(RewardConfig.code_case_limit_s, limit_s),

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron import __version__
-from bapo_megatron.config import RunConfig
+from bapo_megatron.config import RewardConfig, RunConfig
+from bapo_megatron.config.validation import what_is_asked
 from bapo_megatron.data.suites import REWARD_FUNCTION, Suite, load_suite
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.model import Model, find_checkpoint, hf_model, output_of
@@ -27,7 +28,7 @@ from bapo_megatron.evaluation.scoring import score
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.device import has_cuda, select_device
 from bapo_megatron.reward.code_tests import is_tests
-from bapo_megatron.reward.functions import is_built_in, load_function
+from bapo_megatron.reward.functions import check_function
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
@@ -64,8 +65,8 @@ def evaluate(options: EvalOptions) -> Results:
     is full: the same call continues it later.
     """
     options.check()
-    if options.reward is not None and not is_built_in(options.reward):
-        load_function(options.reward)
+    if options.reward is not None:
+        check_function(RewardConfig(function=options.reward, settings=options.reward_settings))
     location = find_checkpoint(options.checkpoint, options.step)
     engine_backend(options.engine, "--engine").check(options.rollout)
     output = options.output or output_of(location)
@@ -96,7 +97,7 @@ def evaluate(options: EvalOptions) -> Results:
                 finish(task)
         if missing := [task for task in tasks if task.places]:
             programs = any(is_tests(prompt.ground_truth) for suite in suites for prompt in suite.prompts)
-            if programs and options.reward is None:
+            if programs and options.reward is None and options.sandbox_url is None:
                 checked_sandbox(options.allow_weak_sandbox)
             config = options.run_config(model.folder, output, longest, programs)
             _sample(missing, config, tokenizer, finish)
@@ -115,7 +116,11 @@ def _check_suites(suites: Sequence[Suite], options: EvalOptions, longest: int, r
 
 
 def _task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Model, output: Path) -> _Task:
-    reward = options.reward and {"function": options.reward, "correct": options.reward_correct}
+    reward: dict[str, Any] = {}
+    if options.reward is not None:
+        reward = {"function": options.reward, "correct": options.reward_correct}
+        asked = what_is_asked(options.reward, options.reward_settings)
+        reward |= {"settings": asked} if asked else {}
     settings = {
         "format": FORMAT,
         "suite": {

@@ -98,15 +98,15 @@ def last_boxed(response: str) -> str | None:
     return None if last is None else response[last[0] : last[1]].strip()
 
 
-def said(response: str) -> str:
-    """The response behind its thinking part. One without tags has no thinking part."""
+def behind_thinking(response: str) -> str:
+    """What stands behind the thinking part, nothing if that never ends. Without tags there is none."""
     behind = response[response.rfind(THOUGHT) + len(THOUGHT) :] if THOUGHT in response else response
     return behind.partition(THINKING)[0]
 
 
 def final_answer(response: str) -> str | None:
     """The last box behind the thinking part, or None."""
-    return last_boxed(said(response))
+    return last_boxed(behind_thinking(response))
 
 
 def spelled(answer: str) -> str:

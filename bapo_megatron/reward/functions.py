@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config import RewardConfig
-from bapo_megatron.config.validation import BOXED_REWARDS, REWARD_FUNCTIONS
+from bapo_megatron.config.validation import BOXED_REWARDS, REWARD_ENDPOINTS, REWARD_FUNCTIONS
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward import code, math, math_verify_compare
 from bapo_megatron.reward.code_tests import check_tests, is_tests
+from bapo_megatron.reward.endpoints.settings import read_settings
 from bapo_megatron.reward.reasoning_gym.library import tasks
 from bapo_megatron.reward.reasoning_gym.reward import check_extra_info, score
 from bapo_megatron.runtime.dotted_path import load_dotted_path
@@ -29,7 +32,7 @@ CODE_SHARE = 0.9
 
 
 def is_built_in(function: str) -> bool:
-    """Whether ``function`` is the name of a built-in reward, not the path of a user's function."""
+    """Whether ``function`` is a built-in reward that reads ground truths of a form of its own."""
     return function in REWARD_FUNCTIONS
 
 
@@ -39,8 +42,31 @@ def reads_boxes(function: str) -> bool:
     return function in BOXED_REWARDS
 
 
+def is_endpoint(function: str) -> bool:
+    """Whether a server behind an HTTP endpoint gives the reward ``function``."""
+    return function in REWARD_ENDPOINTS
+
+
+def settings_for(reward: RewardConfig, function: str) -> RewardConfig:
+    """The section for the ``function`` of a source: `reward.settings` belong to `reward.function` alone."""
+    return reward if function == reward.function else replace(reward, function=function, settings={})
+
+
+def check_function(reward: RewardConfig) -> None:
+    """ConfigError if the reward function cannot be had, or does not take its settings."""
+    if is_endpoint(reward.function):
+        read_settings(reward.function, reward.settings)
+    elif not is_built_in(reward.function):
+        load_function(reward.function, reward.settings)
+
+
+def needs_sandbox(reward: RewardConfig, functions: Iterable[str]) -> bool:
+    """Whether one of the reward ``functions`` runs programs on this machine."""
+    return reward.sandbox_url is None and any(map(runs_code, functions))
+
+
 def runs_code(function: str) -> bool:
-    """Whether the reward ``function`` runs programs, and so needs the sandbox."""
+    """Whether the reward ``function`` runs programs."""
     return function in ("code", "math_or_code")
 
 
@@ -95,9 +121,12 @@ def built_in(reward: RewardConfig) -> BuiltIn:
     return lambda prompt, response: float(is_right(prompt["ground_truth"], response))
 
 
-def load_function(path: str) -> Score:
-    """The user's function at ``package.module:function``. ConfigError that says why it cannot be had, or
-    cannot be called as ``function(prompt, response)``."""
+def load_function(path: str, settings: Mapping[str, Any] | None = None) -> Score:
+    """The user's function at ``package.module:function``, with its settings as keyword arguments.
+
+    ConfigError that says why it cannot be had, or cannot be called as ``function(prompt, response)``.
+    """
+    settings = settings or {}
     found: Score = load_dotted_path("reward.function", path, "function")
     expected = "a reward is called once for each response, as score(prompt: Prompt, response: str) -> float"
     if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
@@ -108,13 +137,14 @@ def load_function(path: str) -> Score:
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):  # some functions in C have none
-        return found
+        return partial(found, **settings) if settings else found
     try:
-        signature.bind("prompt", "response")
+        signature.bind("prompt", "response", **settings)
     except TypeError as error:
         name = path.partition(":")[2]
+        given = "a prompt, a response and reward.settings" if settings else "a prompt and a response"
         raise ConfigError(
-            f"reward.function={path} is {name}{signature}, which cannot be called with a prompt and a "
-            f"response ({error}); {expected}. Change its parameters (docs/rewards.md#a-reward-of-your-own)"
+            f"reward.function={path} is {name}{signature}, which cannot be called with {given} ({error}); "
+            f"{expected}. Change its parameters (docs/rewards.md#a-reward-of-your-own)"
         ) from error
-    return found
+    return partial(found, **settings) if settings else found

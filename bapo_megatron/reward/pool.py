@@ -1,7 +1,8 @@
 """The reward pool: scores responses in worker processes, so that a bad response costs itself alone.
 
 Each worker (worker.py) scores one response at a time. One that takes too long is killed with its process
-group; it and one that died are replaced when the next response comes.
+group; it and one that died are replaced when the next response comes. A reward behind an HTTP endpoint needs
+no worker: the pool's event loop asks (endpoints/). Which of the two scores is the function of the prompt.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from typing import Any, Literal
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.functions import is_built_in, needed_of
+from bapo_megatron.reward.endpoints.scorer import EndpointScorer
+from bapo_megatron.reward.functions import is_built_in, is_endpoint, needed_of
 from bapo_megatron.reward.math_verify_process import COMMAND, START_LIMIT_S
 from bapo_megatron.reward.penalties import overlong_penalty
 from bapo_megatron.reward.scratch import Scratch, remove_abandoned
 from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, ChildTimeout, with_import_path
 from bapo_megatron.types import Prompt
 
-Failure = Literal["raised", "time", "died", "not finite"]
+Failure = Literal["raised", "time", "died", "not finite", "endpoint"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class RewardResult:
     """With all penalties; `reward.failed` without any if there is a failure."""
     failure: Failure | None = None
     """Why there is no score: the function raised, took too long, ended its process, or returned no finite
-    number."""
+    number; or the endpoint gave none."""
     detail: str = ""
     """Text of the failure, for the log."""
     traceback: str = dataclasses.field(default="", compare=False)
@@ -62,27 +64,36 @@ class RewardPool:
         self._config = config
         self._max_response_tokens = max_response_tokens
         functions = tuple(functions) or (config.function,)
-        self._workers = [_Worker(config, functions) for _ in range(config.workers)]
+        in_workers = [function for function in functions if not is_endpoint(function)]
+        self._endpoint = EndpointScorer(config) if len(in_workers) < len(functions) else None
+        self._workers = [_Worker(config, in_workers) for _ in range(config.workers)] if in_workers else []
         self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="reward")
         self._jobs: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[RewardResult]]] = asyncio.Queue()
         self._servers: list[asyncio.Task[None]] = []
-        self._closed = False
+        self._running = False
         self.failures: Counter[str] = Counter()
 
     async def start(self) -> None:
-        """Start every worker. Raises ConfigError if the settings do not work, ChildError if a worker dies."""
+        """Start every worker, or wait for the endpoint.
+
+        Raises ConfigError if the settings do not work, ChildError if a worker dies, RunStopped if there is no
+        endpoint.
+        """
         loop = asyncio.get_running_loop()
         await asyncio.to_thread(remove_abandoned)
         try:
             notes = await asyncio.gather(
                 *(loop.run_in_executor(self._threads, worker.start) for worker in self._workers)
             )
+            if self._endpoint:
+                await self._endpoint.open()
         except BaseException:
             await self.close()
             raise
-        for note in notes[0]:  # the workers share a machine
+        for note in notes[0] if notes else []:  # the workers share a machine
             _LOG.warning("reward sandbox: %s", note)
         self._servers = [asyncio.create_task(self._serve(worker)) for worker in self._workers]
+        self._running = True
 
     async def score(self, prompt: Prompt, response: str, response_tokens: int) -> RewardResult:
         """Score a response of so many tokens, in the order of the calls. No response makes it raise.
@@ -90,13 +101,16 @@ class RewardPool:
         RuntimeError if the pool is not running. After a cancelled call its worker takes the next job when it
         is done with this one, or when its time is over.
         """
-        if self._closed or not self._servers:
+        if not self._running:
             raise RuntimeError("the reward pool is not running: start() it before score(), not after close()")
-        job: asyncio.Future[RewardResult] = asyncio.get_running_loop().create_future()
         function = prompt.reward or self._config.function
-        question = {"function": function, "prompt": _described(prompt, function), "response": response}
-        self._jobs.put_nowait((question, job))
-        result = await job
+        if self._endpoint and is_endpoint(function):
+            result = _result(self._config.failed, await self._endpoint.answer(prompt, response))
+        else:
+            job: asyncio.Future[RewardResult] = asyncio.get_running_loop().create_future()
+            question = {"function": function, "prompt": _described(prompt, function), "response": response}
+            self._jobs.put_nowait((question, job))
+            result = await job
         if result.failure:
             self.failures[result.failure] += 1
             return result
@@ -108,7 +122,9 @@ class RewardPool:
 
     async def close(self) -> None:
         """End every worker. Calls that still wait are cancelled."""
-        self._closed = True
+        self._running = False
+        if self._endpoint:
+            await self._endpoint.close()
         for server in self._servers:
             server.cancel()
         for worker in self._workers:
@@ -143,6 +159,11 @@ def _described(prompt: Prompt, function: str) -> dict[str, Any]:
     if is_built_in(function):
         return {name: getattr(prompt, name) for name in needed_of(function)}
     return {**vars(prompt), "token_ids_P": prompt.token_ids_P.tolist()}
+
+
+def _result(failed: float, answer: dict[str, Any]) -> RewardResult:
+    """The result in an answer of a worker, or of an endpoint."""
+    return RewardResult(failed, **answer) if "failure" in answer else RewardResult(**answer)
 
 
 class _Worker:
@@ -198,9 +219,7 @@ class _Worker:
         except (ChildError, ConfigError) as error:
             self.close()
             return RewardResult(failed, "died", str(error))
-        if "failure" in answer:
-            return RewardResult(failed, **answer)
-        return RewardResult(answer["reward"], score=answer["score"])
+        return _result(failed, answer)
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         if self._child is None:

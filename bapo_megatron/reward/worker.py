@@ -17,7 +17,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, BinaryIO
 
 from bapo_megatron.config import RewardConfig
@@ -78,7 +77,7 @@ def _prepared(settings: dict[str, Any] | None) -> tuple[list[str], Answerer]:
     if settings is not None:
         reward, names = RewardConfig(**settings["reward"]), settings["functions"]
         answer = _scorer(reward, names)
-        notes = checked_sandbox(reward.allow_weak_sandbox) if any(map(functions.runs_code, names)) else []
+        notes = checked_sandbox(reward.allow_weak_sandbox) if functions.needs_sandbox(reward, names) else []
     if {"math", "math_or_code"} & set(names):
         math_verify_compare.import_math_verify()
     _limit_memory(reward.memory_limit_mb)
@@ -113,7 +112,7 @@ _COMPARISONS: dict[str, Callable[..., bool]] = {
 
 def _scorer(reward: RewardConfig, names: list[str]) -> Answerer:
     """The function from {function, prompt, response} to {score, reward}, or to {failure, detail}."""
-    scores = {name: _score_function(replace(reward, function=name)) for name in names}
+    scores = {name: _score_function(functions.settings_for(reward, name)) for name in names}
     pattern = None if reward.format_pattern is None else re.compile(reward.format_pattern, re.DOTALL)
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +184,7 @@ def _score_function(reward: RewardConfig) -> Callable[[dict[str, Any], str], Any
             return reward.wrong + share * (reward.correct - reward.wrong)
 
         return judge
-    users = functions.load_function(reward.function)
+    users = functions.load_function(reward.function, reward.settings)
 
     import numpy as np
 

@@ -28,7 +28,7 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.policy.attention.te_backend import check_environment
 from bapo_megatron.policy.device import attention_problem, has_cuda, optimizer_problem
 from bapo_megatron.policy.layout import data_parallel_size, layout_problems
-from bapo_megatron.reward.functions import is_built_in, load_function, runs_code
+from bapo_megatron.reward.functions import check_function, needs_sandbox, settings_for
 from bapo_megatron.reward.sandbox.requirements import checked_sandbox
 from bapo_megatron.rollout.engines.registry import engine_backend
 from bapo_megatron.rollout.sampler.step_batches import step_path, steps_in
@@ -107,12 +107,11 @@ def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:
 
 def _check_reward(config: RunConfig) -> None:
     for function in config.reward_functions:
-        if not is_built_in(function):
-            load_function(function)
+        check_function(settings_for(config.reward, function))
 
 
 def _check_sandbox(config: RunConfig) -> None:
-    if any(map(runs_code, config.reward_functions)):
+    if needs_sandbox(config.reward, config.reward_functions):
         checked_sandbox(config.reward.allow_weak_sandbox)
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algo.bounds import BoundsConfig, fixed
-from bapo_megatron.algo.losses.settings import check_settings
 from bapo_megatron.algo.measurements import LossTerms, Measurement
+from bapo_megatron.algo.settings import check_settings, settings_of
 from bapo_megatron.algo.tokens import LOG_RATIO_LIMIT, ratio, unmasked
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.dotted_path import load_dotted_path
@@ -218,7 +218,8 @@ def build_loss(algorithm: _LossSettings) -> Loss:
     ConfigError if it cannot be had, does not take a setting, or would ignore settings of bounds.
     """
     build = load_loss(algorithm.loss)
-    check_settings(algorithm.loss, build, algorithm.loss_settings)
+    owner, settings = f"algorithm.loss={algorithm.loss}", algorithm.loss_settings
+    check_settings("algorithm.loss_settings", owner, settings_of(build), settings)
     loss = build(algorithm, **algorithm.loss_settings)
     bounds = algorithm.bounds
     if loss.bounds == "fixed" and (bounds.low_start, bounds.high_start) != (bounds.low_end, bounds.high_end):

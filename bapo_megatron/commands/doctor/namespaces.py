@@ -45,7 +45,7 @@ def sandbox_rows(needed: bool, allow_weak: bool, forgeable_rows: int) -> Iterato
     required = needed and not allow_weak
     yield walls_row(sandbox_notes, required)
     yield from namespace_rows(required)
-    if needed:
+    if needed or forgeable_rows:  # a server that runs the programs changes nothing about them
         yield forgeable_row(forgeable_rows)
 
 

@@ -150,7 +150,7 @@ def problems_of(config: RunConfig, passed: list[object] | None = None) -> Iterat
 
 def facts_of(config: RunConfig) -> Facts:
     """The facts of a configuration, whose fields may be wrong."""
-    from bapo_megatron.reward.functions import runs_code
+    from bapo_megatron.reward.functions import needs_sandbox
 
     rollout, sglang = config.rollout, config.rollout.sglang
     samples = rollout.engine == "sglang" and rollout.replay is None
@@ -165,7 +165,7 @@ def facts_of(config: RunConfig) -> Facts:
         colocated=sglang.colocated,
         longest_sequence=config.longest_request,
         dtype=config.model.dtype,
-        runs_programs=any(map(runs_code, config.reward_functions)),
+        runs_programs=needs_sandbox(config.reward, config.reward_functions),
         model=read_model_config(config.model.hf_path),
         disk_gb=_disk_gb(config),
         api_key_file=None if sglang.api_key_file is None else str(sglang.api_key_file),

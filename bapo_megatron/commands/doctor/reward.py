@@ -6,13 +6,16 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bapo_megatron.errors import ConfigError
+from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.runtime.child_process import ChildError
 
 if TYPE_CHECKING:
-    from bapo_megatron.config import RunConfig
+    from bapo_megatron.config import RewardConfig, RunConfig
     from bapo_megatron.reward.pool import RewardResult
     from bapo_megatron.types import Prompt
+
+PATIENCE_S = 20.0
+"""Seconds that an endpoint has to be there, and to answer."""
 
 
 def tried_reward(config: RunConfig, prompt: Prompt) -> tuple[bool, str]:
@@ -21,7 +24,7 @@ def tried_reward(config: RunConfig, prompt: Prompt) -> tuple[bool, str]:
     response, what = _response(prompt.ground_truth)
     try:
         result = asyncio.run(_scored(config, prompt, response))
-    except (ConfigError, ChildError) as error:
+    except (ConfigError, ChildError, RunStopped) as error:
         return False, str(error)
     of_source = f" of source {prompt.source}" if prompt.source else ""
     where = f"row {prompt.prompt_id}{of_source} with {what}"
@@ -39,11 +42,21 @@ def _response(ground_truth: str) -> tuple[str, str]:
     return f"\\boxed{{{ground_truth}}}", "its ground truth in a box as the response"
 
 
+def _impatient(reward: RewardConfig) -> RewardConfig:
+    """The reward with one worker; an endpoint that is not there is not waited for as long as in a run."""
+    from bapo_megatron.reward.functions import is_endpoint
+
+    hurry = {"give_up_s": min(PATIENCE_S, reward.settings.get("give_up_s", PATIENCE_S))}
+    settings = reward.settings | (hurry if is_endpoint(reward.function) else {})
+    return replace(reward, workers=1, settings=settings)
+
+
 async def _scored(config: RunConfig, prompt: Prompt, response: str) -> RewardResult:
+    from bapo_megatron.reward.functions import settings_for
     from bapo_megatron.reward.pool import RewardPool
 
-    reward = replace(config.reward, workers=1, function=prompt.reward or config.reward.function)
-    pool = RewardPool(reward, config.rollout.max_response_tokens)
+    reward = settings_for(config.reward, prompt.reward or config.reward.function)
+    pool = RewardPool(_impatient(reward), config.rollout.max_response_tokens)
     await pool.start()
     try:
         return await pool.score(prompt, response, 1)

@@ -14,11 +14,11 @@ from typing import Annotated
 import tyro
 
 from bapo_megatron.config.sources import PREPARED
-from bapo_megatron.config.validation import REWARD_FUNCTIONS, raise_problems
+from bapo_megatron.config.validation import REWARD_ENDPOINTS, REWARD_FUNCTIONS, raise_problems
 from bapo_megatron.data.prepare.reasoning_gym import PREFIX
 from bapo_megatron.data.prepare.sources import Generation
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.reward.functions import is_built_in, load_function, reads_boxes
+from bapo_megatron.reward.functions import load_function, reads_boxes
 
 DATA_FILE, CARD_FILE, CARD_TEXT = PREPARED, "card.json", "README.md"
 """The files of a prepared folder: problems, data card, data card as text."""
@@ -56,8 +56,9 @@ class PrepareOptions:
     ngram_share: float = 0.3
     """A question that has this share of an evaluation problem's n-grams is left out."""
     reward: str | None = None
-    """The run's reward.function. With one of your own, as module:function, ground truths may be any text, and
-    prompts stay as they are. None: reasoning_gym for its tasks, else math_or_code."""
+    """The run's reward.function. With one of your own, as module:function, `llm_judge` or `reward_model`,
+    ground truths may be any text, and prompts stay as they are. None: reasoning_gym for its tasks, else
+    math_or_code."""
     system_prompt: str | None = None
     """A system message in front of each prompt, in place of one that it has."""
     question_column: str | None = None
@@ -98,7 +99,8 @@ class PrepareOptions:
 
     @property
     def own_reward(self) -> bool:
-        """Whether ground truths may be any text: the reward function is the user's, or a task's."""
+        """Whether ground truths may be any text: the reward function is the user's, an endpoint's, or a
+        task's."""
         return not reads_boxes(self.reward_function)
 
     @property
@@ -130,9 +132,9 @@ class PrepareOptions:
         if self.reward is None and any(generated) and not all(generated):
             yield f"sources: {PREFIX}... has a reward of its own: prepare it apart, or give --reward"
         reward = self.reward_function
-        if not is_built_in(reward) and ":" not in reward:
-            names = ", ".join(REWARD_FUNCTIONS)
-            yield f"reward={reward} must be one of {names}, or your own as module:function"
+        names = REWARD_FUNCTIONS + REWARD_ENDPOINTS
+        if reward not in names and ":" not in reward:
+            yield f"reward={reward} must be one of {', '.join(names)}, or your own as module:function"
         if ":" in reward and (problem := reward_problem(reward)):
             yield problem
 

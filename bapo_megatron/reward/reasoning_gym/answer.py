@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from bapo_megatron.reward.answer_text import last_boxed, said
+from bapo_megatron.reward.answer_text import behind_thinking, last_boxed
 
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 """The form that reasoning-gym's own prompts ask for."""
@@ -23,7 +23,7 @@ def answer_of(response: str, expected: object) -> str | None:
 
     A small model writes ``7 + 8 = 15``: that says 15.
     """
-    text = said(response)
+    text = behind_thinking(response)
     if tagged := _TAGGED.findall(text):
         return str(tagged[-1]).strip() or None
     if (boxed := last_boxed(text)) is not None:

@@ -187,7 +187,8 @@ def _joined(parts: list[np.ndarray], dtype: type) -> np.ndarray:
 
 def _group_header(group: Group) -> dict[str, Any]:
     prompt = {**dataclasses.asdict(group.prompt), "token_ids_P": len(group.prompt.token_ids_P)}
-    del prompt["opens_thinking"], prompt["reward"]  # the rewards are known
+    for unneeded in ("opens_thinking", "reward", "messages"):  # the rewards are known
+        del prompt[unneeded]
     rollouts = [(len(r.token_ids_R), r.finish_reason, float(r.reward)) for r in group.rollouts]
     return {"prompt": prompt, "rollouts": rollouts}
 

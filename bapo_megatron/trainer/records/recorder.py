@@ -49,7 +49,8 @@ class Recorder:
         if config.algorithm.loss == "clip":
             print(f"clipping bounds: {describe(config.algorithm.bounds)}", flush=True)
         reward = config.reward
-        if any(map(is_built_in, config.reward_functions)) and reward.failed > reward.wrong:
+        pays_wrong = any(is_built_in(one) or one == "llm_judge" for one in config.reward_functions)
+        if pays_wrong and reward.failed > reward.wrong:
             print(
                 f"warning: reward.failed={reward.failed:g} is above reward.wrong={reward.wrong:g}: a "
                 f"response that hangs its scorer gets more than a wrong one; lower reward.failed",

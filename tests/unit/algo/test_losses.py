@@ -16,7 +16,7 @@ from torch import Tensor
 from bapo_megatron.algo.bapo import BoundsConfig, balanced, clip_higher, fixed
 from bapo_megatron.algo.losses import LOSSES, Loss, LossTerms, Search, build_loss, load_loss
 from bapo_megatron.algo.losses.clip import ClipLoss
-from bapo_megatron.algo.losses.settings import settings_of
+from bapo_megatron.algo.settings import settings_of
 from bapo_megatron.algo.measurements import Measurement, token_mean
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.papo_schedule import PapoConfig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.algo.losses import LOSSES, load_loss
-from bapo_megatron.algo.losses.settings import settings_of
+from bapo_megatron.algo.settings import settings_of
 
 PAGE = Path(__file__).parents[3] / "docs/losses.md"
 SECTIONS = ("What each does to which token", "Formulas, settings, sources")

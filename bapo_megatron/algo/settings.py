@@ -1,4 +1,4 @@
-"""Settings of a loss: the keyword arguments of its constructor, checked before any work starts.
+"""Settings of a loss or a reward: the keyword arguments of its constructor, checked before any work starts.
 
 A type or a range is what the argument's annotation says, ``Annotated[float, Gt(0)]``; an argument without an
 annotation takes the type of its default.
@@ -6,6 +6,7 @@ annotation takes the type of its default.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,12 +15,10 @@ from typing import Any, get_type_hints
 from bapo_megatron.algo.ranges import members, range_problem, range_words, type_problem
 from bapo_megatron.errors import ConfigError
 
-_FIELD = "algorithm.loss_settings"
-
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a loss."""
+    """One setting of a loss or a reward."""
 
     name: str
     annotation: Any
@@ -41,13 +40,14 @@ class Setting:
         return type_problem(value, self.annotation) or range_problem(value, self.annotation)
 
 
-def settings_of(build: Callable[..., Any]) -> list[Setting]:
+def settings_of(build: Callable[..., Any], skip: int = 1) -> list[Setting]:
     """The settings of a loss, in order: the arguments of its constructor after ``algorithm``.
 
     Args:
         build: the class, or a ``functools.partial`` of it, whose choices are the defaults then.
+        skip: number of first arguments that are no settings.
     """
-    parameters = list(inspect.signature(build).parameters.values())[1:]
+    parameters = list(inspect.signature(build).parameters.values())[skip:]
     cls: type = getattr(build, "func", build)  # type: ignore[arg-type]
     hints = _hints(cls)
     return [
@@ -57,26 +57,30 @@ def settings_of(build: Callable[..., Any]) -> list[Setting]:
     ]
 
 
-def check_settings(loss: str, build: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-    """ConfigError with every setting that the loss named ``loss`` does not take, and what it takes."""
-    if problems := list(_problems(loss, settings_of(build), settings)):
+def check_settings(field: str, owner: str, taken: list[Setting], settings: Mapping[str, Any]) -> None:
+    """ConfigError with every setting that is not among those ``taken``, and what is taken.
+
+    Args:
+        field: the field that holds the settings.
+        owner: whose settings they are, as ``algorithm.loss=sapo``.
+    """
+    if problems := list(_problems(field, owner, taken, settings)):
         raise ConfigError("\n".join(problems))
 
 
-def _problems(loss: str, taken: list[Setting], settings: Mapping[str, Any]) -> Iterator[str]:
+def _problems(field: str, owner: str, taken: list[Setting], settings: Mapping[str, Any]) -> Iterator[str]:
     known = {one.name: one for one in taken}
     for name, value in settings.items():
         if name not in known:
             takes = "; ".join(map(str, taken)) or "none"
-            yield (
-                f"{_FIELD}.{name}={value!r}: algorithm.loss={loss} has no such setting, leave it out; "
-                f"its settings: {takes}"
-            )
+            near = difflib.get_close_matches(name, known, 1)
+            fix = f"is it {near[0]}?" if near else "leave it out"
+            yield f"{field}.{name}={value!r}: {owner} has no such setting, {fix}; its settings: {takes}"
         elif problem := known[name].problem(value):
-            yield f"{_FIELD}.{name}={value!r} {problem}; algorithm.loss={loss} takes {known[name]}"
+            yield f"{field}.{name}={value!r} {problem}; {owner} takes {known[name]}"
     for one in taken:
         if one.needed and one.name not in settings:
-            yield f"{_FIELD}.{one.name} is missing: algorithm.loss={loss} takes {one}"
+            yield f"{field}.{one.name} is missing: {owner} takes {one}"
 
 
 def _hints(cls: type) -> dict[str, Any]:

@@ -1,0 +1,232 @@
+"""The HTTP client of an endpoint: JSON there and back, with retries and with bounds on everything.
+
+Only http and https, no redirects, answers of at most ``MAX_ANSWER_BYTES``. Proxies are those of the
+environment (HTTP_PROXY, HTTPS_PROXY, NO_PROXY), none for this machine itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import random
+from collections import Counter
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+
+from bapo_megatron.reward.endpoints.api_key import without_key
+
+MAX_ANSWER_BYTES = 4 << 20
+"""A longer answer is refused: a score, or what a program printed, is shorter."""
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
+"""Waits between two attempts: doubled each time, and shortened by chance, so that calls come apart."""
+
+_CONNECT_S = 20.0
+_PASSING = frozenset((408, 425, 429, *range(500, 600)))
+"""HTTP states that may pass: overloaded, starting, restarted."""
+
+_LOG = logging.getLogger(__name__)
+
+
+class EndpointError(Exception):
+    """The endpoint gave no answer that can be used. ``place`` tells one kind of problem from another."""
+
+    def __init__(self, place: str, text: str) -> None:
+        super().__init__(text)
+        self.place = place
+
+
+class _Passing(EndpointError):
+    """An error after which the same call may succeed."""
+
+    def __init__(self, place: str, text: str, pause_s: float = 0.0) -> None:
+        super().__init__(place, text)
+        self.pause_s = pause_s
+
+
+def url_problem(url: str) -> str | None:
+    """What is wrong with an address, as the end of a sentence; None for a sound one."""
+    try:
+        parts = urlsplit(url)
+        port_is_sound = parts.port != 0
+    except ValueError:
+        return "is no address: give http://HOST:PORT/PATH"
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_sound:
+        return "is no address: give http://HOST:PORT/PATH, or https://"
+    if parts.username is not None or parts.password is not None:
+        return "holds a user or a password, which would be stored with the run: take them out"
+    return None
+
+
+def shown(url: str) -> str:
+    """An address for messages: without its query, which may hold a key, and without a user."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+class JsonClient:
+    """The client of one address, for one event loop: ``ask`` as often as wanted, then ``close``.
+
+    A call that fails in a way that may pass is made again, for up to ``give_up_s`` seconds. Once the endpoint
+    has answered no call at all for so long, each further call is tried once.
+    """
+
+    def __init__(
+        self, url: str, timeout_s: float, give_up_s: float, concurrency: int = 1, key: str = ""
+    ) -> None:
+        """``timeout_s``: longest single call. ``concurrency``: most calls at a time. ``key``: a token."""
+        self._url, self._key = url, key
+        self._timeout_s, self._give_up_s = timeout_s, give_up_s
+        self._room = asyncio.Semaphore(concurrency)
+        self._proxy = _proxy_of(url)
+        self._session: aiohttp.ClientSession | None = None
+        self._silent_since: float | None = None
+        self._retries: Counter[str] = Counter()
+
+    @property
+    def address(self) -> str:
+        """The address, as it may be shown."""
+        return shown(self._url)
+
+    async def ask(self, body: dict[str, Any], give_up_s: float | None = None) -> Any:
+        """The JSON that the endpoint answers to ``body``. Raises EndpointError.
+
+        ``give_up_s``: a shorter limit than the client's.
+        """
+        async with self._room:
+            return await self._persistently(json.dumps(body).encode(), give_up_s)
+
+    async def connect(self) -> None:
+        """Wait until the address takes a connection; EndpointError after ``give_up_s``."""
+        parts = urlsplit(self._proxy or self._url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        begun, wait_s = _now(), FIRST_WAIT_S
+        while True:
+            try:
+                async with asyncio.timeout(_CONNECT_S):
+                    _, writer = await asyncio.open_connection(parts.hostname, port)
+                writer.close()
+                return
+            except OSError as error:  # TimeoutError is one
+                if _now() + wait_s > begun + self._give_up_s:
+                    raise EndpointError("no connection", f"{self.address}: {_words(error)}") from None
+                self._tell_of(_Passing("no connection", f"{self.address}: {_words(error)}"))
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _persistently(self, body: bytes, give_up_s: float | None) -> Any:
+        limit_s = self._give_up_s if give_up_s is None else min(give_up_s, self._give_up_s)
+        begun, wait_s = _now(), FIRST_WAIT_S
+        while True:
+            sent = _now()
+            try:
+                answer = await self._once(body, min(self._timeout_s, max(0.001, begun + limit_s - sent)))
+            except _Passing as error:
+                self._silent_since = sent if self._silent_since is None else self._silent_since
+                pause_s = max(error.pause_s, wait_s * random.uniform(0.5, 1.0))
+                last = min(begun + limit_s, self._silent_since + self._give_up_s)
+                if _now() + pause_s >= last:
+                    raise EndpointError(error.place, str(error)) from None
+                self._tell_of(error)
+                await asyncio.sleep(pause_s)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            else:
+                self._silent_since = None
+                return answer
+
+    def _tell_of(self, error: EndpointError) -> None:
+        """Log the 1st, 10th, 100th ... retry after each kind of problem."""
+        self._retries[error.place] += 1
+        count = self._retries[error.place]
+        if count == 10 ** (len(str(count)) - 1):
+            _LOG.warning("endpoint: %s; asked again (%d times after this problem)", error, count)
+
+    async def _once(self, body: bytes, limit_s: float) -> Any:
+        if self._session is None:
+            headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+            if self._key:
+                headers["Authorization"] = f"Bearer {self._key}"
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), auto_decompress=False, headers=headers
+            )
+        limit = aiohttp.ClientTimeout(total=limit_s, sock_connect=_CONNECT_S)
+        try:
+            async with self._session.post(
+                self._url, data=body, timeout=limit, allow_redirects=False, proxy=self._proxy
+            ) as response:
+                text = await self._text(response)
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise EndpointError("certificate", f"{self.address}: {error.certificate_error}") from None
+        except TimeoutError:
+            raise _Passing("no answer in time", f"{self.address}: no answer within {limit_s:.3g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise _Passing(type(error).__name__, f"{self.address}: {_words(error)}") from None
+        self._check_state(response, text)
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise self._unusable("no JSON", "its answer is no JSON", text) from None
+
+    async def _text(self, response: aiohttp.ClientResponse) -> str:
+        data = bytearray()
+        async for part in response.content.iter_any():
+            data += part
+            if len(data) > MAX_ANSWER_BYTES:
+                raise self._unusable("long answer", f"its answer has more than {MAX_ANSWER_BYTES} bytes", "")
+        return data.decode(errors="replace")
+
+    def _check_state(self, response: aiohttp.ClientResponse, text: str) -> None:
+        state = response.status
+        if 200 <= state < 300:
+            return
+        where, said = f"{self.address}: HTTP {state}", without_key(text, self._key)
+        if 300 <= state < 400:
+            there = without_key(shown(response.headers.get("Location", "")), self._key)
+            raise EndpointError(f"HTTP {state}", f"{where}, a redirect to {there}: give that address")
+        if state in _PASSING:
+            raise _Passing(f"HTTP {state}", f"{where}: {said}", _pause_s(response))
+        raise EndpointError(f"HTTP {state}", f"{where}: {said}")
+
+    def _unusable(self, place: str, what: str, text: str) -> EndpointError:
+        said = without_key(text, self._key)
+        return EndpointError(place, f"{self.address}: {what}" + (f": {said}" if said else ""))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _words(error: BaseException) -> str:
+    return without_key(str(error) or type(error).__name__, "")
+
+
+def _pause_s(response: aiohttp.ClientResponse) -> float:
+    """The seconds of a ``Retry-After`` header; 0 for none, or for a date."""
+    said = response.headers.get("Retry-After", "")
+    return float(min(int(said), 3600)) if said.isascii() and said.isdigit() and len(said) < 10 else 0.0
+
+
+def _proxy_of(url: str) -> str | None:
+    """The proxy of the environment for an address, or None."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if host == "localhost" or _is_loopback(host) or proxy_bypass(host):
+        return None
+    return getproxies().get(parts.scheme)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

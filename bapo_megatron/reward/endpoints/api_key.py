@@ -15,9 +15,7 @@ _SHOWN_CHARACTERS = 300
 def key_problem(variable: str) -> str | None:
     """What is wrong with the name of the variable, or None. The text does not have it: it may be the key."""
     if variable and not _NAME.fullmatch(variable):
-        return (
-            "api_key_env must be the name of an environment variable that holds the key, not the key itself"
-        )
+        return "it must be the name of an environment variable that holds the key, not the key itself"
     return None
 
 

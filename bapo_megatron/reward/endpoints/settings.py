@@ -163,7 +163,9 @@ def read_settings(function: str, settings: Mapping[str, Any], here: bool = True)
     kind, owner = KINDS[function], f"reward.function={function}"
     check_settings(FIELD, owner, settings_of(kind, skip=0), settings)
     read = kind(**settings)
-    problems = [*read.problems(), *(read.absences() if here else ())]
+    problems = list(read.problems())
+    if here and not problems:
+        problems = list(read.absences())
     if problems:
         raise ConfigError("\n".join(f"{FIELD}.{problem}" for problem in problems))
     return read

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from bapo_megatron.algo import sums, tokens
 from bapo_megatron.algo.losses import LOSSES, Loss, build_loss, load_loss
-from bapo_megatron.algo.settings import settings_of
 from bapo_megatron.algo.objective import Objective
+from bapo_megatron.algo.settings import settings_of
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.types import MicroBatch, TokenStats
 from tests.support.host_waits import HostWaits

@@ -16,10 +16,10 @@ from torch import Tensor
 from bapo_megatron.algo.bapo import BoundsConfig, balanced, clip_higher, fixed
 from bapo_megatron.algo.losses import LOSSES, Loss, LossTerms, Search, build_loss, load_loss
 from bapo_megatron.algo.losses.clip import ClipLoss
-from bapo_megatron.algo.settings import settings_of
 from bapo_megatron.algo.measurements import Measurement, token_mean
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.papo_schedule import PapoConfig
+from bapo_megatron.algo.settings import settings_of
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.trainer.clip_bounds import Clipping

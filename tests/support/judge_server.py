@@ -1,0 +1,143 @@
+"""A server of rewards on this machine, in a thread: it answers what a test tells it to, and keeps what it was
+asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+Answer = Callable[[dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
+
+
+class JudgeServer:
+    """The server: ``answers`` are used up one by one, the last one for ever."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self._answers = list(answers)
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.at_once = self.most_at_once = 0
+        self._loop = asyncio.new_event_loop()
+        self.released = asyncio.Event()
+        self._started = threading.Event()
+        self._stop = asyncio.Event()
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def release(self) -> None:
+        """Let every call go on that waits in ``when_released``."""
+        self._loop.call_soon_threadsafe(self.released.set)
+
+    def run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+
+    def wait_started(self) -> None:
+        assert self._started.wait(120)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+
+    async def _serve(self) -> None:
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.port = runner.addresses[0][1]
+        self._started.set()
+        await self._stop.wait()
+        await runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append({"path": request.path, **request.headers})
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        answer = self._answers[0] if len(self._answers) == 1 else self._answers.pop(0)
+        try:
+            return await answer(body, request)
+        finally:
+            self.at_once -= 1
+
+
+@contextmanager
+def judge_server(*answers: Answer) -> Iterator[JudgeServer]:
+    """A running server."""
+    server = JudgeServer(*answers)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    server.wait_started()
+    try:
+        yield server
+    finally:
+        server.release()
+        server.stop()
+        thread.join(60)
+
+
+def says(value: Any, state: int = 200, **headers: str) -> Answer:
+    """``value`` as JSON."""
+
+    async def answer(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+        return web.Response(text=json.dumps(value), status=state, headers=headers)
+
+    return answer
+
+
+def raw(text: str, state: int = 200, **headers: str) -> Answer:
+    """``text`` as it stands."""
+
+    async def answer(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+        return web.Response(text=text, status=state, headers=headers)
+
+    return answer
+
+
+def completion(text: Any) -> dict[str, Any]:
+    """A chat completion with this text."""
+    return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]}
+
+
+def judged(text: str) -> Answer:
+    """A chat completion."""
+    return says(completion(text))
+
+
+async def cut(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+    """Half an answer, then the connection ends."""
+    response = web.StreamResponse(headers={"Content-Length": "1000"})
+    await response.prepare(request)
+    await response.write(b'{"choices": [')
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+async def hang_midway(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+    """Half an answer, then nothing."""
+    response = web.StreamResponse(headers={"Content-Length": "1000"})
+    await response.prepare(request)
+    await response.write(b'{"choices": [')
+    await asyncio.sleep(3600)
+    return response
+
+
+def when_released(server: Callable[[], JudgeServer], then: Answer) -> Answer:
+    """``then``, but only once the test has called ``release``."""
+
+    async def answer(body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+        await server().released.wait()
+        return await then(body, request)
+
+    return answer

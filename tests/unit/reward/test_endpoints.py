@@ -1,0 +1,560 @@
+"""Rewards behind an HTTP endpoint, against a server on this machine that is slow, wrong, busy or dead."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bapo_megatron.config import RewardConfig
+from bapo_megatron.errors import ConfigError, RunStopped
+from bapo_megatron.reward.endpoints import client
+from bapo_megatron.reward.endpoints.settings import read_settings
+from bapo_megatron.reward.pool import RewardPool, RewardResult
+from bapo_megatron.types import Prompt
+from tests.support.judge_server import (
+    Answer,
+    JudgeServer,
+    completion,
+    cut,
+    hang_midway,
+    judge_server,
+    judged,
+    raw,
+    says,
+    when_released,
+)
+
+pytestmark = pytest.mark.integration
+
+POLICY = Path(__file__).parents[3] / "recipes/demo/policy_rambles"
+KEY = "sk-secret-0123456789"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(client, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(client, "LONGEST_WAIT_S", 0.05)
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+
+
+def prompt(question: str = "1+1=", truth: str = "2", **rest: Any) -> Prompt:
+    messages = [{"role": "user", "content": question}]
+    return Prompt(7, np.array([3], np.int32), truth, "test", messages=messages, **rest)
+
+
+def scored(
+    server: JudgeServer,
+    act: Callable[[RewardPool], Awaitable[Any]],
+    reward: dict[str, Any] | None = None,
+    **more: Any,
+) -> Any:
+    """What ``act`` returns, given a pool whose judge is the server."""
+    settings = {"url": server.url, "model": "m", "give_up_s": 60.0, **more}
+    return pooled(act, RewardConfig(**{"function": "llm_judge", "settings": settings, **(reward or {})}))
+
+
+def pooled(act: Callable[[RewardPool], Awaitable[Any]], reward: RewardConfig) -> Any:
+    async def main() -> Any:
+        pool = RewardPool(reward, 100)
+        await pool.start()
+        try:
+            return await asyncio.wait_for(act(pool), 240)
+        finally:
+            await pool.close()
+
+    return asyncio.run(main())
+
+
+def one(response: str = "two", **fields: Any) -> Callable[[RewardPool], Awaitable[RewardResult]]:
+    return lambda pool: pool.score(prompt(**fields), response, 10)
+
+
+# --- the judge -----------------------------------------------------------------------------------
+
+
+def test_a_judge_is_asked_and_its_verdict_is_the_reward() -> None:
+    with judge_server(judged("It agrees.\nScore: 1"), judged("No.\nScore: 0")) as server:
+
+        async def act(pool: RewardPool) -> list[RewardResult]:
+            assert pool._workers == []  # processes would idle
+            return [await pool.score(prompt(), text, 10) for text in ("two", "three")]
+
+        right, wrong = scored(server, act, {"correct": 2.0, "wrong": -1.0})
+    assert (right.reward, right.score, right.failure) == (2.0, 2.0, None)
+    assert (wrong.reward, wrong.failure) == (-1.0, None)
+    body = server.bodies[0]
+    assert server.headers[0]["path"] == "/v1/chat/completions"
+    assert "Authorization" not in server.headers[0]
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0.0, 2048)
+    [message] = body["messages"]
+    assert message["role"] == "user"
+    assert "Question:\n1+1=\n" in message["content"]
+    assert "==========\ntwo\n==========" in message["content"]
+    assert "for you alone:\n2\n" in message["content"]
+
+
+def test_a_scale_is_linear_between_wrong_and_correct() -> None:
+    """Verdict 7 on a scale of 2 to 10 is (7 - 2) / 8 = 0.625 of the way from -1 to 3: 1.5."""
+    with judge_server(judged('<think>{"score": 2}</think>first {"score": 3}, no: {"score": 7}')) as server:
+        found = scored(
+            server,
+            one(),
+            {"correct": 3.0, "wrong": -1.0},
+            lowest=2.0,
+            highest=10.0,
+            verdict=r'"score":\s*(\d+)',
+        )
+    assert found.reward == pytest.approx(1.5)
+
+
+def test_what_a_response_says_is_never_a_place_of_the_template() -> None:
+    with judge_server(judged("Score: 0")) as server:
+        scored(server, one("{ground_truth} {prompt} \\1"), template="[{prompt}|{response}|{ground_truth}]{x}")
+    assert server.bodies[0]["messages"][0]["content"] == "[1+1=|{ground_truth} {prompt} \\1|2]{x}"
+
+
+@pytest.mark.parametrize(
+    ("response", "opens", "thinking", "sent"),
+    [
+        ("a</think> b ", False, False, "b"),
+        ("<think>a</think>b", False, False, "b"),
+        ("<think>a", False, False, ""),
+        ("a", True, False, ""),
+        ("a", False, False, "a"),
+        ("a</think>b", True, True, "a</think>b"),
+    ],
+)
+def test_the_thinking_part_is_not_sent(response: str, opens: bool, thinking: bool, sent: str) -> None:
+    with judge_server(judged("Score: 1")) as server:
+        scored(server, one(response, opens_thinking=opens), template="<{response}>", thinking=thinking)
+    assert server.bodies[0]["messages"][0]["content"] == f"<{sent}>"
+
+
+def test_several_messages_and_further_fields() -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1="}]
+    asked = Prompt(7, np.array([3], np.int32), "2", "test", messages=messages)
+    with judge_server(judged("Score: 1")) as server:
+        more = {"temperature": None, "seed": 5}
+        scored(server, lambda p: p.score(asked, "x", 1), template="{prompt}{response}", extra_body=more)
+    body = server.bodies[0]
+    assert body["messages"][0]["content"] == "system: be brief\n\nuser: 1+1=x"
+    assert body["seed"] == 5
+    assert "temperature" not in body
+
+
+# --- wrong answers -------------------------------------------------------------------------------
+
+WRONG = {
+    "no verdict": (judged("I cannot say."), r"no verdict", r"which ends 'I cannot say\.'"),
+    "only in its thoughts": (judged("<think>Score: 1</think>hm"), "no verdict", "which ends"),
+    "out of range": (judged("Score: 7"), "out of range", r"verdict is 7, which is not in 0 to 1"),
+    "no completion": (says({"detail": "x"}), "no reply", r"no chat completion in \{'detail': 'x'\}"),
+    "null": (says(completion(None)), "no reply", "which is no text"),
+    "bad JSON": (raw("<html>\x1b[31m busy"), "no JSON", r"its answer is no JSON: <html>\\x1b\[31m busy"),
+    "long": (raw("x" * (client.MAX_ANSWER_BYTES + 1)), "long answer", "more than 4194304 bytes"),
+    "refused": (says({"error": f"bad key {KEY}"}, 401), "HTTP 401", r"HTTP 401: .*bad key \[key\]"),
+    "redirect": (
+        raw("", 307, Location="http://169.254.169.254/secret?token=1"),
+        "HTTP 307",
+        r"a redirect to http://169.254.169.254/secret: give that address",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_answer_is_a_failure_with_its_reason_at_once(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    answer, place, detail = WRONG[case]
+    with judge_server(answer) as server:
+
+        async def act(pool: RewardPool) -> tuple[RewardResult, dict[str, int]]:
+            return await one()(pool), dict(pool.failures)
+
+        found, failures = scored(server, act, {"failed": -5.0}, api_key_env="JUDGE_KEY")
+    assert (found.reward, found.failure, found.score) == (-5.0, "endpoint", None)
+    assert found.place == place
+    assert failures == {"endpoint": 1}
+    assert len(server.bodies) == 1
+    assert __import__("re").search(detail, found.detail), found.detail
+    assert KEY not in found.detail
+    assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
+
+
+# --- answers that may come later -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "first", [says({}, 429), says({}, 503), raw("gateway", 502), cut], ids=["429", "503", "502", "cut"]
+)
+def test_what_may_pass_is_asked_again(first: Answer, caplog: pytest.LogCaptureFixture) -> None:
+    with judge_server(first, first, judged("Score: 1")) as server, caplog.at_level(logging.WARNING):
+        found = scored(server, one())
+    assert (found.reward, found.failure) == (1.0, None)
+    assert len(server.bodies) == 3
+    assert server.bodies[0] == server.bodies[2]
+    [line] = [record for record in caplog.records if "asked again" in record.message]
+    assert server.url in line.message
+
+
+def test_a_pause_that_the_server_asks_for_is_kept_or_the_call_given_up() -> None:
+    with judge_server(says({}, 429, **{"Retry-After": "3000"}), judged("Score: 1")) as server:
+        found = scored(server, one(), give_up_s=30.0)
+    assert (found.failure, found.place) == ("endpoint", "HTTP 429")
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("slow", [hang_midway], ids=["midway"])
+def test_an_answer_that_does_not_end_is_given_up(slow: Answer) -> None:
+    with judge_server(slow, judged("Score: 1")) as server:
+        found = scored(server, one(), timeout_s=1.0)
+    assert found.reward == 1.0
+    with judge_server(slow) as server:
+        found = scored(server, one(), timeout_s=0.2, give_up_s=0.5)
+    assert (found.failure, found.place) == ("endpoint", "no answer in time")
+    assert "no answer within" in found.detail
+
+
+def test_a_server_that_dies_fails_its_calls_and_is_asked_once_for_later_ones() -> None:
+    with judge_server(judged("Score: 1")) as server:
+
+        async def act(pool: RewardPool) -> list[RewardResult]:
+            first = await pool.score(prompt(), "before", 1)
+            server.stop()
+            await asyncio.sleep(0)
+            while _takes_connections(server.port):
+                await asyncio.sleep(0.05)
+            later = [await pool.score(prompt(), f"after {n}", 1) for n in range(3)]
+            return [first, *later, await pool.score(prompt(), "before", 1)]
+
+        first, *later, known = scored(server, act, give_up_s=0.5)
+    assert (first.failure, known) == (None, first)
+    assert [one.failure for one in later] == ["endpoint"] * 3
+    assert f"http://127.0.0.1:{server.port}/v1" in later[0].detail
+
+
+def _takes_connections(port: int) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_run_does_not_start_without_its_judge() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # nobody listens
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1?token=hidden"
+        settings = {"url": url, "model": "m", "give_up_s": 0.3}
+        with pytest.raises(
+            RunStopped, match="no server took a connection for 0.3 s: http://127.0.0.1:"
+        ) as told:
+            pooled(one(), RewardConfig(function="llm_judge", settings=settings))
+    assert "hidden" not in str(told.value)
+
+
+# --- cache and limit -----------------------------------------------------------------------------
+
+
+def test_equal_questions_are_asked_once_and_failures_again() -> None:
+    answers = says({}, 400), judged("Score: 1")
+    with judge_server(*answers) as server:
+
+        async def act(pool: RewardPool) -> list[RewardResult]:
+            together = await asyncio.gather(*(pool.score(prompt(), "a", 1) for _ in range(5)))
+            later = await asyncio.gather(*(pool.score(prompt(), "a", 1) for _ in range(5)))
+            others = [await pool.score(prompt(), "b", 1), await pool.score(prompt("2+0="), "a", 1)]
+            return [*together, *later, *others, await pool.score(prompt(truth="3"), "a", 1)]
+
+        found = scored(server, act)
+    assert [one.failure for one in found] == ["endpoint"] * 5 + [None] * 8
+    assert len(server.bodies) == 5  # twice "a", then "b", the other question, and the other ground truth
+
+
+def test_what_was_not_asked_for_longest_is_forgotten_first() -> None:
+    with judge_server(judged("Score: 1")) as server:
+
+        async def act(pool: RewardPool) -> None:
+            for response in "abacab":  # "c" takes the place of "b"
+                await pool.score(prompt(), response, 1)
+
+        scored(server, act, cache=2, template="{response}")
+        assert "".join(body["messages"][0]["content"] for body in server.bodies) == "abcb"
+        server.bodies.clear()
+        scored(server, lambda pool: asyncio.gather(*(one("a")(pool) for _ in range(3))), cache=0)
+    assert len(server.bodies) == 3
+
+
+def test_no_more_calls_at_a_time_than_allowed() -> None:
+    holder: list[JudgeServer] = []
+    with judge_server(when_released(lambda: holder[0], judged("Score: 1"))) as server:
+        holder.append(server)
+
+        async def act(pool: RewardPool) -> list[RewardResult]:
+            asked = [asyncio.create_task(pool.score(prompt(), f"{n}", 1)) for n in range(12)]
+            while server.at_once < 3:
+                await asyncio.sleep(0.01)
+            server.release()
+            return await asyncio.gather(*asked)
+
+        found = scored(server, act, concurrency=3)
+    assert [one.reward for one in found] == [1.0] * 12
+    assert (server.most_at_once, len(server.bodies)) == (3, 12)
+
+
+def test_a_pool_that_closes_cancels_what_waits() -> None:
+    holder: list[JudgeServer] = []
+    with judge_server(when_released(lambda: holder[0], judged("Score: 1"))) as server:
+        holder.append(server)
+
+        async def main() -> list[Any]:
+            settings = {"url": server.url, "model": "m"}
+            pool = RewardPool(RewardConfig(function="llm_judge", settings=settings), 100)
+            await pool.start()
+            asked = [asyncio.create_task(pool.score(prompt(), f"{n}", 1)) for n in range(3)]
+            while server.at_once < 3:
+                await asyncio.sleep(0.01)
+            await asyncio.wait_for(pool.close(), 60)
+            with pytest.raises(RuntimeError, match="the reward pool is not running"):
+                await pool.score(prompt(), "late", 1)
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+        assert [type(one) for one in asyncio.run(main())] == [asyncio.CancelledError] * 3
+
+
+# --- reward models -------------------------------------------------------------------------------
+
+
+def modelled(server: JudgeServer, protocol: str, response: str = "two", **more: Any) -> RewardResult:
+    settings = {"url": f"{server.url}/score", "protocol": protocol, **more}
+    reward = RewardConfig(function="reward_model", settings=settings)
+    found: RewardResult = pooled(one(response), reward)
+    return found
+
+
+TEMPLATED = {"tokenizer": str(POLICY)}
+
+
+def templated(opens: bool, *contents: str) -> str:
+    from bapo_megatron.hf.tokenizer import load_tokenizer
+
+    roles = ("user", "assistant")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+    text: str = load_tokenizer(POLICY).apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=opens
+    )
+    return text
+
+
+def test_sglang_is_sent_one_text_and_gives_an_embedding_of_one_number() -> None:
+    for answer in ({"embedding": [-2.5], "meta_info": {}}, [{"embedding": [-2.5]}]):
+        with judge_server(says(answer)) as server:
+            found = modelled(server, "sglang", scale=2.0, **TEMPLATED)
+        assert found.reward == -5.0
+        assert server.headers[0]["path"] == "/v1/score"
+        assert server.bodies == [{"text": templated(False, "1+1=", "two")}]
+
+
+def test_vllm_is_sent_messages_and_gives_the_raw_number() -> None:
+    with judge_server(says({"data": [{"index": 0, "probs": [1.75], "num_classes": 1}]})) as server:
+        assert modelled(server, "vllm", model="rm").reward == 1.75
+        assert modelled(server, "vllm", **TEMPLATED).reward == 1.75
+    chat, text = server.bodies
+    assert (chat["model"], chat["use_activation"]) == ("rm", False)
+    assert [m["content"] for m in chat["messages"]] == ["1+1=", "two"]
+    assert text["input"] == templated(False, "1+1=", "two")
+
+
+def test_openrlhf_is_sent_a_batch_of_one() -> None:
+    with judge_server(says({"rewards": [0.25]})) as server:
+        assert modelled(server, "openrlhf", **TEMPLATED).reward == 0.25
+    query, opening = templated(False, "1+1=", "two"), templated(True, "1+1=")
+    assert server.bodies == [{"query": [query], "prompts": [opening], "labels": ["2"]}]
+
+
+def test_slime_is_sent_the_three_texts_and_gives_a_number_or_an_object() -> None:
+    with judge_server(says(1), says({"score": 0.5})) as server:
+        assert modelled(server, "slime").reward == 1.0
+        assert modelled(server, "slime", reward_key="score").reward == 0.5
+    assert server.bodies[0] == {"prompt": "1+1=", "response": "two", "label": "2"}
+
+
+NO_NUMBER = {
+    "several classes": (
+        {"embedding": [0.1, 0.9]},
+        "sglang",
+        "no number",
+        "it gave a list of 2: an embedding",
+    ),
+    "no list": ({"embedding": []}, "sglang", "no number", "a list of 0"),
+    "another protocol": ({"rewards": [1.0]}, "sglang", "no number", r"finds no number in \{'rewards'"),
+    "text": ("good", "slime", "no number", "gave 'good', which is no number"),
+    "true": (True, "slime", "no number", "gave 'True', which is no number"),
+    "huge": (10**400, "slime", "no number", "beyond all floats"),
+    "low": (-11, "slime", "out of range", "gave -11, which is not in -10.0 to 10.0"),
+    "high": (11.5, "slime", "out of range", "gave 11.5, which is not in"),
+}
+
+
+@pytest.mark.parametrize("case", NO_NUMBER)
+def test_a_server_that_is_no_reward_model_is_a_failure(case: str) -> None:
+    answer, protocol, place, detail = NO_NUMBER[case]
+    more = TEMPLATED if protocol == "sglang" else {"lowest": -10.0, "highest": 10.0}
+    with judge_server(says(answer)) as server:
+        found = modelled(server, protocol, **more)
+    assert (found.failure, found.place) == ("endpoint", place)
+    assert __import__("re").search(detail, found.detail), found.detail
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
+def test_no_finite_number_is_a_failure_and_not_remembered(word: str) -> None:
+    with judge_server(raw(word), says(1)) as server:
+        settings = {"url": server.url, "protocol": "slime"}
+
+        async def act(pool: RewardPool) -> list[RewardResult]:
+            return [await pool.score(prompt(), "x", 1) for _ in range(2)]
+
+        first, second = pooled(act, RewardConfig(function="reward_model", settings=settings))
+    assert (first.failure, second.failure, second.reward) == ("not finite", None, 1.0)
+
+
+def test_the_overlong_penalty_counts_as_ever() -> None:
+    """A response of 95 tokens, of at most 100, in a zone of 10: half the penalty."""
+    with judge_server(judged("Score: 1")) as server:
+        reward = {"overlong_tokens": 10, "overlong_penalty": 0.5}
+        found = scored(server, lambda pool: pool.score(prompt(), "x", 95), reward)
+    assert (found.reward, found.score) == (0.75, 1.0)
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+JUDGE = {"url": "http://judge:8000/v1", "model": "m"}
+MODEL = {"url": "http://rm:8000/x", "protocol": "slime"}
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "message"),
+    [
+        ("llm_judge", {**JUDGE, "modell": 1}, r"reward.settings.modell=1: .*no such setting, is it model\?"),
+        ("llm_judge", {"model": "m"}, r"reward.settings.url is missing: reward.function=llm_judge takes url"),
+        ("llm_judge", {**JUDGE, "url": "judge:8000"}, r"reward.settings.url is no address: give http://HOST"),
+        ("llm_judge", {**JUDGE, "url": "file:///etc/passwd"}, r"url is no address"),
+        ("llm_judge", {**JUDGE, "url": "http://h:99999/"}, r"url is no address"),
+        ("llm_judge", {**JUDGE, "concurrency": 0}, r"concurrency=0 must be at least 1"),
+        ("llm_judge", {**JUDGE, "verdict": "a("}, r"verdict='a\(' is no regular expression"),
+        ("llm_judge", {**JUDGE, "verdict": "a"}, r"verdict='a' has 0 groups; it must have one"),
+        ("llm_judge", {**JUDGE, "template": "{prompt}"}, r"template has no \{response\}"),
+        ("llm_judge", {**JUDGE, "lowest": 1.0}, r"lowest=1.0 must be below highest=1.0"),
+        (
+            "llm_judge",
+            {**JUDGE, "api_key_env": "NOT_THERE_7"},
+            r"api_key_env=NOT_THERE_7: there is no such env",
+        ),
+        (
+            "reward_model",
+            {**MODEL, "protocol": "x"},
+            r"protocol='x' must be one of sglang, vllm, openrlhf, slime",
+        ),
+        (
+            "reward_model",
+            {**MODEL, "protocol": "sglang"},
+            r"tokenizer is missing: protocol=sglang takes one text",
+        ),
+        ("reward_model", {**MODEL, "tokenizer": "/nowhere"}, r"tokenizer=/nowhere is not a folder"),
+        ("reward_model", {**MODEL, "protocol": "vllm", "reward_key": "a"}, r"read by protocol=slime alone"),
+        ("reward_model", {**MODEL, "lowest": 1.0, "highest": 0.0}, r"lowest=1.0 must be below highest=0.0"),
+    ],
+)
+def test_wrong_settings_are_named(function: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_settings(function, settings)
+
+
+def test_a_key_in_the_settings_is_refused_and_not_repeated() -> None:
+    for settings in ({**JUDGE, "api_key_env": KEY}, {**JUDGE, "url": f"http://u:{KEY}@h/v1"}):
+        with pytest.raises(ConfigError, match="not the key itself|holds a user or a password") as told:
+            read_settings("llm_judge", settings)
+        assert KEY not in str(told.value)
+
+
+def test_planning_needs_neither_key_nor_tokenizer() -> None:
+    read_settings(
+        "reward_model", {**MODEL, "tokenizer": "/nowhere", "api_key_env": "NOT_THERE_7"}, here=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("url", "asked"),
+    [
+        ("http://h/v1", "http://h/v1/chat/completions"),
+        ("http://h/v1/", "http://h/v1/chat/completions"),
+        ("http://h/v1/chat/completions", "http://h/v1/chat/completions"),
+        ("http://h/o/x?api-version=1", "http://h/o/x/chat/completions?api-version=1"),
+    ],
+)
+def test_the_base_address_will_do(url: str, asked: str) -> None:
+    from bapo_megatron.reward.endpoints.llm_judge import whole_url
+
+    assert whole_url(url) == asked
+
+
+def test_proxies_are_the_environments_but_not_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "inside.example")
+    found = {
+        host: client.JsonClient(f"http://{host}:1/", 1, 1)._proxy
+        for host in ("judge", "inside.example", "127.0.0.1", "[::1]", "localhost")
+    }
+    assert found.pop("judge") == "http://proxy:3128"
+    assert set(found.values()) == {None}
+
+
+def test_the_key_is_in_no_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with (
+        judge_server(says({"error": KEY}, 500), judged("Score: 1")) as server,
+        caplog.at_level(logging.DEBUG),
+    ):
+        found = scored(server, one(), api_key_env="JUDGE_KEY")
+    assert (found.reward, server.headers[0]["Authorization"]) == (1.0, f"Bearer {KEY}")
+    assert "[key]" in caplog.text
+    assert KEY not in caplog.text
+
+
+def test_retries_end_within_their_limit_in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits of 1, 2, 4, 8, 16, 30 ... seconds without chance: in 100 s calls at 0, 1, 3, 7, 15, 31, 61 and 91."""
+    from tests.support.virtual_time import run_virtually
+
+    monkeypatch.setattr(client, "FIRST_WAIT_S", 1.0)
+    monkeypatch.setattr(client, "LONGEST_WAIT_S", 30.0)
+    monkeypatch.setattr(client.random, "uniform", lambda low, high: high)
+    asked: list[float] = []
+
+    async def main() -> None:
+        one = client.JsonClient("http://nowhere/", 60, 100)
+
+        async def fail(body: bytes, limit_s: float) -> Any:
+            asked.append(asyncio.get_running_loop().time())
+            raise client._Passing("HTTP 500", "down")
+
+        monkeypatch.setattr(one, "_once", fail)
+        with pytest.raises(client.EndpointError, match="down"):
+            await one.ask({})
+        before = len(asked)
+        with pytest.raises(client.EndpointError, match="down"):
+            await one.ask({})  # silent for as long as a call is repeated: one more try
+        assert len(asked) == before + 1
+
+    run_virtually(main(), None, monkeypatch)
+    assert asked[:-1] == [0, 1, 3, 7, 15, 31, 61, 91]
+    assert math.isclose(asked[-1], 91)
+    assert json.dumps(asked)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import math
+import re
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,11 @@ KEY = "sk-secret-0123456789"
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(client, "LONGEST_WAIT_S", 0.05)
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    yield
 
 
 def prompt(question: str = "1+1=", truth: str = "2", **rest: Any) -> Prompt:
@@ -188,7 +186,7 @@ def test_a_wrong_answer_is_a_failure_with_its_reason_at_once(
     assert found.place == place
     assert failures == {"endpoint": 1}
     assert len(server.bodies) == 1
-    assert __import__("re").search(detail, found.detail), found.detail
+    assert re.search(detail, found.detail), found.detail
     assert KEY not in found.detail
     assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
 
@@ -216,12 +214,11 @@ def test_a_pause_that_the_server_asks_for_is_kept_or_the_call_given_up() -> None
     assert len(server.bodies) == 1
 
 
-@pytest.mark.parametrize("slow", [hang_midway], ids=["midway"])
-def test_an_answer_that_does_not_end_is_given_up(slow: Answer) -> None:
-    with judge_server(slow, judged("Score: 1")) as server:
+def test_an_answer_that_does_not_end_is_given_up() -> None:
+    with judge_server(hang_midway, judged("Score: 1")) as server:
         found = scored(server, one(), timeout_s=1.0)
     assert found.reward == 1.0
-    with judge_server(slow) as server:
+    with judge_server(hang_midway) as server:
         found = scored(server, one(), timeout_s=0.2, give_up_s=0.5)
     assert (found.failure, found.place) == ("endpoint", "no answer in time")
     assert "no answer within" in found.detail
@@ -412,7 +409,7 @@ def test_a_server_that_is_no_reward_model_is_a_failure(case: str) -> None:
     with judge_server(says(answer)) as server:
         found = modelled(server, protocol, **more)
     assert (found.failure, found.place) == ("endpoint", place)
-    assert __import__("re").search(detail, found.detail), found.detail
+    assert re.search(detail, found.detail), found.detail
 
 
 @pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
@@ -531,7 +528,7 @@ def test_the_key_is_in_no_log(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
 
 
 def test_retries_end_within_their_limit_in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits of 1, 2, 4, 8, 16, 30 ... seconds without chance: in 100 s calls at 0, 1, 3, 7, 15, 31, 61 and 91."""
+    """Waits of 1, 2, 4, 8, 16, 30 ... s without chance: in 100 s calls at 0, 1, 3, 7, 15, 31, 61 and 91."""
     from tests.support.virtual_time import run_virtually
 
     monkeypatch.setattr(client, "FIRST_WAIT_S", 1.0)
@@ -550,11 +547,10 @@ def test_retries_end_within_their_limit_in_virtual_time(monkeypatch: pytest.Monk
         with pytest.raises(client.EndpointError, match="down"):
             await one.ask({})
         before = len(asked)
+        await asyncio.sleep(9)
         with pytest.raises(client.EndpointError, match="down"):
             await one.ask({})  # silent for as long as a call is repeated: one more try
         assert len(asked) == before + 1
 
     run_virtually(main(), None, monkeypatch)
-    assert asked[:-1] == [0, 1, 3, 7, 15, 31, 61, 91]
-    assert math.isclose(asked[-1], 91)
-    assert json.dumps(asked)
+    assert asked == [0, 1, 3, 7, 15, 31, 61, 91, 100]

@@ -18,7 +18,10 @@ from typing import Any
 from bapo_megatron.reward.code_tests import PRELUDE, Asserted, Called, Case, Printed, read_tests
 from bapo_megatron.reward.expressions import Split
 from bapo_megatron.reward.sandbox import plain
+from bapo_megatron.reward.sandbox.fusion import FusionSandbox, FusionServer
 from bapo_megatron.reward.sandbox.sandbox import Ended, Sandbox
+
+AnySandbox = Sandbox | FusionSandbox
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-6, 1e-9
 """Tolerances for numbers with a fraction or an exponent, where the text differs."""
@@ -50,11 +53,17 @@ def last_code_block(response: str) -> str | None:
 
 
 def program_is_right(
-    ground_truth: str, response: str, memory_mb: int, case_limit_s: float, total_limit_s: float
+    ground_truth: str,
+    response: str,
+    memory_mb: int,
+    case_limit_s: float,
+    total_limit_s: float,
+    server: FusionServer | None = None,
 ) -> bool:
     """Whether all tests pass, each in ``case_limit_s`` and all together in ``total_limit_s``.
 
-    Raises ValueError for a ground truth that is no tests, SandboxError if there is no sandbox.
+    ``server``: runs the programs in place of this machine. Raises ValueError for a ground truth that is no
+    tests, SandboxError if there is no sandbox.
     """
     tests = read_tests(ground_truth)
     deadline = time.monotonic() + total_limit_s
@@ -64,11 +73,12 @@ def program_is_right(
         return False
     as_script = isinstance(tests.cases[0], Printed)
     prelude = tests.prelude if as_script else PRELUDE + tests.prelude
-    with Sandbox(source, prelude, memory_mb, case_limit_s) as sandbox:
+    opened = server.sandbox if server else Sandbox
+    with opened(source, prelude, memory_mb, case_limit_s) as sandbox:
         return _all_pass(tests.cases, tree, sandbox, deadline)
 
 
-def _all_pass(cases: Sequence[Case], tree: ast.Module, sandbox: Sandbox, deadline: float) -> bool:
+def _all_pass(cases: Sequence[Case], tree: ast.Module, sandbox: AnySandbox, deadline: float) -> bool:
     """The judgements come last: a later case could find them in the memory that it was forked from."""
     said: list[tuple[Split, str]] = []
     for case in cases:
@@ -90,21 +100,21 @@ def _parsed(source: str) -> ast.Module | None:
         return None
 
 
-def _values(case: Asserted, parts: Split, sandbox: Sandbox, limit_s: float) -> str | None:
+def _values(case: Asserted, parts: Split, sandbox: AnySandbox, limit_s: float) -> str | None:
     """The JSON of the values of a case's calls; None if they gave none."""
     calls = f"[{', '.join(parts.calls)}]"
     ended = None if limit_s <= 0 else sandbox.value(calls, limit_s, setup=case.setup, objects=True)
     return None if ended is None else ended.value
 
 
-def _is_true(batch: Sequence[tuple[Split, str]], sandbox: Sandbox, limit_s: float) -> bool:
+def _is_true(batch: Sequence[tuple[Split, str]], sandbox: AnySandbox, limit_s: float) -> bool:
     """Whether the judgements are true of their values."""
     judgements = [(parts.judgement, values) for parts, values in batch]
     helpers = batch[0][0].helpers  # the same for all of a problem
     return limit_s > 0 and _value(sandbox.judge(judgements, limit_s, helpers)) is True
 
 
-def _passes(case: Case, tree: ast.Module, sandbox: Sandbox, limit_s: float) -> bool:
+def _passes(case: Case, tree: ast.Module, sandbox: AnySandbox, limit_s: float) -> bool:
     if limit_s <= 0:
         return False
     if isinstance(case, Printed):

@@ -16,6 +16,7 @@ from bapo_megatron.reward.code_tests import check_tests, is_tests
 from bapo_megatron.reward.endpoints.settings import read_settings
 from bapo_megatron.reward.reasoning_gym.library import tasks
 from bapo_megatron.reward.reasoning_gym.reward import check_extra_info, score
+from bapo_megatron.reward.sandbox.fusion import FusionServer
 from bapo_megatron.runtime.dotted_path import load_dotted_path
 
 if TYPE_CHECKING:
@@ -97,10 +98,16 @@ def needed_of(function: str) -> tuple[str, ...]:
 
 
 def built_in(reward: RewardConfig) -> BuiltIn:
-    """The built-in function, for a worker: it must be called in the main thread, and may never return."""
+    """The built-in function, for a worker: it must be called in the main thread, and may never return.
+
+    ConfigError if `reward.sandbox_url` leads to no server that runs programs.
+    """
     if reward.function == "reasoning_gym":
         tasks()  # imported before the memory is limited
         return lambda prompt, response: score(prompt["extra_info"], response)
+    server = FusionServer(reward.sandbox_url) if reward.sandbox_url and runs_code(reward.function) else None
+    if server:
+        server.check()
 
     def math_is_right(ground_truth: str, response: str) -> bool:
         equal, allow = math_verify_compare.equal, reward.math_allow_operations
@@ -109,7 +116,7 @@ def built_in(reward: RewardConfig) -> BuiltIn:
     def code_is_right(ground_truth: str, response: str) -> bool:
         total_s = CODE_SHARE * reward.time_limit_s
         return code.program_is_right(
-            ground_truth, response, reward.memory_limit_mb, reward.code_case_limit_s, total_s
+            ground_truth, response, reward.memory_limit_mb, reward.code_case_limit_s, total_s, server
         )
 
     def either_is_right(ground_truth: str, response: str) -> bool:

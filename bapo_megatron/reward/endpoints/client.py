@@ -120,9 +120,10 @@ class JsonClient:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. A later call opens new ones."""
         if self._session is not None:
             await self._session.close()
+            self._session = None
 
     async def _persistently(self, body: bytes, give_up_s: float | None) -> Any:
         limit_s = self._give_up_s if give_up_s is None else min(give_up_s, self._give_up_s)

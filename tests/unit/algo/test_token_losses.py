@@ -336,8 +336,8 @@ def test_a_token_far_away_has_no_gradient_and_a_finite_loss(name: str) -> None:
             "sapo",
             {"temperature": 2},
             r"^algorithm.loss_settings.temperature=2: algorithm.loss=sapo has no such setting, is it "
-            r"temperature_positive[?]; its settings: temperature_positive: float above 0, default 1.0; temperature_negative: float "
-            r"above 0, default 1.05$",
+            r"temperature_positive[?]; its settings: temperature_positive: float above 0, default 1.0; "
+            r"temperature_negative: float above 0, default 1.05$",
         ),
         (
             "sapo",

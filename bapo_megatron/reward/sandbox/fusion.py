@@ -1,0 +1,182 @@
+"""The client of a SandboxFusion server, which runs programs in place of the sandbox of this machine.
+
+Its API is that of github.com/bytedance/SandboxFusion: ``POST /run_code`` with ``code``, ``stdin``,
+``run_timeout`` and ``memory_limit_MB`` gives ``status`` and ``run_result`` (``status``, ``return_code``,
+``stdout``). What is expected of a program stays here, as with the sandbox of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.endpoints.client import EndpointError, JsonClient
+from bapo_megatron.reward.sandbox import plain
+from bapo_megatron.reward.sandbox.sandbox import Ended, SandboxError
+
+_PATH = "/run_code"
+
+_CALL_S = 120.0
+"""Longest call. The limits of a test and of a response are shorter, but of a server that is overloaded."""
+
+_TRIAL_S = 30.0
+
+# Follows the source of `plain`, and does what `child._be_the_case` does, in one process with the program.
+_CASE = """
+import builtins, json, os, sys, types
+
+def _tell(case):
+    module = types.ModuleType("solution")
+    sys.modules[module.__name__] = module
+    space = module.__dict__
+
+    def execute(source, name):
+        exec(compile(source, name, "exec", dont_inherit=True), space)
+
+    def evaluate(expression):
+        return eval(compile(expression, "<test>", "eval", dont_inherit=True), space)
+
+    execute(case["prelude"], "<solution>")
+    if "judgements" in case:
+        execute(case["setup"], "<test>")
+        for expression, values in case["judgements"]:
+            space["ARGUMENTS"] = decoded(json.loads(values), space)
+            if not evaluate(expression):
+                return "false"
+        return "true"
+    originals, plainly, dumps = dict(vars(builtins)), encoded, json.dumps
+    execute(case["source"], "<solution>")
+    vars(builtins).update(originals)
+    execute(case["setup"], "<test>")
+    space["ARGUMENTS"] = case["arguments"]
+    value = evaluate(case["expression"])
+    return dumps(bool(value)) if case["truth"] else dumps(plainly(value, case["objects"]))
+
+def _end(text, out=os.fdopen(os.dup(1), "w", encoding="utf-8"), leave=os._exit):
+    sys.stdout.flush()
+    out.write(text)
+    out.flush()
+    leave(0)
+
+"""
+
+
+class FusionServer:
+    """A SandboxFusion server, for one reward worker."""
+
+    def __init__(self, url: str) -> None:
+        """``url``: its address, with or without ``/run_code``."""
+        parts = urlsplit(url)
+        path = parts.path.rstrip("/")
+        whole = url if path.endswith(_PATH) else urlunsplit(parts._replace(path=path + _PATH))
+        self._client = JsonClient(whole, _CALL_S, _CALL_S)
+
+    def check(self) -> None:
+        """Run a program of one line. ConfigError if the server does not, or not rightly."""
+        try:
+            ended = self.run("print(6 * 7)", "", 256, 10.0, _TRIAL_S)
+            problem = "" if ended and ended.output.strip() == "42" else f"`print(6 * 7)` gave {ended}"
+        except SandboxError as error:
+            problem = str(error)
+        if problem:
+            raise ConfigError(
+                f"reward.sandbox_url: the server does not run programs: {problem}; start it "
+                "(docs/sandbox.md#a-sandboxfusion-server), or mend the address"
+            )
+
+    def run(self, code: str, stdin: str, memory_mb: int, case_limit_s: float, limit_s: float) -> Ended | None:
+        """Run the code. None if it took longer than ``case_limit_s``.
+
+        SandboxError if the server did not answer within ``limit_s``, or could not run it.
+        """
+        body = {
+            "code": code,
+            "language": "python",
+            "stdin": stdin,
+            "run_timeout": min(case_limit_s, limit_s),
+            "memory_limit_MB": memory_mb,
+        }
+        try:
+            answer = asyncio.run(self._asked(body, limit_s))
+        except EndpointError as error:
+            if error.place == "long answer":  # the program printed too much
+                return None
+            raise SandboxError(str(error)) from error
+        return self._ended(answer)
+
+    def sandbox(self, source: str, prelude: str, memory_mb: int, case_limit_s: float) -> FusionSandbox:
+        """A sandbox for one source, as `Sandbox` is on this machine."""
+        return FusionSandbox(self, source, prelude, memory_mb, case_limit_s)
+
+    async def _asked(self, body: dict[str, Any], limit_s: float) -> Any:
+        try:
+            return await self._client.ask(body, limit_s)
+        finally:
+            await self._client.close()
+
+    def _ended(self, answer: Any) -> Ended | None:
+        run = answer.get("run_result") if isinstance(answer, dict) else None
+        if not isinstance(run, dict) or answer.get("status") not in ("Success", "Failed"):
+            raise SandboxError(f"{self._client.address}: it could not run the program: {str(answer)[:300]}")
+        if run.get("status") != "Finished":
+            return None
+        code = run.get("return_code")
+        return Ended(code if isinstance(code, int) else 1, str(run.get("stdout") or ""), None)
+
+
+class FusionSandbox:
+    """The cases of one source on a server. Each is a program of its own there."""
+
+    def __init__(
+        self, server: FusionServer, source: str, prelude: str, memory_mb: int, case_limit_s: float
+    ) -> None:
+        self._server, self._source, self._prelude = server, source, prelude
+        self._memory_mb, self._case_limit_s = memory_mb, case_limit_s
+
+    def run(self, stdin: str, limit_s: float) -> Ended | None:
+        """As `Sandbox.run`."""
+        return self._run(
+            f"{self._prelude}\n{self._source}" if self._prelude else self._source, stdin, limit_s
+        )
+
+    def value(
+        self,
+        expression: str,
+        limit_s: float,
+        arguments: Any = None,
+        setup: str = "",
+        truth: bool = False,
+        objects: bool = False,
+    ) -> Ended | None:
+        """As `Sandbox.value`."""
+        kinds = {"truth": truth, "objects": objects}
+        case = {"expression": expression, "arguments": arguments, "setup": setup, **kinds}
+        return self._tell({**case, "source": self._source}, limit_s)
+
+    def judge(self, judgements: list[tuple[str, str]], limit_s: float, setup: str = "") -> Ended | None:
+        """As `Sandbox.judge`."""
+        return self._tell({"judgements": judgements, "setup": setup}, limit_s)
+
+    def __enter__(self) -> FusionSandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing stays on the server."""
+
+    def _run(self, code: str, stdin: str, limit_s: float) -> Ended | None:
+        return self._server.run(code, stdin, self._memory_mb, self._case_limit_s, limit_s)
+
+    def _tell(self, case: dict[str, Any], limit_s: float) -> Ended | None:
+        """The value of a case: what stands behind a random mark in the output."""
+        mark = os.urandom(16).hex()
+        told = json.dumps({**case, "prelude": self._prelude})
+        code = f"{inspect.getsource(plain)}{_CASE}_end({mark!r} + _tell(json.loads({told!r})))\n"
+        ended = self._run(code, "", limit_s)
+        if ended is None or ended.code != 0 or mark not in ended.output:
+            return ended
+        return Ended(ended.code, "", ended.output.rpartition(mark)[2].strip())

@@ -1,0 +1,187 @@
+"""Programs on a SandboxFusion server: verdicts as in this machine's sandbox, and the server's failures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from bapo_megatron.config import RewardConfig
+from bapo_megatron.errors import ConfigError
+from bapo_megatron.reward.code import program_is_right
+from bapo_megatron.reward.endpoints import client
+from bapo_megatron.reward.functions import needs_sandbox
+from bapo_megatron.reward.pool import RewardPool, RewardResult
+from bapo_megatron.reward.sandbox.fusion import FusionServer
+from bapo_megatron.reward.sandbox.sandbox import SandboxError
+from bapo_megatron.types import Prompt
+from tests.support.fusion_server import BROKEN, run_code
+from tests.support.judge_server import Answer, JudgeServer, judge_server, raw, says
+from tests.unit.reward.test_code_reward import ADD, ASSERTS, CALL, CHECK, TWO
+
+pytestmark = pytest.mark.integration
+
+NODES = json.dumps(
+    {
+        "import_prefix": "class Node:\n    def __init__(self, value, next=None):\n"
+        "        self.value, self.next = value, next\n",
+        "test_code": "def total(node):\n    return node.value + (total(node.next) if node.next else 0)\n"
+        "def check(candidate):\n    assert total(candidate([1, 2, 3])) == 3 + 2 + 1\n",
+        "entry_point": "chain",
+    }
+)
+CHAIN = "def chain(values):\n    return Node(values[0], chain(values[1:])) if values else None"
+
+PROGRAMS = {
+    "script": (ADD, "a, b = map(int, input().split())\nprint(a + b)", True),
+    "script within main": (
+        ADD,
+        "if __name__ == '__main__':\n    print(sum(map(int, input().split())))",
+        True,
+    ),
+    "wrong script": (ADD, "print(3)", False),
+    "script that exits with 1": (ADD, "print(sum(map(int, input().split())))\nexit(1)", False),
+    "call": (CALL, "def order(items):\n    return sorted(items)", True),
+    "call of a method": (
+        CALL,
+        "class Solution:\n    def order(self, items):\n        return sorted(items)",
+        True,
+    ),
+    "wrong call": (CALL, "def order(items):\n    return items", False),
+    "call that prints": (CALL, "def order(items):\n    print(items)\n    return sorted(items)", True),
+    "asserts": (ASSERTS, "def double(x):\n    return 2 * x", True),
+    "wrong asserts": (ASSERTS, "def double(x):\n    return 2 * x if x != 'a' else 'a'", False),
+    "check": (CHECK, TWO.format("[0, 1]"), True),
+    "wrong check": (CHECK, TWO.format("[1, 0]"), False),
+    "objects": (NODES, CHAIN, True),
+    "wrong objects": (NODES, CHAIN.replace("values[0]", "1"), False),
+    "equal to everything": (
+        CALL,
+        "class All(list):\n    def __eq__(self, other):\n        return True\n\norder = All",
+        False,
+    ),
+    "early exit": (CALL, "import os\nprint('[1, 2, 3]')\nos._exit(0)", False),
+    "replaced builtins": (ASSERTS, "import builtins\nbuiltins.bool = lambda *_: True\ndouble = abs", False),
+    "floods": (ADD, "print('3' * 5_000_000)", False),
+    "loops": (ADD, "while True:\n    pass", False),
+}
+
+
+@pytest.fixture(scope="module")
+def fusion() -> Iterator[JudgeServer]:
+    with judge_server(run_code) as server:
+        yield server
+
+
+def root(server: JudgeServer) -> str:
+    return server.url.removesuffix("/v1")
+
+
+def right(server: FusionServer | None, ground_truth: str, source: str, case_s: float = 20.0) -> bool:
+    response = f"So:\n```python\n{source}\n```"
+    return program_is_right(ground_truth, response, 512, case_s, 200.0, server)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_verdicts_are_those_of_this_machines_sandbox(fusion: JudgeServer, name: str) -> None:
+    ground_truth, source, expected = PROGRAMS[name]
+    case_s = 1.0 if name == "loops" else 20.0
+    assert right(FusionServer(root(fusion)), ground_truth, source, case_s) is expected
+    assert right(None, ground_truth, source, case_s) is expected
+
+
+def test_what_is_expected_is_not_sent(fusion: JudgeServer) -> None:
+    secret = 987654321
+    truth = json.dumps([f"assert f(1) == {secret}", f"assert f(1) - {secret} < 1"])
+    fusion.bodies.clear()
+    assert right(FusionServer(f"{root(fusion)}/run_code"), truth, "def f(x):\n    return 987654320 + x")
+    asked = [body["code"] for body in fusion.bodies if "987654320 + x" in body["code"]]
+    assert len(asked) == 2  # the judgement of the second came third, without the program
+    assert len(fusion.bodies) == 3
+    assert not any(str(secret) in code for code in asked)
+
+
+def test_a_program_has_the_time_of_its_test_and_of_its_response(fusion: JudgeServer) -> None:
+    fusion.bodies.clear()
+    response = "```python\nprint(4)\n```"
+    program_is_right(ADD, response, 300, 6.0, 2.5, FusionServer(root(fusion)))
+    [body] = fusion.bodies
+    assert body["memory_limit_MB"] == 300
+    assert 0 < body["run_timeout"] <= 2.5
+
+
+@pytest.mark.parametrize(
+    ("answer", "says_"),
+    [
+        (says(BROKEN), "could not run the program: .*SandboxError"),
+        (says({"status": "Success", "run_result": None}), "could not run the program"),
+        (says([1]), "could not run the program"),
+        (raw("<html>"), "its answer is no JSON"),
+        (says({"detail": "no such path"}, 404), "HTTP 404: .*no such path"),
+    ],
+    ids=["broken", "no result", "list", "html", "404"],
+)
+def test_a_server_that_is_wrong_makes_no_program_wrong(answer: Answer, says_: str) -> None:
+    with judge_server(answer) as server:
+        with pytest.raises(SandboxError, match=says_):
+            right(FusionServer(root(server)), ADD, "print(3)")
+        with pytest.raises(ConfigError, match=f"reward.sandbox_url: .*{says_}"):
+            FusionServer(root(server)).check()
+
+
+def test_a_busy_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "FIRST_WAIT_S", 0.01)
+    with judge_server(says({}, 429), says({}, 503), run_code) as server:
+        FusionServer(root(server)).check()
+        assert len(server.bodies) == 3
+
+
+def prompt() -> Prompt:
+    return Prompt(0, np.array([1], np.int32), ADD, "")
+
+
+def test_a_pool_runs_programs_there_and_counts_what_fails() -> None:
+    """Also where this machine's kernel has no walls: none are needed."""
+    with judge_server(run_code) as server:
+        reward = RewardConfig(function="code", sandbox_url=root(server), workers=1, failed=-2.0)
+        assert not needs_sandbox(reward)
+
+        async def act() -> list[RewardResult]:
+            pool = RewardPool(reward, 100)
+            await pool.start()
+            try:
+                texts = [f"```python\n{PROGRAMS[name][1]}\n```" for name in ("script", "wrong script")]
+                found = [await pool.score(prompt(), text, 1) for text in texts]
+                server._answers[:] = [says(BROKEN)]
+                return [*found, await pool.score(prompt(), texts[0], 1)]
+            finally:
+                await pool.close()
+
+        *found, failed = asyncio.run(act())
+    assert [(one.reward, one.failure) for one in found] == [(1.0, None), (0.0, None)]
+    assert (failed.reward, failed.failure) == (-2.0, "raised")
+    assert "SandboxError" in failed.detail
+
+
+def test_a_run_does_not_start_without_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bapo_megatron.reward.sandbox.fusion._TRIAL_S", 0.2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # nobody listens
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(
+            ConfigError, match=r"reward.sandbox_url: the server does not run programs: http://127"
+        ):
+            FusionServer(url).check()
+
+
+@pytest.mark.parametrize("url", ["sandbox:8080", "http://user:word@host/", "ftp://host", "http://"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    from bapo_megatron.config.validation import sandbox_problems
+
+    [problem] = sandbox_problems("reward.sandbox_url", url)
+    assert problem.startswith("reward.sandbox_url is no address: give http://HOST:PORT/run_code")
+    assert not list(sandbox_problems("reward.sandbox_url", "http://host:8080/run_code"))

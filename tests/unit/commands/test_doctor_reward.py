@@ -14,6 +14,7 @@ from bapo_megatron.commands.doctor.reward import tried_reward
 from bapo_megatron.config import RewardConfig, RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.types import Prompt
+from tests.support.judge_server import judge_server, judged, says
 
 RECIPE = Path(__file__).parents[3] / "recipes/demo_cpu.py"
 pytestmark = pytest.mark.integration
@@ -48,3 +49,25 @@ def test_the_doctor_calls_the_reward_of_a_recipe(tmp_path: Path, monkeypatch: py
     [row] = [row for row in rows if row.name == "reward"]
     assert row.state == "problem"
     assert "AttributeError: 'Prompt' object has no attribute 'truth'" in row.found
+
+
+def test_a_judge_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bapo_megatron.commands.doctor.reward.PATIENCE_S", 0.3)
+    config = load_recipe(RECIPE, RunConfig)
+    prompt = Prompt(3, np.zeros(1, np.int32), "34", "test", messages=[{"role": "user", "content": "17*2="}])
+
+    def tried(url: str) -> tuple[bool, str]:
+        reward = RewardConfig(function="llm_judge", settings={"url": url, "model": "m"})
+        return tried_reward(dataclasses.replace(config, reward=reward), prompt)
+
+    with judge_server(judged("Score: 1"), says({"error": "no such model"}, 404)) as server:
+        assert tried(server.url) == (True, "score 1 for row 3 with its ground truth in a box as the response")
+        works, found = tried(server.url)
+        assert not works
+        assert "no score for row 3" in found
+        assert "endpoint: " in found
+        assert "HTTP 404" in found
+        port = server.port
+    works, found = tried(f"http://127.0.0.1:{port}/v1")
+    assert not works
+    assert "no server took a connection for 0.3 s" in found

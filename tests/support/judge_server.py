@@ -7,7 +7,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from aiohttp import web
@@ -35,16 +35,21 @@ class JudgeServer:
 
     def release(self) -> None:
         """Let every call go on that waits in ``when_released``."""
-        self._loop.call_soon_threadsafe(self.released.set)
+        self._tell(self.released.set)
 
     def run(self) -> None:
-        self._loop.run_until_complete(self._serve())
+        with closing(self._loop):
+            self._loop.run_until_complete(self._serve())
 
     def wait_started(self) -> None:
         assert self._started.wait(120)
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self._tell(self._stop.set)
+
+    def _tell(self, what: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(what)
 
     async def _serve(self) -> None:
         app = web.Application(client_max_size=1 << 26)

@@ -121,7 +121,7 @@ class EvalOptions:
                 f"math and code"
             )
         if self.reward_settings and self.reward in (None, "reasoning_gym"):
-            yield f"reward_settings: reward={self.reward} takes none; leave them out, or name whose they are"
+            yield f"reward_settings needs reward: name whose settings they are; {self.reward} takes none"
         yield from sandbox_problems("sandbox_url", self.sandbox_url)
         if not self.judge_limit_s > 0:
             yield f"judge_limit_s={self.judge_limit_s} must be above 0"

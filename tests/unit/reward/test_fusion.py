@@ -148,7 +148,7 @@ def test_a_pool_runs_programs_there_and_counts_what_fails() -> None:
     """Also where this machine's kernel has no walls: none are needed."""
     with judge_server(run_code) as server:
         reward = RewardConfig(function="code", sandbox_url=root(server), workers=1, failed=-2.0)
-        assert not needs_sandbox(reward)
+        assert not needs_sandbox(reward, ["code"])
 
         async def act() -> list[RewardResult]:
             pool = RewardPool(reward, 100)

@@ -115,7 +115,9 @@ def test_an_evaluation_has_the_same_settings() -> None:
     assert options.run_config(Path("model"), Path("out"), 10).reward.settings == JUDGE
     with pytest.raises(ConfigError, match="reward_settings needs reward"):
         dataclasses.replace(options, reward=None).check()
-    with pytest.raises(ConfigError, match="reward=judge must be package.module:function or llm_j"):
+    with pytest.raises(
+        ConfigError, match="reward=judge must be package.module:function or one of reasoning_gym, llm_j"
+    ):
         dataclasses.replace(options, reward="judge").check()
     with pytest.raises(ConfigError, match="sandbox_url is no address"):
         dataclasses.replace(options, sandbox_url="host").check()

@@ -80,7 +80,7 @@ def test_an_endpoint_without_settings_is_refused(function: str) -> None:
     with pytest.raises(
         ConfigError,
         match=rf"^data.sources\[essays\].reward=reward_model has no settings: reward.settings are those of "
-        rf"reward.function={function}; set reward.function=reward_model, and name {function} as the reward of",
+        rf"reward.function={function}; set reward.function=reward_model, and name {function} as the reward",
     ):
         config.check()
     run_of(RewardConfig("reward_model"), sums="math", essays="reward_model").check()

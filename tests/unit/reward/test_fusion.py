@@ -65,7 +65,11 @@ PROGRAMS = {
         False,
     ),
     "early exit": (CALL, "import os\nprint('[1, 2, 3]')\nos._exit(0)", False),
-    "replaced builtins": (ASSERTS, "import builtins\nbuiltins.bool = lambda *_: True\ndouble = abs", False),
+    "replaced builtins": (
+        json.dumps(["assert len(f(3)) == 3"]),
+        "import builtins\nbuiltins.len = lambda items: 3\n\ndef f(n):\n    return []",
+        False,
+    ),
     "floods": (ADD, "print('3' * 5_000_000)", False),
     "loops": (ADD, "while True:\n    pass", False),
 }
@@ -118,12 +122,13 @@ def test_a_program_has_the_time_of_its_test_and_of_its_response(fusion: JudgeSer
     ("answer", "says_"),
     [
         (says(BROKEN), "could not run the program: .*SandboxError"),
+        (says({**BROKEN, "run_result": {"status": "Error", "stderr": "fork"}}), "could not run the program"),
         (says({"status": "Success", "run_result": None}), "could not run the program"),
         (says([1]), "could not run the program"),
         (raw("<html>"), "its answer is no JSON"),
         (says({"detail": "no such path"}, 404), "HTTP 404: .*no such path"),
     ],
-    ids=["broken", "no result", "list", "html", "404"],
+    ids=["broken", "error of the run", "no result", "list", "html", "404"],
 )
 def test_a_server_that_is_wrong_makes_no_program_wrong(answer: Answer, says_: str) -> None:
     with judge_server(answer) as server:

@@ -134,8 +134,7 @@ def test_a_real_server_samples_it(model: Path, room: Path) -> None:
     except ConfigError as error:
         pytest.skip(str(error))
     run_dir = room / "run"
-    server = ["--rollout.engine=sglang", "--rollout.sglang.flags", "--max-total-tokens", "2048"]
-    finish(start(model, room, run_dir, "--steps=2", "--checkpoint.every=2", *server))
+    finish(start(model, room, run_dir, "--steps=2", "--checkpoint.every=2", "--rollout.engine=sglang"))
     rows = read_jsonl(run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:

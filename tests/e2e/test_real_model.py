@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from bapo_megatron import cli
-from bapo_megatron.config import ParallelConfig, RunConfig
+from bapo_megatron.config import RunConfig
 from bapo_megatron.config.recipe import load_recipe
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.rehearsal.processes import rehearse
@@ -165,15 +165,18 @@ def test_kill_9_and_restart_end_bitwise_equal(model: Path, room: Path) -> None:
 
 
 def test_the_rehearsed_peak_is_the_measured_one(model: Path) -> None:
+    """But for the first update: gloo gathers the new weights through a copy of all of them, which no GPU has.
+    In the second one the activations of 512 tokens take more than that."""
     recipe = load_recipe(ROOT / RECIPE, RunConfig)
     config = dataclasses.replace(
         recipe,
         model=dataclasses.replace(recipe.model, hf_path=model),
-        parallel=ParallelConfig(),
-        batch=dataclasses.replace(recipe.batch, pack_tokens=256),
+        batch=dataclasses.replace(recipe.batch, pack_tokens=512),
     )
     [(peaks, _)] = real_ranks(config, packs=1)
     [rehearsed] = rehearse([RankRequest(config, 0, 1, "cpu")])
     assert rehearsed.error is None
+    del peaks["update 1"]
+    assert {"build", "bounds search 2", "update 2", "weight sync", "save"} <= set(peaks)
     for phase, size in peaks.items():
         assert rehearsed.gpu[phase].size == pytest.approx(size, rel=0.03), phase

@@ -119,6 +119,29 @@ def test_the_run_is_told_with_its_configuration(run: FilesOfRun) -> None:
     assert known.folder == run.paths.trackers
 
 
+def test_the_configuration_that_boards_get_has_no_keys(
+    run: FilesOfRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "abcdef0123")
+    config = {
+        "name": "demo",
+        "logging.project": "sums",
+        "data.path": "x",
+        "logging.on_event": ["https://hooks/T0/x"],
+        "checkpoint.after_export": "put --key k {folder}",
+        "reward.url": "http://me:word@host",
+        "reward.settings": {"key": "abcdef0123"},
+    }
+    run.paths.config.write_text(json.dumps({"format": 2, "config": config}))
+    assert tracked_run(run.paths.root).config == {
+        "name": "demo",
+        "logging.project": "sums",
+        "data.path": "x",
+        "reward.url": "http://***@host",
+        "reward.settings": "{'key': '***'}",
+    }
+
+
 def test_the_former_field_names_the_project(run: FilesOfRun) -> None:
     config = {"name": "demo", "logging.wandb_project": "older"}
     run.paths.config.write_text(json.dumps({"format": 2, "config": config}))

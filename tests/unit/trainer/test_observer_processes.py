@@ -7,11 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bapo_megatron.errors import Preempted
 from bapo_megatron.runtime.jsonl_log import JsonlLog
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.observer import processes
@@ -202,6 +204,17 @@ def test_one_that_hangs_neither_slows_nor_keeps_the_run(
     board.fault("")
     board.start(2001).close(LIMIT_S)
     assert board.shown == list(range(1, 2002))
+
+
+def test_a_run_that_is_preempted_hardly_waits(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "PREEMPTED_S", 0.25)
+    observers = board.start()
+    board.fault("hangs")
+    board.step(observers, 1)
+    with pytest.raises(Preempted, match="told to stop"), closing(observers):
+        raise Preempted("told to stop")
+    [event] = board.events
+    assert "shown steps up to 0 of 1 (no end within 0 s)" in event["message"]
 
 
 def test_steps_of_before_a_kill_are_an_event(board: Board) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from bapo_megatron.errors import Preempted
 from bapo_megatron.runtime.child_process import ChildProcess, exit_text, with_import_path
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_files import open_plain
@@ -20,6 +21,9 @@ from bapo_megatron.trainer.records.observer.state import TrackerState, read_stat
 
 CATCH_UP_S = 60.0
 """Seconds that all trackers together have at the end of a run for what they have not shown."""
+
+PREEMPTED_S = 10.0
+"""The same after Ctrl-C, and for a run that is preempted: Slurm may kill it soon, and its exit code is lost."""
 
 HANG_S = 600.0
 """Seconds without a sign of life from an observer that is behind, after which it is started anew; a pause
@@ -51,8 +55,15 @@ class Observers:
         for observer in self._observers:
             observer.tell(step)
 
-    def close(self, limit_s: float = CATCH_UP_S) -> None:
-        """Wait at most ``limit_s`` seconds until all have shown everything, and end them."""
+    def close(self, limit_s: float | None = None) -> None:
+        """Wait at most ``limit_s`` seconds until all have shown everything, and end them.
+
+        None: as long as the end of the run allows, which is an exception that is being handled, if one is.
+        """
+        if limit_s is None:
+            limit_s = (
+                PREEMPTED_S if isinstance(sys.exception(), Preempted | KeyboardInterrupt) else CATCH_UP_S
+            )
         for observer in self._observers:
             observer.send(END)
         deadline = time.monotonic() + limit_s

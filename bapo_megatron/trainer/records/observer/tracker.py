@@ -9,9 +9,14 @@ from typing import Protocol
 
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
+from bapo_megatron.trainer.records.observer.secrets import without_secrets
 
 _PROJECT = "bapo-megatron"
 """That of a run whose configuration is older than the field: the default of ``logging.project``."""
+
+
+_PRIVATE = ("logging.on_event", "checkpoint.after_export")
+"""Fields with commands and addresses of the user, which may hold a key (a webhook's address is one)."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class TrackedRun:
     name: str
     project: str
     config: dict[str, str]
-    """The configuration by dotted names."""
+    """The configuration by dotted names, without what may hold a key."""
     folder: Path
     """RUN/trackers, where a tracker without a server keeps its data."""
 
@@ -49,5 +54,5 @@ def tracked_run(root: Path) -> TrackedRun:
     with read_plain(paths.wandb_id) as file:
         run_id = file.read().decode().strip()
     project = config.get("logging.wandb_project") or config.get("logging.project", _PROJECT)
-    texts = {name: str(value) for name, value in config.items()}
+    texts = {name: without_secrets(str(value)) for name, value in config.items() if name not in _PRIVATE}
     return TrackedRun(run_id, config["name"], project, texts, paths.trackers.absolute())

@@ -23,7 +23,7 @@ CATCH_UP_S = 60.0
 """Seconds that all trackers together have at the end of a run for what they have not shown."""
 
 PREEMPTED_S = 10.0
-"""The same after Ctrl-C, and for a run that is preempted: Slurm may kill it soon, and its exit code is lost."""
+"""The same after Ctrl-C, and for a preempted run: Slurm may kill it soon, and its exit code is lost."""
 
 HANG_S = 600.0
 """Seconds without a sign of life from an observer that is behind, after which it is started anew; a pause

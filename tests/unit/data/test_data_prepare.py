@@ -496,7 +496,7 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name(tmp_path: Path, monkeypatch: 
         ({"ngram_words": 0}, "ngram_words=0"),
         (
             {"reward": "mine"},
-            "reward=mine must be one of math, code, math_or_code, reasoning_gym, or your own as module:",
+            "reward=mine must be one of math, .*llm_judge, reward_model, or your own as module:",
         ),
         ({"max_invalid": 2.0}, "max_invalid=2.0"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens=0"),

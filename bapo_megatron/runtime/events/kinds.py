@@ -92,6 +92,12 @@ EVENT_KINDS = {
     "step_lost": _usual("a step's rollouts are missing; they are sampled anew"),
     "journal_damaged": _usual("a part of the journal cannot be read"),
     "journal_missing": _usual("the journal is missing"),
+    "tracker_failed": _trouble("a board does not take the run's metrics; it is tried again"),
+    "tracker_back": _usual("a board that had failed shows the run again"),
+    "tracker_behind": _usual("a board did not show all of the run at its end"),
+    "tracker_kept": _usual("a board keeps steps as they were before a kill"),
+    "fork_position": _usual("where a fork goes on in the dataset"),
+    "forked": _usual("the run began with another run's checkpoint"),
     # the Slurm job
     "job_start": _usual("a job's start"),
     "job_ready": _usual("a job's nodes passed the probe"),

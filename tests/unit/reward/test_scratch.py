@@ -132,7 +132,7 @@ def test_a_worker_that_cannot_be_started_leaves_nothing(place: Path, monkeypatch
         raise OSError("no room for a process")
 
     monkeypatch.setattr(pool, "AnsweringChild", no_room)
-    worker = pool._Worker(RewardConfig())
+    worker = pool._Worker(RewardConfig(), ("math",))
     open_before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(OSError, match="no room"):

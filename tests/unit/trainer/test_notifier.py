@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -103,8 +104,24 @@ def test_without_a_target_there_is_no_process(config: RunConfig) -> None:
 
 
 def senders() -> list[psutil.Process]:
-    children = psutil.Process().children()
-    return [child for child in children if "bapo_megatron.runtime.events.sender" in child.cmdline()]
+    return [child for child in psutil.Process().children() if sends(child)]
+
+
+def sends(process: psutil.Process) -> bool:
+    try:
+        return "bapo_megatron.runtime.events.sender" in process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):  # a child of another test
+        return False
+
+
+def the_sender() -> psutil.Process:
+    """The one sender, as soon as its interpreter has begun: until then it has this process's command line."""
+    deadline = time.monotonic() + 300
+    while not (found := senders()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    [sender] = found
+    return sender
 
 
 @pytest.mark.parametrize("error", [None, Preempted("SIGTERM")])
@@ -117,7 +134,7 @@ def test_the_end_is_sent_before_the_process_of_the_run_ends(
     config = replace(config, logging=LoggingConfig(on_event=("$HOOK",)))
     try:
         with sending_events(config), recorded_end(config, True, log):
-            [sender] = senders()
+            sender = the_sender()
             assert "S3CRET" not in " ".join(sender.cmdline())
             log({"kind": "resume"})
             if error:
@@ -133,7 +150,7 @@ def test_a_sender_that_dies_costs_a_warning(
 ) -> None:
     config = replace(config, logging=LoggingConfig(on_event=(hook.url,)))
     with sending_events(config):
-        [sender] = senders()
+        sender = the_sender()
         os.kill(sender.pid, signal.SIGKILL)
     assert (
         "warning: logging.on_event: the process that sends events has ended with -9" in capfd.readouterr().err

@@ -77,12 +77,8 @@ def evaluate(options: EvalOptions) -> Results:
         )
     model = hf_model(location, options.hf_reference, output)
     tokenizer = load_tokenizer(model.folder)
-    suites = [
-        load_suite(
-            *(name, tokenizer, options.max_prompt_tokens, options.suites, options.reward or REWARD_FUNCTION)
-        )
-        for name in options.names
-    ]
+    function, most_tokens = options.reward or REWARD_FUNCTION, options.max_prompt_tokens
+    suites = [load_suite(name, tokenizer, most_tokens, options.suites, function) for name in options.names]
     longest = max(len(prompt.token_ids_P) for suite in suites for prompt in suite.prompts)
     _check_suites(suites, options, longest, limits_of(model.folder).context)
     with ExitStack() as opened:

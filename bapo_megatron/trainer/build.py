@@ -154,8 +154,12 @@ def _exports(config: RunConfig, recorder: Recorder) -> StepExports:
     asked, after = config.checkpoint, None
     if asked.after_export is not None:
         after = AfterExport(
-            *(config.directory, config.name, config.steps),
-            *(asked.after_export, asked.after_export_minutes, recorder.event),
+            config.directory,
+            config.name,
+            config.steps,
+            asked.after_export,
+            asked.after_export_minutes,
+            recorder.event,
         )
     return StepExports(config.directory, config.model.hf_path, asked.export_every, recorder.event, after)
 

@@ -484,9 +484,10 @@ def test_a_key_in_the_settings_is_refused_and_not_repeated() -> None:
 
 
 def test_planning_needs_neither_key_nor_tokenizer() -> None:
-    read_settings(
-        "reward_model", {**MODEL, "tokenizer": "/nowhere", "api_key_env": "NOT_THERE_7"}, here=False
-    )
+    elsewhere = {**MODEL, "tokenizer": "/nowhere", "api_key_env": "NOT_THERE_7"}
+    assert read_settings("reward_model", elsewhere, here=False).api_key_env == "NOT_THERE_7"
+    with pytest.raises(ConfigError, match="there is no such environment variable"):
+        read_settings("reward_model", elsewhere)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bapo_megatron.checkpoint.reader import _manifest, _trainer_state
+from bapo_megatron.checkpoint.reader import _trainer_state, manifest_of
 from bapo_megatron.data.fields import RowError
 from bapo_megatron.data.prompts import prompt_token_ids
 from bapo_megatron.errors import CheckpointError, ConfigError
@@ -248,7 +248,7 @@ def test_the_trainer_reads_descriptions_so_as_well(
     path = tmp_path / "step_000010" / name
     path.touch()
     attack(path)
-    problem = (_manifest if name == "manifest.json" else _trainer_state)(path.parent)[1]
+    problem = (manifest_of if name == "manifest.json" else _trainer_state)(path.parent)[1]
     assert problem is not None
     assert "cannot be read" in problem
     if name == "manifest.json":

@@ -261,7 +261,9 @@ def test_gradients_at_a_real_vocabulary_are_those_of_float64(entries: int) -> No
     gap_VT = wide_weight.grad  # the gradient of the logits: each token has a weight of its own
     assert ((weight.grad.double() - gap_VT).norm(dim=0) < 2e-6 * gap_VT.norm(dim=0)).all()
     size = (gap_VT.t().abs() @ wide_weight.detach().abs()).norm()  # weights of 30 cancel in the sum
-    assert (hidden.grad.double() - wide_hidden.grad).norm() < 2e-6 * size
+    # MKL on some processors adds up all entries in a row, which is off by 4e-5: as far as its own product is.
+    products = (gap_VT.t().float() @ weight.detach()).double() - wide_hidden.grad
+    assert (hidden.grad.double() - wide_hidden.grad).norm() < 2e-6 * size + 2 * products.norm()
 
 
 @pytest.mark.parametrize("chunk", [2, 50])

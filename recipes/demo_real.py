@@ -3,8 +3,8 @@
     make demo-real
 
 The model is SmolLM2-135M-Instruct, a Llama, out of a Python package (demo/smollm2.py). The problems and the
-reward are reasoning-gym's: sums, differences and products of one digit, which its verifiers score. 60 are held
-out; none of the 129 that train is one of them, nor a held-out sum or product in the other order.
+reward are reasoning-gym's: sums, differences and products of one digit, which its verifiers score. 60 are
+held out; none of the 129 that train is one of them, nor a held-out sum or product in the other order.
 
 At first the model explains, doubts and rambles, or answers at once and wrongly. It learns to write the
 equation with its result, and to stop. Each batch is used for six updates (two passes of three). Wrong

@@ -25,6 +25,7 @@ from bapo_megatron.config import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
+    LoggingConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -99,6 +100,16 @@ def test_a_good_reward_passes() -> None:
             r"export_every=25 must be a multiple of checkpoint.every=10.*: set it to 20$",
         ),
         ({"checkpoint": CheckpointConfig(every=10, export_every=4)}, "set it to 10$"),
+        ({"checkpoint": CheckpointConfig(after_export="up")}, "after_export='up' has no {folder} among its"),
+        (
+            {"checkpoint": CheckpointConfig(after_export="up '{folder}")},
+            "no closing quotation; give a program",
+        ),
+        ({"checkpoint": CheckpointConfig(after_export=" ")}, "after_export=' ': it is empty; give a program"),
+        (
+            {"logging": LoggingConfig(on_event=("mail 'me",))},
+            "on_event=.*no closing quotation; give a command",
+        ),
         ({"evaluation": EvaluationConfig(every=5)}, "evaluation.every=5 needs evaluation.suites"),
         ({"checkpoint": CheckpointConfig(keep_best=1)}, "keep_best=1 needs evaluation.every"),
         (

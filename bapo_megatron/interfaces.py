@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -212,21 +213,28 @@ class ReceivesHandles(ReleasesMemory, Protocol):
         """Take back the rest of the memory, and sample again."""
 
 
+class Need(Enum):
+    """What a sampler cannot go on without, in place of its answer."""
+
+    WEIGHTS = "weights"
+    """The present weights: no engine has them."""
+
+
 class Sampler(Protocol):
     """The rollout sampler: turns prompts into finished, rewarded groups. Lives on rank 0."""
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:
         """Begin before ``first_step``, at the ``state`` of the checkpoint before it, if there is one."""
 
-    def next_batch(self, step: int, wait_s: float) -> StepBatch | Literal["weights"] | None:
+    def next_batch(self, step: int, wait_s: float) -> StepBatch | Need | None:
         """The training batch of ``step``; None if it does not exist yet after ``wait_s`` seconds.
 
-        ``weights``: no engine works, and one needs the present weights once more.
+        ``Need.WEIGHTS``: no engine works, and one needs the present weights once more.
 
         The same step gets the same groups however often it is asked for, also after a restart.
         """
 
-    def evaluated(self, step: int, wait_s: float) -> Path | Literal["weights"] | None:
+    def evaluated(self, step: int, wait_s: float) -> Path | Need | None:
         """The file of the responses to held-out problems at the weights of ``step``, like ``next_batch``."""
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:

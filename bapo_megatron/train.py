@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from bapo_megatron.algo.measurements.staleness import age_metrics
 from bapo_megatron.data.packing import Sample, pack_samples, samples_of, split_into_updates
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.checkpointing import (
+from bapo_megatron.trainer.checkpointing import begin_checkpoint, finalize_checkpoint
+from bapo_megatron.trainer.corrections import corrected, correction_metrics, with_old_log_probs
+from bapo_megatron.trainer.evaluation import evaluate_if_due
+from bapo_megatron.trainer.flow_control import (
     WAIT_S,
-    begin_checkpoint,
-    begin_training,
-    finalize_checkpoint,
+    give_gpus_to_engines,
+    give_gpus_to_policy,
     stop_if_preempted,
     wait_for_sampler,
 )
-from bapo_megatron.trainer.corrections import corrected, correction_metrics, with_old_log_probs
-from bapo_megatron.trainer.evaluation import evaluate_if_due
 from bapo_megatron.trainer.profile import profiled
 from bapo_megatron.trainer.records.idle_search import MOVED
 from bapo_megatron.trainer.records.recorder import StepClock, check_engine_gap, check_one_sign, step_metrics
@@ -33,9 +33,10 @@ def train(run: Run) -> None:
     for step in range(run.first_step, run.config.steps + 1):
         evaluate_if_due(run, step - 1)
         clock = StepClock()
+        give_gpus_to_engines(run, step - 1)
         batch = next_batch(run, step)
         clock.lap("rollout")
-        begin_training(run, step - 1)
+        give_gpus_to_policy(run, step - 1)
         with profiled(run.config, step):
             updates = train_on(run, step, batch)
             clock.lap("update")
@@ -43,11 +44,11 @@ def train(run: Run) -> None:
             clock.lap("sync")
         if run.recorder:
             corrections = correction_metrics(run.config.algorithm)
-            names = [*run.clip_bounds.objective.metric_names(), *corrections]
+            names = [*run.update_loss.objective.metric_names(), *corrections]
             metrics = step_metrics(batch, updates, clock, names)
-            run.recorder.step(step, updates, {**metrics, **run.time_sharing.metrics()})
+            run.recorder.step(step, updates, {**metrics, **run.handover.metrics()})
         check_one_sign(step, updates, run.recorder)
-        is_first = run.time_sharing.is_shared and step == run.first_step
+        is_first = run.handover.is_shared and step == run.first_step
         check_engine_gap(run.config.algorithm, step, updates, run.recorder, is_first)
         if _is_due(run, step):
             begin_checkpoint(run, step)
@@ -73,10 +74,8 @@ def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
     sources = run.config.data.source_names
     groups = [samples_of(group, algorithm.advantage, sources) for group in batch.groups]
     if algorithm.old_log_probs == "trainer":
-        groups = with_old_log_probs(
-            *(run.policy, groups, run.config.batch.pack_tokens),
-            *(algorithm.importance_cap, algorithm.importance_level),
-        )
+        cap, level = algorithm.importance_cap, algorithm.importance_level
+        groups = with_old_log_probs(run.policy, groups, run.config.batch.pack_tokens, cap, level)
     parts = [
         (epoch, part)
         for epoch in range(algorithm.reuse_epochs)
@@ -118,16 +117,16 @@ def _no_update(run: Run, rejected: int, corrections: Metrics) -> Metrics:
     """
     if run.recorder:
         run.recorder.all_rejected(run.policy.version + 1, rejected)
-    names = [*run.clip_bounds.objective.metric_names(), "policy/grad_norm", "policy/lr"]
+    names = [*run.update_loss.objective.metric_names(), "policy/grad_norm", "policy/lr"]
     return {"version": run.policy.version, **dict.fromkeys(names), "policy/tokens": 0.0, **corrections}
 
 
 def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool, step_version: int) -> Metrics:
     """Make one optimizer step on ``packs``, with the loss of the update; its metrics."""
-    loss, _ = run.clip_bounds.loss(run.policy, packs, on_policy, step_version)
+    loss, _ = run.update_loss.loss(run.policy, packs, on_policy, step_version)
     result = run.policy.update(packs, loss)
-    weights = run.clip_bounds.observe(result.sums)
-    measured = run.clip_bounds.objective.metrics(result.sums, run.clip_bounds.found)
+    weights = run.update_loss.observe(result.sums)
+    measured = run.update_loss.objective.metrics(result.sums, run.update_loss.found)
     if on_policy and MOVED in measured:  # a share of stale updates: with ratios of 1 no bound matters
         measured[MOVED] = None
     return {

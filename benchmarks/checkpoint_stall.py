@@ -25,7 +25,7 @@ from bapo_megatron.config import AlgorithmConfig, BatchConfig, CheckpointConfig
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from benchmarks.common import (
     in_turns,
     is_quick,
@@ -76,7 +76,9 @@ class Training:
         self._policy: MegatronPolicy = torch_policy(model, batch)
         samples = random_samples(8, 512, size.vocab)
         self._packs = pack_samples(samples, batch.pack_tokens, layout=self._policy.pack_layout)
-        self._loss, _ = Clipping(AlgorithmConfig(bounds=grpo()), False).loss(self._policy, self._packs, True)
+        self._loss, _ = UpdateLoss(AlgorithmConfig(bounds=grpo()), False).loss(
+            self._policy, self._packs, True
+        )
         self._run_dir = folder
         self.store = CheckpointStore(folder, CheckpointConfig(keep_last=1))
         self._step = 0

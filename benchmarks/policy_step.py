@@ -28,7 +28,7 @@ from bapo_megatron.config import AlgorithmConfig, BatchConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.model import PolicyModel
-from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch
 from benchmarks.common import (
     in_turns,
@@ -65,7 +65,7 @@ QUICK = (Size(64, 2, 512, longest=64, samples=8, pack=128, rounds=1),)
 
 def of_policy(policy: MegatronPolicy, samples: Sequence[Sample], size: Size) -> Callable[[], object]:
     """One update with all sums of the exact search, at the bounds of the update before."""
-    clipping = Clipping(AlgorithmConfig(bounds=replace(eq8_literal(), scope="lagged")))
+    clipping = UpdateLoss(AlgorithmConfig(bounds=replace(eq8_literal(), scope="lagged")))
     packs = pack_samples(samples, size.pack, "token", policy.pack_layout)
 
     def step() -> None:

@@ -22,7 +22,7 @@ from bapo_megatron.algo.bapo import BoundsConfig, eq8_literal, grpo
 from bapo_megatron.config import AlgorithmConfig, BatchConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from benchmarks.common import (
     in_a_process,
     in_turns,
@@ -80,7 +80,7 @@ FULL, QUICK = Size(), Size(hidden=64, layers=2, vocab=512, longest=64, samples=8
 
 def updates(policy: MegatronPolicy, way: Way, size: Size) -> Callable[[], object]:
     """A function that makes one update, bounds included."""
-    clipping = Clipping(AlgorithmConfig(bounds=way.bounds), way.hold)
+    clipping = UpdateLoss(AlgorithmConfig(bounds=way.bounds), way.hold)
     packs = pack_samples(size.batch, size.pack, "token", policy.pack_layout)
 
     def update() -> None:

@@ -30,7 +30,7 @@ from bapo_megatron.checkpoint.writer import clear_leftovers
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import CheckpointError, ConfigError
 from bapo_megatron.hf.config import read_model_shape
-from bapo_megatron.runtime.distributed import is_main, share, together
+from bapo_megatron.runtime.distributed import broadcast_from_main, is_main, on_all_ranks
 from bapo_megatron.runtime.files import file_below, remove_folder, sync_file, sync_folder
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_entries
 from bapo_megatron.runtime.storage import writing
@@ -156,9 +156,9 @@ def make_fork(config: RunConfig, source: ForkSource) -> None:
     ``source`` gives no step. ConfigError if none is left; RunStopped if the disk is full or fails.
     """
     directory = config.directory
-    fork = share(read_fork(directory) if is_main() else None)
+    fork = broadcast_from_main(read_fork(directory) if is_main() else None)
     if fork is not None:
-        if share(_has_checkpoint(directory) if is_main() else None):
+        if broadcast_from_main(_has_checkpoint(directory) if is_main() else None):
             return
         source = _same_source(directory, fork, source)
     refused: dict[int, str] = {}
@@ -178,7 +178,7 @@ def _copied(checkpoint: Path, directory: Path, step: int) -> tuple[Path, str | N
     """A hidden folder of ``directory`` with the files of ``checkpoint``, their bytes checked; or why there is
     none. Collective."""
     final = RunPaths(directory).checkpoint(step)
-    hidden = final.with_name(f".{final.name}.{share(uuid.uuid4().hex[:8])}.tmp")
+    hidden = final.with_name(f".{final.name}.{broadcast_from_main(uuid.uuid4().hex[:8])}.tmp")
     return hidden, _on_main(lambda: _place(checkpoint, hidden)) or _damage(hidden, step)
 
 
@@ -188,9 +188,9 @@ def _on_main(action: Callable[[], T]) -> T:
         return action()
     with ThreadPoolExecutor(1, thread_name_prefix="fork") as pool:
         future = pool.submit(action) if is_main() else None
-        while not share(_is_done(future) if future else None):
+        while not broadcast_from_main(_is_done(future) if future else None):
             pass
-        return together(lambda: future.result() if future else None)[0]  # type: ignore[return-value]
+        return on_all_ranks(lambda: future.result() if future else None)[0]  # type: ignore[return-value]
 
 
 def _is_done(future: Future[T]) -> bool:

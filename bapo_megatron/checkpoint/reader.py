@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from bapo_megatron.checkpoint.writer import Digests, digest
 from bapo_megatron.errors import CheckpointError
-from bapo_megatron.runtime.distributed import is_main, share
+from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.runtime.files import file_below, read_file_inside
 from bapo_megatron.runtime.run_paths import MANIFEST, POLICY, TRAINER_STATE, Moment, RunPaths, step_entries
 
@@ -47,7 +47,9 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
     erase the run's record, and a person has to decide that.
     """
     folder, problems = RunPaths(run_dir).checkpoints, []
-    for moment, path in share(sorted(step_entries(folder), reverse=True) if is_main() else None):
+    for moment, path in broadcast_from_main(
+        sorted(step_entries(folder), reverse=True) if is_main() else None
+    ):
         try:
             return read_checkpoint(path, moment)
         except CheckpointError as error:
@@ -65,12 +67,12 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
 
 def read_checkpoint(path: Path, moment: Moment) -> Checkpoint:
     """The checkpoint in ``path``, or CheckpointError on every rank alike. Collective."""
-    files, problem = share(manifest_of(path) if is_main() else None)
+    files, problem = broadcast_from_main(manifest_of(path) if is_main() else None)
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, _first_damage(path, files))
     if found := problem or next(filter(None, problems), None):
         raise CheckpointError(found)
-    trainer, problem = share(_trainer_state(path) if is_main() else None)
+    trainer, problem = broadcast_from_main(_trainer_state(path) if is_main() else None)
     if problem:
         raise CheckpointError(problem)
     return Checkpoint(path, moment, trainer)

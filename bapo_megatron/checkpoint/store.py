@@ -22,7 +22,7 @@ from bapo_megatron import __version__
 from bapo_megatron.checkpoint.writer import PendingCheckpoint, clear_leftovers, on_main, remove
 from bapo_megatron.config import CheckpointConfig
 from bapo_megatron.interfaces import Saving
-from bapo_megatron.runtime.distributed import share
+from bapo_megatron.runtime.distributed import broadcast_from_main
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_paths import TRAINER_STATE, Moment, RunPaths, step_entries
 from bapo_megatron.runtime.storage import writing
@@ -78,7 +78,7 @@ class CheckpointStore:
         """
         assert self._pending is None, "finalize the checkpoint before"
         final = self._paths.checkpoint(*moment)
-        temporary = final.with_name(f".{final.name}.{share(uuid.uuid4().hex[:8])}.tmp")
+        temporary = final.with_name(f".{final.name}.{broadcast_from_main(uuid.uuid4().hex[:8])}.tmp")
         with writing(f"the checkpoint of step {moment[0]}", final):
             on_main(lambda: self._make_empty(temporary))
             on_main(lambda: write_atomically(temporary / TRAINER_STATE, json.dumps(trainer, indent=2)))

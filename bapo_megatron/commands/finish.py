@@ -6,11 +6,12 @@ from time import sleep
 
 from bapo_megatron.commands.report.page import headline
 from bapo_megatron.hf.export import export_hf, keep_others
-from bapo_megatron.runtime.distributed import is_main, share
+from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.checkpointing import bring_policy_back, stop_if_preempted
+from bapo_megatron.trainer.checkpointing import bring_policy_back
+from bapo_megatron.trainer.flow_control import stop_if_preempted
 
 _POLL_S = 1.0
 
@@ -39,12 +40,12 @@ def wait_for_exports(run: Run) -> None:
 
     Collective.
     """
-    if not share(run.exports.is_busy() if run.exports else False):
+    if not broadcast_from_main(run.exports.is_busy() if run.exports else False):
         return
     if run.exports:
         command = " and for checkpoint.after_export" if run.exports.after else ""
         print(f"waiting for the exports of earlier steps{command}", flush=True)
-    while share(run.exports.is_busy() if run.exports else False):
+    while broadcast_from_main(run.exports.is_busy() if run.exports else False):
         stop_if_preempted(run, run.config.steps)
         sleep(_POLL_S)
         if run.exports:

@@ -64,7 +64,7 @@ def check_names(config: RunConfig) -> None:
     """
     from bapo_megatron.reward.endpoints.settings import KINDS, read_settings
     from bapo_megatron.rollout.engines.registry import engine_backend
-    from bapo_megatron.trainer.clip_bounds import checked_loss
+    from bapo_megatron.trainer.update_loss import checked_loss
 
     if ":" not in config.rollout.engine:
         engine_backend(config.rollout.engine)

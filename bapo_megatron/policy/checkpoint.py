@@ -29,7 +29,7 @@ from bapo_megatron.errors import CheckpointError
 from bapo_megatron.policy.background_save import BackgroundSave, replace_results_queue
 from bapo_megatron.policy.state.optimizer_state import share_among_ranks
 from bapo_megatron.policy.state.stored_checkpoint import StoredCheckpoint, open_stored, read_by
-from bapo_megatron.runtime.distributed import everywhere
+from bapo_megatron.runtime.distributed import all_gather
 
 _CONTENT = {
     "singleton_local_shards": False,
@@ -84,7 +84,7 @@ def _opened(path: Path) -> StoredCheckpoint:
         stored, problem = open_stored(path), None
     except CheckpointError as error:
         stored, problem = None, str(error)
-    if found := next(filter(None, everywhere(problem)), None):
+    if found := next(filter(None, all_gather(problem)), None):
         raise CheckpointError(found)
     assert stored is not None
     return stored

@@ -21,7 +21,7 @@ from bapo_megatron.rehearsal.records import HAND_OVER, SAMPLE, SEARCH, UPDATE
 from bapo_megatron.rollout.weight_sync.buckets import Buckets
 from bapo_megatron.rollout.weight_sync.handles import shareable
 from bapo_megatron.trainer.build import build_policy
-from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch
 
 
@@ -48,7 +48,7 @@ class RankProgram:
     def update(self, packs: list[MicroBatch], number: int) -> None:
         """The search of the bounds and the update that uses them, as the training loop makes them."""
         algorithm = self._config.algorithm
-        clipping = Clipping(algorithm, self._config.batch.hold_forwards, self._config.data.source_names)
+        clipping = UpdateLoss(algorithm, self._config.batch.hold_forwards, self._config.data.source_names)
         if algorithm.old_log_probs == "trainer" and number == 1:
             with self._phase("old log-probs"):
                 self.policy.log_probs(packs, trained_only=True)

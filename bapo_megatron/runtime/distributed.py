@@ -287,21 +287,26 @@ def is_main() -> bool:
     return dist.get_rank() == 0
 
 
-def share(value: T | None) -> T:
+def broadcast_from_main(value: T | None) -> T:
     """Rank 0's ``value`` on every rank. Collective."""
     box = [value]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]  # type: ignore[return-value]
 
 
-def everywhere(value: T) -> list[T]:
+def all_gather(value: T) -> list[T]:
     """Every rank's ``value`` in rank order, on every rank. Collective."""
     boxes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(boxes, value)
     return boxes
 
 
-def together(call: Callable[[], T]) -> list[T]:
+def barrier() -> None:
+    """Wait until every rank has come here. Collective."""
+    all_gather(None)
+
+
+def on_all_ranks(call: Callable[[], T]) -> list[T]:
     """The results of ``call`` on all ranks, on every rank. Collective.
 
     If it fails on one of them all raise: that one its own error, the others one that names the rank.
@@ -312,7 +317,7 @@ def together(call: Callable[[], T]) -> list[T]:
     except Exception as error:  # the other ranks wait for this one
         kind = next((kind for kind in (ConfigError, StorageFailed) if isinstance(error, kind)), RunStopped)
         own, failure = error, (kind, str(error) or repr(error))
-    outcomes = everywhere((result, failure))
+    outcomes = all_gather((result, failure))
     if own is not None:
         raise own
     for rank, (_, told) in enumerate(outcomes):

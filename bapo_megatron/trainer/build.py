@@ -22,7 +22,7 @@ from bapo_megatron.runtime.distributed import is_main
 from bapo_megatron.runtime.preemption import PreemptionSignal
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.watchdog import Watchdog
-from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.gpu_handover import GpuHandover
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from bapo_megatron.trainer.records.notifier import recorded_end, sending_events
 from bapo_megatron.trainer.records.recorder import Recorder
@@ -33,18 +33,18 @@ from bapo_megatron.trainer.resume import (
     find_resume_point,
 )
 from bapo_megatron.trainer.sampling import build_weight_sync, open_sampler
-from bapo_megatron.trainer.time_sharing import TimeSharing
+from bapo_megatron.trainer.update_loss import UpdateLoss
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Run:
     """The parts of a run on one rank. What writes or samples exists on rank 0 alone."""
 
     config: RunConfig
     policy: Policy
-    clip_bounds: Clipping
+    update_loss: UpdateLoss
     sync: WeightSync
-    time_sharing: TimeSharing
+    handover: GpuHandover
     checkpoints: CheckpointStore
     sampler: Sampler | None
     """Rank 0's; the other ranks receive its batches."""
@@ -78,12 +78,12 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
     policy = build_policy(config)
     if is_main():
         announce_optimizer(policy.optimizer_name, has_cuda())
-    clip_bounds = Clipping(config.algorithm, config.batch.hold_forwards, config.data.source_names)
+    update_loss = UpdateLoss(config.algorithm, config.batch.hold_forwards, config.data.source_names)
     point = find_resume_point(config)
     saved = point.checkpoint
     if saved:
         policy.load(saved.policy, saved.trainer["version"])
-        clip_bounds.load_state(point.clipping(config))
+        update_loss.load_state(point.clipping(config))
     with ExitStack() as opened:
         recorder = exports = sampler = servers = None
         if is_main():
@@ -104,11 +104,23 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
         sync.push(policy, point.first_step - 1)
         client = sampler if isinstance(sampler, SamplerClient) else None
         ipc = sync if isinstance(sync, IpcSync) else None
-        time_sharing = TimeSharing(config, policy, client, servers, on_event, ipc)
+        handover = GpuHandover(config, policy, client, servers, on_event, ipc)
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
         yield Run(
-            *(config, policy, clip_bounds, sync, time_sharing, store, sampler, recorder, exports),
-            *(point.first_step, point.has_work, point.partial_step, preemption, watchdog),
+            config=config,
+            policy=policy,
+            update_loss=update_loss,
+            sync=sync,
+            handover=handover,
+            checkpoints=store,
+            sampler=sampler,
+            recorder=recorder,
+            exports=exports,
+            first_step=point.first_step,
+            has_work=point.has_work,
+            partial_step=point.partial_step,
+            preemption=preemption,
+            watchdog=watchdog,
         )
 
 

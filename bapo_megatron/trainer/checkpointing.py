@@ -1,58 +1,36 @@
-"""Checkpoints in the training loop: when one is written, and what happens when the run has to stop.
-
-All ranks take the same path: a rank 0 that waits for its sampler meets the others every few seconds.
-"""
+"""Checkpoints of the training loop: begun, made whole beside the next steps, or written before a stop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import perf_counter
-from typing import Any
 
 from bapo_megatron.checkpoint.resume_check import state_fingerprint
-from bapo_megatron.errors import Preempted, RunStopped
-from bapo_megatron.interfaces import Sampler
-from bapo_megatron.runtime.distributed import share
+from bapo_megatron.errors import RunStopped
+from bapo_megatron.runtime.distributed import broadcast_from_main
 from bapo_megatron.runtime.run_paths import POLICY, Moment
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.resume import PartialStep
 
-WAIT_S = 5.0
-"""How long rank 0 waits for its sampler before the ranks meet again."""
-
-
-def begin_training(run: Run, step: int) -> None:
-    """Give the GPUs to the policy, after ``step``. Collective.
-
-    RunStopped if the sampler or the memory is lost: after a checkpoint, if the policy is back.
-    """
-    try:
-        run.time_sharing.train()
-    except RunStopped:
-        if run.time_sharing.trains:
-            save_now(run, step)
-        raise
-
 
 def bring_policy_back(run: Run) -> None:
-    """Give the GPUs to the policy, for what needs no engines any more. Collective."""
+    """Give the GPUs to the policy for what needs no engines any more: lost ones stop nobody. Collective."""
     try:
-        run.time_sharing.train()
+        run.handover.to_policy()
     except RunStopped:
-        if not run.time_sharing.trains:
+        if not run.handover.policy_has_gpus:
             raise
 
 
 def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) -> None:
     """Begin to write the checkpoint after ``step``, or after the ``partial`` next step. Collective."""
     start = perf_counter()
-    bring_policy_back(run)
-    finalize_checkpoint(run, wait=True)  # the one before
-    sampler = share(run.sampler.state() if run.sampler else None)
+    bring_policy_back(run)  # an offloaded policy has nothing on the GPU that could be copied
+    finalize_checkpoint(run, wait=True)  # the one before: one writer at a time
+    sampler = broadcast_from_main(run.sampler.state() if run.sampler else None)
     state = {
         "version": run.policy.version,
         "sampler": sampler,
-        "clipping": run.clip_bounds.state(),
+        "clipping": run.update_loss.state(),
         "within": partial,
         "certificate": state_fingerprint(run.config, run.policy, sampler),
     }
@@ -85,55 +63,6 @@ def save_now(run: Run, step: int, partial: PartialStep | None = None) -> None:
     if _moment(step, partial) > run.checkpoints.newest:
         begin_checkpoint(run, step, partial)
     finalize_checkpoint(run, wait=True)
-
-
-def stop_if_preempted(run: Run, step: int, partial: PartialStep | None = None) -> None:
-    """Save, then raise Preempted, if a signal or the job's clock asks the run to stop. Collective.
-
-    Every call also resets the watchdog.
-    """
-    run.watchdog.beat()
-    if reason := run.preemption.reason():
-        save_now(run, step, partial)
-        updates = f" and {len(partial.updates)} updates of the next" if partial else ""
-        raise Preempted(f"{reason}; saved after step {step}{updates}")
-
-
-def wait_for_sampler(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
-    """The sampler's answer to ``ask``, on every rank, at the weights after ``step``. Collective.
-
-    ``ask`` returns None where there is no answer yet, or ``"weights"`` if an engine needs the present weights
-    again; it is called until there is an answer. The ranks meet every ``WAIT_S`` seconds, so no collective
-    times out however long sampling takes. RunStopped, after a checkpoint, if there will be no answer.
-    """
-    while True:
-        stop_if_preempted(run, step)
-        finalize_checkpoint(run)
-        answer = _answer(run, ask)
-        if answer == "weights":
-            begin_training(run, step)  # colocated engines are ended, and the policy comes back
-            run.sync.push(run.policy, step)
-        elif isinstance(answer, RunStopped):
-            save_now(run, step)
-            raise answer
-        elif answer is not None:
-            return answer
-
-
-def _answer(run: Run, ask: Callable[[Sampler], Any]) -> Any:
-    """The sampler's answer, or the RunStopped that it raised, on every rank. Engines get the GPUs first."""
-    try:
-        run.time_sharing.sample()
-    except RunStopped as stopped:
-        return stopped
-    return share(_answer_or_error(run.sampler, ask) if run.sampler else None)
-
-
-def _answer_or_error(sampler: Sampler, ask: Callable[[Sampler], Any]) -> Any:
-    try:
-        return ask(sampler)
-    except RunStopped as stopped:
-        return stopped
 
 
 def _moment(step: int, partial: PartialStep | None) -> Moment:

@@ -80,7 +80,7 @@ def corrected(
       trained tokens
     - ``corrections/weight``: mean importance weight of the tokens that are left; None where there are none
 
-    ``on_policy`` as in ``Clipping.loss``. Collective where a forward pass is made.
+    ``on_policy`` as in ``UpdateLoss.loss``. Collective where a forward pass is made.
     """
     names = correction_metrics(algorithm)
     if not names:

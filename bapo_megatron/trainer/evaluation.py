@@ -8,7 +8,7 @@ from pathlib import Path
 from bapo_megatron.evaluation.scoring import ScoredResponse, score, vote_of
 from bapo_megatron.reward.functions import reads_boxes
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.checkpointing import WAIT_S, wait_for_sampler
+from bapo_megatron.trainer.flow_control import WAIT_S, give_gpus_to_engines, wait_for_sampler
 from bapo_megatron.types import Metrics
 
 
@@ -16,6 +16,7 @@ def evaluate_if_due(run: Run, step: int) -> None:
     """Evaluate the weights after ``step`` if an evaluation is due; training waits. Collective."""
     if not run.config.evaluates(step):
         return
+    give_gpus_to_engines(run, step)
     path: Path = wait_for_sampler(run, step, lambda sampler: sampler.evaluated(step, WAIT_S))
     if run.recorder:
         metrics = evaluation_metrics(path, boxed=reads_boxes(run.config.reward.function))

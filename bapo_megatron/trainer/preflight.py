@@ -36,10 +36,10 @@ from bapo_megatron.runtime.distributed import launched_world_size
 from bapo_megatron.runtime.events.targets import unreachable_targets
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.runtime.user_command import missing_program
-from bapo_megatron.trainer.clip_bounds import checked_loss
 from bapo_megatron.trainer.records.installed_trackers import check_logging
 from bapo_megatron.trainer.sampling import load_suites
 from bapo_megatron.trainer.sft import load_solutions
+from bapo_megatron.trainer.update_loss import checked_loss
 
 
 def check_run(config: RunConfig, read_dataset: bool = True, fork: ForkSource | None = None) -> None:

@@ -18,7 +18,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import ResumeError
 from bapo_megatron.interfaces import Policy, Sampler
 from bapo_megatron.rollout.sampler.beginning import FORKED
-from bapo_megatron.runtime.distributed import is_main, share
+from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.trainer.records.metrics_log import evaluation_means
 from bapo_megatron.types import Metrics
 
@@ -74,11 +74,13 @@ def find_resume_point(config: RunConfig) -> ResumePoint:
     latest = latest_checkpoint(config.directory)
     first_step = latest.step + 1 if latest else 1
     partial = PartialStep(*latest.trainer["within"]) if latest and latest.trainer["within"] else None
-    has_work = first_step <= config.steps or share(is_main() and _lacks_last_evaluation(config, latest))
-    changed = share(changed_settings(config) if is_main() else None)
+    has_work = first_step <= config.steps or broadcast_from_main(
+        is_main() and _lacks_last_evaluation(config, latest)
+    )
+    changed = broadcast_from_main(changed_settings(config) if is_main() else None)
     if partial:
         check_partial_step(changed, config)
-    begun = share(read_fork(config.directory) if is_main() else None)
+    begun = broadcast_from_main(read_fork(config.directory) if is_main() else None)
     is_beginning = begun and latest and latest.moment == (begun.origin.step, 0)
     return ResumePoint(latest, first_step, partial, has_work, changed, begun if is_beginning else None)
 
@@ -97,7 +99,7 @@ def check_restored(
     checkpoint is its beginning, and what its settings change is not compared. Collective.
     """
     stored = saved.trainer["certificate"]
-    found = state_fingerprint(config, policy, share(sampler.state() if sampler else None))
+    found = state_fingerprint(config, policy, broadcast_from_main(sampler.state() if sampler else None))
     differences = fingerprint_differences(config, stored, found)
     if fork:
         differences = {

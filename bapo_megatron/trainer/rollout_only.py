@@ -15,7 +15,7 @@ from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.step_batches import step_path
-from bapo_megatron.runtime.distributed import is_main, share
+from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.runtime.jsonl_log import read_jsonl
 from bapo_megatron.runtime.preemption import PreemptionSignal
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -39,7 +39,7 @@ def sample_steps(
 
     Preempted or RunStopped on every rank if it has to stop before; the same command goes on.
     """
-    first_step = share(next_step(config) if is_main() else None)
+    first_step = broadcast_from_main(next_step(config) if is_main() else None)
     if is_main():
         with _opened_record(config, first_step) as record:
             if event:
@@ -88,7 +88,7 @@ def _sample(
         for step in range(first_step, config.steps + 1):
             clock = StepClock()
             batch = None
-            while not share(batch is not None):
+            while not broadcast_from_main(batch is not None):
                 watchdog.beat()
                 if reason := preemption.reason():
                     raise Preempted(f"{reason}; {step - 1} of {config.steps} steps are sampled")
@@ -105,7 +105,7 @@ def _sample(
 def _ask(sampler: SamplerClient | None, step: int) -> StepBatch | None:
     """The batch of ``step``, on rank 0, if it exists by now. RunStopped, on all ranks, if none will come."""
     answer = _batch_or_error(sampler, step) if sampler else None
-    if stopped := share(answer if isinstance(answer, RunStopped) else None):
+    if stopped := broadcast_from_main(answer if isinstance(answer, RunStopped) else None):
         raise stopped
     return answer if isinstance(answer, StepBatch) else None
 

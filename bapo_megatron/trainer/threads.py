@@ -16,7 +16,7 @@ from bapo_megatron.checkpoint.run_directory import THREADS
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.validation import flat
 from bapo_megatron.policy.device import has_cuda
-from bapo_megatron.runtime.distributed import is_main, launched_world_size, share
+from bapo_megatron.runtime.distributed import broadcast_from_main, is_main, launched_world_size
 
 Event = dict[str, Any]
 
@@ -30,7 +30,9 @@ def pin_threads(config: RunConfig) -> tuple[RunConfig, Event | None]:
     only a number that is asked for is set. Collective.
     """
     asked = config.threads
-    kept, is_other, present = share((_kept(config), _has_other_layout(config), torch.get_num_threads()))
+    kept, is_other, present = broadcast_from_main(
+        (_kept(config), _has_other_layout(config), torch.get_num_threads())
+    )
     threads = asked or (None if is_other else kept) or present
     if asked is None and has_cuda():
         return config, None

@@ -27,7 +27,7 @@ from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.policy.flops import attention_flops, linear_flops_per_token
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from benchmarks.gpu.rows import Row, Size, seconds
 
 LIMIT = 0.15
@@ -72,7 +72,7 @@ def of_mode(size: Size, path: Path, batch: BatchConfig) -> Iterator[Row]:
     policy = MegatronPolicy(model, ParallelConfig(), batch, OptimizerConfig(), planned_updates=100)
     samples = draw(size)
     packs = pack_samples(samples, size.pack, "token", policy.pack_layout)
-    clipping = Clipping(AlgorithmConfig(bounds=eq8_literal()))
+    clipping = UpdateLoss(AlgorithmConfig(bounds=eq8_literal()))
 
     def update() -> None:
         loss, _ = clipping.loss(policy, packs, on_policy=True)

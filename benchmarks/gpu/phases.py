@@ -24,7 +24,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.policy.device import uses_transformer_engine
 from bapo_megatron.rehearsal.layers import te_folder
 from bapo_megatron.trainer.build import build_policy
-from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from benchmarks.gpu.memory_and_speed import draw
 from benchmarks.gpu.rows import Row, Size, commands_environment
 
@@ -138,7 +138,7 @@ def measured(size: Size, config: RunConfig, folder: Path) -> dict[str, float]:
     with phase("build"):
         policy = build_policy(config)
     packs = pack_samples(draw(size)[:1], size.pack, "token", policy.pack_layout)
-    clipping = Clipping(config.algorithm)
+    clipping = UpdateLoss(config.algorithm)
     for number in (1, 2):
         with phase(f"bounds search {number}"):
             loss: Any = clipping.loss(policy, packs, on_policy=False)[0]

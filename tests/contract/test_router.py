@@ -176,7 +176,17 @@ def test_the_doctor_tells_servers_from_a_router(stack: Stack, router: Node) -> N
     shape = json.loads((stack.model / "config.json").read_text())
     urls = [server.process.url for server in stack.servers]
     recipe = Facts(
-        *("run", "runs/run", "sglang", False, urls, None, "retract", 4088, "float32", False, shape)
+        name="run",
+        directory="runs/run",
+        engine="sglang",
+        starts_servers=False,
+        urls=urls,
+        python=None,
+        on_update="retract",
+        longest_sequence=4088,
+        dtype="float32",
+        runs_programs=False,
+        model=shape,
     )
     rows = list(server_rows(recipe))
     keyless = {row.found for row in rows if row.state == "optional"}  # on loopback

@@ -21,7 +21,7 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Metrics, PackLayout, TokenStats
 from tests.support.bapo_objective import loss_fn
 from tests.support.metrics import known
@@ -62,7 +62,7 @@ def answer(
     batch = BatchConfig(pack_tokens=96, recompute="full")
     optimizer = OptimizerConfig(lr=1.0, eps=1.0)
     policy = MegatronPolicy(ModelConfig(folder, "float32"), parallel, batch, optimizer, updates)
-    clipping = Clipping(algorithm, hold)
+    clipping = UpdateLoss(algorithm, hold)
     packs = pack_samples(samples, 96, layout=policy.pack_layout)
     log_probs = {
         row: stats.log_prob_T[start : start + length].clone()

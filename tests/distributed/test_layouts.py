@@ -21,7 +21,7 @@ from bapo_megatron.config import (
 )
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.policy.megatron import MegatronPolicy
-from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 from tests.support.bapo_objective import loss_fn
 from tests.support.models import FAMILIES, FORMS, random_samples, save_tiny_model
@@ -295,6 +295,6 @@ def gradients_of(
     policy = MegatronPolicy(ModelConfig(folder, dtype), parallel, batch, settings, 1, 0.7)
     before = {name: tensor.float().clone() for name, tensor in policy.hf_weights()}
     packs = pack_samples(samples, 96, "sequence", policy.pack_layout)
-    clipping = Clipping(AlgorithmConfig(bounds=BOUNDS), hold)
+    clipping = UpdateLoss(AlgorithmConfig(bounds=BOUNDS), hold)
     policy.update(packs, clipping.loss(policy, packs, on_policy=False)[0])
     return {name: (before[name] - tensor.float()) / lr for name, tensor in policy.hf_weights()}

@@ -26,8 +26,8 @@ from bapo_megatron.policy.attention.context_parallel import slice_batch
 from bapo_megatron.policy.megatron import MegatronPolicy
 from bapo_megatron.policy.output_head import OutputHead
 from bapo_megatron.train import train_on
-from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.trainer.corrections import with_old_log_probs
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import Group, Metrics, MicroBatch, Prompt, Rollout, StepBatch, TokenStats
 from tests.support.metrics import known
 from tests.support.models import VOCAB, random_samples, save_tiny_model
@@ -92,7 +92,7 @@ def answer(folder: Path, parallel: ParallelConfig, algorithm: AlgorithmConfig, s
     policy = MegatronPolicy(config.model, parallel, config.batch, config.optimizer, 4)
     grouped = [samples_of(group, algorithm.advantage) for group in batch(shift).groups]
     found = [one for group in with_old_log_probs(policy, grouped, 96, 1.5) for one in group]
-    run = run_of(config, policy, Clipping(algorithm))
+    run = run_of(config, policy, UpdateLoss(algorithm))
     metrics = train_on(run, 1, batch(shift))
     weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     return Answer(metrics, weights, [s.old_log_probs_R for s in found], [s.importance_R for s in found])

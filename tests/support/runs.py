@@ -7,8 +7,8 @@ from typing import Any
 from bapo_megatron.config import RunConfig
 from bapo_megatron.runtime.watchdog import Watchdog
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.clip_bounds import Clipping
-from bapo_megatron.trainer.time_sharing import TimeSharing
+from bapo_megatron.trainer.gpu_handover import GpuHandover
+from bapo_megatron.trainer.update_loss import UpdateLoss
 
 
 class Asked:
@@ -24,16 +24,16 @@ class Asked:
     def saved(self, seconds: float) -> None: ...
 
 
-def run_of(config: RunConfig, policy: Any, clip_bounds: Clipping, checkpoints: Any = None) -> Run:
+def run_of(config: RunConfig, policy: Any, update_loss: UpdateLoss, checkpoints: Any = None) -> Run:
     """A run that samples nothing, records nothing, and is never asked to stop."""
     nothing: Any = None
     never: Any = Asked()
     return Run(
         config=config,
         policy=policy,
-        clip_bounds=clip_bounds,
+        update_loss=update_loss,
         sync=nothing,
-        time_sharing=TimeSharing(config, policy, None, None, lambda _event: None),
+        handover=GpuHandover(config, policy, None, None, lambda _event: None),
         checkpoints=checkpoints,
         sampler=None,
         recorder=None,

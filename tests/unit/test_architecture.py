@@ -111,6 +111,14 @@ def test_heavy_packages_stay_where_they_belong() -> None:
             assert not {one for one in imports(path) if one.startswith("torch.distributed")}, name
 
 
+def test_no_tuple_is_unpacked_in_a_call() -> None:
+    """`f(*(a, b), *(c, d))` only pleases the formatter, and hides which argument is which."""
+    for path in [*modules().values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        for call in (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)):
+            unpacked = [one.value for one in call.args if isinstance(one, ast.Starred)]
+            assert not [one for one in unpacked if isinstance(one, ast.Tuple | ast.List)], (path, call.lineno)
+
+
 def test_the_tools_for_checkpoints_stand_alone() -> None:
     """They run where there is little memory and no GPU: no torch, and of the trainer its table of names."""
     for path in TOOLS.rglob("*.py"):

@@ -38,7 +38,7 @@ from bapo_megatron.data.canary import CanarySpec, canary_sequences, scored, unsc
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.runtime.distributed import is_main, share
+from bapo_megatron.runtime.distributed import broadcast_from_main, is_main
 from bapo_megatron.runtime.files import check_output_file
 from bapo_megatron.trainer.build import build_policy
 from bapo_megatron.trainer.preflight import check_weights
@@ -153,7 +153,7 @@ def verify_layout(config: VerifyConfig) -> int:
         if config.save is not None:
             write_layout_reference(config.save, ours)
         code = _conclude(reference, ours, config) if reference else 0
-    return share(code)
+    return broadcast_from_main(code)
 
 
 def measure_layout(

@@ -17,7 +17,7 @@ from bapo_megatron.commands.verify.layout_reference import TokenAnswers, Totals
 from bapo_megatron.config import RunConfig
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.runtime.distributed import gather, is_main, share
+from bapo_megatron.runtime.distributed import broadcast_from_main, gather, is_main
 from bapo_megatron.types import MicroBatch
 
 _OfSample = dict[int, tuple[np.ndarray, np.ndarray]]
@@ -34,7 +34,7 @@ def measure_tokens(policy: Policy, config: RunConfig, samples: Sequence[Sample])
     found: _OfSample = {}
     for ranks in gather(mine):  # ranks of one replica send the same
         found = {**ranks, **found}
-    ordered = share([found[index] for index in range(len(samples))] if is_main() else None)
+    ordered = broadcast_from_main([found[index] for index in range(len(samples))] if is_main() else None)
     return TokenAnswers([log_prob for log_prob, _ in ordered], [entropy for _, entropy in ordered])
 
 

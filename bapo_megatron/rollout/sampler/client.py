@@ -11,9 +11,10 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
+from bapo_megatron.interfaces import Need
 from bapo_megatron.rollout.engines.sent_weights import SentWeights
 from bapo_megatron.rollout.sampler.heartbeat import ALIVE, Heartbeat
 from bapo_megatron.rollout.sampler.process import WAKING, Setup
@@ -70,18 +71,18 @@ class SamplerClient:
         self._start_arguments = (first_step, state)
         self._call("start", first_step, state)
 
-    def next_batch(self, step: int, wait_s: float) -> StepBatch | Literal["weights"] | None:
+    def next_batch(self, step: int, wait_s: float) -> StepBatch | Need | None:
         """The groups that ``step`` trains on; None if they do not exist yet after ``wait_s`` seconds."""
         path = self._call("next_batch", step, wait_s)
-        if path is None or path == "weights":
+        if path is None or path is Need.WEIGHTS:
             return path  # type: ignore[no-any-return]
         self._deaths = 0
         self._start_arguments = (step + 1, None)
         return read_step(path.parent, step)
 
-    def evaluated(self, step: int, wait_s: float) -> Path | Literal["weights"] | None:
+    def evaluated(self, step: int, wait_s: float) -> Path | Need | None:
         """The file of the responses to held-out problems at the weights of ``step``, like ``next_batch``."""
-        found: Path | Literal["weights"] | None = self._call("evaluated", step, wait_s)
+        found: Path | Need | None = self._call("evaluated", step, wait_s)
         return found
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:

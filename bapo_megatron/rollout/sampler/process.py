@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import uvloop
@@ -31,6 +31,7 @@ from bapo_megatron.data.prompts import PromptSet
 from bapo_megatron.data.suites import Suite
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.hf.tokenizer import load_tokenizer
+from bapo_megatron.interfaces import Need
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.broadcast_receivers import PoolBroadcast
@@ -117,16 +118,16 @@ class Service:
         self._held_out.start(first_step)
         await self._sampler.start(first_step, state)
 
-    async def _next_batch(self, step: int, wait_s: float) -> Path | Literal["weights"] | None:
+    async def _next_batch(self, step: int, wait_s: float) -> Path | Need | None:
         return self._or_weights(await self._sampler.next_batch(step, wait_s))
 
-    async def _evaluated(self, step: int, wait_s: float) -> Path | Literal["weights"] | None:
+    async def _evaluated(self, step: int, wait_s: float) -> Path | Need | None:
         path = await self._held_out.responses(step, wait_s)
         self._sampler.check_engines()
         return self._or_weights(path)
 
-    def _or_weights(self, path: Path | None) -> Path | Literal["weights"] | None:
-        return "weights" if path is None and self._sampler.needs_weights else path
+    def _or_weights(self, path: Path | None) -> Path | Need | None:
+        return Need.WEIGHTS if path is None and self._sampler.needs_weights else path
 
     async def _load_weights(self, folder: Path, version: int, step: int) -> None:
         self._held_out.expect(step)

@@ -22,7 +22,7 @@ from bapo_megatron.rollout.engines.sent_weights import MakeDigester, Watched
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
 from bapo_megatron.rollout.weight_sync.disk import DiskSync
 from bapo_megatron.rollout.weight_sync.process_group import SendingGroup
-from bapo_megatron.runtime.distributed import share
+from bapo_megatron.runtime.distributed import broadcast_from_main
 from bapo_megatron.types import BroadcastGroup, BucketSpec
 
 T = TypeVar("T")
@@ -189,7 +189,7 @@ class BroadcastSync:
                 failed = self._attempt(self._engines, self._broadcast, weights, policy.version, step)
             for _ in weights:  # the other ranks take part in the gathering
                 pass
-        if share(failed):
+        if broadcast_from_main(failed):
             self._disk.push(policy, step)
 
     def _attempt(

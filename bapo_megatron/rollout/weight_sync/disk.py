@@ -21,7 +21,7 @@ from bapo_megatron.hf.stream_writer import write_shards
 from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.interfaces import Policy, Sampler
 from bapo_megatron.rollout.engines.sent_weights import MakeDigester, SentWeights, Watched
-from bapo_megatron.runtime.distributed import everywhere, is_main, together
+from bapo_megatron.runtime.distributed import all_gather, is_main, on_all_ranks
 from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.storage import writing
 
@@ -50,7 +50,7 @@ class DiskSync:
         if self._staging is None:
             return
         folder = self._write(self._staging, policy)
-        together(lambda: self._load(folder, policy.version, step))
+        on_all_ranks(lambda: self._load(folder, policy.version, step))
 
     def discard(self) -> None:
         """Delete what was written: no engine is to load it any more."""
@@ -70,9 +70,9 @@ class DiskSync:
         """The folder of ``policy.version``, on every rank. All raise if one could not write its share."""
         version = policy.version
         if not self._writers:
-            replicas = everywhere(policy.data_rank)
+            replicas = all_gather(policy.data_rank)
             self._writers = [rank for rank, replica in enumerate(replicas) if replica == 0]
-        together(lambda: staging.prepare(version) if is_main() else None)
+        on_all_ranks(lambda: staging.prepare(version) if is_main() else None)
         sent: list[SentWeights | None] = [None]
 
         def write_share() -> dict[str, int]:
@@ -90,9 +90,9 @@ class DiskSync:
                     pass
 
         try:
-            shares = together(write_share)
+            shares = on_all_ranks(write_share)
             files = {name: size for share in shares for name, size in share.items()}
-            together(lambda: staging.publish(version, files, sent[0]) if is_main() else None)
+            on_all_ranks(lambda: staging.publish(version, files, sent[0]) if is_main() else None)
         finally:
             if is_main():
                 staging.discard(version)

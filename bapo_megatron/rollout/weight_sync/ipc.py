@@ -25,7 +25,7 @@ from bapo_megatron.rollout.engines.sent_weights import MakeDigester, SentWeights
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
 from bapo_megatron.rollout.weight_sync.disk import DiskSync
 from bapo_megatron.rollout.weight_sync.handles import handles_of, remove_leftovers, shareable
-from bapo_megatron.runtime.distributed import everywhere, share, together
+from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, on_all_ranks
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class IpcSync:
     """The ``WeightSync`` (see interfaces.py) of colocated engines, which get the weights when they wake.
 
     ``push`` notes that there are new weights. ``hand_over``, and ``write`` for engines that it left out, come
-    when the GPUs change hands (``trainer/time_sharing.py``). All are collective.
+    when the GPUs change hands (``trainer/gpu_handover.py``). All are collective.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class IpcSync:
         try:
             watched = Watched(weights, self._make_digester)
             lent = _lent(self._buckets.cut(self._disk.checked(iter(watched))), readers)
-            while going and (found := together(lambda: next(lent, None)))[0] is not None:
+            while going and (found := on_all_ranks(lambda: next(lent, None)))[0] is not None:
                 handles = {reader: one for some in found for reader, one in (some or {}).items()}
                 going = self._ask(partial(self._deliver, going, handles))
             if not going:
@@ -143,7 +143,7 @@ class IpcSync:
 
     def _tell(self, event: dict[str, Any]) -> None:
         """Record an event. All ranks raise if rank 0 cannot."""
-        together(lambda: self._on_event(event))
+        on_all_ranks(lambda: self._on_event(event))
 
     def _deliver(
         self, names: Sequence[str], handles: Mapping[_Reader, bytes], engines: HandleReceivers
@@ -156,7 +156,7 @@ class IpcSync:
     def _ask(self, call: Callable[[HandleReceivers], T]) -> T:
         """What rank 0's ``call`` returns, on every rank; all raise if it fails."""
         engines = self._engines
-        found: list[Any] = together(lambda: call(engines) if engines is not None else None)
+        found: list[Any] = on_all_ranks(lambda: call(engines) if engines is not None else None)
         return found[0]  # type: ignore[no-any-return]
 
     def _readers(self, names: Sequence[str]) -> list[_Reader]:
@@ -164,9 +164,9 @@ class IpcSync:
 
         ConfigError, on every rank, if a GPU of an engine has no rank.
         """
-        gpus = share(dict(self._gpus))
+        gpus = broadcast_from_main(dict(self._gpus))
         own = self._device.index if self._device.type == "cuda" else dist.get_rank()
-        places = everywhere((socket.gethostname(), own))
+        places = all_gather((socket.gethostname(), own))
         ranks = {gpu: rank for rank, (host, gpu) in reversed([*enumerate(places)]) if host == places[0][0]}
         asked = {gpu for name in names for gpu in gpus[name]}
         if self._device.type != "cuda":

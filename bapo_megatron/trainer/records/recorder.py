@@ -14,7 +14,7 @@ from bapo_megatron.checkpoint.store import Saved
 from bapo_megatron.config import AlgorithmConfig, RunConfig
 from bapo_megatron.errors import GapError
 from bapo_megatron.reward.functions import is_built_in
-from bapo_megatron.runtime.distributed import share
+from bapo_megatron.runtime.distributed import barrier
 from bapo_megatron.runtime.jsonl_log import EventLog
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.idle_search import IdleSearch
@@ -193,7 +193,7 @@ def check_engine_gap(
     if recorder:
         recorder.engine_gap(step, message, on_gap)
     if on_gap == "stop":
-        share(None)  # the first process to fail ends the others: rank 0 must have written
+        barrier()  # the first process to fail ends the others: rank 0 must have written
         way = "raise the limit" if must_stop else "raise the limit or set algorithm.on_gap=warn"
         also = f", and above {FIRST_GAP_LIMIT:g} in the first step of colocated engines" if must_stop else ""
         raise GapError(

@@ -125,7 +125,7 @@ def test_stop_raises_on_every_rank_after_the_record_is_written(
 ) -> None:
     notes = Notes()
     waited: list[int] = []
-    monkeypatch.setattr(mismatch, "share", lambda _: waited.append(len(notes.taken)))
+    monkeypatch.setattr(mismatch, "barrier", lambda: waited.append(len(notes.taken)))
     with pytest.raises(GapError, match=r"step 7.*gap_mean_limit=0.05.*algorithm.on_gap=warn") as caught:
         mismatch.check_engine_gap(AlgorithmConfig(on_gap="stop"), 7, UPDATES, notes if main else None)
     assert waited == [int(main)]  # it waits with the others once it has written
@@ -148,7 +148,7 @@ def test_colocated_engines_that_begin_with_other_weights_stop_the_run(
     gap: float, limit: float | None, is_first: bool, stops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first gap of the step that could be measured counts."""
-    monkeypatch.setattr(mismatch, "share", lambda _: None)
+    monkeypatch.setattr(mismatch, "barrier", lambda: None)
     notes = Notes()
     config = AlgorithmConfig(gap_mean_limit=limit)
     updates = [

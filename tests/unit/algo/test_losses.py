@@ -22,11 +22,11 @@ from bapo_megatron.algo.papo_schedule import PapoConfig
 from bapo_megatron.algo.settings import settings_of
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch, SearchedLoss, TokenStats
 from tests.unit.algo.test_diagnostics import random_tokens
 from tests.unit.algo.test_objective import DUMMY, DUMMY_STATS, PACK, STATS, pack
-from tests.unit.trainer.test_clip_bounds import LN2, FakePolicy
+from tests.unit.trainer.test_update_loss import LN2, FakePolicy
 
 if TYPE_CHECKING:
     from bapo_megatron.config import RunConfig
@@ -95,7 +95,7 @@ def test_a_loss_without_a_search_makes_no_pass_and_is_reweighted_by_papo() -> No
     """Ratio 2, so factor 1.2: -1.2 (ln 2 - 1) + 3.6 (ln 2 - 2). Entropies are 0, so both tokens are unlikely:
     the first expands, the second contracts; far below its target PAPO weighs them 1.5 and 0.5."""
     policy = FakePolicy()
-    clipping = Clipping(algorithm(polarity=PapoConfig(True, memory=0.0, target_entropy=4.0)))
+    clipping = UpdateLoss(algorithm(polarity=PapoConfig(True, memory=0.0, target_entropy=4.0)))
     losses = []
     for _ in range(2):
         loss, found = clipping.loss(policy, PACKS, False)  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def test_another_search_goes_the_ways_of_the_bounds(
     """All tokens at ratio 2: the factor is 2, or 1 where the ratio is taken as known."""
     policy, on_policy, hold = FakePolicy(), rest.pop("on_policy", False), rest.pop("hold", False)
     path = f"{__name__}:SharedFactor"
-    clipping = Clipping(AlgorithmConfig(loss=path, **rest), hold)
+    clipping = UpdateLoss(AlgorithmConfig(loss=path, **rest), hold)
     loss, found = clipping.loss(policy, PACKS, on_policy)  # type: ignore[arg-type]
     assert found == (None if hold else pytest.approx(factor))
     assert policy.passes == passes

@@ -16,7 +16,7 @@ from bapo_megatron.algo.papo import polarity, reweighted
 from bapo_megatron.algo.papo_schedule import BranchWeights, PapoConfig, PapoSchedule, phase
 from bapo_megatron.config import AlgorithmConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 from tests.support.bapo_objective import loss_fn
 from tests.unit.algo.test_objective import pack
@@ -210,7 +210,7 @@ def test_search_and_loss_see_the_weights_of_the_updates_before() -> None:
 
     A = (1, -1, 2, -2): share 1/2. Then (0.5, -1.5, 3, -1): P = 3.5 of 6, which is 0.583, and 0.5 before.
     """
-    policy, clipping = EvenPolicy(), Clipping(algorithm())
+    policy, clipping = EvenPolicy(), UpdateLoss(algorithm())
     shares, losses, logs = [], [], []
     for _ in range(2):
         loss, found = clipping.loss(policy, [BATCH], on_policy=True)  # type: ignore[arg-type]
@@ -227,7 +227,7 @@ def test_search_and_loss_see_the_weights_of_the_updates_before() -> None:
         "polarity/contracting_weight": 1.0,
     }
     assert logs[1]["polarity/expanding_weight"] == 1.5
-    resumed = Clipping(algorithm())
+    resumed = UpdateLoss(algorithm())
     resumed.load_state(clipping.state())
     assert resumed.observe(torch.zeros(2000))["polarity/contracting_weight"] == 0.5
 
@@ -235,7 +235,7 @@ def test_search_and_loss_see_the_weights_of_the_updates_before() -> None:
 def test_off_means_untouched() -> None:
     """The very functions and passes of before, and nothing to keep."""
     config = AlgorithmConfig(bounds=balanced())
-    policy, clipping = EvenPolicy(), Clipping(config)
+    policy, clipping = EvenPolicy(), UpdateLoss(config)
     loss, found = clipping.loss(policy, [BATCH], on_policy=True)  # type: ignore[arg-type]
     assert policy.passes[0] == "rollouts"
     sums = loss(policy.stats(BATCH), BATCH)  # type: ignore[operator]

@@ -20,11 +20,11 @@ from bapo_megatron.algo.bapo import (
 )
 from bapo_megatron.algo.bounds import Bounds, BoundsConfig, high_values, low_values, search_bounds
 from bapo_megatron.config import AlgorithmConfig
-from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import SearchedLoss
 from tests.support import literal_bapo as literal
 from tests.unit.algo.test_objective import pack
-from tests.unit.trainer.test_clip_bounds import FakePolicy
+from tests.unit.trainer.test_update_loss import FakePolicy
 
 FIRST_PASS = dataclasses.replace(balanced(), negative_weight="first_pass")
 TWO_BY_TWO = BoundsConfig(
@@ -136,7 +136,7 @@ HELD = dataclasses.replace(balanced(), low_within_batch="held", target=0.3)
 def test_c_low_never_falls_within_a_batch(hold: bool) -> None:
     """Also where the update searches itself, and after a resume within the batch; the next begins anew."""
     policy = FakePolicy()
-    clipping = Clipping(AlgorithmConfig(bounds=HELD), hold)
+    clipping = UpdateLoss(AlgorithmConfig(bounds=HELD), hold)
     lows = []
     for packs, step_version in [(PLENTY, 7), (SCARCE, 7), (PLENTY, 7), (PLENTY, 9)]:
         loss, _ = clipping.loss(policy, packs, False, step_version)  # type: ignore[arg-type]
@@ -146,14 +146,14 @@ def test_c_low_never_falls_within_a_batch(hold: bool) -> None:
         clipping.observe(sums)
         metrics = clipping.objective.metrics(sums, clipping.found)
         lows.append(metrics["bapo/clip_low"])
-        resumed = Clipping(AlgorithmConfig(bounds=HELD), hold)
+        resumed = UpdateLoss(AlgorithmConfig(bounds=HELD), hold)
         resumed.load_state(json.loads(json.dumps(clipping.state())))
         clipping = resumed
     assert lows == [0.6, 0.9, 0.9, 0.6]
 
 
 def test_a_search_that_holds_nothing_keeps_nothing() -> None:
-    clipping = Clipping(AlgorithmConfig(bounds=balanced()))
+    clipping = UpdateLoss(AlgorithmConfig(bounds=balanced()))
     policy = FakePolicy()
     loss, _ = clipping.loss(policy, PLENTY, False, 7)  # type: ignore[arg-type]
     clipping.observe(policy.losses(PLENTY, loss))  # type: ignore[arg-type]

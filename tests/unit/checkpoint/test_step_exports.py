@@ -28,7 +28,7 @@ from bapo_megatron.interfaces import Saving
 from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.trainer.build import Run
 from bapo_megatron.trainer.checkpointing import finalize_checkpoint
-from bapo_megatron.trainer.clip_bounds import Clipping
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from checkpoints_tools import to_megatron
 from tests.support.checkpoint_models import folder_bytes, save_random_model
 from tests.support.runs import Asked, run_of
@@ -380,7 +380,7 @@ CONFIG = RunConfig("test", ModelConfig(Path("m")), DataConfig(Path("d")), steps=
 
 
 def run_with(owner: Owner) -> Run:
-    run = run_of(CONFIG, None, Clipping(CONFIG.algorithm), owner.store)
+    run = run_of(CONFIG, None, UpdateLoss(CONFIG.algorithm), owner.store)
     run.exports = owner.exports
     return run
 

@@ -111,7 +111,17 @@ def server(model: Path) -> Iterator[Played]:
 
 def facts(*urls: str, **more: Any) -> Facts:
     usual = Facts(
-        *("demo", "runs/demo", "sglang", False, list(urls), None, "retract", 256, "float32", False, SHAPE)
+        name="demo",
+        directory="runs/demo",
+        engine="sglang",
+        starts_servers=False,
+        urls=list(urls),
+        python=None,
+        on_update="retract",
+        longest_sequence=256,
+        dtype="float32",
+        runs_programs=False,
+        model=SHAPE,
     )
     return dataclasses.replace(usual, **more)
 

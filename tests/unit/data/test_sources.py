@@ -267,7 +267,7 @@ def test_another_weight_or_file_is_refused(tmp_path: Path, changed: dict[str, An
 
 
 def test_summaries_of_earlier_versions_are_of_no_source() -> None:
-    assert GroupSummary(*[3, [1.0], [5], ["stop"], []]).source == ""
+    assert GroupSummary(*json.loads('[3, [1.0], [5], ["stop"], []]')).source == ""
 
 
 # --- the warm start -------------------------------------------------------------------------------

@@ -28,10 +28,20 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def gemm(a: Tensor, transposed_a: bool, b: Tensor, transposed_b: bool, **rest: Any) -> Any:
     names = {"out": None, "bias": None, "is_grad": False, "accumulate": False, **rest}
-    return KERNELS["generic_gemm"](
-        *(a, transposed_a, b, transposed_b, names["out"], None, None, names["bias"], BFLOAT16, False, None),
-        *(names["is_grad"], NOTHING, 0, names["accumulate"], False),
+    operands = (
+        a,
+        transposed_a,
+        b,
+        transposed_b,
+        names["out"],
+        None,
+        None,
+        names["bias"],
+        BFLOAT16,
+        False,
+        None,
     )
+    return KERNELS["generic_gemm"](*operands, names["is_grad"], NOTHING, 0, names["accumulate"], False)
 
 
 def test_products_of_a_linear_layer_by_hand() -> None:

@@ -22,8 +22,8 @@ from bapo_megatron.config import AlgorithmConfig, DataConfig, ModelConfig, RunCo
 from bapo_megatron.data.packing import Sample, pack_samples
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.train import update
-from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.trainer.corrections import METRICS, corrected, correction_metrics, with_old_log_probs
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import MicroBatch, PackLayout, SearchedLoss, TokenFn, TokenStats, UpdateResult
 from tests.support.runs import run_of
 
@@ -244,7 +244,7 @@ def run(settings: AlgorithmConfig, groups: list[list[Sample]], hold: bool = Fals
     policy: Any = ShiftedPolicy()
     config = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), algorithm=settings)
     config = dataclasses.replace(config, batch=dataclasses.replace(config.batch, pack_tokens=64))
-    return update(run_of(config, policy, Clipping(settings, hold)), groups, 7), policy
+    return update(run_of(config, policy, UpdateLoss(settings, hold)), groups, 7), policy
 
 
 @pytest.mark.parametrize("mean", ["token", "sequence"])
@@ -315,7 +315,7 @@ def test_an_update_whose_responses_are_all_rejected_takes_no_step_and_says_so() 
     policy: Any = ShiftedPolicy()
     config = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), algorithm=settings)
     config = dataclasses.replace(config, batch=dataclasses.replace(config.batch, pack_tokens=64))
-    clipping = Clipping(settings)
+    clipping = UpdateLoss(settings)
     made = run_of(config, policy, clipping)
     made.recorder = recorder = Recording()  # type: ignore[assignment]
     update(made, GROUPS, 7)

@@ -17,8 +17,8 @@ from bapo_megatron.algo.corrections.importance_sampling import truncated_importa
 from bapo_megatron.config import AlgorithmConfig, BatchConfig, DataConfig, ModelConfig, RunConfig
 from bapo_megatron.data.packing import Sample
 from bapo_megatron.train import train_on
-from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.trainer.corrections import with_old_log_probs
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import (
     Group,
     MicroBatch,
@@ -97,7 +97,7 @@ def step(version: int = 8, **algorithm: object) -> tuple[list[dict[str, float | 
     settings = AlgorithmConfig(bounds=balanced(), reuse_epochs=2, advantage="dr_grpo", **algorithm)
     config = RunConfig("t", ModelConfig(Path("m")), DataConfig(Path("d")), batch=BatchConfig(pack_tokens=64))
     config = dataclasses.replace(config, algorithm=settings)
-    run = run_of(config, policy, Clipping(settings))
+    run = run_of(config, policy, UpdateLoss(settings))
     return train_on(run, 1, StepBatch((group(version),), {})), policy
 
 

@@ -17,7 +17,7 @@ FOUND = {"canary": "log-probs of the canary: 0.3", "weights": "bits of the weigh
 
 @pytest.fixture(autouse=True)
 def _differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "share", lambda value: value)
+    monkeypatch.setattr(resume, "broadcast_from_main", lambda value: value)
     monkeypatch.setattr(resume, "state_fingerprint", lambda *_: {})
     monkeypatch.setattr(resume, "fingerprint_differences", lambda *_: FOUND)
 

@@ -56,7 +56,10 @@ def test_the_table() -> None:
 
 def test_uniform_groups_are_those_dropped_and_those_kept(tmp_path: Path) -> None:
     config = RunConfig(
-        *("x", ModelConfig(tmp_path), DataConfig(tmp_path), 2),
+        name="x",
+        model=ModelConfig(tmp_path),
+        data=DataConfig(tmp_path),
+        steps=2,
         run_dir=tmp_path,
         logging=LoggingConfig(tensorboard=False),
     )

@@ -25,7 +25,7 @@ from tests.support.forked_commands import ROOT
 def present(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One process, whose environment gives three threads; its own number comes back."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(threads, "share", lambda value: value)
+    monkeypatch.setattr(threads, "broadcast_from_main", lambda value: value)
     monkeypatch.setattr(threads, "is_main", lambda: True)
     torch.set_num_threads(3)
     yield

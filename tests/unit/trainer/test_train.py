@@ -23,11 +23,12 @@ from bapo_megatron.config import (
     RunConfig,
 )
 from bapo_megatron.errors import Preempted, RunStopped
+from bapo_megatron.interfaces import Need
 from bapo_megatron.train import next_batch, train_on
 from bapo_megatron.trainer.build import Run
-from bapo_megatron.trainer.clip_bounds import Clipping
 from bapo_megatron.trainer.evaluation import evaluate_if_due
 from bapo_megatron.trainer.resume import PartialStep
+from bapo_megatron.trainer.update_loss import UpdateLoss
 from bapo_megatron.types import (
     Group,
     MicroBatch,
@@ -123,8 +124,8 @@ class Store:
 def run_with(**algorithm: object) -> tuple[Run, RecordingPolicy]:
     policy = RecordingPolicy()
     config = dataclasses.replace(CONFIG, algorithm=AlgorithmConfig(**algorithm))
-    clip_bounds = Clipping(config.algorithm)
-    return run_of(config, policy, clip_bounds, Store()), policy
+    update_loss = UpdateLoss(config.algorithm)
+    return run_of(config, policy, update_loss, Store()), policy
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,8 @@ class EndlessSampler:
 
 def test_the_ranks_meet_while_groups_are_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
     met = []
-    monkeypatch.setattr("bapo_megatron.trainer.checkpointing.share", lambda value: met.append(value) or value)
+    told = lambda value: met.append(value) or value  # noqa: E731
+    monkeypatch.setattr("bapo_megatron.trainer.flow_control.broadcast_from_main", told)
     run, _ = run_with()
     run.sampler = EndlessSampler(stops=False)  # type: ignore[assignment]
     assert next_batch(run, 4) == StepBatch((), {})
@@ -222,7 +224,7 @@ def test_an_evaluation_is_waited_for_recorded_and_scored(
     alone(monkeypatch)
     run, policy = run_with()
     run.config = dataclasses.replace(run.config, evaluation=EvaluationConfig(every=5, suites=("s",)))
-    path, answers, told = tmp_path / "step_000010.jsonl", [None, "weights", None], []
+    path, answers, told = tmp_path / "step_000010.jsonl", [None, Need.WEIGHTS, None], []
     row = {"suite": "s", "tokens": 3, "finish_reason": "stop", "failure": None, "response": ""}
     rows = [{**row, "problem": n // 2, "sample": n % 2, "correct": n < 2} for n in range(4)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -249,7 +251,8 @@ def test_an_evaluation_is_waited_for_recorded_and_scored(
 
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other ranks to tell."""
-    monkeypatch.setattr("bapo_megatron.trainer.checkpointing.share", lambda value: value)
+    for module in ("checkpointing", "flow_control"):
+        monkeypatch.setattr(f"bapo_megatron.trainer.{module}.broadcast_from_main", lambda value: value)
     monkeypatch.setattr("bapo_megatron.trainer.checkpointing.state_fingerprint", lambda *_: {})
 
 

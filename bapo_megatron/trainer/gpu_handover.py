@@ -1,15 +1,15 @@
-"""Time-sharing of GPUs: the policy trains on them, or colocated engines sample, never both.
+"""Hand-over of GPUs (time-sharing): the policy trains on them, or colocated engines sample, never both.
 
-    train    engines: abort, pause, release memory | driver: is it free? | policy: reload
-    sample   policy: offload | engines: take memory back, load weights, compare digests, sample
+    to_policy   engines: abort, pause, release memory | driver: is it free? | policy: reload
+    to_engines  policy: offload | engines: take memory back, load weights, compare digests, sample
 
 Each side moves only when the other is known to be out of the way. An engine that does not do what it is told
 is killed, and its memory is free then; it is started again when engines are to sample. None is started while
 the policy trains. The weights that engines wake with are written before the policy leaves (weight_sync/disk),
 or the policy leaves in two parts, and they read its weights between (weight_sync/ipc):
 
-    sample   policy: offload all but weights | engines: weights' memory, load, digests | policy: offload the
-             weights | engines: the other memory, sample
+    to_engines  policy: offload all but weights | engines: weights' memory, load, digests | policy: offload
+                the weights | engines: the other memory, sample
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from bapo_megatron.policy.device import free_gpu_bytes, gpu_name, release_cached
 from bapo_megatron.rollout.engines.backend import EngineServers
 from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.weight_sync.ipc import IpcSync
-from bapo_megatron.runtime.distributed import everywhere, share, together
+from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, on_all_ranks
 from bapo_megatron.types import Metrics
 
 _LOOK_S = 0.2
 
 
-class TimeSharing:
-    """Whose the GPUs are. All calls are collective, and do nothing where engines have GPUs of their own."""
+class GpuHandover:
+    """GPU hand-over between the policy and colocated engines.
+
+    All calls are collective, and do nothing where engines have GPUs of their own.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class TimeSharing:
         self._ipc = ipc
         self._offloads = config.parallel.offload
         self._limit_s, self._kept_bytes = 60 * engine.release_minutes, int(1e9 * engine.kept_gb)
-        self._trains = True
+        self._policy_has_gpus = True
         self._released: list[str] = []
         """Rank 0's: engines that have released their memory, and sleep."""
         self._handed: list[str] = []
@@ -68,42 +71,42 @@ class TimeSharing:
         self._seconds: Metrics = {}
 
     @property
-    def trains(self) -> bool:
-        """Whether the GPUs are the policy's."""
-        return self._trains
+    def policy_has_gpus(self) -> bool:
+        """Whether the policy has the GPUs, and may train."""
+        return self._policy_has_gpus
 
-    def train(self) -> None:
+    def to_policy(self) -> None:
         """Give the GPUs to the policy.
 
         RunStopped, on every rank, if the sampler's process or the memory is lost. The policy is back all the
-        same, for a last checkpoint, if it has room (``trains``).
+        same, for a last checkpoint, if it has room (``policy_has_gpus``).
         """
-        if not self.is_shared or self._trains:
+        if not self.is_shared or self._policy_has_gpus:
             return
         start = perf_counter()
         problem = _stop_of(self._release_engines) or self._wait_for_memory()
         self._beside_sleepers = free_gpu_bytes()
         if self._offloads:
-            together(self._reload)
-        self._trains = True
+            on_all_ranks(self._reload)
+        self._policy_has_gpus = True
         self._seconds["time/release_s"] = perf_counter() - start
         if problem is not None:
             raise problem
 
-    def sample(self) -> None:
+    def to_engines(self) -> None:
         """Give the GPUs to the engines.
 
         RunStopped, on every rank, if the host has no room for the policy, or the sampler's process or a
         server cannot go on.
         """
-        if not self.is_shared or not self._trains:
+        if not self.is_shared or not self._policy_has_gpus:
             return
         start = perf_counter()
-        self._trains = False  # also if what follows fails: `train` must bring the policy back
+        self._policy_has_gpus = False  # also if what follows fails: `to_policy` must bring it back
         if self._ipc is not None:
             self._give_weights(self._ipc)
-        together(self._leave)
-        together(self._wake_engines)
+        on_all_ranks(self._leave)
+        on_all_ranks(self._wake_engines)
         self._seconds["time/wake_s"] = perf_counter() - start
 
     def metrics(self) -> Metrics:
@@ -112,14 +115,14 @@ class TimeSharing:
 
     def _give_weights(self, ipc: IpcSync) -> None:
         """Give the weights to the engines that sleep, by handles, and to the rest, if any, by a folder."""
-        asleep = share(self._asleep())
+        asleep = broadcast_from_main(self._asleep())
         self._handed = []
         if takers := ipc.takers(asleep):
-            together(self._set_aside)
+            on_all_ranks(self._set_aside)
             self._released = [name for name in asleep if name not in takers]
             self._handed = ipc.hand_over(self._policy, takers)
         lack = self._servers is not None and set(self._servers.urls) > set(self._handed)
-        if share(lack):
+        if broadcast_from_main(lack):
             ipc.write(self._policy)
 
     def _set_aside(self) -> None:
@@ -193,8 +196,8 @@ class TimeSharing:
         killed. The error if it is not free then either."""
         if not (short := self._short()):
             return None
-        together(lambda: self._on_event({"kind": "memory_kept", "reason": short}))
-        together(self._end_engines)
+        on_all_ranks(lambda: self._on_event({"kind": "memory_kept", "reason": short}))
+        on_all_ranks(self._end_engines)
         if not (short := self._short()):
             return None
         return RunStopped(
@@ -204,7 +207,7 @@ class TimeSharing:
 
     def _short(self) -> str:
         """What GPUs lack after ``release_minutes``, on every rank; empty if nothing. Collective."""
-        return "; ".join(one for one in everywhere(self._missing()) if one)
+        return "; ".join(one for one in all_gather(self._missing()) if one)
 
     def _end_engines(self) -> None:
         if self._servers is not None:
@@ -227,7 +230,7 @@ class TimeSharing:
 def _stop_of(work: Callable[[], None]) -> RunStopped | None:
     """The RunStopped of ``work`` on any rank, on every rank. Collective."""
     try:
-        together(work)
+        on_all_ranks(work)
     except RunStopped as stopped:
         return stopped
     return None

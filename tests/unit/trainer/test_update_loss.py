@@ -13,7 +13,7 @@ import torch
 from bapo_megatron.algo.bapo import BoundsConfig, balanced, grpo
 from bapo_megatron.config import AlgorithmConfig, BatchConfig, DataConfig, ModelConfig, RunConfig
 from bapo_megatron.errors import ConfigError
-from bapo_megatron.trainer.clip_bounds import Clipping, checked_loss
+from bapo_megatron.trainer.update_loss import UpdateLoss, checked_loss
 from bapo_megatron.types import MicroBatch, SearchedLoss, TokenFn, TokenStats
 from tests.unit.algo.test_objective import pack
 
@@ -52,8 +52,8 @@ PACKS = [pack([1.0, -1.0], [-1.0, -1.0], [1.0, 1.0], [7, 7])]
 def chosen(bounds: BoundsConfig, on_policy: bool = False, **rest: Any) -> tuple[Any, Any, list[str]]:
     policy = FakePolicy()
     hold = rest.pop("hold", False)
-    clip_bounds = Clipping(AlgorithmConfig(bounds=bounds, **rest), hold)
-    loss, found = clip_bounds.loss(policy, PACKS, on_policy)  # type: ignore[arg-type]
+    update_loss = UpdateLoss(AlgorithmConfig(bounds=bounds, **rest), hold)
+    loss, found = update_loss.loss(policy, PACKS, on_policy)  # type: ignore[arg-type]
     return loss, found, policy.passes
 
 
@@ -115,7 +115,7 @@ def test_a_mask_that_is_the_loss_is_measured(old: Any, source: str, moment: floa
     """Of M2PO: at ratio 2 engine and trainer differ, which the loss must see."""
     policy = FakePolicy()
     config = AlgorithmConfig(loss="m2po", old_log_probs=old)
-    _, found = Clipping(config).loss(policy, PACKS, on_policy=True)  # type: ignore[arg-type]
+    _, found = UpdateLoss(config).loss(policy, PACKS, on_policy=True)  # type: ignore[arg-type]
     assert policy.passes == [source]
     assert found.moment == pytest.approx(moment)
 
@@ -137,24 +137,24 @@ def test_the_update_may_search_by_itself(scope: Any, hold: bool) -> None:
 def test_lagged_bounds_are_those_of_the_update_before() -> None:
     """The first update searches exactly; the second takes the sums that the first one's loss measured."""
     config = AlgorithmConfig(bounds=dataclasses.replace(balanced(), scope="lagged"))
-    policy, clip_bounds = FakePolicy(), Clipping(config)
-    loss, first = clip_bounds.loss(policy, PACKS, False)  # type: ignore[arg-type]
+    policy, update_loss = FakePolicy(), UpdateLoss(config)
+    loss, first = update_loss.loss(policy, PACKS, False)  # type: ignore[arg-type]
     assert policy.passes == ["model"]
-    assert clip_bounds.state() is None
-    clip_bounds.observe(policy.losses(PACKS, loss))  # type: ignore[arg-type]
+    assert update_loss.state() is None
+    update_loss.observe(policy.losses(PACKS, loss))  # type: ignore[arg-type]
     other = [pack([1.0, -9.0], [-1.0, -1.0], [1.0, 1.0], [7, 7])]
-    _, second = clip_bounds.loss(policy, other, True)  # type: ignore[arg-type]
+    _, second = update_loss.loss(policy, other, True)  # type: ignore[arg-type]
     assert policy.passes == ["model"]
     assert second.bounds == first.bounds
 
-    resumed = Clipping(config)
-    resumed.load_state(clip_bounds.state())
+    resumed = UpdateLoss(config)
+    resumed.load_state(update_loss.state())
     _, third = resumed.loss(policy, other, False)  # type: ignore[arg-type]
     assert policy.passes == ["model"]
     assert third.bounds == first.bounds
 
 
 def test_only_lagged_bounds_keep_anything() -> None:
-    clip_bounds = Clipping(AlgorithmConfig(bounds=balanced()))
-    clip_bounds.observe(torch.zeros(500))
-    assert clip_bounds.state() is None
+    update_loss = UpdateLoss(AlgorithmConfig(bounds=balanced()))
+    update_loss.observe(torch.zeros(500))
+    assert update_loss.state() is None

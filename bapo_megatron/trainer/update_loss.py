@@ -46,7 +46,7 @@ def checked_loss(config: RunConfig) -> Loss:
     return loss
 
 
-class Clipping:
+class UpdateLoss:
     """The loss of each update, with the clipping bounds (or what else ``algorithm.loss`` searches) in it.
 
     Between updates it keeps the sums of the last one for lagged bounds, what a search carries to the next one

@@ -21,8 +21,8 @@ from bapo_megatron.config import (
 from bapo_megatron.errors import RunStopped
 from bapo_megatron.rollout.engines.backend import EngineServers
 from bapo_megatron.rollout.weight_sync.ipc import IpcSync
-from bapo_megatron.trainer import time_sharing
-from bapo_megatron.trainer.time_sharing import TimeSharing
+from bapo_megatron.trainer import gpu_handover
+from bapo_megatron.trainer.gpu_handover import GpuHandover
 
 pytestmark = pytest.mark.usefixtures("one_process_group")
 
@@ -189,73 +189,73 @@ class Scene(EngineServers):
 def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
     made = Scene()
     clock = [0.0]
-    monkeypatch.setattr(time_sharing, "free_gpu_bytes", made.free)
-    monkeypatch.setattr(time_sharing, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(time_sharing, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(gpu_handover, "free_gpu_bytes", made.free)
+    monkeypatch.setattr(gpu_handover, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(gpu_handover, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     return made
 
 
 @pytest.fixture
-def shared(scene: Scene) -> TimeSharing:
+def shared(scene: Scene) -> GpuHandover:
     parts: Any = scene
-    return TimeSharing(CONFIG, parts, parts, parts, scene.events.append)
+    return GpuHandover(CONFIG, parts, parts, parts, scene.events.append)
 
 
-def test_each_side_moves_when_the_other_is_out_of_the_way(scene: Scene, shared: TimeSharing) -> None:
-    shared.train()  # the policy has the GPUs at first
+def test_each_side_moves_when_the_other_is_out_of_the_way(scene: Scene, shared: GpuHandover) -> None:
+    shared.to_policy()  # the policy has the GPUs at first
     assert scene.calls == []
-    shared.sample()
-    shared.sample()
+    shared.to_engines()
+    shared.to_engines()
     assert scene.calls == ["offload", "start one", "start two", "admit"]
-    shared.train()
-    shared.train()
+    shared.to_policy()
+    shared.to_policy()
     assert scene.since(4) == ["hold", "release", "reload"]
-    shared.sample()
+    shared.to_engines()
     assert scene.since(7) == ["offload", "wake one two", "admit"]
     assert set(shared.metrics()) == {"time/wake_s", "time/release_s"}
     assert scene.events == []
 
 
 @pytest.fixture
-def handing(scene: Scene) -> TimeSharing:
+def handing(scene: Scene) -> GpuHandover:
     """Shared GPUs, where weights go by handles."""
     parts: Any = scene
     sync = IpcSync(
         parts, parts, {"one": [0], "two": [1]}, torch.device("cpu"), bucket_mb=1, on_event=scene.events.append
     )
     sync.push(parts, 6)
-    return TimeSharing(CONFIG, parts, parts, parts, scene.events.append, sync)
+    return GpuHandover(CONFIG, parts, parts, parts, scene.events.append, sync)
 
 
 WAKE = ["set aside", "begin one two", "receive", "confirm one two", "offload", "finish one two", "admit"]
 
 
-def test_engines_read_the_weights_before_they_leave(scene: Scene, handing: TimeSharing) -> None:
+def test_engines_read_the_weights_before_they_leave(scene: Scene, handing: GpuHandover) -> None:
     """At first nobody can: the servers have yet to start. Later nothing is written."""
-    handing.sample()
+    handing.to_engines()
     start = ["expect 4 of 6", "write 4 of 6", "offload", "start one", "start two", "admit"]
     assert scene.calls == start
     for _ in range(3):
-        handing.train()
+        handing.to_policy()
         place = len(scene.calls)
         scene.memory["buffers"] = scene.memory.get("buffers", 0) + 2 * GB  # the trainer's
-        handing.sample()
+        handing.to_engines()
         assert scene.since(place) == WAKE
-    handing.train()
+    handing.to_policy()
     assert scene.calls[-3:] == ["hold", "release", "reload"]
     assert scene.events == []
 
 
 def test_what_the_trainer_keeps_is_known_exactly_though_engines_have_weights(
-    scene: Scene, handing: TimeSharing
+    scene: Scene, handing: GpuHandover
 ) -> None:
     """The room is measured before they take any: what it lacks later is told."""
     for _ in range(3):
-        handing.sample()
-        handing.train()
+        handing.to_engines()
+        handing.to_policy()
     scene.keeps = {"two": KEPT + 1}
-    handing.sample()
-    handing.train()
+    handing.to_engines()
+    handing.to_policy()
     [event] = scene.events
     assert event["kind"] == "memory_kept"
     assert "of 74.0 GB are free" in event["reason"]
@@ -263,54 +263,54 @@ def test_what_the_trainer_keeps_is_known_exactly_though_engines_have_weights(
 
 @pytest.mark.parametrize("call", ["begin", "receive", "confirm"])
 def test_an_engine_that_goes_without_the_weights_loads_them_from_disk(
-    scene: Scene, handing: TimeSharing, call: str
+    scene: Scene, handing: GpuHandover, call: str
 ) -> None:
-    handing.sample()
-    handing.train()
+    handing.to_engines()
+    handing.to_policy()
     scene.fails = {"two": call}
     place = len(scene.calls)
-    handing.sample()
+    handing.to_engines()
     ways = [one for one in scene.since(place) if one.split()[0] not in ("begin", "receive", "confirm")]
     assert ways == ["set aside", "write 4 of 6", "offload", "finish one", "end two", "start two", "admit"]
     assert scene.alive == {"one": True, "two": True}
 
 
-def test_an_engine_that_does_not_take_its_cache_is_started_again(scene: Scene, handing: TimeSharing) -> None:
+def test_an_engine_that_does_not_take_its_cache_is_started_again(scene: Scene, handing: GpuHandover) -> None:
     """The policy has left by then: the engine waits for the next weights."""
-    handing.sample()
-    handing.train()
+    handing.to_engines()
+    handing.to_policy()
     scene.fails = {"one": "finish"}
     place = len(scene.calls)
-    handing.sample()
+    handing.to_engines()
     assert scene.since(place) == [*WAKE[:-1], "end one", "start one", "admit"]
 
 
-def test_an_engine_that_goes_without_twice_wakes_with_a_folder(scene: Scene, handing: TimeSharing) -> None:
+def test_an_engine_that_goes_without_twice_wakes_with_a_folder(scene: Scene, handing: GpuHandover) -> None:
     """It is ended each time, for nobody knows its memory; then it sleeps and wakes as others do by disk."""
-    handing.sample()
+    handing.to_engines()
     scene.fails = {"two": "receive"}
     for _ in range(2):
-        handing.train()
+        handing.to_policy()
         place = len(scene.calls)
-        handing.sample()
+        handing.to_engines()
         assert scene.since(place)[-5:] == ["offload", "finish one", "end two", "start two", "admit"]
         assert "write 4 of 6" in scene.since(place)
     assert [(event["kind"], event["engine"]) for event in scene.events] == [("handover_given_up", "two")]
-    handing.train()
+    handing.to_policy()
     place = len(scene.calls)
-    handing.sample()
+    handing.to_engines()
     assert scene.since(place) == [
         *("set aside", "begin one", "receive", "confirm one", "write 4 of 6", "offload"),
         *("finish one", "wake two", "admit"),
     ]
 
 
-def test_a_server_that_died_asleep_is_not_handed_anything(scene: Scene, handing: TimeSharing) -> None:
-    handing.sample()
-    handing.train()
+def test_a_server_that_died_asleep_is_not_handed_anything(scene: Scene, handing: GpuHandover) -> None:
+    handing.to_engines()
+    handing.to_policy()
     scene.alive["one"] = False
     place = len(scene.calls)
-    handing.sample()
+    handing.to_engines()
     assert scene.since(place) == [
         *("set aside", "begin two", "receive", "confirm two", "write 4 of 6", "offload"),
         *("finish two", "start one", "admit"),
@@ -319,20 +319,20 @@ def test_a_server_that_died_asleep_is_not_handed_anything(scene: Scene, handing:
 
 @pytest.mark.parametrize("call", ["begin", "receive", "confirm", "finish"])
 def test_a_sampler_that_is_lost_in_a_hand_over_leaves_the_policy_its_way_back(
-    scene: Scene, handing: TimeSharing, call: str
+    scene: Scene, handing: GpuHandover, call: str
 ) -> None:
-    handing.sample()
-    handing.train()
+    handing.to_engines()
+    handing.to_policy()
     scene.stopped_at = call
     if call == "finish":
         with pytest.raises(RunStopped, match="6 times in a row"):
-            handing.sample()
+            handing.to_engines()
     else:  # the disk is tried
-        handing.sample()
+        handing.to_engines()
         assert scene.events[0]["kind"] == "handover_failed"
     scene.stopped_at = None
-    handing.train()
-    assert handing.trains
+    handing.to_policy()
+    assert handing.policy_has_gpus
     assert scene.calls[-1] == "reload"
 
 
@@ -344,9 +344,9 @@ def test_engines_with_gpus_of_their_own_are_left_alone(scene: Scene) -> None:
         CONFIG, rollout=dataclasses.replace(CONFIG.rollout, replay=Path("elsewhere"))
     )
     for config in (split, replay):
-        shared = TimeSharing(config, parts, parts, parts, scene.events.append)
-        shared.sample()
-        shared.train()
+        shared = GpuHandover(config, parts, parts, parts, scene.events.append)
+        shared.to_engines()
+        shared.to_policy()
         assert scene.calls == []
         assert shared.metrics() == {}
 
@@ -355,159 +355,159 @@ def test_a_policy_that_fits_beside_engines_may_stay(scene: Scene) -> None:
     parts: Any = scene
     scene.memory["policy"] = 0  # the scene asserts that nobody is there
     config = dataclasses.replace(CONFIG, parallel=ParallelConfig())
-    shared = TimeSharing(config, parts, parts, parts, scene.events.append)
-    shared.sample()
-    shared.train()
+    shared = GpuHandover(config, parts, parts, parts, scene.events.append)
+    shared.to_engines()
+    shared.to_policy()
     assert scene.calls == ["start one", "start two", "admit", "hold", "release"]
 
 
-def test_a_release_that_is_answered_too_early_is_waited_for(scene: Scene, shared: TimeSharing) -> None:
-    shared.sample()
+def test_a_release_that_is_answered_too_early_is_waited_for(scene: Scene, shared: GpuHandover) -> None:
+    shared.to_engines()
     scene.looks_until_free = 5
-    shared.train()
+    shared.to_policy()
     assert scene.calls[-1] == "reload"
     assert scene.looks_until_free == 0
     assert scene.events == []
 
 
-def test_engines_that_keep_their_memory_are_ended(scene: Scene, shared: TimeSharing) -> None:
+def test_engines_that_keep_their_memory_are_ended(scene: Scene, shared: GpuHandover) -> None:
     """More than ``kept_gb``, though they say that they have released it."""
-    shared.sample()
+    shared.to_engines()
     scene.keeps = {"two": KEPT + 1}
     place = len(scene.calls)
-    shared.train()
+    shared.to_policy()
     assert scene.since(place) == ["hold", "release", "end one", "end two", "reload"]
     (event,) = scene.events
     assert event["kind"] == "memory_kept"
     assert "of 74.0 GB are free" in event["reason"]
     place = len(scene.calls)
-    shared.sample()
+    shared.to_engines()
     assert scene.since(place) == ["offload", "start one", "start two", "admit"]
 
 
-def test_what_servers_may_keep_is_kept(scene: Scene, shared: TimeSharing) -> None:
-    shared.sample()
+def test_what_servers_may_keep_is_kept(scene: Scene, shared: GpuHandover) -> None:
+    shared.to_engines()
     scene.keeps = {"one": KEPT // 2, "two": KEPT // 2}
-    shared.train()
+    shared.to_policy()
     assert scene.events == []
 
 
-def test_what_the_trainer_keeps_for_itself_is_not_asked_of_engines(scene: Scene, shared: TimeSharing) -> None:
+def test_what_the_trainer_keeps_for_itself_is_not_asked_of_engines(scene: Scene, shared: GpuHandover) -> None:
     """Buffers of NCCL and workspaces come with the first update, and stay when the policy leaves."""
-    shared.sample()
+    shared.to_engines()
     for _ in range(3):
-        shared.train()
+        shared.to_policy()
         scene.memory["buffers"] = scene.memory.get("buffers", 0) + 3 * GB
-        shared.sample()
-    shared.train()
+        shared.to_engines()
+    shared.to_policy()
     assert scene.events == []
     scene.memory["another program"] = 10 * GB
-    shared.sample()
-    shared.train()
+    shared.to_engines()
+    shared.to_policy()
     assert scene.events == [], "memory that went while engines were away is the trainer's"
-    shared.sample()
+    shared.to_engines()
     scene.memory["another program"] += 10 * GB
     with pytest.raises(RunStopped, match="51.0 of 55.0 GB are free"):
-        shared.train()
+        shared.to_policy()
 
 
-def test_memory_that_nobody_gives_up_stops_the_run(scene: Scene, shared: TimeSharing) -> None:
-    shared.sample()
+def test_memory_that_nobody_gives_up_stops_the_run(scene: Scene, shared: GpuHandover) -> None:
+    shared.to_engines()
     scene.memory["another program"] = 70 * GB
     with pytest.raises(RunStopped, match="the policy does not fit on"):
-        shared.train()
+        shared.to_policy()
     assert "reload" not in scene.calls
-    assert not shared.trains
+    assert not shared.policy_has_gpus
     scene.memory["another program"] = 0
-    shared.train()  # for a last checkpoint
+    shared.to_policy()  # for a last checkpoint
     assert scene.calls[-1] == "reload"
 
 
-def test_a_policy_that_still_fits_comes_back_for_a_last_checkpoint(scene: Scene, shared: TimeSharing) -> None:
+def test_a_policy_that_still_fits_comes_back_for_a_last_checkpoint(scene: Scene, shared: GpuHandover) -> None:
     """There is room for its state, and not for a training beside another program."""
-    shared.sample()
+    shared.to_engines()
     scene.memory["another program"] = 20 * GB
     with pytest.raises(RunStopped, match=r"60\.0 of 74\.0 GB"):
-        shared.train()
-    assert shared.trains
+        shared.to_policy()
+    assert shared.policy_has_gpus
     assert scene.calls[-1] == "reload"
 
 
-def test_an_engine_that_does_not_release_is_ended(scene: Scene, shared: TimeSharing) -> None:
-    shared.sample()
+def test_an_engine_that_does_not_release_is_ended(scene: Scene, shared: GpuHandover) -> None:
+    shared.to_engines()
     scene.refuses_release = {"one"}
     place = len(scene.calls)
-    shared.train()
-    shared.sample()
+    shared.to_policy()
+    shared.to_engines()
     assert scene.since(place) == [
         *("hold", "release", "end one", "reload", "offload"),
         *("wake two", "start one", "admit"),
     ]
 
 
-def test_an_engine_that_does_not_wake_is_started_again(scene: Scene, shared: TimeSharing) -> None:
-    shared.sample()
-    shared.train()
+def test_an_engine_that_does_not_wake_is_started_again(scene: Scene, shared: GpuHandover) -> None:
+    shared.to_engines()
+    shared.to_policy()
     scene.refuses_wake = {"two"}
     place = len(scene.calls)
-    shared.sample()
+    shared.to_engines()
     assert scene.since(place) == ["offload", "wake one two", "end two", "start two", "admit"]
 
 
-def test_a_server_that_dies_asleep_is_not_woken(scene: Scene, shared: TimeSharing) -> None:
+def test_a_server_that_dies_asleep_is_not_woken(scene: Scene, shared: GpuHandover) -> None:
     """To resume memory that a new process never released would end it."""
-    shared.sample()
-    shared.train()
+    shared.to_engines()
+    shared.to_policy()
     scene.alive["one"] = False
     place = len(scene.calls)
-    shared.sample()
+    shared.to_engines()
     assert scene.since(place) == ["offload", "wake two", "start one", "admit"]
 
 
-def test_a_run_without_a_sampler_can_still_save(scene: Scene, shared: TimeSharing) -> None:
-    shared.sample()
+def test_a_run_without_a_sampler_can_still_save(scene: Scene, shared: GpuHandover) -> None:
+    shared.to_engines()
     scene.stopped_at = "release"
     place = len(scene.calls)
     with pytest.raises(RunStopped, match="6 times in a row"):
-        shared.train()
-    assert shared.trains
+        shared.to_policy()
+    assert shared.policy_has_gpus
     assert scene.since(place) == ["hold", "release", "end one", "end two", "reload"]
-    shared.train()  # as the checkpoint asks
+    shared.to_policy()  # as the checkpoint asks
 
 
 def test_a_sampler_that_ends_during_the_wake_leaves_the_policy_its_way_back(
-    scene: Scene, shared: TimeSharing
+    scene: Scene, shared: GpuHandover
 ) -> None:
-    shared.sample()
-    shared.train()
+    shared.to_engines()
+    shared.to_policy()
     scene.stopped_at = "wake"
     with pytest.raises(RunStopped, match="6 times in a row"):
-        shared.sample()
+        shared.to_engines()
     scene.stopped_at = None
-    shared.train()
+    shared.to_policy()
     assert scene.calls[-1] == "reload"
 
 
 def test_a_host_without_memory_for_the_policy_stops_the_run_with_the_policy_in_place(
-    scene: Scene, shared: TimeSharing, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, shared: GpuHandover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(keep_weights: bool = False) -> int:
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(scene, "offload", refuse)
     with pytest.raises(RunStopped, match="no host memory for the offloaded policy"):
-        shared.sample()
+        shared.to_engines()
     assert scene.calls == []
-    shared.train()
-    assert shared.trains
+    shared.to_policy()
+    assert shared.policy_has_gpus
 
 
 def test_servers_that_cannot_be_started_stop_the_run(
-    scene: Scene, shared: TimeSharing, monkeypatch: pytest.MonkeyPatch
+    scene: Scene, shared: GpuHandover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:
         raise RuntimeError("the server at one ended: no such flag")
 
     monkeypatch.setattr(scene, "start", refuse)
     with pytest.raises(RunStopped, match="no such flag"):
-        shared.sample()
+        shared.to_engines()

@@ -1,0 +1,87 @@
+"""Flow control of the training loop: who has the GPUs, waiting for the sampler, and stops.
+
+All ranks take the same path: a rank 0 that waits for its sampler meets the others every few seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bapo_megatron.errors import Preempted, RunStopped
+from bapo_megatron.interfaces import Need, Sampler
+from bapo_megatron.runtime.distributed import broadcast_from_main
+from bapo_megatron.trainer.build import Run
+from bapo_megatron.trainer.checkpointing import finalize_checkpoint, save_now
+from bapo_megatron.trainer.resume import PartialStep
+
+WAIT_S = 5.0
+"""How long rank 0 waits for its sampler before the ranks meet again."""
+
+
+def give_gpus_to_engines(run: Run, step: int) -> None:
+    """Let colocated engines sample, with the weights after ``step``. Collective.
+
+    Nothing where engines have GPUs of their own. RunStopped, after a checkpoint, if they cannot go on.
+    """
+    stop_if_preempted(run, step)  # before the policy is offloaded, which a checkpoint would bring back
+    finalize_checkpoint(run)
+    try:
+        run.handover.to_engines()
+    except RunStopped:
+        save_now(run, step)
+        raise
+
+
+def give_gpus_to_policy(run: Run, step: int) -> None:
+    """Let the policy train, after ``step``: colocated engines release their memory. Collective.
+
+    RunStopped if the sampler or the memory is lost: after a checkpoint, if the policy is back.
+    """
+    try:
+        run.handover.to_policy()
+    except RunStopped:
+        if run.handover.policy_has_gpus:
+            save_now(run, step)
+        raise
+
+
+def wait_for_sampler(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
+    """The sampler's answer to ``ask``, on every rank, at the weights after ``step``. Collective.
+
+    ``ask`` returns None where there is no answer yet, or ``Need.WEIGHTS``; it is called until there is an
+    answer. The ranks meet every ``WAIT_S`` seconds, so no collective times out however long sampling takes.
+    RunStopped, after a checkpoint, if there will be no answer.
+    """
+    while True:
+        stop_if_preempted(run, step)
+        finalize_checkpoint(run)
+        answer = broadcast_from_main(_answer_or_error(run.sampler, ask) if run.sampler else None)
+        if answer is Need.WEIGHTS:
+            give_gpus_to_policy(run, step)  # an offloaded policy has no weights to send
+            run.sync.push(run.policy, step)
+            give_gpus_to_engines(run, step)
+        elif isinstance(answer, RunStopped):
+            save_now(run, step)
+            raise answer
+        elif answer is not None:
+            return answer
+
+
+def stop_if_preempted(run: Run, step: int, partial: PartialStep | None = None) -> None:
+    """Save, then raise Preempted, if a signal or the job's clock asks the run to stop. Collective.
+
+    Every call also resets the watchdog.
+    """
+    run.watchdog.beat()
+    if reason := run.preemption.reason():
+        save_now(run, step, partial)
+        updates = f" and {len(partial.updates)} updates of the next" if partial else ""
+        raise Preempted(f"{reason}; saved after step {step}{updates}")
+
+
+def _answer_or_error(sampler: Sampler, ask: Callable[[Sampler], Any]) -> Any:
+    try:
+        return ask(sampler)
+    except RunStopped as stopped:
+        return stopped

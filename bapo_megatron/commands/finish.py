@@ -56,10 +56,11 @@ def wait_for_exports(run: Run) -> None:
 
 def _summary(run: Run) -> str:
     paths = RunPaths(run.config.directory)
-    figures = headline(read_jsonl(paths.metrics))
+    rows = read_jsonl(paths.metrics)
+    figures = headline(rows)
     first, last = (f"{figures[key] or 0.0:.2f}" for key in ("reward_first", "reward_last"))
     return (
-        f"reward {first} -> {last} in {run.config.steps} steps, "
+        f"reward {first} -> {last} in {len(rows)} steps, "
         f"{run.policy.version} updates\n"
         f"Hugging Face model: {paths.export}\n"
         f"plots: bapo report {paths.root}"

@@ -26,5 +26,9 @@ def key_of(variable: str) -> str:
 
 def without_key(text: str, key: str) -> str:
     """``text`` of a server for a message: shortened, without control characters and without the key."""
-    clean = text.replace(key, "[key]") if key else text
-    return printable(" ".join(clean.split()))[:_SHOWN_CHARACTERS]
+    return printable(" ".join(hidden(text, key).split()))[:_SHOWN_CHARACTERS]
+
+
+def hidden(text: str, key: str) -> str:
+    """``text`` without the key."""
+    return text.replace(key, "[key]") if key else text

@@ -208,6 +208,10 @@ def _now() -> float:
 
 
 def _words(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientResponseError):  # as text it has the address with its query
+        return without_key(error.message, "")
+    if isinstance(error, aiohttp.InvalidURL):  # as text it is the address
+        return type(error).__name__
     return without_key(str(error) or type(error).__name__, "")
 
 

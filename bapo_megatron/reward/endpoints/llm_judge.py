@@ -80,9 +80,14 @@ def filled(template: str, question: Question) -> str:
 
 def _reply(answer: Any) -> str:
     try:
-        reply = answer["choices"][0]["message"]["content"]
+        choice = answer["choices"][0]
+        reply = choice["message"]["content"]
     except (KeyError, IndexError, TypeError):
         raise EndpointError("no reply", f"there is no chat completion in {str(answer)[:200]}") from None
+    if choice.get("finish_reason") == "length":  # what it has may be half a number, or a thought
+        raise EndpointError(
+            "cut off", "the judge's reply is cut off before its end: raise reward.settings.max_tokens"
+        )
     if not isinstance(reply, str):
         raise EndpointError("no reply", f"the judge's reply is {str(reply)[:200]}, which is no text")
     return reply

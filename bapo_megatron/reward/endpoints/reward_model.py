@@ -73,9 +73,17 @@ class RewardModel:
 
     def _templated(self, messages: Sequence[Message], opens: bool) -> str:
         assert self._tokenizer is not None
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=opens
-        )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=opens
+            )
+        except Exception as error:  # a template raises whatever its author chose
+            roles = ", ".join(one["role"] for one in messages)
+            raise EndpointError(
+                "chat template",
+                f"{FIELD}.tokenizer={self._settings.tokenizer}: its chat template refuses messages of the "
+                f"roles {roles}: {error}",
+            ) from None
         return text
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from bapo_megatron.config import RewardConfig
 from bapo_megatron.errors import RunStopped
-from bapo_megatron.reward.endpoints.api_key import key_of
+from bapo_megatron.reward.endpoints.api_key import hidden, key_of
 from bapo_megatron.reward.endpoints.client import EndpointError, JsonClient
 from bapo_megatron.reward.endpoints.llm_judge import LlmJudge
 from bapo_megatron.reward.endpoints.question import Question, question_of
@@ -41,12 +41,9 @@ class EndpointScorer:
         settings = read_settings(reward.function, reward.settings)
         self._settings = settings
         self._judge = _judge(settings, reward)
+        self._key = key_of(settings.api_key_env)
         self._client = JsonClient(
-            self._judge.url,
-            settings.timeout_s,
-            settings.give_up_s,
-            settings.concurrency,
-            key_of(settings.api_key_env),
+            self._judge.url, settings.timeout_s, settings.give_up_s, settings.concurrency, self._key
         )
         self._scores: OrderedDict[object, float] = OrderedDict()
         self._under_way: dict[object, asyncio.Task[float]] = {}
@@ -66,7 +63,8 @@ class EndpointScorer:
         try:
             value = await self._score(question_of(prompt, response, self._settings.thinking))
         except EndpointError as error:
-            return {"failure": "endpoint", "detail": str(error), "place": error.place}
+            detail = hidden(str(error), self._key)  # it may quote what the server answered
+            return {"failure": "endpoint", "detail": detail, "place": error.place}
         if not math.isfinite(value):
             return {
                 "failure": "not finite",

@@ -118,7 +118,7 @@ class LlmJudgeSettings(EndpointSettings):
     """Name of the model, as the server calls it."""
     template: str = field(default=TEMPLATE)
     """The question, with {prompt}, {response} and {ground_truth} where these belong."""
-    verdict: str = r"Score:\s*\**\s*(-?\d+(?:\.\d+)?)"
+    verdict: str = r"Score:[\s*]*+(-?\d+(?:\.\d+)?)"
     """Regular expression of the verdict; the number is its group, and the last match counts. For JSON:
     `"score":\\s*(\\d+)`."""
     lowest: float = 0.0

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -44,6 +45,10 @@ _KILLED_S = 10.0
 _EVALUATION_S = 3600.0
 """Silence that may be an evaluation."""
 _BLOCK = 1 << 20
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Slurm gives these to every process of a job, whatever its session: they are for the run, whose end this
+process is to tell."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +202,8 @@ def _stored_positions(path: Path) -> dict[str, int]:
 
 def main(arguments: Sequence[str]) -> None:
     """Entry point: the process id of the trainer."""
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited by commands
     with open(0, "rb", buffering=0) as orders:  # so that no line hides in a buffer from select
         order = Order(**json.loads(orders.readline()))
         with open_lock(RunPaths(Path(order.run_dir)).on_event_lock) as lock:

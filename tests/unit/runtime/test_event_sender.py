@@ -199,6 +199,11 @@ print(sender.communicate(b"60\\n")[0], sender.returncode, flush=True)
 
 def parent_of_sender(asked: Order) -> subprocess.Popen[str]:
     """A process that stands for a trainer; a line on its standard input is the end of its run."""
+    return parent_and_sender(asked)[0]
+
+
+def parent_and_sender(asked: Order) -> tuple[subprocess.Popen[str], int]:
+    """Such a process, and the process id of its sender."""
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, asked.line().decode()],
         stdin=subprocess.PIPE,
@@ -206,8 +211,7 @@ def parent_of_sender(asked: Order) -> subprocess.Popen[str]:
         text=True,
     )
     assert process.stdout
-    process.stdout.readline()
-    return process
+    return process, int(process.stdout.readline())
 
 
 def wait_for(hook: Webhook, *kinds: str) -> None:
@@ -225,6 +229,21 @@ def test_a_run_that_ends_well_is_told_to_its_last_event(run: Path, hook: Webhook
     output, _ = process.communicate("the end\n", timeout=DEADLINE_S)
     assert output.split() == ["None", "0"]
     assert hook.kinds() == ["start", "engine_lost", "engine_gap", "done"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_signals_to_all_processes_of_a_job_do_not_end_the_sender(
+    run: Path, hook: Webhook, number: signal.Signals
+) -> None:
+    """A preempted job is one: what comes of it is still to be told."""
+    written(run, "start")
+    process, sender = parent_and_sender(order(run, hook.url))
+    wait_for(hook, "start")
+    os.kill(sender, number)
+    written(run, "preempted")
+    output, _ = process.communicate("the end\n", timeout=DEADLINE_S)
+    assert output.split() == ["None", "0"]
+    assert hook.kinds() == ["start", "preempted"]
 
 
 def test_a_run_that_is_killed_is_told_as_failed(run: Path, hook: Webhook) -> None:

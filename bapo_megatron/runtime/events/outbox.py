@@ -52,6 +52,10 @@ class Outbox:
         """Whether nothing waits."""
         return not self._held
 
+    def is_failing(self) -> bool:
+        """Whether the target has refused something that still waits."""
+        return bool(self._failures)
+
     def deliver(self, now: float, at_once: bool = False) -> str | None:
         """Send what is due, oldest first; ``at_once``: all. The reason of a failure that is the first since a
         success."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bapo_megatron.errors import RunStopped
-from bapo_megatron.runtime.events.kinds import is_sent, sent_text
+from bapo_megatron.runtime.events.kinds import ENDS, is_sent, sent_text
 from bapo_megatron.runtime.events.outbox import Outbox
 from bapo_megatron.runtime.events.progress import Patience, read_progress
 from bapo_megatron.runtime.events.targets import LIMIT_S, Refused, send, shown
@@ -81,6 +81,8 @@ class EventSender:
         stored = _stored_positions(self._paths.on_event)
         self._positions = [stored.get(key, order.offset) for key in self._keys]
         self._read = min(self._positions)
+        self._has_ended = False
+        """Whether the run has told its end: what follows is the wait for its boards."""
         self._begun = time.time()
         self._stalled_at: float | None = None
         minutes = order.stalled_minutes
@@ -103,7 +105,8 @@ class EventSender:
 
     def deliver(self, at_once: bool = False) -> bool:
         """Send what is due, and note how far all is sent; whether something still waits."""
-        for target, box in zip(self._order.targets, self._boxes, strict=True):
+        pairs = zip(self._order.targets, self._boxes, strict=True)
+        for target, box in sorted(pairs, key=lambda pair: pair[1].is_failing()):  # those that work first
             if reason := box.deliver(time.monotonic(), at_once):
                 print(f"{shown(target)}: {reason}", file=sys.stderr, flush=True)
                 self._note("on_event_failed", target=shown(target), reason=reason)
@@ -140,10 +143,12 @@ class EventSender:
             time.sleep(_POLL_S)
 
     def killed(self) -> None:
-        """Say that the run was killed, and send it."""
-        with suppress(OSError, RunStopped):
-            message = "its process has ended without a word: killed, out of memory, or a hang"
-            EventLog(self._paths.events).event("failed", message=message)
+        """Say that the run was killed, unless it has told its end, and send it."""
+        self.read()
+        if not self._has_ended:
+            with suppress(OSError, RunStopped):
+                message = "its process has ended without a word: killed, out of memory, or a hang"
+                EventLog(self._paths.events).event("failed", message=message)
         self.finish(_KILLED_S)
 
     def _take(self, line: bytes, begin: int) -> None:
@@ -151,6 +156,7 @@ class EventSender:
             event = parse_row(line)
         except ValueError:
             return
+        self._has_ended |= event.get("kind") in ENDS and begin >= self._order.offset
         if is_sent(event):
             for box, position in zip(self._boxes, self._positions, strict=True):
                 if begin >= position:
@@ -158,7 +164,9 @@ class EventSender:
 
     def _send(self, target: str, event: dict[str, Any], count: int) -> None:
         order = self._order
-        left = LIMIT_S if self._deadline is None else min(LIMIT_S, self._deadline - time.monotonic())
+        left = LIMIT_S
+        if self._deadline is not None:  # of what is left, a target that hangs leaves the others a share
+            left = min(LIMIT_S, (self._deadline - time.monotonic()) / len(order.targets))
         if left <= 0:
             raise Refused("there was no time left")
         message = {

@@ -182,6 +182,28 @@ def test_a_stall_and_its_end_are_told_once(run: Path, hook: Webhook) -> None:
     assert hook.kinds() == ["stalled", "progress_again"]
 
 
+def test_a_target_that_hangs_leaves_the_others_time_at_the_end(run: Path, hook: Webhook) -> None:
+    """The first one never answers: a part of the time that is left is for the second."""
+    hanging = Webhook("drip")
+    sender = EventSender(order(run, hanging.url, hook.url))
+    written(run, "preempted")
+    sender.finish(6.0)
+    hanging.close()
+    assert hook.kinds() == ["preempted"]
+
+
+def test_a_run_that_has_told_its_end_is_not_told_as_killed(run: Path, hook: Webhook) -> None:
+    """It may be killed while it waits for its boards. The end of an earlier start does not count."""
+    written(run, "done")
+    sender = EventSender(order(run, hook.url, offset=(run / "events.jsonl").stat().st_size))
+    written(run, "resume", "preempted")
+    sender.killed()
+    assert hook.kinds() == ["resume", "preempted"]
+    sender = EventSender(order(run, hook.url, offset=(run / "events.jsonl").stat().st_size))
+    sender.killed()
+    assert hook.kinds()[2:] == ["failed"]
+
+
 # --- the process ----------------------------------------------------------------------------------
 
 PARENT = """

@@ -143,11 +143,20 @@ def _other_data(config: RunConfig, fork: Fork) -> Iterator[str]:
     ours = plain_values(config)
     for name in other_settings(config, fork, ("data.",)):
         then, now = fork.settings.get(name), ours.get(name)
-        same_file = name == "data.path" and Path(str(then)).resolve() == Path(str(now)).resolve()
+        same_order = _order_of(name, then) == _order_of(name, now)
         if (
-            name != "data.max_prompt_tokens" and not same_file
+            name != "data.max_prompt_tokens" and not same_order
         ):  # the sampler sees how many prompts are left out
             yield f"{name} is {now}, and was {then}"
+
+
+def _order_of(name: str, value: Any) -> Any:
+    """What a field of the data says of the order of prompts: files by where they lie, and no rewards."""
+    if name == "data.path":
+        return Path(str(value)).resolve()
+    if name == "data.sources" and value:
+        return [(Path(one["path"]).resolve(), one["weight"]) for one in value]
+    return value
 
 
 def may_differ(config: RunConfig, fork: Fork) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from bapo_megatron.errors import ConfigError
@@ -20,6 +21,9 @@ CPU_LIMIT_S = 5.0
 
 _RIGHT = 1 - 1e-9
 """A score from here on is 1: some are sums of shares."""
+
+_NEAR = 1e-4
+"""Tolerance of coin_flip's verifier."""
 
 
 def extra_info_of_entry(task: str, settings: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, str]:
@@ -67,7 +71,16 @@ def score(extra_info: Mapping[str, Any], response: str) -> float:
         return 0.0
     if found < _RIGHT and is_number(expected) and is_number(answer) and _contains(answer, expected, found):
         return 0.0
+    if task == "coin_flip" and found > 0 and not _is_near(answer, str(expected)):
+        return 0.0
     return 1.0 if found >= _RIGHT else max(0.0, found)
+
+
+def _is_near(answer: str, expected: str) -> bool:
+    """Whether two probabilities are equal but for the verifier's tolerance: it also pays for equal first
+    characters, so that a bare 0 would be right for every problem."""
+    given, wanted = (float(Fraction(text.replace(",", ""))) for text in (answer, expected))
+    return abs(given - wanted) <= _NEAR
 
 
 def _contains(answer: str, expected: str, found: float) -> bool:

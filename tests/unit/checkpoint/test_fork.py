@@ -18,7 +18,7 @@ from bapo_megatron.checkpoint.fork_record import ForkSource, lineage_text, may_d
 from bapo_megatron.checkpoint.reader import latest_checkpoint
 from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.checkpoint.store import CheckpointStore
-from bapo_megatron.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
+from bapo_megatron.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig, SourceConfig
 from bapo_megatron.errors import ConfigError, RunStopped
 from tests.support.forked_commands import ROOT
 from tests.support.saves import save, write_policy
@@ -352,3 +352,21 @@ def test_what_settings_change_of_the_state(parent: Path, tmp_path: Path) -> None
     assert found == "data.path is e.jsonl, and was d.jsonl"
     assert other_data(replace(same, data=DataConfig(Path("d.jsonl").absolute())), made) is None
     assert other_data(replace(same, data=DataConfig(Path("d.jsonl"), max_prompt_tokens=7)), made) is None
+
+
+def test_sources_are_the_same_where_only_their_rewards_and_the_spelling_of_paths_differ(
+    parent: Path, tmp_path: Path
+) -> None:
+    """Neither decides which prompt comes when; a weight and another file do."""
+
+    def with_sources(*sources: SourceConfig) -> RunConfig:
+        return replace(config_of(tmp_path / "child"), data=DataConfig(sources=sources))
+
+    store_config(replace(with_sources(SourceConfig(Path("d.jsonl"), 2.0)), run_dir=parent))
+    fork(parent, tmp_path / "child")
+    made = read_fork(tmp_path / "child")
+    assert made is not None
+    same = SourceConfig(Path("d.jsonl").absolute(), 2.0, "math_or_code")
+    assert other_data(with_sources(same), made) is None
+    for other in (replace(same, weight=3.0), replace(same, path=Path("e.jsonl"))):
+        assert "data.sources is" in str(other_data(with_sources(other), made))

@@ -251,6 +251,16 @@ def test_a_task_takes_its_own_answers_after_a_journey_through_json(task: str) ->
             assert score(info, f"<think>1</think> <answer>{entry['answer']}</answer>") == 1.0
 
 
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [("0.9982910156", 1.0), ("0.99829", 1.0), ("0", 0.0), ("0.9", 0.0), ("1", 0.0), ("0/1", 0.0)],
+)
+def test_a_first_digit_is_no_probability(answer: str, right: float) -> None:
+    """The verifier of coin_flip gives 1 for 0, and for all that the right answer begins with."""
+    info = info_of("coin_flip", "0.9982910156")
+    assert score(info, f"<answer>{answer}</answer>") == right
+
+
 def test_tasks_that_cannot_be_used() -> None:
     with pytest.raises(ConfigError, match="no task 'chain_sums'; did you mean chain_sum, decimal_chain_sum"):
         library.check_task("chain_sums")

@@ -130,7 +130,7 @@ def test_the_configuration_that_boards_get_has_no_keys(
         "logging.on_event": ["https://hooks/T0/x"],
         "checkpoint.after_export": "put --key k {folder}",
         "reward.url": "http://me:word@host",
-        "reward.settings": {"key": "abcdef0123"},
+        "reward.settings": {"key": "abcdef0123", "url": "https://judge/v1?key=s3cret", "model": "m"},
     }
     run.paths.config.write_text(json.dumps({"format": 2, "config": config}))
     assert tracked_run(run.paths.root).config == {
@@ -138,7 +138,7 @@ def test_the_configuration_that_boards_get_has_no_keys(
         "logging.project": "sums",
         "data.path": "x",
         "reward.url": "http://***@host",
-        "reward.settings": "{'key': '***'}",
+        "reward.settings": "{'key': '***', 'url': 'https://judge/v1?***', 'model': 'm'}",
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +18,9 @@ _PROJECT = "bapo-megatron"
 
 _PRIVATE = ("logging.on_event", "checkpoint.after_export")
 """Fields with commands and addresses of the user, which may hold a key (a webhook's address is one)."""
+
+_QUERY = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")
+"""What stands behind the question mark of an address, which may be the key of a judge."""
 
 
 @dataclass(frozen=True)
@@ -54,5 +58,6 @@ def tracked_run(root: Path) -> TrackedRun:
     with read_plain(paths.wandb_id) as file:
         run_id = file.read().decode().strip()
     project = config.get("logging.wandb_project") or config.get("logging.project", _PROJECT)
-    texts = {name: without_secrets(str(value)) for name, value in config.items() if name not in _PRIVATE}
+    shown = {name: without_secrets(str(value)) for name, value in config.items() if name not in _PRIVATE}
+    texts = {name: _QUERY.sub(r"\1***", text) for name, text in shown.items()}
     return TrackedRun(run_id, config["name"], project, texts, paths.trackers.absolute())

@@ -4,7 +4,8 @@ A training question is contaminated by an evaluation problem if at least ``share
 words are in it. N-grams that ``COMMON`` or more of the problems share do not count: contest problems end
 alike ("where m and n are relatively prime positive integers, find m + n"), and hundreds of honest ones too.
 Nor do those of many training questions, which are a template. Problems of a template differ in a few numbers
-and names; to share one of them is not enough.
+and names; to share one of them is not enough. A question that holds a whole problem is no template of it,
+however many hold it.
 A share rests on ``OWN`` n-grams or more: of a short problem ("7 + 9 =") a template alone would be half. A
 problem with fewer n-grams of its own must be equal in normal form, but for the order of a sum or a product.
 """
@@ -15,7 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bapo_megatron.data.prepare.normal_form import commuted_key, key, ngrams, words
+from bapo_megatron.data.prepare.normal_form import commuted_key, key, ngrams, tokens, words
 
 COMMON = 3
 """N-grams of so many problems or more do not count."""
@@ -69,6 +70,9 @@ class Contamination:
         self._counts = Counter(number for numbers in self._having.values() for number in numbers)
         self._least = dict.fromkeys(self._counts, share)
         self._questions, self._trained = 0, Counter[str]()
+        self._templates: dict[str, list[int]] = {}
+        self._texts: dict[int, str] = {}
+        """The normal forms of problems that have an n-gram of a template."""
 
     def show(self, question: str) -> None:
         """Count the n-grams of a training question; each different one is shown once, before ``settle``."""
@@ -78,8 +82,12 @@ class Contamination:
     def settle(self) -> None:
         """Take out what is a template of the questions that were shown."""
         least = max(TEMPLATE, TEMPLATE_SHARE * self._questions)
-        self._having = {gram: found for gram, found in self._having.items() if self._trained[gram] < least}
-        whole = self._counts
+        having, whole = self._having, self._counts
+        self._having = {gram: found for gram, found in having.items() if self._trained[gram] < least}
+        self._templates = {gram: found for gram, found in having.items() if gram not in self._having}
+        for number in {number for found in self._templates.values() for number in found}:
+            if whole[number] >= OWN:
+                self._texts[number] = _text(self._problems[number].question)
         self._counts = Counter(number for numbers in self._having.values() for number in numbers)
         for number, count in self._counts.items():
             if count <= (1 - TEMPLATED) * whole[number]:
@@ -91,9 +99,20 @@ class Contamination:
         if equal is not None:
             return Match(self._problems[equal], 1.0)
         hits: Counter[int] = Counter()
+        templated: set[int] = set()
         for gram in ngrams(words(question), self._size):
             hits.update(self._having.get(gram, ()))
+            templated.update(self._templates.get(gram, ()))
+        text = _text(question) if templated else ""
+        for number in sorted(templated & self._texts.keys()):
+            if self._texts[number] in text:
+                return Match(self._problems[number], 1.0)
         shares = [(count / self._counts[number], -number) for number, count in hits.items() if count >= OWN]
         enough = [(found, number) for found, number in shares if found >= self._least[-number]]
         best, number = max(enough, default=(0.0, 0))
         return Match(self._problems[-number], best) if enough else None
+
+
+def _text(question: str) -> str:
+    """The normal form as a text in which others are looked for, token by token."""
+    return f" {' '.join(tokens(question))} "

@@ -296,6 +296,22 @@ def test_a_share_rests_on_four_ngrams() -> None:
     assert contaminated("One two three four.", ["one two three four"], size=2).share == 1
 
 
+def test_a_problem_that_many_questions_hold_is_no_template_of_theirs() -> None:
+    """25 rephrasings around one evaluation problem: its n-grams are those of 20 questions or more."""
+    problem = (
+        "Let x and y be real numbers such that x squared plus y squared equals nineteen and their product is "
+        "seven. Find the sum of their fourth powers."
+    )
+    index = Contamination([EvaluationProblem("s", 0, problem)], 8, 0.3)
+    held = [f"Student {number} of {number + 40} was asked this: {problem}" for number in range(25)]
+    other = held[0].replace("nineteen", "twenty")
+    for question in [*held, other]:
+        index.show(question)
+    index.settle()
+    assert [match.share for one in held if (match := index.match(one))] == [1.0] * 25
+    assert index.match(other) is None
+
+
 def test_problems_of_one_template_do_not_contaminate_each_other() -> None:
     """Made-up sums, as reasoning-gym writes them: none is lost but those of the numbers that are held out
     (signs are no words)."""

@@ -26,6 +26,8 @@ from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _FORMAT = 1
+_SHOWN = 80
+"""Characters of a value in a message."""
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,25 @@ def lineage_text(run_dir: Path) -> str | None:
     if fork is None:
         return None
     changed = fork.changed(read_config(run_dir) or fork.settings)
-    told = ", ".join(f"{name} {_short(now)} (there {_short(then)})" for name, then, now in changed)
+    told = ", ".join(f"{name} {_change(_plain(now), _plain(then))}" for name, then, now in changed)
     lineage = ", which was forked from ".join(map(str, fork.lineage))
     return lineage + (f"; here {told}" if told else "")
 
 
-def _short(value: object) -> str:
-    return "unset" if value is None else f"{value:g}" if isinstance(value, float) else f"{value!s:.80}"
+def _plain(value: object) -> str:
+    return "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _change(now: str, then: str) -> str:
+    """Two values of a setting; of long ones the part that differs."""
+    if max(len(now), len(then)) > _SHOWN:
+        pairs = enumerate(zip(now, then, strict=False))
+        differs = next((place for place, (a, b) in pairs if a != b), min(len(now), len(then)))
+        begin = max(0, differs - _SHOWN // 4)
+        now, then = (_excerpt(text, begin) for text in (now, then))
+    return f"{now} (there {then})"
+
+
+def _excerpt(text: str, begin: int) -> str:
+    end = begin + _SHOWN
+    return ("..." if begin else "") + text[begin:end] + ("..." if end < len(text) else "")

@@ -32,7 +32,11 @@ def read_rows(path: Path) -> list[Row]:
     """All rows in the order of the file. Raises ConfigError that names what is wrong with the file."""
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"data.path={path}: no such file; give a JSONL or parquet file")
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError(
+            f"data.path={path}: no such file{where}; give a JSONL or parquet file, or a folder that "
+            "`bapo data prepare` wrote"
+        )
     if path.suffix not in FORMATS:
         raise ConfigError(f"data.path={path}: unknown ending; give one of {', '.join(FORMATS)}")
     rows = _load(path) if path.stat().st_size else []

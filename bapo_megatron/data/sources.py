@@ -42,7 +42,9 @@ def _load_source(data: DataConfig, source: SourceConfig, reward_function: str, t
     try:
         found = _load(data, source, source.reward or reward_function, flag, tokenizer)
     except ConfigError as error:  # it speaks of a run with one file
-        told = str(error).replace(f"data.path={source.file}", f"data.sources[{source.name}], {source.file}")
+        told = str(error).replace(
+            f"data.path={source.file}", f"data.sources[{source.name}].path={source.file}"
+        )
         named = source.name in told
         raise ConfigError(told if named else f"data.sources[{source.name}]: {told}") from error
     prompts = tuple(replace(one, source=source.name, reward=source.reward or "") for one in found.prompts)

@@ -53,12 +53,13 @@ def settings_for(reward: RewardConfig, function: str) -> RewardConfig:
     return reward if function == reward.function else replace(reward, function=function, settings={})
 
 
-def check_function(reward: RewardConfig) -> None:
-    """ConfigError if the reward function cannot be had, or does not take its settings."""
+def check_function(reward: RewardConfig, field: str = "reward.function") -> None:
+    """ConfigError, which names the ``field`` of the configuration, if the reward function cannot be had, or
+    does not take its settings."""
     if is_endpoint(reward.function):
         read_settings(reward.function, reward.settings)
     elif not is_built_in(reward.function):
-        load_function(reward.function, reward.settings)
+        load_function(reward.function, reward.settings, field)
 
 
 def needs_sandbox(reward: RewardConfig, functions: Iterable[str]) -> bool:
@@ -128,17 +129,19 @@ def built_in(reward: RewardConfig) -> BuiltIn:
     return lambda prompt, response: float(is_right(prompt["ground_truth"], response))
 
 
-def load_function(path: str, settings: Mapping[str, Any] | None = None) -> Score:
+def load_function(
+    path: str, settings: Mapping[str, Any] | None = None, field: str = "reward.function"
+) -> Score:
     """The user's function at ``package.module:function``, with its settings as keyword arguments.
 
     ConfigError that says why it cannot be had, or cannot be called as ``function(prompt, response)``.
     """
     settings = settings or {}
-    found: Score = load_dotted_path("reward.function", path, "function")
+    found: Score = load_dotted_path(field, path, "function")
     expected = "a reward is called once for each response, as score(prompt: Prompt, response: str) -> float"
     if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
         raise ConfigError(
-            f"reward.function={path} is an async function; {expected}, in a process of its own: make it a "
+            f"{field}={path} is an async function; {expected}, in a process of its own: make it a "
             f"plain one (docs/rewards.md#a-reward-of-your-own)"
         )
     try:
@@ -151,7 +154,7 @@ def load_function(path: str, settings: Mapping[str, Any] | None = None) -> Score
         name = path.partition(":")[2]
         given = "a prompt, a response and reward.settings" if settings else "a prompt and a response"
         raise ConfigError(
-            f"reward.function={path} is {name}{signature}, which cannot be called with {given} ({error}); "
+            f"{field}={path} is {name}{signature}, which cannot be called with {given} ({error}); "
             f"{expected}. Change its parameters (docs/rewards.md#a-reward-of-your-own)"
         ) from error
     return partial(found, **settings) if settings else found

@@ -106,8 +106,10 @@ def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:
 
 
 def _check_reward(config: RunConfig) -> None:
+    of_sources = {one.reward: f"data.sources[{one.name}].reward" for one in config.data.sources}
     for function in config.reward_functions:
-        check_function(settings_for(config.reward, function))
+        field = "reward.function" if function == config.reward.function else of_sources[function]
+        check_function(settings_for(config.reward, function), field)
 
 
 def _check_sandbox(config: RunConfig) -> None:

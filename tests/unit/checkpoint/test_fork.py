@@ -14,7 +14,14 @@ import pytest
 
 from bapo_megatron.checkpoint import fork as forks
 from bapo_megatron.checkpoint.fork import check_fork, make_fork
-from bapo_megatron.checkpoint.fork_record import ForkSource, lineage_text, may_differ, other_data, read_fork
+from bapo_megatron.checkpoint.fork_record import (
+    ForkSource,
+    _change,
+    lineage_text,
+    may_differ,
+    other_data,
+    read_fork,
+)
 from bapo_megatron.checkpoint.reader import latest_checkpoint
 from bapo_megatron.checkpoint.run_directory import store_config
 from bapo_megatron.checkpoint.store import CheckpointStore
@@ -315,6 +322,13 @@ def test_run_and_step_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "at:12").mkdir()
     assert ForkSource.of(f"{tmp_path}/at:12") == ForkSource(tmp_path / "at:12", None)
     assert str(ForkSource.of("runs/a:120")) == "runs/a:120"
+
+
+def test_of_a_long_setting_the_lineage_has_what_differs() -> None:
+    now, then = ("[" + "x" * 200 + f"'weight': {weight}" + "y" * 200 + "]" for weight in (3, 1))
+    cut = [f"...{'x' * 10}'weight': {weight}{'y' * 59}..." for weight in (3, 1)]
+    assert _change(now, then) == f"{cut[0]} (there {cut[1]})"
+    assert _change("[]", "x" * 100) == f"[] (there {'x' * 80}...)"
 
 
 def test_the_lineage_outlives_the_ancestors(parent: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.pool import RewardPool, RewardResult
 from bapo_megatron.rollout.sampler.event_log.state import GroupSummary
+from bapo_megatron.trainer.preflight import _check_reward
 from bapo_megatron.trainer.sft import _batches, load_solutions
 from bapo_megatron.types import StepBatch
 from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids
@@ -175,11 +176,18 @@ def test_a_mistake_in_a_source_names_it(tmp_path: Path, tokenizer: Any) -> None:
         write(tmp_path / "bad.jsonl", "1", " "),
     )
     data = DataConfig(sources=(SourceConfig(good), SourceConfig(bad)), max_prompt_tokens=48)
-    with pytest.raises(ConfigError, match=r"^data\.sources\[bad\], .*bad\.jsonl, row 1 .*ground_truth"):
+    with pytest.raises(ConfigError, match=r"^data\.sources\[bad\]\.path=.*bad\.jsonl, row 1 .*ground_truth"):
         load_problems(data, "math", tokenizer)
     data = dataclasses.replace(data, sources=(SourceConfig(good), SourceConfig(tmp_path / "none.jsonl")))
-    with pytest.raises(ConfigError, match=r"^data\.sources\[none\], .*none\.jsonl: no such file"):
+    with pytest.raises(ConfigError, match=r"^data\.sources\[none\]\.path=.*none\.jsonl: no such file"):
         load_problems(data, "math", tokenizer)
+
+
+def test_the_reward_of_a_source_that_cannot_be_had_is_named_by_its_field(tmp_path: Path) -> None:
+    sources = (SourceConfig(tmp_path / "a.jsonl"), SourceConfig(tmp_path / "b.jsonl", reward="math:nothing"))
+    config = RunConfig("run", ModelConfig(tmp_path), DataConfig(sources=sources))
+    with pytest.raises(ConfigError, match=r"^data\.sources\[b\]\.reward=math:nothing: math has no function"):
+        _check_reward(config)
 
 
 # --- rewards --------------------------------------------------------------------------------------

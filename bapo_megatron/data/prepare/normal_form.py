@@ -18,9 +18,10 @@ _NUMBER = r"\d+(?: \. \d+)?"
 _COMMUTATIVE = re.compile(
     r"(?<![-+*/^\u00d7\u00f7\u00b7] )(?<!\\times )(?<!\\cdot )(?<!\\div )(?<!\d \. )(?<![\w\\])"
     rf"{_NUMBER} (?P<sign>[+*\u00d7\u00b7]|\\times|\\cdot) {_NUMBER}(?: (?P=sign) {_NUMBER})*"
-    r"(?!\d)(?! (?:[-+*/^\u00d7\u00f7\u00b7!(]|\. \d|\\(?:times|cdot|div)))"
+    r"(?!\d)(?! (?:[-+*/^\u00d7\u00f7\u00b7!(%]|[a-z](?: |$)|\. \d|\\(?:times|cdot|div)))"
 )
-"""In a normal form: numbers with one commutative sign between them, and no other sign before or behind."""
+"""In a normal form: numbers with one commutative sign between them, and no other sign before or behind,
+nor a letter behind: ``3 + 4 x`` is another sum than ``4 + 3 x``."""
 
 
 def tokens(question: str) -> list[str]:

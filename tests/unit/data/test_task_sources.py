@@ -229,6 +229,9 @@ STORIES = [STORY.format(f"N{a * b % 7}", a, b) for a in range(10, 30) for b in r
         ("3 + 4 * 5", "4 + 3 * 5", False),
         ("1.5 + 2", "1.2 + 5", False),
         ("3 + 44", "4 + 34", False),
+        ("3 + 4x", "4 + 3x", False),
+        ("3 + 4 %", "4 + 3 %", False),
+        ("3 + 4 apples", "4 + 3 apples", True),
         ("3 + 4", "3 * 4", False),
     ],
 )

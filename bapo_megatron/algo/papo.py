@@ -11,7 +11,7 @@ weights that follow the run's entropy (``papo_schedule.py``):
 
     A' = A w_expanding  where the polarity is +1,   A w_contracting  where it is -1
 
-The published abstract gives the idea; polarity and weights are derived in docs/papo.md.
+The published abstract gives the idea; polarity and weights are derived in docs/losses.md.
 
 Legend: ``_T`` tokens of a pack.
 """

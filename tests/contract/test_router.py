@@ -1,4 +1,4 @@
-"""SGLang's router before two real servers: what docs/router.md promises, and what it warns of.
+"""SGLang's router before two real servers: what docs/sglang.md promises, and what it warns of.
 
 Control calls go to the servers; the router has none of them.
 """

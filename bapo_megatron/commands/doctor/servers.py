@@ -132,7 +132,7 @@ def _other_program(url: str) -> DoctorRow:
     workers = get(f"{url}/workers").fields.get("workers")
     if isinstance(workers, list):
         known = " ".join(str(worker.get("url")) for worker in workers if isinstance(worker, dict))
-        fix = f"name its servers (docs/router.md): --rollout.sglang.urls {known}".rstrip()
+        fix = f"name its servers (docs/sglang.md#the-router): --rollout.sglang.urls {known}".rstrip()
         return DoctorRow(SECTION, url, "problem", "a router, which takes no weights", "an SGLang server", fix)
     fix = f"correct rollout.sglang.urls, or update SGLang there: {install_command()}"
     return DoctorRow(SECTION, url, "problem", "answers, and has no /ready", "an SGLang server", fix)

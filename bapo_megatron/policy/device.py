@@ -47,7 +47,7 @@ def optimizer_problem() -> str | None:
         return None
     return (
         "apex is installed without its CUDA kernels (amp_C), and megatron takes its FusedAdam: build it with "
-        "them (docs/gpu_path.md), or pip uninstall apex, for torch's AdamW"
+        "them (docs/gpu.md), or pip uninstall apex, for torch's AdamW"
     )
 
 

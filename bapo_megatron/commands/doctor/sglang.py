@@ -88,7 +88,7 @@ def sglang_package_row(
     name: str, version: str | None, tested: str | None, required: bool, needed: bool
 ) -> DoctorRow:
     """One package of SGLang's environment. Its wire format changes between versions: others are untested."""
-    purpose = "" if needed else "for docs/sglang.md, "
+    purpose = "" if needed else "for the router, "
     said = f"{purpose}tested: {tested}"
     fix = f"{install_command()} installs the tested versions"
     if version is None:

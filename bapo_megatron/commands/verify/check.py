@@ -48,7 +48,7 @@ _TOKENS = 16384
 
 @dataclass(frozen=True)
 class ToleranceConfig:
-    """Tolerances of the layout check. None: the default of the model's dtype. See docs/verify.md."""
+    """Tolerances of the layout check. None: the default of the model's dtype. See docs/doctor.md."""
 
     token_relative: float | None = None
     """Allowed relative difference of each log-prob and entropy."""

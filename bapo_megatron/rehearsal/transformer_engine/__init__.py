@@ -7,7 +7,7 @@ Here the Python part runs as published, and the arithmetic is torch's::
     from bapo_megatron.rehearsal.transformer_engine import find_sources, install
     install(find_sources("2.11.0"))  # before megatron is imported
 
-``make te-sources`` fetches the Python part. What this cannot show is in docs/gpu_path.md.
+``make te-sources`` fetches the Python part. What this cannot show is in docs/gpu.md.
 """
 
 from bapo_megatron.rehearsal.transformer_engine.installation import install

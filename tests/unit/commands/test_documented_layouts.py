@@ -38,7 +38,7 @@ COMMANDS = list(documented())
 
 
 def test_the_documentation_has_such_commands() -> None:
-    assert {"verify.md", "slurm.md"} <= {page for page, _, _ in COMMANDS}
+    assert {"doctor.md", "slurm.md"} <= {page for page, _, _ in COMMANDS}
 
 
 @pytest.mark.parametrize(("page", "recipe", "flags"), COMMANDS)

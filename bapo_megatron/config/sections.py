@@ -236,7 +236,7 @@ class RewardConfig:
     (docs/rewards.md#the-sandbox); otherwise such a run is refused."""
     sandbox_url: str | None = field(default=None, kw_only=True)
     """Address of a SandboxFusion server that runs the programs in place of this machine's sandbox, e.g.
-    `http://sandbox:8080/run_code` (docs/sandbox.md#a-sandboxfusion-server)."""
+    `http://sandbox:8080/run_code` (docs/rewards.md#a-sandboxfusion-server)."""
     format_pattern: str | None = None
     """Regular expression that the whole response must match; `.` matches newlines."""
     format_penalty: Annotated[float, Ge(0)] = 0.0

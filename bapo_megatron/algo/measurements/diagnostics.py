@@ -10,7 +10,7 @@ its distribution, to first order and up to the step's size, by
 with ``m`` the weight in the loss and ``g`` the loss's own factor of the gradient (``LossTerms.gradient_T``;
 BAPO's is the ratio where the token has a gradient, Eq. 7, else 0). ``X`` is 1 where ``g`` is not 0, else 0.
 Its mean estimates minus the covariance of Eq. 6, whose constant drops out because ``log pi + H`` has mean
-zero. Derivation: docs/diagnostics.md. Effects above 0 expand the entropy, those below contract it.
+zero. Derivation: docs/off_policy.md. Effects above 0 expand the entropy, those below contract it.
 
 Legend: ``_T`` tokens of a pack, ``_B`` buckets of staleness, ``_C`` classes of tokens, ``_V`` values.
 """

@@ -86,7 +86,7 @@ class FusionServer:
         if problem:
             raise ConfigError(
                 f"reward.sandbox_url: the server does not run programs: {problem}; start it "
-                "(docs/sandbox.md#a-sandboxfusion-server), or mend the address"
+                "(docs/rewards.md#a-sandboxfusion-server), or mend the address"
             )
 
     def run(self, code: str, stdin: str, memory_mb: int, case_limit_s: float, limit_s: float) -> Ended | None:

@@ -85,7 +85,7 @@ def test_half_of_the_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         assert f"{speed} tokens/s/GPU" in planned
 
 
-COLOCATED_PAGE = (ROOT / "docs/colocated.md").read_text()
+COLOCATED_PAGE = (ROOT / "docs/one_node.md").read_text()
 COLOCATED = re.findall(r"^\| \[(\w+)\]\(\.\./recipes[^|]*\|(.*)\|$", COLOCATED_PAGE, re.MULTILINE)
 
 

@@ -4,7 +4,7 @@ Sums of two-digit numbers. The policy (0.13 M parameters, two layers) mostly sli
 begins again, and fails after two to four attempts: a wrong response has 46 tokens, a right one 30, so the
 positive side holds 0.42 of the gradient on-policy. One of four neutral characters, each as good, ends a
 column: these tokens keep their entropy whatever is learnt. A prompt is the sum alone, which makes updates
-cheap. docs/study_plan.md has the commands that made policy and problems.
+cheap. docs/results.md has the commands that made policy and problems.
 
 GRPO's runs with the seeds 100 to 103, means (`bapo study staleness --calibrate`); the learning rate was
 chosen with two of these seeds, to meet the gates:

@@ -38,7 +38,7 @@ class StudyOptions:
     parallel: Annotated[int, Ge(1)] = 2
     """Arms that run at the same time."""
     methods: tuple[str, ...] = tuple(METHODS)
-    """Methods by name; docs/study_plan.md lists them."""
+    """Methods by name; docs/results.md lists them."""
     passes: tuple[int, ...] = PASSES
     """Passes over each batch, the paper's staleness: 1, 2, 4, 8. At 1 and 2 only grpo runs."""
     quick: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False

@@ -9,7 +9,7 @@ An arm is one `bapo train` run: one method, one number of passes, one seed. Its 
 of the results. Staleness is the number of passes over each batch, as the paper counts it: 1x is on-policy,
 at 8x each batch makes eight updates, each of the whole batch. All methods have the same seeds, and so the
 same stream of prompts and the same first batch. What is judged, and how, was [written down
-before](study_plan.md)."""
+before](results.md#how-the-study-was-planned)."""
 
 GATES = """\
 A method can be judged only where the problem that it solves occurs. So GRPO alone must show, on average

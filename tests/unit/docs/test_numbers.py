@@ -42,7 +42,7 @@ def test_budgets(column: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert re.search(rf"\b{re.escape(figure)}", planned), f"{name}: {figure} is not in\n{planned}"
 
 
-LAYOUT_PAGE = ROOT / "docs/layout_32b.md"
+LAYOUT_PAGE = ROOT / "docs/planning.md"
 LAYOUTS = re.findall(
     r"^\| \**(TP \d[^|*]*)\** \| \**(\w+)\** \|(.*)\|$", LAYOUT_PAGE.read_text(), re.MULTILINE
 )

@@ -7,7 +7,7 @@ results. Learning rate and temperature are stated for the 8k experiments (2e-6, 
 Chosen here, not in the paper: 64 prompts x 16 responses a step, four updates of a quarter of the batch each,
 weight decay, steps, segments of 8,192 tokens, layout. The paper starts from its own SFT of Qwen2.5-Math-7B;
 this recipe names DeepSeek-R1-Distill-Qwen-7B, which has the same shape and is public. Engines run on nodes of
-their own: the cluster file says how many (docs/cluster_file.md).
+their own: the cluster file says how many (docs/slurm.md).
 
     bapo plan recipes/bp_math_7b_64k.py
 """

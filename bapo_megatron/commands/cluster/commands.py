@@ -23,7 +23,7 @@ def submit_command(arguments: Sequence[str]) -> None:
     from bapo_megatron.commands.train_flags import train_flags
 
     if {"-h", "--help"} & set(arguments):
-        print(f"{USAGE}\n\n`bapo train RECIPE --help` lists the flags; docs/cluster_file.md the file's keys.")
+        print(f"{USAGE}\n\n`bapo train RECIPE --help` lists the flags; docs/slurm.md the file's keys.")
         return
     command = SubmitCommand.of(arguments)
     config, _, fork = train_flags("submit", [str(command.recipe), *command.flags])

@@ -1,4 +1,4 @@
-"""The ten changes of docs/extending*.md, each made in a copy of the repository and tried as its page says."""
+"""The changes of docs/extending.md, each made in a copy of the repository and tried as its page says."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from tests.support.tiers import slow_but
 pytestmark = pytest.mark.e2e
 
 PAGE = ROOT / "docs/extending.md"
-"""It has the table of all changes."""
-PAGES = (PAGE, ROOT / "docs/extending_internals.md")
-CHANGES = 10
+CHANGES = 6
 
 _BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SUMMARY = re.compile(r"^\| \[([^\]]+)\]\([^)]*#[^)]+\) \| [^|]+ \| (\d+) \| (\d+) \|$", re.MULTILINE)
@@ -67,9 +65,9 @@ def change_of(section: str) -> Change:
 
 
 def changes() -> list[Change]:
-    """All of both pages, in their order."""
+    """All of the page, in its order."""
     split = re.compile(r"^## (?=\d+\. )", re.MULTILINE)
-    return [change_of(section) for page in PAGES for section in split.split(page.read_text())[1:]]
+    return [change_of(section) for section in split.split(PAGE.read_text())[1:]]
 
 
 def copied(change: Change, workspace: Path) -> None:
@@ -85,7 +83,7 @@ def copied(change: Change, workspace: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [one for one in changes() if one.patches], ids=lambda one: one.title)
-def test_the_patches_of_the_pages_fit(change: Change, tmp_path: Path) -> None:
+def test_the_patches_of_the_page_fit(change: Change, tmp_path: Path) -> None:
     """In the fast tier: most changes are tried in the slow one."""
     copied(change, tmp_path)
     paths = re.findall(r"^\+\+\+ b/(\S+)$", "\n".join(change.patches), re.MULTILINE)
@@ -94,7 +92,7 @@ def test_the_patches_of_the_pages_fit(change: Change, tmp_path: Path) -> None:
         assert (tmp_path / path).read_text() != (ROOT / path).read_text(), path
 
 
-QUICK = ("A loss", "A recipe")
+QUICK = ("A loss",)
 
 
 @pytest.mark.parametrize(

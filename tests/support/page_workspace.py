@@ -33,10 +33,7 @@ def environment_of(workspace: Path) -> dict[str, str]:
     """Variables of a shell whose `bapo` is that of the workspace."""
     put_bapo_into(workspace / "bin", workspace)
     path = os.pathsep.join([str(workspace / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PYTHONPATH": str(workspace), "PATH": path, "OMP_NUM_THREADS": "1"}
-    if (nemo_run := ROOT / ".venv-nemo-run/bin/python").is_file():
-        environment.setdefault("BAPO_NEMO_RUN_PYTHON", str(nemo_run))
-    return environment
+    return {**os.environ, "PYTHONPATH": str(workspace), "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def run_commands(commands: str, expected: str, workspace: Path, environment: dict[str, str]) -> None:

@@ -67,7 +67,7 @@ def parse_training(arguments: Sequence[str], ranks: int | None = None) -> None:
 
 def parse_submit(arguments: Sequence[str]) -> None:
     command = SubmitCommand.of(arguments)
-    assert command.cluster.is_file() or command.cluster.name == "my_site.toml"
+    assert command.cluster.is_file()
     parse_run([str(command.recipe), *command.flags])
 
 

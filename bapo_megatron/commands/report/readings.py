@@ -15,7 +15,8 @@ _SELDOM = 0.05
 def readings(run: RunRecord) -> list[str]:
     """What the run shows and does not show, in sentences; first the recipe's own note."""
     note = run.config.get("logging.note")
-    return [*([str(note)] if note else []), *_of_reward(headline(run.steps)), *_of_search(run), *_of_method()]
+    reward = [*_of_reward(headline(run.steps)), *_of_sources(run)]
+    return [*([str(note)] if note else []), *reward, *_of_search(run), *_of_method()]
 
 
 def comparison_readings(runs: Sequence[RunRecord]) -> list[str]:
@@ -35,6 +36,11 @@ def _of_reward(figures: Headline) -> Iterator[str]:
     first, last = figures["reward_first"], figures["reward_last"]
     if first is not None and last is not None and figures["steps"] > 1:
         yield f"The reward went from {number(first)} to {number(last)}."
+
+
+def _of_sources(run: RunRecord) -> Iterator[str]:
+    if len(run.config.get("data.sources") or []) > 1:
+        yield "It is the mean of several sources, whose rewards may have different scales: see By source."
 
 
 def _of_search(run: RunRecord) -> Iterator[str]:

@@ -153,6 +153,12 @@ def test_a_recipes_note_comes_first() -> None:
     noted = run_of(grpo(), config={"logging.note": "A toy.", "name": "a"})
     other = run_of(grpo(), config={"logging.note": "No toy.", "name": "b"})
     assert readings(noted)[0] == "A toy."
+
+
+def test_a_mean_over_sources_sends_to_the_table_by_source() -> None:
+    run = run_of(balanced(), rounds=(0, 0))
+    run.config["data.sources"] = [{"path": "a"}, {"path": "b"}]
+    assert readings(run)[1].startswith("It is the mean of several sources")
     assert comparison_readings([noted, other])[:2] == ["a: A toy.", "b: No toy."]
     assert comparison_readings([noted, noted])[0] == "A toy."
     assert len(comparison_readings([run_of(), run_of()])) == 1

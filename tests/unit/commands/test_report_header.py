@@ -153,6 +153,9 @@ def test_a_recipes_note_comes_first() -> None:
     noted = run_of(grpo(), config={"logging.note": "A toy.", "name": "a"})
     other = run_of(grpo(), config={"logging.note": "No toy.", "name": "b"})
     assert readings(noted)[0] == "A toy."
+    assert comparison_readings([noted, other])[:2] == ["a: A toy.", "b: No toy."]
+    assert comparison_readings([noted, noted])[0] == "A toy."
+    assert len(comparison_readings([run_of(), run_of()])) == 1
 
 
 def test_a_mean_over_sources_sends_to_the_table_by_source() -> None:
@@ -161,9 +164,6 @@ def test_a_mean_over_sources_sends_to_the_table_by_source() -> None:
         for sources in ([{"path": "a"}, {"path": "b"}], [{"path": "a"}])
     )
     assert (len(mixed), alone) == (1, [])
-    assert comparison_readings([noted, other])[:2] == ["a: A toy.", "b: No toy."]
-    assert comparison_readings([noted, noted])[0] == "A toy."
-    assert len(comparison_readings([run_of(), run_of()])) == 1
 
 
 def test_settings_in_short() -> None:

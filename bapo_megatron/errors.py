@@ -1,4 +1,4 @@
-"""Errors that a user can fix; each is reported as one message, without a traceback."""
+"""Exceptions of the command line: each is reported as one message without a traceback, with an exit code."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import NoReturn
 
 
 class ConfigError(Exception):
-    """A recipe, flag or input file is wrong. The command line prints the message and exits with code 2."""
+    """Wrong input: a recipe, flag or file. The command line prints the message and exits with code 2."""
 
 
 def printable(text: str) -> str:
-    """``text`` with its control characters as escapes, but line ends and tabs.
+    """Terminal-safe text: ``text`` with every control character escaped, except line ends and tabs.
 
-    Texts of files and models could move the cursor, change the window's title, or hide what stands beside."""
+    Texts of files and models could otherwise move the cursor, set the window's title or hide other output.
+    """
     return "".join(
         char.encode("unicode_escape").decode()
         if char not in "\n\t" and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -25,7 +26,7 @@ def printable(text: str) -> str:
 
 
 def refuse_arguments(arguments: Sequence[str], usage: str) -> NoReturn:
-    """Print ``usage`` and exit if help is asked for; else ConfigError with it."""
+    """Usage error: print ``usage`` and exit 0 if help is asked for, else raise ConfigError with it."""
     if {"-h", "--help"} & set(arguments):
         print(usage)
         sys.exit(0)
@@ -33,24 +34,24 @@ def refuse_arguments(arguments: Sequence[str], usage: str) -> NoReturn:
 
 
 class GapError(ConfigError):
-    """Engine and trainer disagree more than the run allows. To start again unchanged would not help."""
+    """Engine mismatch: log-probs of engine and trainer differ by more than a limit. A restart does not help."""
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint is incomplete or damaged."""
+    """Incomplete or damaged checkpoint."""
 
 
 class ResumeError(ConfigError):
-    """Error of the resume check: the loaded state differs from the state that was saved. No step was made."""
+    """Failed resume check: the loaded state differs from the saved state. No step was made."""
 
 
 class Preempted(Exception):
-    """The run was told to stop and is saved. The command line says so and exits with code 85."""
+    """Preemption: the run was told to stop, and is saved. Exit code 85."""
 
 
 class RunStopped(Exception):
-    """The run cannot go on now; its steps are saved. The command line prints why and exits with code 3."""
+    """Stop of a run that cannot go on now (full disk, lost engines). Its steps are saved. Exit code 3."""
 
 
 class StorageFailed(RunStopped):
-    """The run's file system fails or hangs, perhaps for now. Exit code 4: a job is started again."""
+    """Storage failure: the run's file system fails or hangs. Exit code 4, at which a job is requeued."""

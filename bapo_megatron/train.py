@@ -29,7 +29,10 @@ from bapo_megatron.types import Metrics, MicroBatch, StepBatch
 
 
 def train(run: Run) -> None:
-    """Train every step that is left, on every rank alike. Preempted, after a checkpoint, if asked to stop."""
+    """Training loop over the steps that are left, the same on every rank.
+
+    Preempted, after a checkpoint, if a signal or the job's end asks the run to stop.
+    """
     for step in range(run.first_step, run.config.steps + 1):
         evaluate_if_due(run, step - 1)
         clock = StepClock()
@@ -40,15 +43,16 @@ def train(run: Run) -> None:
         with profiled(run.config, step):
             updates = train_on(run, step, batch)
             clock.lap("update")
-            run.sync.push(run.policy, step)
+            run.sync.push(run.policy, step)  # while the policy has the GPUs: an offloaded one has no weights
             clock.lap("sync")
         if run.recorder:
             corrections = correction_metrics(run.config.algorithm)
             names = [*run.update_loss.objective.metric_names(), *corrections]
             metrics = step_metrics(batch, updates, clock, names)
             run.recorder.step(step, updates, {**metrics, **run.handover.metrics()})
+        # After the step's metrics are on disk: a check that stops the run leaves the numbers that explain it.
         check_one_sign(step, updates, run.recorder)
-        is_first = run.handover.is_shared and step == run.first_step
+        is_first = run.handover.is_colocated and step == run.first_step
         check_engine_gap(run.config.algorithm, step, updates, run.recorder, is_first)
         if _is_due(run, step):
             begin_checkpoint(run, step)
@@ -58,15 +62,15 @@ def train(run: Run) -> None:
 
 
 def next_batch(run: Run, step: int) -> StepBatch:
-    """The batch of ``step``, on every rank. RunStopped, after a checkpoint, if there will be none."""
+    """Training batch of ``step``, on every rank. RunStopped, after a checkpoint, if there will be none."""
     batch: StepBatch = wait_for_sampler(run, step - 1, lambda sampler: sampler.next_batch(step, WAIT_S))
     return batch
 
 
 def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
-    """Train on the batch of ``step``: reuse_epochs passes of updates_per_epoch updates each; their metrics.
+    """The updates of ``step`` on its batch: reuse_epochs passes of updates_per_epoch updates; their metrics.
 
-    A step that was trained partly before a checkpoint continues after its last update.
+    A step that a checkpoint within it holds partly continues after its last finished update.
     """
     algorithm = run.config.algorithm
     version, done = run.partial_step or PartialStep(run.policy.version, [])
@@ -75,6 +79,7 @@ def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
     groups = [samples_of(group, algorithm.advantage, sources) for group in batch.groups]
     if algorithm.old_log_probs == "trainer":
         cap, level = algorithm.importance_cap, algorithm.importance_level
+        # Before the first update: pi_old of all updates of the step is the policy at the step's start.
         groups = with_old_log_probs(run.policy, groups, run.config.batch.pack_tokens, cap, level)
     parts = [
         (epoch, part)
@@ -82,14 +87,15 @@ def train_on(run: Run, step: int, batch: StepBatch) -> list[Metrics]:
         for part in split_into_updates(groups, algorithm.updates_per_epoch, (run.config.seed, step, epoch))
     ]
     for epoch, part in parts[len(done) :]:
-        if done and algorithm.old_log_probs == "rollout":  # those of the trainer belong to the step's start
+        # With the trainer's pi_old no checkpoint lies within a step: a resumed run could not compute it.
+        if done and algorithm.old_log_probs == "rollout":
             stop_if_preempted(run, step - 1, PartialStep(version, done))
         done.append({"epoch": epoch, **update(run, part, version)})
     return done
 
 
 def update(run: Run, groups: Sequence[Sequence[Sample]], step_version: int) -> Metrics:
-    """Train one update: pack the groups, find the clipping bounds, make one optimizer step; its metrics.
+    """One update: reject responses, pack the rest, search the bounds, step the optimizer; its metrics.
 
     ``step_version``: the policy's version at the start of the step.
     """
@@ -111,9 +117,9 @@ def update(run: Run, groups: Sequence[Sequence[Sample]], step_version: int) -> M
 
 
 def _no_update(run: Run, rejected: int, corrections: Metrics) -> Metrics:
-    """The metrics of an update whose responses are all rejected: none but the corrections' exist.
+    """Metrics of a skipped update, whose responses are all rejected: only those of the corrections exist.
 
-    No step is taken: the policy, its version, the optimizer and the schedule stay as they are.
+    No optimizer step is taken: the policy, its version, the optimizer and the schedule stay as they are.
     """
     if run.recorder:
         run.recorder.all_rejected(run.policy.version + 1, rejected)
@@ -122,12 +128,12 @@ def _no_update(run: Run, rejected: int, corrections: Metrics) -> Metrics:
 
 
 def optimize(run: Run, packs: Sequence[MicroBatch], on_policy: bool, step_version: int) -> Metrics:
-    """Make one optimizer step on ``packs``, with the loss of the update; its metrics."""
+    """One optimizer step on ``packs`` with the loss of the update; its metrics."""
     loss, _ = run.update_loss.loss(run.policy, packs, on_policy, step_version)
     result = run.policy.update(packs, loss)
     weights = run.update_loss.observe(result.sums)
     measured = run.update_loss.objective.metrics(result.sums, run.update_loss.found)
-    if on_policy and MOVED in measured:  # a share of stale updates: with ratios of 1 no bound matters
+    if on_policy and MOVED in measured:  # it counts stale updates alone: where all ratios are 1 no bound acts
         measured[MOVED] = None
     return {
         **measured,

@@ -1,4 +1,4 @@
-"""The parts of a run, and the order in which they are built from its configuration."""
+"""Construction of a run: builds policy, sampler, weight sync, checkpoints and records from a RunConfig."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from bapo_megatron.trainer.update_loss import UpdateLoss
 
 @dataclass(kw_only=True)
 class Run:
-    """The parts of a run on one rank. What writes or samples exists on rank 0 alone."""
+    """A run's objects on one rank, as the training loop uses them. Only rank 0 has writers and a sampler."""
 
     config: RunConfig
     policy: Policy
@@ -57,22 +57,25 @@ class Run:
     has_work: bool
     """Whether steps are left, or the evaluation of the last one."""
     partial_step: PartialStep | None
-    """The part of the first step that is trained already."""
+    """The updates of the first step that a checkpoint within it holds."""
     preemption: PreemptionSignal
     watchdog: Watchdog
 
 
 def announce_optimizer(name: str, on_gpu: bool) -> None:
-    """Say whose optimizer steps, on a GPU or if it is not torch's: what is installed decides that."""
+    """Print which optimizer implementation was chosen, on a GPU or if it is not torch's.
+
+    Megatron chooses by the packages that are installed (Transformer Engine, apex).
+    """
     if on_gpu or not name.startswith("torch's"):
         print(f"optimizer: {name}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
-    """The run of ``config``, continued from its newest whole checkpoint if it has one. Collective.
+    """The run of ``config``, new or resumed from its newest whole checkpoint. Collective.
 
-    The policy is restored before the sampler's process and servers start. Later parts close first.
+    Parts close in the reverse order of their opening.
     """
     paths = RunPaths(config.directory)
     policy = build_policy(config)
@@ -81,23 +84,28 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
     update_loss = UpdateLoss(config.algorithm, config.batch.hold_forwards, config.data.source_names)
     point = find_resume_point(config)
     saved = point.checkpoint
+    # The checkpoint is loaded before anything is written or started: a load that fails leaves the records
+    # of the run as they are, and no server behind.
     if saved:
         policy.load(saved.policy, saved.trainer["version"])
-        update_loss.load_state(point.clipping(config))
+        update_loss.load_state(point.clipping_state(config))
     with ExitStack() as opened:
         recorder = exports = sampler = servers = None
         if is_main():
+            # First in, last out: the sampler and its servers record events until they are closed.
             recorder = opened.enter_context(_recorder(config, point))
             exports = _exports(config, recorder)
             opened.enter_context(closing(exports))
         store = _checkpoint_store(config, point, exports)
         if recorder and point.has_work:
             sampler, servers = opened.enter_context(open_sampler(config, recorder.event))
-            sampler.start(point.first_step, point.sampler(config))
+            sampler.start(point.first_step, point.sampler_state(config))
         on_event = recorder.event if recorder else lambda _event: None
         sync = build_weight_sync(
             config.rollout, paths.weights, config.model.hf_path, policy, sampler, servers, on_event
         )
+        # The resume check needs the sampler's position, so the sampler has started; it comes before the
+        # first push, so that no engine samples from weights that were not checked.
         if saved and point.has_work:
             for event in check_restored(config, policy, sampler, saved, point.fork):
                 on_event(event)
@@ -105,6 +113,7 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
         client = sampler if isinstance(sampler, SamplerClient) else None
         ipc = sync if isinstance(sync, IpcSync) else None
         handover = GpuHandover(config, policy, client, servers, on_event, ipc)
+        # The watchdog starts last: loading a model and starting servers may take longer than its limit.
         watchdog = opened.enter_context(closing(Watchdog(config.hang_minutes)))
         yield Run(
             config=config,
@@ -125,7 +134,7 @@ def open_run(config: RunConfig, preemption: PreemptionSignal) -> Iterator[Run]:
 
 
 def build_policy(config: RunConfig, reader: TensorReader | None = None) -> MegatronPolicy:
-    """The policy with the weights that ``reader`` gives; None: those of the recipe's model.
+    """The Megatron policy with the weights of ``reader``; None: those of ``config.model``.
 
     Process groups must exist.
     """
@@ -142,10 +151,12 @@ def build_policy(config: RunConfig, reader: TensorReader | None = None) -> Megat
 
 @contextmanager
 def _recorder(config: RunConfig, point: ResumePoint) -> Iterator[Recorder]:
-    """The recorder of a run that begins or continues; it stores the configuration and notes its changes."""
+    """The recorder of a run; it also stores the configuration, and records changed settings and a fork."""
+    # Asked before `store_config`, which writes the file that says no.
     is_first = point.fork is not None and read_config(config.directory) is None
     if point.has_work:
         store_config(config)
+    # On the way out: `done` or `failed` is recorded, then the files close, then the last events are sent.
     with (
         sending_events(config),
         closing(Recorder(config, point.first_step, point.has_work)) as recorder,
@@ -162,7 +173,7 @@ def _recorder(config: RunConfig, point: ResumePoint) -> Iterator[Recorder]:
 
 
 def _exports(config: RunConfig, recorder: Recorder) -> StepExports:
-    """The exports of a run's checkpoints, and the user's command for each of them."""
+    """The background exports of checkpoints, with the user's ``checkpoint.after_export`` command."""
     asked, after = config.checkpoint, None
     if asked.after_export is not None:
         after = AfterExport(
@@ -177,7 +188,7 @@ def _exports(config: RunConfig, recorder: Recorder) -> StepExports:
 
 
 def _checkpoint_store(config: RunConfig, point: ResumePoint, exports: StepExports | None) -> CheckpointStore:
-    """The checkpoints of a run; on rank 0 the exports of those that have none yet are begun."""
+    """The checkpoint store of a run. Rank 0 also begins the exports that earlier starts have not made."""
     newest = point.checkpoint.moment if point.checkpoint else (0, 0)
     if exports is None:
         return CheckpointStore(config.directory, config.checkpoint, newest)

@@ -1,4 +1,4 @@
-"""Checkpoints of the training loop: begun, made whole beside the next steps, or written before a stop."""
+"""Checkpointing of the training loop: asynchronous saves between steps, and the save before a stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from bapo_megatron.trainer.resume import PartialStep
 
 
 def bring_policy_back(run: Run) -> None:
-    """Give the GPUs to the policy for what needs no engines any more: lost ones stop nobody. Collective."""
+    """Hand-over of the GPUs to the policy for a save or the export, also if engines are lost. Collective.
+
+    RunStopped only if the policy has no room on its GPU.
+    """
     try:
         run.handover.to_policy()
     except RunStopped:
@@ -22,10 +25,11 @@ def bring_policy_back(run: Run) -> None:
 
 
 def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) -> None:
-    """Begin to write the checkpoint after ``step``, or after the ``partial`` next step. Collective."""
+    """Begin the asynchronous save after ``step``, or after the ``partial`` next step. Collective."""
     start = perf_counter()
     bring_policy_back(run)  # an offloaded policy has nothing on the GPU that could be copied
     finalize_checkpoint(run, wait=True)  # the one before: one writer at a time
+    # The fingerprint compares what a resumed run restores, so it is taken of the same moment as the state.
     sampler = broadcast_from_main(run.sampler.state() if run.sampler else None)
     state = {
         "version": run.policy.version,
@@ -42,14 +46,17 @@ def begin_checkpoint(run: Run, step: int, partial: PartialStep | None = None) ->
 
 
 def finalize_checkpoint(run: Run, wait: bool = False) -> None:
-    """If the checkpoint that was begun has become whole, record it, export it, and delete what only older
-    checkpoints needed. Collective; without ``wait`` it does not wait for the disk."""
+    """Complete the pending save, if it is on disk: record it, export it, trim the journal. Collective.
+
+    Without ``wait`` it does not wait for the disk.
+    """
     if run.exports:
         run.exports.poll()
     saved = run.checkpoints.finalize(wait)
     if saved is None:
         return
     run.preemption.saved(saved.seconds)
+    # Only now: the sampler deletes journal that the checkpoints before this one needed.
     if run.sampler:
         run.sampler.checkpointed(run.checkpoints.oldest_step())
     if run.recorder:
@@ -59,7 +66,7 @@ def finalize_checkpoint(run: Run, wait: bool = False) -> None:
 
 
 def save_now(run: Run, step: int, partial: PartialStep | None = None) -> None:
-    """Write a checkpoint of this moment, unless there is one, and wait until it is whole. Collective."""
+    """Synchronous save of this moment, unless it has a checkpoint. Collective."""
     if _moment(step, partial) > run.checkpoints.newest:
         begin_checkpoint(run, step, partial)
     finalize_checkpoint(run, wait=True)

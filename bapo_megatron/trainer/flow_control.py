@@ -1,6 +1,6 @@
-"""Flow control of the training loop: who has the GPUs, waiting for the sampler, and stops.
+"""Flow control of the training loop: GPU hand-over, waiting for the sampler, preemption.
 
-All ranks take the same path: a rank 0 that waits for its sampler meets the others every few seconds.
+All ranks take the same path: while rank 0 waits for its sampler, the ranks meet every few seconds.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ WAIT_S = 5.0
 
 
 def give_gpus_to_engines(run: Run, step: int) -> None:
-    """Let colocated engines sample, with the weights after ``step``. Collective.
+    """GPU hand-over to colocated engines, which sample with the weights after ``step``. Collective.
 
-    Nothing where engines have GPUs of their own. RunStopped, after a checkpoint, if they cannot go on.
+    Does nothing where engines have GPUs of their own. RunStopped, after a checkpoint, if they cannot go on.
     """
-    stop_if_preempted(run, step)  # before the policy is offloaded, which a checkpoint would bring back
+    # Before the policy is offloaded: the save before a stop would reload it at once.
+    stop_if_preempted(run, step)
+    # A save that has ended gives back its copy of the state on the host: the offload needs host memory.
     finalize_checkpoint(run)
     try:
         run.handover.to_engines()
@@ -34,9 +36,9 @@ def give_gpus_to_engines(run: Run, step: int) -> None:
 
 
 def give_gpus_to_policy(run: Run, step: int) -> None:
-    """Let the policy train, after ``step``: colocated engines release their memory. Collective.
+    """GPU hand-over to the policy after ``step``: colocated engines release their memory. Collective.
 
-    RunStopped if the sampler or the memory is lost: after a checkpoint, if the policy is back.
+    RunStopped if the sampler or the memory is lost; after a checkpoint, if the policy could be reloaded.
     """
     try:
         run.handover.to_policy()
@@ -47,12 +49,13 @@ def give_gpus_to_policy(run: Run, step: int) -> None:
 
 
 def wait_for_sampler(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
-    """The sampler's answer to ``ask``, on every rank, at the weights after ``step``. Collective.
+    """Poll of the sampler until it answers ``ask``: the answer, on every rank. Collective.
 
-    ``ask`` returns None where there is no answer yet, or ``Need.WEIGHTS``; it is called until there is an
-    answer. The ranks meet every ``WAIT_S`` seconds, so no collective times out however long sampling takes.
-    RunStopped, after a checkpoint, if there will be no answer.
+    ``ask`` returns None where there is no answer yet, or ``Need.WEIGHTS`` where engines lack the weights
+    after ``step``. RunStopped, after a checkpoint, if there will be no answer.
     """
+    # Rank 0 waits WAIT_S at most, and then all ranks meet in a broadcast: so no collective times out however
+    # long sampling takes, every rank resets its watchdog, and a signal to any rank is seen by all.
     while True:
         stop_if_preempted(run, step)
         finalize_checkpoint(run)
@@ -69,7 +72,7 @@ def wait_for_sampler(run: Run, step: int, ask: Callable[[Sampler], Any]) -> Any:
 
 
 def stop_if_preempted(run: Run, step: int, partial: PartialStep | None = None) -> None:
-    """Save, then raise Preempted, if a signal or the job's clock asks the run to stop. Collective.
+    """Preemption check: save and raise Preempted if a signal or the job's end asks for it. Collective.
 
     Every call also resets the watchdog.
     """

@@ -1,12 +1,13 @@
-"""Hand-over of GPUs (time-sharing): the policy trains on them, or colocated engines sample, never both.
+"""GPU hand-over (time-sharing, offload and onload) between the policy and colocated engines.
 
     to_policy   engines: abort, pause, release memory | driver: is it free? | policy: reload
     to_engines  policy: offload | engines: take memory back, load weights, compare digests, sample
 
-Each side moves only when the other is known to be out of the way. An engine that does not do what it is told
-is killed, and its memory is free then; it is started again when engines are to sample. None is started while
-the policy trains. The weights that engines wake with are written before the policy leaves (weight_sync/disk),
-or the policy leaves in two parts, and they read its weights between (weight_sync/ipc):
+One side takes memory only after the other has released it. An engine that fails to release or to wake is
+killed, which frees its memory, and started again at the next hand-over to the engines. No engine is started
+while the policy trains. Engines wake with weights from a folder, which is written before the policy is
+offloaded (weight_sync/disk). Or they read them from the policy's GPU memory (weight_sync/ipc), and then the
+policy is offloaded in two parts:
 
     to_engines  policy: offload all but weights | engines: weights' memory, load, digests | policy: offload
                 the weights | engines: the other memory, sample
@@ -30,7 +31,8 @@ from bapo_megatron.rollout.weight_sync.ipc import IpcSync
 from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, on_all_ranks
 from bapo_megatron.types import Metrics
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
+"""Seconds between two questions to the driver about free memory."""
 
 
 class GpuHandover:
@@ -48,26 +50,26 @@ class GpuHandover:
         on_event: Callable[[dict[str, Any]], None],
         ipc: IpcSync | None = None,
     ) -> None:
-        """The policy has them at first. ``sampler`` and ``servers``: rank 0's; None elsewhere. ``ipc``: the
-        run's weight sync, if it is that one."""
+        """The policy has the GPUs at first. ``sampler`` and ``servers``: rank 0's; None elsewhere. ``ipc``:
+        the run's weight sync, if it sends by handles."""
         engine = config.rollout.engine_config
-        self.is_shared = engine.colocated and config.rollout.replay is None
-        """Whether there are engines to take turns with."""
+        self.is_colocated = engine.colocated and config.rollout.replay is None
+        """Whether engines share the GPUs with the policy."""
         self._policy, self._sampler, self._servers, self._on_event = policy, sampler, servers, on_event
         self._ipc = ipc
         self._offloads = config.parallel.offload
         self._limit_s, self._kept_bytes = 60 * engine.release_minutes, int(1e9 * engine.kept_gb)
         self._policy_has_gpus = True
         self._released: list[str] = []
-        """Rank 0's: engines that have released their memory, and sleep."""
+        """Rank 0's: sleeping engines, which have released their memory."""
         self._handed: list[str] = []
-        """Rank 0's: engines that have got the weights by handles, and do not sample yet."""
-        self._room: int | None = None
-        """Bytes that are free on this rank's GPU when neither side has anything there."""
-        self._beside_sleepers: int | None = None
-        """Bytes that were free there when engines had released their memory, before the policy came back."""
+        """Rank 0's: engines that have the weights by handles, and do not sample yet."""
+        self._baseline_free: int | None = None
+        """Free bytes on this rank's GPU with the policy offloaded and all engines asleep."""
+        self._free_after_release: int | None = None
+        """Free bytes after engines had released their memory, before the policy was reloaded."""
         self._free_beside_weights: int | None = None
-        """Bytes that are free there beside the policy's weights alone, before engines read them."""
+        """Free bytes with only the policy's weights on the GPU, before engines read them."""
         self._seconds: Metrics = {}
 
     @property
@@ -76,16 +78,16 @@ class GpuHandover:
         return self._policy_has_gpus
 
     def to_policy(self) -> None:
-        """Give the GPUs to the policy.
+        """Release the engines' memory, wait until the driver has it back, reload the policy.
 
-        RunStopped, on every rank, if the sampler's process or the memory is lost. The policy is back all the
-        same, for a last checkpoint, if it has room (``policy_has_gpus``).
+        RunStopped, on every rank, if the sampler's process or the memory is lost. The policy is reloaded all
+        the same, for a last checkpoint, if it has room (``policy_has_gpus``).
         """
-        if not self.is_shared or self._policy_has_gpus:
+        if not self.is_colocated or self._policy_has_gpus:
             return
         start = perf_counter()
-        problem = _stop_of(self._release_engines) or self._wait_for_memory()
-        self._beside_sleepers = free_gpu_bytes()
+        problem = _stopped_by(self._release_engines) or self._wait_for_memory()
+        self._free_after_release = free_gpu_bytes()  # before the reload, which takes from it
         if self._offloads:
             on_all_ranks(self._reload)
         self._policy_has_gpus = True
@@ -94,51 +96,51 @@ class GpuHandover:
             raise problem
 
     def to_engines(self) -> None:
-        """Give the GPUs to the engines.
+        """Offload the policy, then wake the engines.
 
         RunStopped, on every rank, if the host has no room for the policy, or the sampler's process or a
         server cannot go on.
         """
-        if not self.is_shared or not self._policy_has_gpus:
+        if not self.is_colocated or not self._policy_has_gpus:
             return
         start = perf_counter()
-        self._policy_has_gpus = False  # also if what follows fails: `to_policy` must bring it back
-        if self._ipc is not None:
-            self._give_weights(self._ipc)
-        on_all_ranks(self._leave)
+        self._policy_has_gpus = False  # also if what follows fails: `to_policy` must reload it
+        if self._ipc is not None:  # before the weights are offloaded: engines read them from GPU memory
+            self._send_weights_by_handles(self._ipc)
+        on_all_ranks(self._offload_policy)  # on every rank before any engine takes memory
         on_all_ranks(self._wake_engines)
         self._seconds["time/wake_s"] = perf_counter() - start
 
     def metrics(self) -> Metrics:
-        """Seconds of the last change each way; nothing where GPUs are not shared."""
+        """Seconds of the last hand-over each way; empty where engines are not colocated."""
         return dict(self._seconds)
 
-    def _give_weights(self, ipc: IpcSync) -> None:
-        """Give the weights to the engines that sleep, by handles, and to the rest, if any, by a folder."""
+    def _send_weights_by_handles(self, ipc: IpcSync) -> None:
+        """Weights to the sleeping engines by handles, and to the other engines, if any, by a folder."""
         asleep = broadcast_from_main(self._asleep())
         self._handed = []
         if takers := ipc.takers(asleep):
-            on_all_ranks(self._set_aside)
+            on_all_ranks(self._offload_all_but_weights)
             self._released = [name for name in asleep if name not in takers]
             self._handed = ipc.hand_over(self._policy, takers)
         lack = self._servers is not None and set(self._servers.urls) > set(self._handed)
         if broadcast_from_main(lack):
             ipc.write(self._policy)
 
-    def _set_aside(self) -> None:
-        """Let all of the policy leave but the weights."""
+    def _offload_all_but_weights(self) -> None:
         self._offload(keep_weights=True)
         release_cached_memory()
         self._free_beside_weights = free_gpu_bytes()
 
-    def _leave(self) -> None:
+    def _offload_policy(self) -> None:
         beside, self._free_beside_weights = self._free_beside_weights, None
-        left = self._offload()
+        freed = self._offload()
         release_cached_memory()
-        self._measure_room(free_gpu_bytes() if beside is None else beside + left)
+        # With ipc engines have taken memory since, so what is free now would not be the baseline.
+        self._update_baseline(free_gpu_bytes() if beside is None else beside + freed)
 
     def _offload(self, keep_weights: bool = False) -> int:
-        """Let the policy leave, if it is to; the bytes that are freed."""
+        """Offload the policy to host memory, if ``parallel.offload`` says so; the bytes that are freed."""
         if not self._offloads:
             return 0
         try:
@@ -152,28 +154,28 @@ class GpuHandover:
         except torch.OutOfMemoryError as error:
             raise RunStopped(f"the policy does not fit on {gpu_name()} any more ({error})") from error
 
-    def _measure_room(self, free: int | None) -> None:
-        """Measure the room on this GPU by what is ``free`` there with the policy away and engines asleep.
+    def _update_baseline(self, free: int | None) -> None:
+        """Update the baseline of free memory from ``free``, measured with the policy away and engines asleep.
 
-        What training has added since engines fell asleep (NCCL's buffers, workspaces, Adam's moments of a
-        policy that stays) is the trainer's, and not theirs to give up.
+        What training has allocated since the engines fell asleep (NCCL's buffers, workspaces, Adam's moments
+        of a policy that stays) is the trainer's: the baseline shrinks by it, and no engine is blamed.
         """
-        if self._room is None or free is None:
-            self._room = free
-        elif self._beside_sleepers is not None:
-            self._room -= max(0, self._beside_sleepers - free)
+        if self._baseline_free is None or free is None:
+            self._baseline_free = free
+        elif self._free_after_release is not None:
+            self._baseline_free -= max(0, self._free_after_release - free)
 
     def _release_engines(self) -> None:
         if self._sampler is None or self._servers is None:
             return
-        self._servers.hold()
+        self._servers.hold()  # first: no supervisor may start a server anew while the policy trains
         try:
             self._released = self._sampler.release()
         finally:
-            self._servers.end(spared=self._released)
+            self._servers.end(spared=self._released)  # a server that has not confirmed may hold any memory
 
     def _asleep(self) -> list[str]:
-        """Rank 0's: engines that sleep and whose process lives."""
+        """Rank 0's: sleeping engines whose process is alive."""
         running = self._servers.running() if self._servers is not None else []
         return [name for name in running if name in self._released]
 
@@ -184,7 +186,7 @@ class GpuHandover:
         self._released, self._handed = [], []
         woken = self._sampler.finish_wake(handed) if handed else []
         woken += self._sampler.wake(asleep) if asleep else []
-        self._servers.end(spared=woken)
+        self._servers.end(spared=woken)  # those that failed to wake, before new ones take their memory
         try:
             self._servers.start()
         except RuntimeError as error:
@@ -192,43 +194,45 @@ class GpuHandover:
         self._sampler.admit()
 
     def _wait_for_memory(self) -> RunStopped | None:
-        """Wait until the driver says, on every rank, that what engines had is free; engines that keep it are
-        killed. The error if it is not free then either."""
-        if not (short := self._short()):
+        """Wait until the driver reports the engines' memory as free on every rank; kill engines that keep it.
+
+        The error if it is not free after that either. Collective.
+        """
+        if not (shortage := self._memory_shortage()):
             return None
-        on_all_ranks(lambda: self._on_event({"kind": "memory_kept", "reason": short}))
+        on_all_ranks(lambda: self._on_event({"kind": "memory_kept", "reason": shortage}))
         on_all_ranks(self._end_engines)
-        if not (short := self._short()):
+        if not (shortage := self._memory_shortage()):
             return None
         return RunStopped(
-            f"GPU memory that engines had is not free though they are ended: {short}. Another program has it "
-            f"(see nvidia-smi), or the engines' kept_gb is too low"
+            f"the engines' GPU memory is not free though they were killed: {shortage}. Another program has "
+            f"it (see nvidia-smi), or the engines' kept_gb is too low"
         )
 
-    def _short(self) -> str:
-        """What GPUs lack after ``release_minutes``, on every rank; empty if nothing. Collective."""
-        return "; ".join(one for one in all_gather(self._missing()) if one)
+    def _memory_shortage(self) -> str:
+        """Shortage of free memory of all GPUs after ``release_minutes``; empty if none. Collective."""
+        return "; ".join(one for one in all_gather(self._own_shortage()) if one)
 
     def _end_engines(self) -> None:
         if self._servers is not None:
             self._servers.end()
         self._released = []
 
-    def _missing(self) -> str | None:
-        """What this rank's GPU lacks after ``release_minutes``; None as soon as that is nothing."""
+    def _own_shortage(self) -> str | None:
+        """Shortage of free memory on this rank's GPU after ``release_minutes``; None as soon as it is free."""
         deadline = monotonic() + self._limit_s
-        while self._room is not None and (free := free_gpu_bytes()) is not None:
-            needed = self._room - self._kept_bytes
+        while self._baseline_free is not None and (free := free_gpu_bytes()) is not None:
+            needed = self._baseline_free - self._kept_bytes
             if free >= needed:
                 break
             if monotonic() >= deadline:
                 return f"{free / 1e9:.1f} of {needed / 1e9:.1f} GB are free on {gpu_name()}"
-            sleep(_LOOK_S)
+            sleep(_POLL_S)
         return None
 
 
-def _stop_of(work: Callable[[], None]) -> RunStopped | None:
-    """The RunStopped of ``work`` on any rank, on every rank. Collective."""
+def _stopped_by(work: Callable[[], None]) -> RunStopped | None:
+    """RunStopped of ``work`` on any rank, returned on every rank instead of raised. Collective."""
     try:
         on_all_ranks(work)
     except RunStopped as stopped:

@@ -1,4 +1,4 @@
-"""The point that a run continues from: its newest whole checkpoint, and what is left to do after it."""
+"""Resume point of a run: its newest whole checkpoint, the steps that are left, and the resume check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bapo_megatron.types import Metrics
 
 
 class PartialStep(NamedTuple):
-    """The part of a step that was trained before a checkpoint within it."""
+    """A partly trained step: its updates before a checkpoint within it."""
 
     version: int
     """The policy's version at the start of the step."""
@@ -47,17 +47,17 @@ class ResumePoint:
     changed: list[Change]
     """Settings that differ from those that the run was stored with."""
     fork: Fork | None = None
-    """The fork whose beginning the checkpoint is; None for a checkpoint that the run has written itself."""
+    """The fork that begins at the checkpoint; None for a checkpoint that the run has written itself."""
 
-    def clipping(self, config: RunConfig) -> Any:
-        """The state of the clipping bounds to restore; None where a fork's algorithm is another one."""
+    def clipping_state(self, config: RunConfig) -> Any:
+        """State of ``UpdateLoss`` to restore; None where a fork changes the algorithm."""
         assert self.checkpoint is not None
         if self.fork and other_algorithm(config, self.fork):
             return None
         return self.checkpoint.trainer["clipping"]
 
-    def sampler(self, config: RunConfig) -> dict[str, Any] | None:
-        """The state of the sampler to begin at; None for a new run."""
+    def sampler_state(self, config: RunConfig) -> dict[str, Any] | None:
+        """State of the sampler to restore; None for a new run."""
         if self.checkpoint is None:
             return None
         state: dict[str, Any] = self.checkpoint.trainer["sampler"]
@@ -65,10 +65,11 @@ class ResumePoint:
 
 
 def find_resume_point(config: RunConfig) -> ResumePoint:
-    """Read the newest whole checkpoint of ``config.directory``. Collective.
+    """The resume point of ``config.directory``, from its newest whole checkpoint. Collective.
 
     ConfigError if a partly trained step would be finished with other settings.
     """
+    # Before the search: half-written and half-deleted checkpoints of a killed process are no candidates.
     if is_main():
         clear_leftovers(config.directory)
     latest = latest_checkpoint(config.directory)
@@ -92,11 +93,11 @@ def check_restored(
     saved: Checkpoint,
     fork: Fork | None = None,
 ) -> list[dict[str, Any]]:
-    """Resume check: ResumeError, on every rank, if the restored state is not the one that was saved.
+    """Resume check: ResumeError, on every rank, if the restored state differs from the saved one. Collective.
 
-    Returns the events to record: of differences that ``config.accept_resume_mismatch`` names, and of a
-    checkpoint that holds too little to compare. ``sampler`` is None on every rank but 0. ``fork``: the
-    checkpoint is its beginning, and what its settings change is not compared. Collective.
+    Returns the events to record: accepted differences (``config.accept_resume_mismatch``), and a checkpoint
+    of an earlier version that holds no digests. ``sampler`` is None on every rank but 0. ``fork``: the fork
+    that begins at the checkpoint; what its settings change is not compared.
     """
     stored = saved.trainer["certificate"]
     found = state_fingerprint(config, policy, broadcast_from_main(sampler.state() if sampler else None))
@@ -108,9 +109,9 @@ def check_restored(
     names = {f"{saved.path.name}:{name}": line for name, line in differences.items()}
     if refused := [name for name in names if name not in config.accept_resume_mismatch]:
         raise ResumeError(
-            f"{saved.path} does not come back as it was saved:\n"
+            f"resume check of {saved.path} failed, the loaded state differs from the saved state:\n"
             + "\n".join(names[name] for name in refused)
-            + "\nif you know why and want to train on what came back: --accept-resume-mismatch "
+            + "\nif you know why and want to train on the loaded state: --accept-resume-mismatch "
             + " ".join(names)
         )
     events = []
@@ -129,7 +130,7 @@ def check_restored(
 
 
 def _lacks_last_evaluation(config: RunConfig, latest: Checkpoint | None) -> bool:
-    """Whether all steps are saved, but the evaluation of the last one was not finished."""
+    """Whether all steps are saved, but the last evaluation is missing."""
     last = config.steps
     if not latest or latest.moment != (last, 0) or not config.evaluates(last):
         return False

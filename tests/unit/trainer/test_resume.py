@@ -30,13 +30,13 @@ def events(*accepted: str, certificate: dict[str, Any] | None = None) -> list[di
 
 
 def test_a_difference_is_refused_with_the_flag_that_accepts_it() -> None:
-    with pytest.raises(ResumeError, match="does not come back as it was saved") as refusal:
+    with pytest.raises(ResumeError, match="the loaded state differs from the saved state") as refusal:
         events()
     assert str(refusal.value).splitlines() == [
-        "run/checkpoints/step_000004 does not come back as it was saved:",
+        "resume check of run/checkpoints/step_000004 failed, the loaded state differs from the saved state:",
         "log-probs of the canary: 0.3",
         "bits of the weights: aa, bb now",
-        "if you know why and want to train on what came back: "
+        "if you know why and want to train on the loaded state: "
         "--accept-resume-mismatch step_000004:canary step_000004:weights",
     ]
 

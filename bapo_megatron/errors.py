@@ -34,7 +34,7 @@ def refuse_arguments(arguments: Sequence[str], usage: str) -> NoReturn:
 
 
 class GapError(ConfigError):
-    """Engine mismatch: log-probs of engine and trainer differ by more than a limit. A restart does not help."""
+    """Engine mismatch: log-probs of engine and trainer differ by more than a limit; no restart helps."""
 
 
 class CheckpointError(ConfigError):

@@ -1,13 +1,13 @@
-"""Corrections of an update for the policies behind its data: pi_old, importance weights, rejected responses.
+"""Off-policy corrections: pi_old of the trainer, truncated importance weights, rejection of responses.
 
-- With ``algorithm.old_log_probs=trainer`` pi_old, the denominator of the ratio in all updates of a step, is
-  computed by the trainer before them. The engine's log-probs differ a little from the trainer's, and those
-  of stale tokens a lot; so the ratio compares the trainer with itself, and a truncated importance weight,
-  by token or by response, may correct for the policy that sampled.
-- ``algorithm.corrections`` rejects whole responses (``algo/corrections/rejection.py``). They leave the update
-  before it is packed: no pass, no search, no metric and no mean sees them. All ranks decide alike.
+    ratio = pi / pi_old          importance weight = min(pi_old / pi_rollout, cap)
 
-An update whose responses are all rejected takes no step, which is announced.
+- With ``algorithm.old_log_probs=trainer`` the trainer computes pi_old before the updates of a step. Else
+  pi_old is pi_rollout, the engine's log-probs. Those differ a little from the trainer's, and those of stale
+  tokens a lot: the importance weight, by token or by response, corrects for that.
+- ``algorithm.corrections`` rejects whole responses (``algo/corrections/rejection.py``) before an update is
+  packed: no pass, no search, no metric and no mean sees them. All ranks decide alike. An update whose
+  responses are all rejected takes no step, and a warning says so.
 
 Legend: ``_R`` tokens of a response, ``_N`` response tokens of all samples of the step, ``_S`` samples.
 """
@@ -47,11 +47,11 @@ def with_old_log_probs(
     cap: float | None,
     level: Literal["token", "sequence"] = "token",
 ) -> Groups:
-    """The samples with log-probs under the present weights, and importance weights up to ``cap`` (None: no
-    weights), for each token or each response.
+    """Old log-probs: the samples with pi_old of the present weights, and importance weights up to ``cap``.
 
-    One forward pass, in which each rank computes its own packs; the result is equal on every rank, since
-    later updates shuffle the groups. Collective.
+    ``cap`` None: no importance weights. ``level``: a weight for each token or each response. One forward
+    pass, in which each rank computes its own packs. The result is equal on every rank, because later updates
+    shuffle the groups over the ranks. Collective.
     """
     samples = [sample for group in groups for sample in group]
     if not samples:
@@ -63,7 +63,7 @@ def with_old_log_probs(
 
 
 def correction_metrics(algorithm: AlgorithmConfig) -> tuple[str, ...]:
-    """Names of the metrics of ``corrected`` in a run with these settings; none without corrections."""
+    """Names of the metrics that ``corrected`` returns with these settings; none without corrections."""
     return METRICS if algorithm.corrections.rejects or algorithm.importance_cap is not None else ()
 
 
@@ -74,7 +74,7 @@ def corrected(
     pack_tokens: int,
     on_policy: bool,
 ) -> tuple[Groups, Metrics]:
-    """The groups of an update without their rejected responses, and the metrics ``correction_metrics``.
+    """Rejection of responses: the groups of an update that are kept, and the metrics ``correction_metrics``.
 
     - ``corrections/rejected_responses``, ``.../rejected_tokens``: shares of the update's responses and
       trained tokens
@@ -103,7 +103,7 @@ def corrected(
 
 
 def _shares(samples: Sequence[Sample], left: Groups) -> tuple[float | None, float | None, float | None]:
-    """The values of ``METRICS``, of an update's samples and those that are left of them."""
+    """Values of ``METRICS``, from the samples of an update before and after rejection."""
     kept = [sample for group in left for sample in group]
     before, after = (sum(int(one.predicted_R.sum()) for one in part) for part in (samples, kept))
     weights = [one.importance_R[one.predicted_R] for one in kept if one.importance_R is not None]
@@ -137,9 +137,9 @@ def _mean_gaps(policy: Policy, samples: Sequence[Sample], pack_tokens: int, know
 
 
 def _finite(values: Iterable[float]) -> list[float]:
-    """The values. FloatingPointError, on every rank, if one is not finite.
+    """The values, checked: FloatingPointError, on every rank, if one is infinite or NaN.
 
-    Its response would be rejected, and nobody would see that the weights are broken.
+    Without the check its response would be rejected, and broken weights would go unnoticed.
     """
     found = list(values)
     if not all(map(math.isfinite, found)):
@@ -154,7 +154,7 @@ def _gap_sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
 
 
 def _log_probs(policy: Policy, samples: Sequence[Sample], pack_tokens: int) -> list[np.ndarray]:
-    """The log-probs of each sample's response, float32 [R]; zeros for tokens that are not trained on."""
+    """Log-probs of each response under the present weights, float32 [R]; zeros outside the loss mask."""
     packs = pack_samples(samples, pack_tokens, layout=policy.pack_layout)
     ends = np.cumsum([sample.response_tokens for sample in samples])
     found_N = torch.zeros(int(ends[-1]))

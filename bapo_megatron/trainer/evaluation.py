@@ -1,4 +1,4 @@
-"""Evaluation during training: responses to held-out problems, scored at the weights of a step."""
+"""Held-out evaluation during training: avg@n on the suites, at the weights of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def evaluate_if_due(run: Run, step: int) -> None:
 
 
 def evaluation_metrics(path: Path, boxed: bool = True) -> Metrics:
-    """The metrics of a file of responses: ``eval/SUITE/...``, and ``eval/mean``, the mean of their avg@n.
+    """Evaluation metrics of a file of responses: ``eval/SUITE/...``, and ``eval/mean``, the mean of avg@n.
 
     ``boxed`` as in ``score``.
     """

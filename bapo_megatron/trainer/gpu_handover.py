@@ -219,7 +219,7 @@ class GpuHandover:
         self._released = []
 
     def _own_shortage(self) -> str | None:
-        """Shortage of free memory on this rank's GPU after ``release_minutes``; None as soon as it is free."""
+        """Shortage of free memory on this rank's GPU after ``release_minutes``; None once there is none."""
         deadline = monotonic() + self._limit_s
         while self._baseline_free is not None and (free := free_gpu_bytes()) is not None:
             needed = self._baseline_free - self._kept_bytes

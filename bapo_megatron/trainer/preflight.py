@@ -1,4 +1,4 @@
-"""The checks of a configuration that need the disk, made before any process group exists."""
+"""Preflight checks of a run: model, layout, dataset, reward and engine, before any process group exists."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from bapo_megatron.trainer.update_loss import checked_loss
 
 
 def check_run(config: RunConfig, read_dataset: bool = True, fork: ForkSource | None = None) -> None:
-    """ConfigError with the first problem that would stop the run: fields, model, layout, fork, dataset."""
+    """Preflight of a training run: ConfigError with the first problem (fields, model, layout, fork, data)."""
     for check in run_checks(config, read_dataset, fork):
         check()
 
@@ -51,7 +51,10 @@ def check_run(config: RunConfig, read_dataset: bool = True, fork: ForkSource | N
 def run_checks(
     config: RunConfig, read_dataset: bool = True, fork: ForkSource | None = None
 ) -> Iterator[Callable[[], object]]:
-    """The checks of ``check_run``, one by one. The first one must pass before the others are called."""
+    """The checks of ``check_run``, one by one. The first must pass before the others are called.
+
+    Those that read the dataset come last: they take longest.
+    """
 
     @cache
     def tokenizer() -> Any:
@@ -81,7 +84,7 @@ def run_checks(
 
 
 def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
-    """ConfigError with the first problem that would stop a run of ``--rollout-only``, which has no layout."""
+    """Preflight of a run with ``--rollout-only``, which has no layout: ConfigError with the first problem."""
     config.check()
     check_logging(config.logging)
     _check_reward(config)
@@ -96,7 +99,7 @@ def check_rollout_only(config: RunConfig, read_dataset: bool = True) -> None:
 
 
 def check_hooks(checkpoint: CheckpointConfig, logging: LoggingConfig) -> None:
-    """ConfigError if a program that rank 0 is to run, or a variable with a URL, is missing here."""
+    """Check of the user's hooks (after_export, on_event): ConfigError if a program or variable is missing."""
     problems = list(unreachable_targets(logging.on_event))
     command = checkpoint.after_export
     if command is not None and (problem := missing_program(command)):
@@ -118,7 +121,7 @@ def _check_sandbox(config: RunConfig) -> None:
 
 
 def check_sft(config: SftConfig) -> None:
-    """ConfigError with the first problem that would stop a supervised warm start."""
+    """Preflight of supervised fine-tuning: ConfigError with the first problem."""
     config.check()
     tokenizer = check_model(config.model, config.parallel)
     check_export_output(config.output)
@@ -126,7 +129,7 @@ def check_sft(config: SftConfig) -> None:
 
 
 def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
-    """The tokenizer of a model. ConfigError if its weights, its tokenizer or its layout does not fit."""
+    """Check of a model; its tokenizer. ConfigError if its weights, tokenizer or layout does not fit."""
     shape = check_weights(model, parallel)
     tokenizer = load_tokenizer(model.hf_path)
     largest = max(tokenizer.get_vocab().values())
@@ -139,8 +142,11 @@ def check_model(model: ModelConfig, parallel: ParallelConfig) -> Any:
 
 
 def check_weights(model: ModelConfig, parallel: ParallelConfig) -> ModelShape:
-    """The shape of a model. ConfigError if its HF folder lacks a tensor, the layout cannot split it, this
-    machine should have a GPU that torch cannot use, or a variable forbids what the layout needs."""
+    """Check of a model's weights; its shape.
+
+    ConfigError if its HF folder lacks a tensor, the layout cannot split it, torch cannot use this machine's
+    GPU, or an environment variable forbids the attention backend that the layout needs.
+    """
     has_cuda()
     check_environment()
     shape = read_model_shape(model.hf_path)
@@ -171,7 +177,7 @@ def _check_context(config: RunConfig) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    """ConfigError if there is no such engine, or the run samples and the engine lacks what it needs."""
+    """Check of the rollout engine: ConfigError for an unknown one, or one that lacks what sampling needs."""
     backend, parallel = engine_backend(config.rollout.engine), config.parallel
     if config.rollout.replay is None:
         gpus = _gpus()
@@ -185,7 +191,7 @@ def _gpus() -> int:
 
 
 def _check_profile(config: RunConfig) -> None:
-    """ConfigError for ranks to profile that the run does not have."""
+    """Check of ``profile.ranks``: ConfigError for a rank that the run does not have."""
     if config.profile.steps:
         ranks = data_parallel_size(config.parallel, launched_world_size()) * config.parallel.model_size
         for rank in config.profile.ranks:

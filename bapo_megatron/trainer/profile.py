@@ -25,7 +25,7 @@ _ENTRIES = 1_000_000
 
 @contextmanager
 def profiled(config: RunConfig, step: int) -> Iterator[None]:
-    """Profile the block, if step and rank are among those of ``config.profile``; its files follow its end."""
+    """Profiler of the block, if ``config.profile`` names this step and rank; writes its files at the end."""
     profile, rank = config.profile, dist.get_rank()
     if step not in profile.steps or rank not in profile.ranks:
         yield
@@ -36,25 +36,25 @@ def profiled(config: RunConfig, step: int) -> Iterator[None]:
     with _snapshot(paths.profile_of(step, rank, "memory.pickle")) if remembers else nullcontext():
         with torch.profiler.profile(activities=activities, profile_memory=profile.memory) as trace:
             yield
-        with _whole(paths.profile_of(step, rank, "trace.json.gz")) as path:
+        with _written_whole(paths.profile_of(step, rank, "trace.json.gz")) as path:
             trace.export_chrome_trace(str(path))
 
 
 @contextmanager
 def _snapshot(path: Path) -> Iterator[None]:
-    """Remember the allocations of the block, and write them."""
+    """Memory snapshot of the block: every allocation with its stack."""
     torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
     try:
         yield
-        with _whole(path) as part:
+        with _written_whole(path) as part:
             torch.cuda.memory._dump_snapshot(str(part))
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """Another name to write under; the file gets its own when it is whole. An error ends in a warning."""
+def _written_whole(path: Path) -> Iterator[Path]:
+    """Atomic write of ``path``: a hidden name to write under, renamed at the end. An error only warns."""
     part = path.with_name(f".{path.name}")
     try:
         path.parent.mkdir(exist_ok=True)

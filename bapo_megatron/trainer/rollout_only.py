@@ -1,7 +1,6 @@
-"""Sampling without a trainer: ``bapo train --rollout-only``.
+"""Rollout-only run (``bapo train --rollout-only``): samples and scores the batches of all steps, no training.
 
-The engines get the model's own weights once, as version 0, and every step's batch is formed as in training,
-at these weights. There is no policy, and no update.
+The engines load the model's own weights once, as version 0. Every step's batch is formed as in training.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ _WAIT_S = 5.0
 def sample_steps(
     config: RunConfig, preemption: PreemptionSignal, event: dict[str, Any] | None = None
 ) -> None:
-    """Sample the steps that are left. Collective: rank 0 does everything, the others wait for it.
+    """Rollout loop over the steps that are left. Collective: rank 0 does everything, the others wait.
 
-    ``event``: one of the start, to be recorded.
-
-    Preempted or RunStopped on every rank if it has to stop before; the same command goes on.
+    ``event``: an event of the start to record (``pin_threads``). Preempted or RunStopped on every rank if it
+    stops before the end; the same command continues.
     """
     first_step = broadcast_from_main(next_step(config) if is_main() else None)
     if is_main():
@@ -53,7 +51,7 @@ def sample_steps(
 
 
 def next_step(config: RunConfig) -> int:
-    """The first step that lacks its metrics or its file."""
+    """The step to sample next: the first that lacks its metrics or its journal file."""
     paths = RunPaths(config.directory)
     recorded = {row["step"] for row in read_jsonl(paths.metrics)} if paths.metrics.exists() else set()
     step = 1
@@ -80,7 +78,7 @@ def _sample(
     sampler: SamplerClient | None,
     record: RolloutRecord | None,
 ) -> None:
-    """Sample from ``first_step`` on. ``sampler``, ``record``: None on every rank but 0. Collective."""
+    """Rollout loop from ``first_step`` on. ``sampler``, ``record``: None on every rank but 0. Collective."""
     if sampler:
         sampler.start(first_step, None)
         sampler.load_weights(config.model.hf_path.absolute(), 0, first_step - 1)
@@ -98,7 +96,7 @@ def _sample(
                 record.step(step, batch, clock)
             if sampler and step < config.steps:
                 if step % config.checkpoint.every == 0:
-                    sampler.checkpointed(0)  # of the journal no more than what is under way
+                    sampler.checkpointed(0)  # trims the journal to unfinished groups
                 sampler.keep_weights(step)
 
 

@@ -1,4 +1,4 @@
-"""The sampler of a run, and the way of the weights to its engines, as the configuration asks for them."""
+"""Construction of the sampler, its engine servers and the weight sync of a run, from its configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 @contextmanager
 def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler, EngineServers]]:
-    """The sampler of a run, and the servers that the run starts for it. Rank 0 alone has them."""
+    """The sampler of a run with its engine servers, or of ``rollout.replay`` without any. On rank 0."""
     if config.rollout.replay is not None:
         yield ReplaySampler(config.rollout.replay), EngineServers()
         return
@@ -41,7 +41,7 @@ def open_sampler(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
 
 @contextmanager
 def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[SamplerClient, EngineServers]]:
-    """The sampler that asks engines, and the servers that the run starts. On rank 0."""
+    """The sampler's process and the engine servers that the run starts. On rank 0."""
     tokenizer = load_tokenizer(config.model.hf_path)
     problems = load_problems(config.data, config.reward.function, tokenizer)
     suites = load_suites(config.evaluation, config.data.max_prompt_tokens, tokenizer, config.reward.function)
@@ -56,6 +56,7 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
             servers.heed(event)
 
         setup = Setup(config, problems, tuple(servers.urls), str(select_device()), suites)
+        # The sampler closes before its servers: else every server's end would be a lost engine.
         with closing(SamplerClient(setup, on_sampler_event)) as sampler:
             yield sampler, servers
 
@@ -63,9 +64,9 @@ def open_engines(config: RunConfig, on_event: OnEvent) -> Iterator[tuple[Sampler
 def load_suites(
     evaluation: EvaluationConfig, max_prompt_tokens: int, tokenizer: Any, reward_function: str
 ) -> tuple[Suite, ...]:
-    """The held-out problems of evaluations during training, tokenized; none if there are no evaluations.
+    """Evaluation suites of a run, tokenized; none if it has no evaluations.
 
-    ConfigError if a suite does not exist, ``reward_function`` cannot judge it, or two have one name.
+    ConfigError if a suite does not exist, ``reward_function`` cannot score it, or two have one name.
     """
     if not evaluation.every:
         return ()
@@ -75,7 +76,7 @@ def load_suites(
     ]
     names = [suite.name for suite in found]
     if len(set(names)) < len(names):
-        raise ConfigError(f"evaluation.suites: two of them are called alike ({', '.join(names)})")
+        raise ConfigError(f"evaluation.suites: two of them have one name ({', '.join(names)})")
     return tuple(found)
 
 
@@ -88,7 +89,7 @@ def build_weight_sync(
     servers: EngineServers | None,
     on_event: OnEvent,
 ) -> WeightSync:
-    """The way of the weights to the engines: as files in ``folder``, by broadcast, or by handles. Collective.
+    """Weight sync to the engines: by files in ``folder``, by broadcast, or by CUDA IPC handles. Collective.
 
     ``hf_path``: the folder of the model's config. ``sampler``, ``servers``: None on every rank but 0.
     """

@@ -25,7 +25,7 @@ from bapo_megatron.types import MicroBatch, Prompt, TokenStats
 
 
 def run_sft(config: SftConfig) -> None:
-    """Train a model on solutions and write its HF folder. Process groups must exist."""
+    """Supervised fine-tuning on solutions; writes the model's HF folder. Process groups must exist."""
     policy = MegatronPolicy(
         config.model, config.parallel, config.batch, config.optimizer, planned_updates=config.updates
     )
@@ -40,12 +40,12 @@ def run_sft(config: SftConfig) -> None:
 
 
 def next_token_loss(stats: TokenStats, batch: MicroBatch) -> Tensor:
-    """The cross entropy: minus the log-probs of the response tokens, summed; and the number of tokens."""
+    """Cross entropy, -sum_t w_t log p_t over the response tokens t, and their number: [2]."""
     return torch.stack([-(stats.log_prob_T * batch.weight_T).sum(), batch.mask_T.sum()])
 
 
 def _batches(config: SftConfig) -> Iterator[list[Sample]]:
-    """Batches of samples in random order; of several sources each has its own, mixed by their weights."""
+    """Training batches in random order; several sources are mixed by their weights."""
     samples, sources = load_solutions(config, load_tokenizer(config.model.hf_path))
     order = _mixed(sources, config.seed) if sources else _shuffled(len(samples), config.seed)
     for _ in range(config.updates):
@@ -53,7 +53,7 @@ def _batches(config: SftConfig) -> Iterator[list[Sample]]:
 
 
 def _shuffled(samples: int, seed: int) -> Iterator[int]:
-    """Numbers of samples in random order; a new order once all have been used."""
+    """Indices of samples in random order, epoch after epoch."""
     generator = np.random.default_rng(seed)
     while True:
         yield from generator.permutation(samples).tolist()
@@ -65,7 +65,7 @@ def _mixed(sources: Sequence[MixedSource], seed: int) -> Iterator[int]:
 
 
 def load_solutions(config: SftConfig, tokenizer: Any) -> tuple[list[Sample], list[MixedSource]]:
-    """The training samples, every problem with its solution as the response, and the sources that are mixed.
+    """Training samples, each a problem with its solution as the response; and the sources to mix.
 
     ConfigError if a problem has no solution.
     """

@@ -1,7 +1,7 @@
-"""The number of CPU threads of a run, which its continuations keep.
+"""Thread pinning: a resumed run keeps its number of CPU threads, so that its sums are equal bit for bit.
 
-Threads split long sums between them, so their number decides about the last bits: of matrix products over
-thousands of tokens, of means, of vectorized functions at the ends of the parts. A GPU does not depend on it.
+Threads split long sums between them, so their number changes the last bits of matrix products, means and
+vectorized functions. A GPU does not depend on it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _LAYOUT = [f"parallel.{name}" for name in ("tensor", "pipeline", "virtual", "con
 
 
 def pin_threads(config: RunConfig) -> tuple[RunConfig, Event | None]:
-    """Set this rank's number of threads: that asked for, else the run directory's, else the present one.
+    """Set this rank's number of threads: that of ``config``, else the run directory's, else torch's.
 
     Returns ``config`` with it, and the event to record if the environment would have given another. On a GPU
-    only a number that is asked for is set. Collective.
+    only a number in ``config`` is set. Collective.
     """
     asked = config.threads
     kept, is_other, present = broadcast_from_main(
         (_kept(config), _has_other_layout(config), torch.get_num_threads())
     )
+    # Another layout adds in another order anyway, so it need not keep the number.
     threads = asked or (None if is_other else kept) or present
     if asked is None and has_cuda():
         return config, None
@@ -45,28 +46,29 @@ def pin_threads(config: RunConfig) -> tuple[RunConfig, Event | None]:
             f"{present} threads a rank, and not {kept} as when the run began: another layout adds in another "
             f"order anyhow (--threads {kept} --allow-change {THREADS} takes {kept})"
         )
-        return config, _told("threads_anew", threads, present, message)
+        return config, _announced("threads_anew", threads, present, message)
     message = (
         f"{threads} threads a rank, as when the run began, and not {present}: its sums would differ in their "
         f"last bits (--threads {present} --allow-change {THREADS} takes {present})"
     )
-    return config, _told("threads_kept", threads, present, message)
+    return config, _announced("threads_kept", threads, present, message)
 
 
-def _told(kind: str, threads: int, environment: int, message: str) -> Event:
+def _announced(kind: str, threads: int, environment: int, message: str) -> Event:
+    """The event of a choice of threads, which is also printed on rank 0."""
     if is_main():
         print(message, flush=True)
     return {"kind": kind, "threads": threads, "environment": environment, "message": message}
 
 
 def _kept(config: RunConfig) -> int | None:
-    """The number that the run directory names, or that of the run that it is forked from."""
+    """Threads in the stored configuration of the run, or of the run that it is forked from."""
     kept: int | None = (began_with(config.directory) or {}).get(THREADS)
     return kept
 
 
 def _has_other_layout(config: RunConfig) -> bool:
-    """Whether the run directory names another layout, as far as sums depend on it."""
+    """Whether the stored layout differs in a field that changes the order of sums."""
     stored, now, parallel = began_with(config.directory) or {}, flat(config), config.parallel
     if any(stored.get(name, now[name]) != now[name] for name in _LAYOUT):
         return True

@@ -1,17 +1,17 @@
-"""The choice of an update's loss: where its clipping bounds come from, and what finding them costs.
+"""The loss of an update, and the cheapest exact way to the sums that its search of clipping bounds needs.
 
-The exact search needs the ratio of every token of the update before any backward pass. In order of price:
+The exact search (Algorithm 1) needs the ratio of every token of the update before any backward pass. From
+cheap to expensive:
 
-- fixed bounds need no search;
-- a ratio that is known needs no forward pass: the present weights are pi_old of every token;
-- ``scope: lagged`` takes the sums that the previous update measured on its way;
-- ``scope: micro_batch`` searches in the packs in hand, as the published code does;
-- ``batch.hold_forwards`` searches after all forward passes and before all backward passes;
-- else a forward-only pass over the update comes first.
+- fixed bounds: no search;
+- on-policy data: the present weights are pi_old, every ratio is 1, no forward pass;
+- ``scope: lagged``: the sums that the previous update measured;
+- ``scope: micro_batch``: a search in each pack, as the published code does;
+- ``batch.hold_forwards``: after all forward passes and before all backward passes;
+- else: a forward-only pass over the update.
 
-Another ``algorithm.loss`` goes the same ways with what it searches, if it searches anything. With PAPO the
-search and the loss see the reweighted advantages. Those follow from entropies, which only a pass of the model
-knows, so a known ratio saves no pass then.
+The other losses of ``algorithm.loss`` that search something do the same. With PAPO the search and the loss
+see the reweighted advantages. Those need entropies, so on-policy data saves no forward pass then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bapo_megatron.types import Metrics, MicroBatch, SearchedLoss, TokenFn
 
 
 def checked_loss(config: RunConfig) -> Loss:
-    """The loss of a run. ConfigError if it cannot be had, or if ``batch.hold_forwards`` serves no search."""
+    """The loss of ``config.algorithm``. ConfigError for an unknown one, or needless ``hold_forwards``."""
     loss = build_loss(config.algorithm)
     search = loss.search
     held = search is not None and search.known is None and search.scope == "update"
@@ -47,11 +47,11 @@ def checked_loss(config: RunConfig) -> Loss:
 
 
 class UpdateLoss:
-    """The loss of each update, with the clipping bounds (or what else ``algorithm.loss`` searches) in it.
+    """Factory of the loss of each update: searches the clipping bounds (or what ``algorithm.loss`` searches).
 
-    Between updates it keeps the sums of the last one for lagged bounds, what a search carries to the next one
-    of the same batch (``Search.carried``), and the entropy's trajectory for PAPO. ConfigError if the loss
-    cannot be had.
+    State between updates: the sums of the last one for lagged bounds, what a search carries to the next
+    update of the same batch (``Search.carried``), and PAPO's entropy schedule. ConfigError for an unknown
+    loss.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class UpdateLoss:
         self._step_version = 0
         self._carried: tuple[int, Any] | None = None  # with the version at the start of its step
         self.found: Any = None
-        """What the search of the last update has found, also where it was made within the update; None where
-        each pack made its own, or none was made."""
+        """Result of the last update's search (the clipping bounds); None without a search, or with one for
+        each pack."""
         self._papo = PapoSchedule(config.polarity) if config.polarity.enabled else None
 
     def loss(
         self, policy: Policy, packs: Sequence[MicroBatch], on_policy: bool, step_version: int = 0
     ) -> tuple[TokenFn | SearchedLoss, Any]:
-        """The loss of an update on ``packs``, and what its search found, if that is known before it.
+        """The loss of an update on ``packs``, and the result of its search, if that comes before the passes.
 
         ``on_policy``: on all ranks the present weights are pi_old, the ratio's denominator, of every token of
         the update: they sampled it, or the trainer computed pi_old with them. ``step_version``: the policy's
@@ -108,7 +108,7 @@ class UpdateLoss:
         return make_and_keep(sums), self.found
 
     def _find(self, sums: Tensor) -> Any:
-        """What the search finds from ``sums``, and from what the last one of the same batch has carried."""
+        """Result of the search on ``sums``, and on what the last search of the same batch has carried."""
         assert self._search is not None
         if self._search.carried is None:
             return self._search.find(sums)
@@ -116,9 +116,9 @@ class UpdateLoss:
         return self._search.find(sums, self._carried[1] if self._carried and known else None)
 
     def observe(self, sums: Tensor) -> Metrics:
-        """Keep what the next update needs of ``sums``, the vector of an update at the weights before it.
+        """Keep from ``sums``, the vector of an update, what the search and PAPO of the next one need.
 
-        Returns the phase and the weights of PAPO that the update used; nothing where it is off.
+        Returns PAPO's metrics of the update, its phase and weights; empty where PAPO is off.
         """
         if self._search and self._search.scope == "lagged":
             self._previous = self.objective.search_sums(sums)
@@ -133,7 +133,7 @@ class UpdateLoss:
         return used
 
     def state(self) -> dict[str, Any] | None:
-        """The state that a continued run needs; plain JSON."""
+        """State for a checkpoint, plain JSON; None if there is none."""
         state: dict[str, Any] = {}
         if self._previous is not None:
             state["lagged"] = self._previous.tolist()

@@ -197,7 +197,7 @@ def test_the_last_evaluation_is_made_again_if_it_was_cut(tmp_path: Path) -> None
     assert results(run_dir, "updates.jsonl") == updates
     made = log.read_bytes(), responses.stat().st_mtime_ns
     output = finish(start(run_dir, *flags))
-    assert "has made its 2 steps" in output
+    assert "all 2 steps are done" in output
     assert (log.read_bytes(), responses.stat().st_mtime_ns) == made
 
 

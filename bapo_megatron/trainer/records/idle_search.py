@@ -1,4 +1,4 @@
-"""Notice of a search that is idle: a run whose bounds stay at their starts is one of fixed bounds."""
+"""Idle-search notice: says when BAPO's bounds never move, so that the run equals one with fixed bounds."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.types import Metrics
 
 MOVED = "bapo/bounds_moved"
-"""Whether the search of a stale update moved a bound, 1 or 0; None for an update on fresh data, absent where
-nothing is searched."""
+"""Metric: whether the search of a stale update moved a bound, 1 or 0; None for an on-policy update, absent
+where nothing is searched."""
 
 _UPDATES = 16
-"""Stale updates without a move after which it is told: two steps of the usual reuse (2 x 4 updates)."""
+"""Stale updates without a move after which the notice is given: two steps of the usual reuse (2 x 4)."""
 
 
 class IdleSearch:
-    """Counts the first stale updates of a run, until one has moved a bound or enough have not.
+    """Counter of stale updates in which no bound moved, from the run's first step on.
 
-    A process that continues a run has not seen its first updates, and says nothing.
+    A resumed process has not seen the first updates, and gives no notice.
     """
 
     def __init__(self, bounds: BoundsConfig, first_step: int) -> None:
@@ -29,7 +29,7 @@ class IdleSearch:
         self._is_over = first_step > 1
 
     def observe(self, step: int, updates: Sequence[Metrics]) -> str | None:
-        """What is to be told after ``step``; None if nothing is."""
+        """The notice after ``step``; None if there is none."""
         for update in updates:
             if self._is_over or update.get(MOVED) is None:
                 continue

@@ -1,4 +1,4 @@
-"""The metrics log of a run: JSON lines (steps, updates, evaluations), TensorBoard, and other trackers."""
+"""Metrics log of a run: metrics.jsonl, updates.jsonl, evaluations.jsonl, TensorBoard, and the trackers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bapo_megatron.runtime.storage import writing
 from bapo_megatron.trainer.records.observer.processes import Observers, Report
 from bapo_megatron.types import Metrics
 
-_SHOWN = "what the boards show"
+_BOARDS = "the boards' data"
 
 _ThreadHook = Callable[[threading.ExceptHookArgs], object]
 
 
 def evaluation_means(run_dir: Path) -> dict[int, float]:
-    """``eval/mean`` of each evaluated step of a run."""
+    """Score of each evaluated step of a run, ``eval/mean``."""
     log = RunPaths(run_dir).evaluations
     rows = read_jsonl(log) if log.exists() else []
     return {row["step"]: row["eval/mean"] for row in rows}
@@ -29,9 +29,8 @@ def evaluation_means(run_dir: Path) -> dict[int, float]:
 class MetricsLog:
     """The metrics log of one run. Steps count from 1.
 
-    ``resume_step``: the last step that the checkpoint holds; 0 for a new run. Lines of later steps, which a
-    run wrote that died after its checkpoint, are dropped: they will be written again. ``report`` takes what
-    is to be told of a tracker.
+    ``resume_step``: the last step that the checkpoint holds; 0 for a new run. Lines of later steps are
+    dropped: the resumed run makes those steps again. ``report`` records the events of trackers.
     """
 
     def __init__(self, run_dir: Path, logging: LoggingConfig, resume_step: int, report: Report) -> None:
@@ -45,14 +44,14 @@ class MetricsLog:
         self._run_dir = run_dir
         self._tensorboard: _TensorBoard | None = None
         trackers = [name for name in logging.chosen if name != "tensorboard"]
-        with writing(_SHOWN, run_dir):
+        with writing(_BOARDS, run_dir):
             if "tensorboard" in logging.chosen:
                 self._tensorboard = _TensorBoard(paths.tensorboard, resume_step)
             self._observers = Observers(trackers, paths, resume_step, report)
 
     def write_step(self, step: int, metrics: Metrics) -> None:
         """Write the metrics of ``step`` to the files and the boards."""
-        self._steps.append({"step": step, **metrics})
+        self._steps.append({"step": step, **metrics})  # before the boards, whose observers read the file
         self._show(step, metrics)
 
     def write_evaluation(self, step: int, metrics: Metrics) -> bool:
@@ -66,12 +65,12 @@ class MetricsLog:
     def _show(self, step: int, metrics: Metrics) -> None:
         if self._tensorboard is not None:
             numbers = {name: value for name, value in finite_json(metrics).items() if value is not None}
-            with writing(_SHOWN, self._run_dir):
+            with writing(_BOARDS, self._run_dir):
                 self._tensorboard.write(step, numbers)
         self._observers.tell(step)
 
     def write_update(self, step: int, metrics: Metrics) -> None:
-        """Write the metrics of one update of ``step`` to updates.jsonl alone: boards show steps."""
+        """Write the metrics of one update of ``step`` to updates.jsonl. Boards show steps alone."""
         self._updates.append({"step": step, **metrics})
 
     def close(self) -> None:
@@ -85,7 +84,7 @@ class MetricsLog:
 
 
 class _TensorBoard:
-    """TensorBoard's event files, with the metrics' names as tags."""
+    """Writer of TensorBoard's event files, with the metrics' names as tags."""
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         # Imported here because it takes seconds.
@@ -105,7 +104,7 @@ class _TensorBoard:
 
 
 def _without_tensorboards(hook: _ThreadHook) -> _ThreadHook:
-    """``hook`` for all threads but TensorBoard's, whose error the next write raises where it is handled."""
+    """Exception hook of threads that leaves out TensorBoard's: its error is raised by the next write."""
 
     def report(error: threading.ExceptHookArgs) -> None:
         if not type(error.thread).__module__.startswith("tensorboard."):

@@ -1,4 +1,4 @@
-"""The run's last event, and the process that sends events to the targets of `logging.on_event`, on rank 0."""
+"""End event of a run (done, preempted, stopped, failed), and the life of the process that sends events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bapo_megatron.runtime.run_files import open_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _LAST_S, _LAST_OF_PREEMPTED_S = 30.0, 10.0
-"""Seconds that the end of a run waits for its last events to be sent; a job that is preempted has no time."""
+"""Seconds that the end of a run waits for the sender; a preempted job may be killed soon."""
 _ENDING_S = 5.0
 
 
@@ -26,15 +26,15 @@ _ENDING_S = 5.0
 def recorded_end(
     config: RunConfig, has_work: bool, event: Callable[[dict[str, Any]], None]
 ) -> Iterator[None]:
-    """Record how the block, which is the run, ends: `done`, `preempted`, `stopped` or `failed`.
+    """Record the end event of the block, which is the run: `done`, `preempted`, `stopped` or `failed`.
 
-    ``has_work``: whether the run had steps left; one that had none, and has said `done`, says nothing.
+    ``has_work``: whether steps were left; a finished run that is started again records no second `done`.
     """
     try:
         yield
     except BaseException as error:
-        with suppress(RunStopped, OSError):  # of a disk that is full: what was raised counts
-            event(_ending(error))
+        with suppress(RunStopped, OSError):  # a full disk must not hide the error that ended the run
+            event(_end_event(error))
         raise
     last = (row.get("kind") for row in tail_rows(RunPaths(config.directory).events))
     known = next((kind for kind in last if kind in (*BEGINNINGS, *ENDS)), None)
@@ -42,7 +42,7 @@ def recorded_end(
         event({"kind": "done", "step": config.steps})
 
 
-def _ending(error: BaseException) -> dict[str, Any]:
+def _end_event(error: BaseException) -> dict[str, Any]:
     if isinstance(error, KeyboardInterrupt):
         return {"kind": "stopped", "reason": "Ctrl-C"}
     if isinstance(error, Preempted | RunStopped):
@@ -53,9 +53,9 @@ def _ending(error: BaseException) -> dict[str, Any]:
 
 @contextmanager
 def sending_events(config: RunConfig) -> Iterator[None]:
-    """Send the run's events within the block, if ``logging.on_event`` has a target.
+    """Event sender process of the block, on rank 0, if ``logging.on_event`` has a target.
 
-    It costs the run nothing but the wait for the last ones, and no failure in it is the run's.
+    The run waits for it only at its end, and a failure of the sender never fails the run.
     """
     if not config.logging.on_event:
         yield
@@ -86,7 +86,7 @@ def _start(config: RunConfig) -> subprocess.Popen[bytes] | None:
     command = [sys.executable, "-m", "bapo_megatron.runtime.events.sender", str(os.getpid())]
     try:
         with open(open_plain(paths.on_event_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as log:
-            # Its own session: it is to tell of signals that end the run.
+            # Its own session: signals that kill the run must not kill the sender, which reports them.
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
@@ -100,6 +100,7 @@ def _start(config: RunConfig) -> subprocess.Popen[bytes] | None:
 
 
 def _close(process: subprocess.Popen[bytes], limit_s: float, config: RunConfig) -> None:
+    """End the sender: tell it how many seconds its last events may take, then kill it if it hangs."""
     with suppress(OSError, subprocess.TimeoutExpired):  # it has ended, or hangs
         process.communicate(f"{limit_s}\n".encode(), timeout=limit_s + _ENDING_S)
     if process.poll() is None:

@@ -16,14 +16,14 @@ from rich.text import Text
 from bapo_megatron.types import Metrics
 
 _ETA_STEPS = 10
-"""Step times that the remaining time is the mean of: enough to be steady, few enough to follow a change."""
+"""Step times in the mean behind the remaining time: enough to be steady, few enough to follow a change."""
 _SPARK_STEPS = 10
 _SPARKS = "▁▂▃▄▅▆▇█"
 _ABSENT = "-"
 
 
 class Progress:
-    """The progress of a run on a stream. Steps count from 1; ``first_step`` is the first of this process."""
+    """Progress display of a run on a stream. Steps count from 1; ``first_step`` is this process's first."""
 
     def __init__(self, total_steps: int, first_step: int, stream: TextIO | None = None) -> None:
         stream = stream or sys.stdout
@@ -120,7 +120,7 @@ def plain_line(step: int, total_steps: int, metrics: Metrics, remaining_s: float
 
 
 def notes(metrics: Metrics) -> list[str]:
-    """What is out of the ordinary about a step: scores that failed, and why it made no update."""
+    """Notes on an unusual step: failed scores, and the reason why it made no update."""
     found = []
     failures, scored = metrics.get("reward/failures") or 0.0, metrics.get("rollout/groups_sampled")
     all_failed = metrics.get("reward/failed_fraction") == 1.0

@@ -1,4 +1,4 @@
-"""The record of a run for people: metrics, events, the progress line, and the engine mismatch check."""
+"""Recorder of a run: metrics, events.jsonl and the progress line; and the engine mismatch check."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bapo_megatron.trainer.records.progress import Progress
 from bapo_megatron.types import Metrics, StepBatch
 
 FIRST_GAP_LIMIT = 0.5
-"""Largest mean gap, in nats, with which a run goes on after the first step that colocated engines sampled.
+"""Limit of the mean engine gap, in nats, in the first step that colocated engines sampled.
 Kernels and precision make 0.05; weights of another model, or without one of their tensors, whole nats."""
 
 
@@ -38,7 +38,10 @@ class Recorder:
         self._idle_search = IdleSearch(config.algorithm.bounds, first_step)
         self._progress = Progress(config.steps, first_step)
         if not has_work:
-            print(f"{directory} has made its {config.steps} steps; more --steps or another --run-dir go on")
+            print(
+                f"{directory}: all {config.steps} steps are done; raise --steps to go on, or give another "
+                f"--run-dir"
+            )
             return
         kind, processes = "start" if first_step == 1 else "resume", torch.distributed.get_world_size()
         self._events.event(kind, step=first_step, processes=processes)
@@ -73,20 +76,20 @@ class Recorder:
             self._events.event("evaluation", step=step, mean=metrics["eval/mean"])
 
     def engine_gap(self, step: int, message: str, on_gap: Literal["warn", "stop"]) -> None:
-        """Record a gap between engine and trainer; print it unless the run stops with the same message."""
+        """Record an engine mismatch; print it unless the run stops with the same message."""
         self._events.event("engine_gap", step=step, on_gap=on_gap, message=message)
         if on_gap == "warn":
             print(f"warning: {message}", flush=True)
 
     def one_sign(self, step: int, message: str) -> None:
-        """Record that most searches of a step saw tokens of one sign; print it the first time."""
+        """Record that most searches of a step saw advantages of one sign; print it the first time."""
         self._events.event("one_sign", step=step, message=message)
         if not self._said_one_sign:
             print(f"warning: {message}", flush=True)
         self._said_one_sign = True
 
     def all_rejected(self, update: int, responses: int) -> None:
-        """Record and print that ``algorithm.corrections`` have left an update without a response."""
+        """Record and print that ``algorithm.corrections`` rejected every response of an update."""
         self._events.event("all_rejected", update=update, responses=responses)
         print(
             f"warning: algorithm.corrections rejected all {responses} responses of update {update}: no step "
@@ -95,11 +98,11 @@ class Recorder:
         )
 
     def saving(self, step: int, stall_s: float) -> None:
-        """Record that a checkpoint was begun, and for how many seconds training stopped for it."""
+        """Record that a save was begun, and the seconds that training stood still for it."""
         self._events.event("saving", step=step, stall_s=round(stall_s, 3))
 
     def checkpoint(self, saved: Saved) -> None:
-        """Record a checkpoint that is whole."""
+        """Record a complete checkpoint."""
         self._events.event(
             "checkpoint", step=saved.step, updates=saved.updates, seconds=round(saved.seconds, 3)
         )
@@ -120,7 +123,7 @@ class Recorder:
 
 
 class StepClock:
-    """A stopwatch for the parts of a step."""
+    """Stopwatch of the phases of a step (rollout, update, sync), in wall seconds."""
 
     def __init__(self) -> None:
         self._start = self._last = perf_counter()
@@ -145,7 +148,7 @@ class StepClock:
 def step_metrics(
     batch: StepBatch, updates: Sequence[Metrics], clock: StepClock, names: Sequence[str]
 ) -> Metrics:
-    """The metrics of a step: of sampling, the means (or maxima) over its updates, and the times.
+    """Metrics of a step: those of its rollouts, the means (or maxima) over its updates, and the times.
 
     ``names`` are the metrics that an update has: a step without updates has them as None.
     """
@@ -158,7 +161,7 @@ def step_metrics(
 
 
 def _means(updates: Sequence[Metrics], expected: Sequence[str]) -> Metrics:
-    """Each metric's mean over the updates that have it, or its maximum if it is one; None if none has it."""
+    """Mean of each metric over the updates that have it (maximum if its name ends so); None if none has."""
     found = (name for update in updates for name in update if "/" in name)  # not `epoch`, `version`
     names = dict.fromkeys([*expected, *found])
     means: Metrics = {}
@@ -182,7 +185,8 @@ def check_engine_gap(
 
     A gap above its limits is a warning, or GapError on every rank. ``updates``: the metrics of the step's
     updates, equal on every rank. ``is_first``: they are the first since colocated engines got their weights
-    from this process: above ``FIRST_GAP_LIMIT`` the engines have others, and nothing of them is worth a step.
+    from this process. A gap above ``FIRST_GAP_LIMIT`` then means that the engines have other weights, and
+    always stops the run.
     """
     excess = list(gap_excess(config, updates))
     if not excess:
@@ -193,7 +197,7 @@ def check_engine_gap(
     if recorder:
         recorder.engine_gap(step, message, on_gap)
     if on_gap == "stop":
-        barrier()  # the first process to fail ends the others: rank 0 must have written
+        barrier()  # the first process to fail ends the others: rank 0 must have written the event
         way = "raise the limit" if must_stop else "raise the limit or set algorithm.on_gap=warn"
         also = f", and above {FIRST_GAP_LIMIT:g} in the first step of colocated engines" if must_stop else ""
         raise GapError(
@@ -203,9 +207,9 @@ def check_engine_gap(
 
 
 def has_other_weights(config: AlgorithmConfig, updates: Sequence[Metrics]) -> bool:
-    """Whether the first mean gap of a step is one that kernels and precision do not make.
+    """Whether the mean gap of a step's first update is so large that the engines must have other weights.
 
-    A limit of the recipe above ``FIRST_GAP_LIMIT`` counts in its place; without one nothing is too large.
+    A larger ``gap_mean_limit`` of the recipe replaces ``FIRST_GAP_LIMIT``; None switches the check off.
     """
     if config.gap_mean_limit is None:
         return False
@@ -215,7 +219,7 @@ def has_other_weights(config: AlgorithmConfig, updates: Sequence[Metrics]) -> bo
 
 
 def check_one_sign(step: int, updates: Sequence[Metrics], recorder: Recorder | None) -> None:
-    """A warning where most tokens of a step were clipped by a search that saw one sign alone.
+    """One-sign check: a warning if most tokens of a step had bounds from searches that saw one sign alone.
 
     Such a search has nothing to balance: positive tokens are clipped at the first c_high, negative ones at
     the last c_low, as by fixed bounds.
@@ -230,7 +234,7 @@ def check_one_sign(step: int, updates: Sequence[Metrics], recorder: Recorder | N
 
 
 def gap_excess(config: AlgorithmConfig, updates: Sequence[Metrics]) -> Iterator[str]:
-    """The engine gaps that exceed their limits, each with both numbers."""
+    """Engine gaps above their limits: a text for each, with the gap and the limit in nats."""
     limits = {"mean": config.gap_mean_limit, "max": config.gap_max_limit}
     for name, limit in limits.items():
         for update in updates:

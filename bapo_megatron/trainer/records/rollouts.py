@@ -1,4 +1,4 @@
-"""The record of a run with ``--rollout-only`` for people: metrics, a line a step, a table at the end."""
+"""Recorder of a rollout-only run: metrics, a progress line for each step, a summary table at the end."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _QUANTITIES = (
 """The rows of the table: name, metric, format."""
 
 _USUAL = {"start", "resume", "done", "engine_ready"}
-"""Kinds of events that tell of nothing that went wrong."""
+"""Event kinds of a run without trouble; the summary leaves them out."""
 
 
 class RolloutRecord:
-    """The writer of metrics, events and lines of a run that only samples. Steps count from 1."""
+    """Writer of metrics, events and progress lines of a rollout-only run. Steps count from 1."""
 
     def __init__(self, config: RunConfig, first_step: int) -> None:
         self._config, self._paths = config, RunPaths(config.directory)
@@ -57,7 +57,7 @@ class RolloutRecord:
         self._events.event(**event)
 
     def finish(self) -> None:
-        """Print the table of all steps, and what to do with them."""
+        """Print the summary table, and the commands that use the rollouts."""
         rows = read_jsonl(self._paths.metrics)
         print("\n".join(summary(rows, read_jsonl(self._paths.events))))
         root = self._paths.root
@@ -72,7 +72,7 @@ class RolloutRecord:
 
 
 def step_line(step: int, steps: int, metrics: Metrics) -> str:
-    """The line of a step, with a dash for a missing number."""
+    """Progress line of a step, with a dash for a missing number."""
     show = {name: _text(metrics.get(metric), style) for name, metric, style in _QUANTITIES}
     return "  ".join(
         [
@@ -88,7 +88,7 @@ def step_line(step: int, steps: int, metrics: Metrics) -> str:
 
 
 def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
-    """The table: each quantity's mean, lowest and highest step; below it the events that tell of trouble."""
+    """Summary table: mean, lowest and highest step of each quantity; below it counts of trouble events."""
     yield f"{f'{len(rows)} steps':<18}{'mean':>10}{'lowest':>10}{'highest':>10}"
     for name, metric, style in _QUANTITIES:
         values = [row[metric] for row in rows if row.get(metric) is not None]
@@ -101,7 +101,7 @@ def summary(rows: Sequence[Row], events: Sequence[Row]) -> Iterator[str]:
 
 
 def _uniform_groups(batch: StepBatch) -> float:
-    """Groups whose rewards were all equal: those that were dropped, and those that the batch has."""
+    """Number of uniform groups, whose rewards are all equal: the dropped ones and those in the batch."""
     kept = sum(is_uniform([one.reward for one in group.rollouts]) for group in batch.groups)
     return (batch.metrics.get("rollout/groups_dropped") or 0.0) + kept
 

@@ -140,7 +140,7 @@ def test_a_full_disk_below_tensorboard_is_one_error(
 
     if not steps:
         monkeypatch.setattr(RecordWriter, "write", full)
-    with pytest.raises(RunStopped, match=r"what the boards show could not be written .*No space left"):
+    with pytest.raises(RunStopped, match=r"the boards' data could not be written .*No space left"):
         write()
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("tensorboard."):

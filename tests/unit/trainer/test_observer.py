@@ -42,7 +42,7 @@ class Client:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def held(self, metric: str) -> int | None:
+    def last_step(self, metric: str) -> int | None:
         steps = [step for step, metrics in self._store.rows if metric in metrics]
         return max(steps, default=-1) if self._store.can_tell else None
 

@@ -182,7 +182,7 @@ def test_a_failure_is_an_event_and_no_key_is_in_it(board: Board, capsys: pytest.
 def test_one_that_hangs_neither_slows_nor_keeps_the_run(
     board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is started anew when it has been silent for long; at the end the run waits its time, and says so."""
+    """It is restarted after a long silence; at the end the run waits its limit, and reports the lag."""
     observers = board.start()
     board.fault("hangs")
     for step in range(1, 2000):
@@ -200,7 +200,7 @@ def test_one_that_hangs_neither_slows_nor_keeps_the_run(
     assert failed["kind"] == "tracker_failed"
     assert "wandb: no answer for" in failed["message"]
     assert behind["kind"] == "tracker_behind"
-    assert "wandb has shown steps up to 0 of 2001 (no end within " in behind["message"]
+    assert "wandb has steps up to 0 of 2001 (no end within " in behind["message"]
     board.fault("")
     board.start(2001).close(LIMIT_S)
     assert board.shown == list(range(1, 2002))
@@ -230,7 +230,7 @@ def test_steps_of_before_a_kill_are_an_event(board: Board) -> None:
     assert board.shown == [1, 2, 3, 4]
     [event] = board.events
     assert (event["kind"], event["tracker"]) == ("tracker_kept", "wandb")
-    assert "wandb has had steps up to 3 since before this start" in event["message"]
+    assert "wandb has steps up to 3 from before this start" in event["message"]
 
 
 def test_signals_to_all_processes_of_a_job_do_not_end_it(board: Board) -> None:

@@ -87,9 +87,9 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, made: FakeWandbRun) -> list[dict
 
 def test_wandbs_server_says_where_it_goes_on(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     [*inits] = fake_wandb(monkeypatch, FakeWandbRun(starting_step=0))
-    assert WandbTracker(run).held("time/step_s") == -1  # step 0 is to come
+    assert WandbTracker(run).last_step("time/step_s") == -1  # step 0 is to come
     fake_wandb(monkeypatch, FakeWandbRun(starting_step=7))
-    assert WandbTracker(run).held("time/step_s") == 6
+    assert WandbTracker(run).last_step("time/step_s") == 6
     assert not inits
 
 
@@ -120,7 +120,7 @@ def test_wandbs_offline_files_say_where_it_goes_on(run: TrackedRun, monkeypatch:
         path.parent.mkdir(parents=True)
         path.write_bytes(HEADER + b"".join(record(text.encode(), 1) for text in texts))
     tracker = WandbTracker(run)
-    assert (tracker.held("time/step_s"), tracker.held("eval/mean"), tracker.held("x")) == (3, 2, -1)
+    assert [tracker.last_step(name) for name in ("time/step_s", "eval/mean", "x")] == [3, 2, -1]
     [asked] = inits
     assert {name: asked[name] for name in ("project", "id", "resume", "name", "dir")} == {
         "project": "sums", "id": run.id, "resume": "allow", "name": "demo", "dir": str(run.folder),
@@ -180,10 +180,10 @@ def test_trackio_is_asked_until_a_row_is_stored(
     tracker = TrackioTracker(run)
     assert trackio.name == "demo-01234567"
     assert trackio_tracker.os.environ["TRACKIO_DIR"] == str(run.folder / "trackio")
-    assert tracker.held("time/step_s") == -1
+    assert tracker.last_step("time/step_s") == -1
     tracker.write(4, STEP)
     assert trackio.rows == [(4, STEP)]
-    assert (tracker.held("time/step_s"), tracker.held("eval/mean")) == (4, -1)
+    assert (tracker.last_step("time/step_s"), tracker.last_step("eval/mean")) == (4, -1)
     monkeypatch.setattr(trackio_tracker, "_STORED_S", 0.0)
     trackio.asked = -10
     with pytest.raises(OSError, match="trackio has not stored step 5"):
@@ -193,7 +193,7 @@ def test_trackio_is_asked_until_a_row_is_stored(
 def test_trackios_server_cannot_tell(run: TrackedRun, trackio: FakeTrackio) -> None:
     trackio.url = "https://host"
     tracker = TrackioTracker(run)
-    assert tracker.held("time/step_s") is None
+    assert tracker.last_step("time/step_s") is None
     tracker.write(4, STEP)
     assert trackio.waiting == [(4, STEP)]
     assert not trackio.asked
@@ -281,7 +281,7 @@ def test_mlflow_finds_its_run_again(run: TrackedRun, mlflow: FakeMlflow) -> None
     again = MlflowTracker(run)
     assert mlflow.created == made
     assert (mlflow.status, mlflow.params["new"]) == ("RUNNING", "1")
-    assert (again.held("time/step_s"), again.held("eval/mean")) == (1, -1)
+    assert (again.last_step("time/step_s"), again.last_step("eval/mean")) == (1, -1)
 
 
 def test_a_step_that_mlflow_has_in_part_is_completed(run: TrackedRun, mlflow: FakeMlflow) -> None:
@@ -289,7 +289,7 @@ def test_a_step_that_mlflow_has_in_part_is_completed(run: TrackedRun, mlflow: Fa
     MlflowTracker(run).write(1, STEP)
     mlflow.metrics.append(("reward/mean", 0.5, 2))
     again = MlflowTracker(run)
-    assert again.held("time/step_s") == 1
+    assert again.last_step("time/step_s") == 1
     again.write(2, STEP)
     again.write(3, STEP)
     assert [(name, step) for name, _, step in mlflow.metrics if name == "reward/mean"] == [

@@ -1,5 +1,5 @@
-"""Trackers (W&B, trackio, MLflow), each in a process of its own that follows the files of a run.
+"""Experiment trackers (W&B, trackio, MLflow), each in an observer process that tails the files of a run.
 
-A tracker may hang, fail or be slow: the run writes its files and goes on. ``process.py`` is the run's side,
+A tracker may hang, fail or be slow: the run only writes its files. ``processes.py`` is the run's side,
 ``__main__.py`` the process.
 """

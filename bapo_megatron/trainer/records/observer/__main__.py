@@ -1,6 +1,8 @@
-"""The process of an observer, ``python -m bapo_megatron.trainer.records.observer RUN NAME STEP LIFELINE``.
+"""Entry point of an observer process.
 
-Its end is the run's affair: signals that reach all processes of a job are not for it.
+    python -m bapo_megatron.trainer.records.observer RUN NAME STEP LIFELINE
+
+It ignores the signals that reach all processes of a job: the run ends it, after the last rows.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import TextIO, cast
 from bapo_megatron.runtime.processes import die_with_parent
 from bapo_megatron.trainer.records.observer.following import Inbox, Observer
 from bapo_megatron.trainer.records.observer.mlflow_tracker import MlflowTracker
-from bapo_megatron.trainer.records.observer.secrets import DiscreetStream
+from bapo_megatron.trainer.records.observer.secrets import RedactingStream
 from bapo_megatron.trainer.records.observer.tracker import TrackedRun, Tracker
 from bapo_megatron.trainer.records.observer.trackio_tracker import TrackioTracker
 from bapo_megatron.trainer.records.observer.wandb_tracker import WandbTracker
@@ -30,12 +32,12 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def main(root: str, name: str, resume_step: str, lifeline: str) -> int:
-    """Exit code 0 when the tracker has every row, 1 if it could not be given the last ones."""
+    """Exit code 0 if the tracker has every row, 1 if it lacks the last ones."""
     die_with_parent(int(lifeline))
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
     os.nice(10)
-    sys.stdout, sys.stderr = (cast("TextIO", DiscreetStream(stream)) for stream in (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = (cast("TextIO", RedactingStream(stream)) for stream in (sys.stdout, sys.stderr))
     observer = Observer(Path(root), name, int(resume_step), _TRACKERS[name], Inbox(sys.stdin.fileno()))
     return 0 if observer.observe() else 1
 

@@ -1,4 +1,4 @@
-"""An observer's work: each row of the run goes to its tracker once, with new attempts when that fails."""
+"""Observer loop: forwards each row of a run's metrics files to one tracker, exactly once, with retries."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 
 from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.observer.rows import EVALUATION_MARK, STEP_MARK, TrackedRows
-from bapo_megatron.trainer.records.observer.secrets import without_secrets
+from bapo_megatron.trainer.records.observer.secrets import redacted
 from bapo_megatron.trainer.records.observer.state import TrackerState, read_state, write_state
 from bapo_megatron.trainer.records.observer.tracker import TrackedRun, Tracker, tracked_run
 
 NEWS, END = b"n", b"e"
-"""What the run tells an observer: there are new rows; these are the last."""
+"""Messages from the run to an observer: new rows; end after the rows that are there."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 240.0
-"""Pauses between attempts: each is twice the one before."""
+"""Exponential backoff between attempts: each pause is twice the one before."""
 
 _SAVE_S = 1.0
-"""Seconds between two states while there are rows to catch up with: a file system may be slow."""
+"""Seconds between two writes of the state file while rows are caught up: a file system may be slow."""
 
 _PROBLEM_CHARACTERS = 500
 
 
 class Inbox:
-    """What the run tells an observer, through a pipe."""
+    """Inbox of an observer: the reading end of the pipe from the run."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -43,13 +43,13 @@ class Inbox:
             self.receive()
 
     def receive(self) -> None:
-        """Take the messages that are there; the end of the pipe is one, too."""
+        """Take the messages that are there. A closed pipe (the run is gone) counts as END."""
         data = os.read(self._descriptor, 1 << 16)
         self.is_ending = self.is_ending or not data or END in data
 
 
 class Observer:
-    """The following of one run by one tracker. ``resume_step``: the last step that the run has on disk."""
+    """Follower of one run for one tracker. ``resume_step``: the last step that the run has on disk."""
 
     def __init__(
         self, root: Path, name: str, resume_step: int, opened: Callable[[TrackedRun], Tracker], inbox: Inbox
@@ -88,13 +88,14 @@ class Observer:
         tracker.close()
 
     def _write_all(self, tracker: Tracker) -> None:
-        step, evaluation = tracker.held(STEP_MARK), tracker.held(EVALUATION_MARK)
+        # The tracker's own answer comes before the state file: after a kill either may have fewer rows.
+        step, evaluation = tracker.last_step(STEP_MARK), tracker.last_step(EVALUATION_MARK)
         if step is not None and evaluation is not None:
             self._state = replace(self._state, step=step, evaluation=evaluation)
-        self._tell_of_kept_steps()
+        self._note_kept_steps()
         rows = TrackedRows(self._paths)
         while True:
-            is_last = self._inbox.is_ending
+            is_last = self._inbox.is_ending  # before the read: rows that were written before END are in it
             for row in rows.new():
                 done = self._state.evaluation if row.is_evaluation else self._state.step
                 if row.step <= done:
@@ -108,25 +109,25 @@ class Observer:
                 return
             self._inbox.wait()
 
-    def _tell_of_kept_steps(self) -> None:
-        """Steps that the run makes again, after its checkpoint, stay in the tracker as they were first."""
+    def _note_kept_steps(self) -> None:
+        """Note the steps that the tracker has beyond the checkpoint: it keeps them as they were first."""
         if self._resume_step is not None and self._state.step > self._resume_step:
             self._save(replace(self._state, kept=self._state.step))
-        self._resume_step = None  # what it has from now on, it has of this start
+        self._resume_step = None  # later steps are of this start
 
     def _pause(self, limit_s: float) -> None:
-        """Wait, news or none, unless the run ends."""
+        """Wait ``limit_s`` seconds, also through news; no longer once the run ends."""
         deadline = time.monotonic() + limit_s
         while not self._inbox.is_ending and (left := deadline - time.monotonic()) > 0:
             self._inbox.wait(left)
 
     def _note(self, error: Exception) -> None:
-        text = without_secrets(f"{type(error).__name__}: {error}")[:_PROBLEM_CHARACTERS]
+        text = redacted(f"{type(error).__name__}: {error}")[:_PROBLEM_CHARACTERS]
         print(text, flush=True)
         self._save(replace(self._state, problem=text, attempts=self._state.attempts + 1))
 
     def _save(self, state: TrackerState, least_s: float = 0.0) -> None:
-        """Write ``state``, unless the last one is younger than ``least_s`` seconds."""
+        """Keep ``state``, and write it unless the file is younger than ``least_s`` seconds."""
         self._state = state
         if time.monotonic() - self._saved_s >= least_s:
             write_state(self._file, state)

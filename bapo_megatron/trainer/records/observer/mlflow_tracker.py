@@ -1,4 +1,4 @@
-"""MLflow: one run for all starts of a run directory."""
+"""MLflow tracker: one MLflow run for all starts of a run directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bapo_megatron.trainer.records.observer.tracker import TrackedRun
 
 _TAG = "bapo.run_id"
 _PARAMS, _PARAM_CHARACTERS, _METRICS = 100, 500, 1000
-"""Most parameters and metrics of a request, and the length of a value that every MLflow takes."""
+"""Limits of one MLflow request: parameters, characters of a parameter's value, metrics."""
 
 
 class MlflowTracker:
@@ -44,10 +44,10 @@ class MlflowTracker:
         else:
             stored = self._client.create_run(number, run_name=run.name, tags={_TAG: run.id})
         self._id: str = stored.info.run_id
-        known = stored.data.params  # MLflow never changes one
+        known = stored.data.params  # MLflow refuses to change a parameter
         self._write_params({name: text for name, text in run.config.items() if name not in known})
 
-    def held(self, metric: str) -> int:
+    def last_step(self, metric: str) -> int:
         return max(self._steps(metric), default=NOTHING)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -77,5 +77,5 @@ class MlflowTracker:
 
 
 def _allowed(name: str) -> str:
-    """``name`` with a low line for each character that MLflow refuses in a metric's name."""
+    """A metric's name with an underscore for each character that MLflow refuses."""
     return re.sub(r"[^\w\-. :/]", "_", name)

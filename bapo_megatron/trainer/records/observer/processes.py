@@ -1,4 +1,4 @@
-"""The run's side of its observers: it starts them and tells them of news, and waits only at its end."""
+"""Supervisor of the observer processes, on rank 0: starts, notifies and restarts them, waits at the end."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from bapo_megatron.trainer.records.observer.following import END, NEWS
 from bapo_megatron.trainer.records.observer.state import TrackerState, read_state
 
 CATCH_UP_S = 60.0
-"""Seconds that all trackers together have at the end of a run for what they have not shown."""
+"""Seconds that all trackers together have at the end of a run to catch up."""
 
 PREEMPTED_S = 10.0
 """The same after Ctrl-C, and for a preempted run: Slurm may kill it soon, and its exit code is lost."""
 
 HANG_S = 600.0
-"""Seconds without a sign of life from an observer that is behind, after which it is started anew; a pause
-between two attempts is shorter."""
+"""Seconds without progress of an observer that is behind, after which it is restarted. A pause between two
+attempts is shorter."""
 
-_AGAIN_S = 60.0
-"""Least seconds between two starts of an observer."""
+_RESTART_S = 60.0
+"""Least seconds between two starts of an observer: a tracker that crashes at once must not cost the run."""
 
 Report = Callable[..., None]
-"""Takes an event: its kind and, by name, its fields; one of them is the `message`."""
+"""Records an event: its kind and, by name, its fields; one of them is the `message`."""
 
 
 class Observers:
     """The observers of a run, one for each tracker."""
 
     def __init__(self, names: Sequence[str], paths: RunPaths, resume_step: int, report: Report) -> None:
-        """Start them. ``resume_step``: the last step that the run's files have."""
+        """Start the observers. ``resume_step``: the last step that the run's files have."""
         if names:
             paths.trackers.mkdir(exist_ok=True)
             paths.logs.mkdir(exist_ok=True)
@@ -51,19 +51,20 @@ class Observers:
         self._observers = [_ObserverProcess(name, paths, resume_step, report) for name in names]
 
     def tell(self, step: int) -> None:
-        """Tell them that rows up to ``step`` are in the files, and report what they have said."""
+        """Notify the observers that rows up to ``step`` are in the files, and report their problems."""
         for observer in self._observers:
             observer.tell(step)
 
     def close(self, limit_s: float | None = None) -> None:
-        """Wait at most ``limit_s`` seconds until all have shown everything, and end them.
+        """Wait at most ``limit_s`` seconds until every tracker has all rows, then end the observers.
 
-        None: as long as the end of the run allows, which is an exception that is being handled, if one is.
+        None: ``CATCH_UP_S``, or ``PREEMPTED_S`` while a preemption or Ctrl-C is being handled.
         """
         if limit_s is None:
             limit_s = (
                 PREEMPTED_S if isinstance(sys.exception(), Preempted | KeyboardInterrupt) else CATCH_UP_S
             )
+        # END to all first: they catch up side by side, within one deadline.
         for observer in self._observers:
             observer.send(END)
         deadline = time.monotonic() + limit_s
@@ -72,54 +73,54 @@ class Observers:
 
 
 class _ObserverProcess:
-    """One observer, and what is known of it."""
+    """Supervisor of one observer: its process, and the state file that it writes."""
 
     def __init__(self, name: str, paths: RunPaths, resume_step: int, report: Report) -> None:
         self._name, self._paths, self._report = name, paths, report
         self._step = resume_step
         self._state = replace(self._read(), kept=None)
-        self._has_problem = self._has_told_kept = False
+        self._has_problem = self._has_reported_kept = False
         self._start()
 
     def tell(self, step: int) -> None:
-        self._look()
+        self._check()
         self._step = max(self._step, step)
         self.send(NEWS)
 
     def send(self, message: bytes) -> None:
-        # A full pipe has enough messages; an observer that has ended is noticed by `_look`.
+        # A full pipe has enough messages; an observer that has ended is noticed by `_check`.
         with suppress(OSError):
             os.write(self._pipe, message)
 
     def end(self, limit_s: float) -> None:
-        """Wait for it to end by itself, and report if it has not shown everything."""
+        """Wait for it to end by itself, and report rows that its tracker lacks."""
         code = self._child.wait_end(limit_s)
         self._child.close()
         self._take_state()
         if code == 0:
             return
         why = self._state.problem or (exit_text(code) if code else f"no end within {limit_s:.0f} s")
-        self._tell_of(
+        self._report_problem(
             "tracker_behind",
-            f"{self._name} has shown steps up to {max(self._state.step, 0)} of {self._step} ({why}): "
-            f"`bapo train` on this run directory goes on with the rest",
+            f"{self._name} has steps up to {max(self._state.step, 0)} of {self._step} ({why}): "
+            f"`bapo train` on this run directory sends the rest",
         )
 
     def _take_state(self) -> None:
-        """Report what is new in its state: a problem, the end of one, steps that it keeps."""
+        """Read its state file, and report what is new: a problem, the end of one, kept steps."""
         state = self._read()
         if state == self._state:
             return
         self._state, self._moved_s = state, time.monotonic()
-        self._tell_of_kept_steps()
+        self._report_kept_steps()
         if state.problem and not self._has_problem:
-            self._tell_of("tracker_failed", f"{self._name}: {state.problem}; it is tried again")
+            self._report_problem("tracker_failed", f"{self._name}: {state.problem}; it is tried again")
         elif self._has_problem and not state.problem:
-            self._tell_of("tracker_back", f"{self._name} shows the run again", "note")
+            self._report_problem("tracker_back", f"{self._name} takes metrics again", "note")
         self._has_problem = state.problem is not None
 
-    def _look(self) -> None:
-        """Report what is new, and start it anew if it has ended or hangs."""
+    def _check(self) -> None:
+        """Health check: report what is new, and restart the observer if it has ended or hangs."""
         self._take_state()
         now = time.monotonic()
         if self._state.step >= self._step:
@@ -127,24 +128,23 @@ class _ObserverProcess:
         code = self._child.wait_end(0)
         if code is None and now - self._moved_s < HANG_S:
             return
-        if now - self._started_s >= _AGAIN_S:
+        if now - self._started_s >= _RESTART_S:
             if not self._has_problem:
                 ended = f"no answer for {HANG_S / 60:.0f} minutes" if code is None else exit_text(code)
                 log = self._paths.tracker_log(self._name)
-                self._tell_of("tracker_failed", f"{self._name}: {ended} ({log}); it is started anew")
+                self._report_problem("tracker_failed", f"{self._name}: {ended} ({log}); it is restarted")
             self._has_problem = True
             self._child.close()
             self._start()
 
-    def _tell_of_kept_steps(self) -> None:
-        """Once: the steps that the tracker has of a run that went back to its checkpoint."""
-        if self._state.kept is not None and not self._has_told_kept:
-            self._has_told_kept = True
-            self._tell_of(
+    def _report_kept_steps(self) -> None:
+        """Report, once, the steps beyond the checkpoint that the tracker keeps from before this start."""
+        if self._state.kept is not None and not self._has_reported_kept:
+            self._has_reported_kept = True
+            self._report_problem(
                 "tracker_kept",
-                f"{self._name} has had steps up to {self._state.kept} since before this start, which makes "
-                f"the last of them again: there they stay as they were first, metrics.jsonl has them as they "
-                f"are now",
+                f"{self._name} has steps up to {self._state.kept} from before this start, which makes the "
+                f"last of them again: the tracker keeps their first values, metrics.jsonl has the new ones",
                 "note",
             )
 
@@ -170,6 +170,7 @@ class _ObserverProcess:
     def _read(self) -> TrackerState:
         return read_state(self._paths.tracker_state(self._name))
 
-    def _tell_of(self, kind: str, message: str, word: str = "warning") -> None:
+    def _report_problem(self, kind: str, message: str, word: str = "warning") -> None:
+        """Record an event of the tracker and print it as a warning, or as the ``word``."""
         self._report(kind, tracker=self._name, message=message)
         print(f"{word}: {message}", flush=True)

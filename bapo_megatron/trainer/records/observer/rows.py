@@ -1,4 +1,4 @@
-"""The rows of metrics.jsonl and evaluations.jsonl, in the order in which the run made them."""
+"""Tail of metrics.jsonl and evaluations.jsonl: their rows as they are written, merged by step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
 STEP_MARK = "time/step_s"
-"""A metric that every step has as a number: a tracker that has it has the step."""
+"""A metric that is a number in every step: a tracker that has it for a step has the step."""
 
 EVALUATION_MARK = "eval/mean"
-"""A metric that every evaluation has as a number."""
+"""A metric that is a number in every evaluation."""
 
 
 @dataclass(frozen=True)
 class TrackedRow:
-    """The metrics of a step, or of an evaluation of its weights, without those that are no number."""
+    """A row for a tracker: the numeric metrics of a step, or of an evaluation of its weights."""
 
     step: int
     is_evaluation: bool
@@ -26,7 +26,7 @@ class TrackedRow:
 
 
 class TrackedRows:
-    """The rows of a run, from the first on, as they come."""
+    """Tail of both files of a run, from their first row on."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._steps, self._evaluations = _Tail(paths.metrics), _Tail(paths.evaluations)
@@ -41,7 +41,7 @@ class TrackedRows:
 
 
 class _Tail:
-    """A log's lines from the first on; one that is being written waits until it is whole."""
+    """Tail of one log, from its first line on; a line that is being written waits until it is whole."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0

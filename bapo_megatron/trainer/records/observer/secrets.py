@@ -1,4 +1,4 @@
-"""Texts without the keys of this process's environment: what a package prints may hold them."""
+"""Redaction of secrets (API keys, passwords in URLs) in what a tracker's package prints or raises."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _IN_ADDRESSES = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=write_token=)[^&\s'\"]+")
 _HIDDEN = "***"
 
 
-def without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """``text`` without values of variables that are named as keys, and without passwords of addresses."""
+def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """``text`` with *** for values of variables whose names say KEY or TOKEN, and for passwords in URLs."""
     for name, value in environment.items():
         if _NAMES.search(name) and len(value) >= _LEAST_CHARACTERS:
             text = text.replace(value, _HIDDEN)
     return _IN_ADDRESSES.sub(_HIDDEN, text)
 
 
-class DiscreetStream:
-    """A text stream that writes ``without_secrets``; all else is the stream's."""
+class RedactingStream:
+    """Text stream that redacts secrets before it writes; all other methods are the stream's."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(without_secrets(text))
+        self._stream.write(redacted(text))
         self._stream.flush()
         return len(text)
 

@@ -1,4 +1,7 @@
-"""What an observer says of itself: RUN/trackers/NAME.json, which it alone writes and the run reads."""
+"""State file of an observer, RUN/trackers/NAME.json: the steps that its tracker has, and its last problem.
+
+Only the observer writes it; the run reads it.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,27 @@ from bapo_megatron.runtime.run_files import read_plain
 _MOST_BYTES = 1 << 20
 
 NOTHING = -1
-"""The step before all others: evaluations begin with step 0."""
+"""The step before the first: evaluations begin with step 0."""
 
 
 @dataclass(frozen=True)
 class TrackerState:
-    """How far a tracker is, and what is wrong with it."""
+    """Progress of one tracker, and its last problem."""
 
     step: int = NOTHING
-    """Last step whose metrics it was given."""
+    """Last step whose metrics the tracker has."""
     evaluation: int = NOTHING
-    """Last step whose evaluation it was given."""
+    """Last step whose evaluation the tracker has."""
     problem: str | None = None
     """Why the last attempt failed."""
     attempts: int = 0
-    """Attempts that failed."""
+    """Number of failed attempts."""
     kept: int | None = None
-    """Last of the steps that it had from before, and that the run has made again since this start."""
+    """Last step that the tracker has from before this start, though the run makes it again."""
 
 
 def read_state(path: Path) -> TrackerState:
-    """The state in ``path``; that of a beginning if there is none, or none that can be read."""
+    """The state in ``path``; an initial one if there is none, or none that can be read."""
     try:
         with read_plain(path) as file:
             return TrackerState(**json.loads(file.read(_MOST_BYTES)))

@@ -1,4 +1,4 @@
-"""The protocol of a tracker, and the run that it is told of."""
+"""Protocol of an experiment tracker, and the description of the run that it shows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Protocol
 
 from bapo_megatron.runtime.run_files import read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
-from bapo_megatron.trainer.records.observer.secrets import without_secrets
+from bapo_megatron.trainer.records.observer.secrets import redacted
 
 _PROJECT = "bapo-megatron"
-"""That of a run whose configuration is older than the field: the default of ``logging.project``."""
+"""Project of a run whose stored configuration is older than ``logging.project``: that field's default."""
 
 
 _PRIVATE = ("logging.on_event", "checkpoint.after_export")
-"""Fields with commands and addresses of the user, which may hold a key (a webhook's address is one)."""
+"""Fields that trackers never get: the user's commands and URLs may hold a key (a webhook's URL is one)."""
 
 _QUERY = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")
 """What stands behind the question mark of an address, which may be the key of a judge."""
@@ -25,39 +25,39 @@ _QUERY = re.compile(r"(://[^\s'\"?]*\?)[^\s'\"]+")
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracker knows it."""
+    """Description of a run for a tracker: id, name, project, configuration."""
 
     id: str
-    """The same for all starts of a run directory, and no other's."""
+    """Unique to the run directory, and the same for all of its starts."""
     name: str
     project: str
     config: dict[str, str]
-    """The configuration by dotted names, without what may hold a key."""
+    """The configuration by dotted names, redacted."""
     folder: Path
     """RUN/trackers, where a tracker without a server keeps its data."""
 
 
 class Tracker(Protocol):
-    """A viewer of metrics that goes on with the run of the same id."""
+    """Experiment tracker of one run: W&B, trackio or MLflow. It resumes the tracked run of the same id."""
 
-    def held(self, metric: str) -> int | None:
-        """The last step whose ``metric`` it has for sure; -1 if none, None if it cannot tell."""
+    def last_step(self, metric: str) -> int | None:
+        """The last step whose ``metric`` is durably stored; -1 if none, None if the tracker cannot tell."""
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Add metrics of ``step``: not below the last one."""
+        """Add metrics of ``step``, which never falls."""
 
     def close(self) -> None:
-        """Write what is left, and say that the run is not under way."""
+        """Flush, and mark the tracked run as not running."""
 
 
 def tracked_run(root: Path) -> TrackedRun:
-    """The run in the run directory ``root``."""
+    """Description of the run in the run directory ``root``."""
     paths = RunPaths(root)
     with read_plain(paths.config) as file:
         config = json.load(file)["config"]
     with read_plain(paths.wandb_id) as file:
         run_id = file.read().decode().strip()
     project = config.get("logging.wandb_project") or config.get("logging.project", _PROJECT)
-    shown = {name: without_secrets(str(value)) for name, value in config.items() if name not in _PRIVATE}
+    shown = {name: redacted(str(value)) for name, value in config.items() if name not in _PRIVATE}
     texts = {name: _QUERY.sub(r"\1***", text) for name, text in shown.items()}
     return TrackedRun(run_id, config["name"], project, texts, paths.trackers.absolute())

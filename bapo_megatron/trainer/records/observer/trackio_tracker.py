@@ -1,4 +1,4 @@
-"""Trackio: one run for all starts of a run directory."""
+"""Trackio tracker: one trackio run for all starts of a run directory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrackioTracker:
         )
         self._is_local = self._run.url is None
 
-    def held(self, metric: str) -> int | None:
+    def last_step(self, metric: str) -> int | None:
         if not self._is_local:
             return None
         return max((row["step"] for row in self._values(metric)), default=NOTHING)
@@ -48,7 +48,7 @@ class TrackioTracker:
         self._run.finish()
 
     def _wait_until_stored(self, step: int, metric: str) -> None:
-        """Trackio only warns of a row that it could not store, and drops it."""
+        """Wait until the row is in the database: trackio drops what it cannot store, with a warning alone."""
         deadline = time.monotonic() + _STORED_S
         while not self._values(metric, step=step):
             if time.monotonic() > deadline:

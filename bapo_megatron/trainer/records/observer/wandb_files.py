@@ -1,4 +1,4 @@
-"""The steps in W&B's offline files: what a process that was killed had written, of all that it was told.
+"""Reader of W&B's offline files: the steps that they hold, after a kill fewer than were logged.
 
 A file has LevelDB's log format (github.com/google/leveldb, doc/log_format.md) after a header of seven bytes:
 blocks of 32 KiB with records of checksum (4 bytes), length (2), kind (1: whole, 2: first, 3: middle, 4: last
@@ -33,7 +33,7 @@ def steps_with(folder: Path, run_id: str, metric: str) -> Iterator[int]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """The whole records of a file; a torn end is left out."""
+    """The complete records of a file; a torn end is left out."""
     at, parts = _HEADER, b""
     while at + _RECORD_HEADER <= len(data):
         if (left := _BLOCK - at % _BLOCK) < _RECORD_HEADER:

@@ -1,4 +1,4 @@
-"""Weights & Biases: one run for all starts of a run directory."""
+"""Weights & Biases tracker: one W&B run for all starts of a run directory."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class WandbTracker:
             settings=wandb.Settings(console="off"),
         )
 
-    def held(self, metric: str) -> int:
-        # W&B writes some time after it was told: after a kill its server, or its files, have fewer steps.
+    def last_step(self, metric: str) -> int:
+        # W&B writes some time after `log`: after a kill its server, or its files, have fewer steps.
         if self._run.offline:
             return max(steps_with(self._files, self._id, metric), default=NOTHING)
         return int(self._run.starting_step) - 1

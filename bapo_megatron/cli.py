@@ -13,7 +13,7 @@ from importlib import import_module
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped
 from bapo_megatron.runtime.device import prepare_device
-from bapo_megatron.runtime.exit_codes import end_with, leave
+from bapo_megatron.runtime.exit_codes import exit_process, report_error
 
 COMMANDS = {
     "train": "commands.train:train_command",
@@ -76,7 +76,7 @@ def main() -> None:
     except Exception:
         traceback.print_exc()
         code = 1
-    leave(code)
+    exit_process(code)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -101,7 +101,7 @@ def run(arguments: Sequence[str]) -> int:
         code: int | None = getattr(import_module(f"bapo_megatron.{module}"), function)(arguments[1:])
         return code or 0
     except (ConfigError, Preempted, RunStopped) as error:
-        return end_with(error)
+        return report_error(error)
     except KeyboardInterrupt:
         print(
             "\nstopped; the same command continues from its last checkpoint, if it has one", file=sys.stderr

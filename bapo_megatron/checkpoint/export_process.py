@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.processes import die_with_parent
-from bapo_megatron.runtime.written_folders import set_aside
+from bapo_megatron.runtime.written_folders import move_foreign_aside
 from checkpoints_tools import Settings, to_hf
 from checkpoints_tools.core.atomic_output import foreign, replaced_folder
 
@@ -33,8 +33,10 @@ def main(checkpoint: str, output: str, model: str, parent: str) -> int:
     os.nice(_NICENESS)
     try:
         if os.path.lexists(output):  # else what was moved aside becomes the output again
-            set_aside(replaced_folder(Path(output)), foreign)  # a half of one, of an earlier version
-        set_aside(Path(output), foreign)  # an earlier version's, or with somebody's files: nothing is lost
+            move_foreign_aside(replaced_folder(Path(output)), foreign)  # a half of one, of an earlier version
+        move_foreign_aside(
+            Path(output), foreign
+        )  # an earlier version's, or with somebody's files: nothing is lost
         to_hf(
             Path(checkpoint), Path(output), Path(model), settings=Settings(overwrite=True, threads=_THREADS)
         )

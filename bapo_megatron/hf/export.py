@@ -19,10 +19,10 @@ from bapo_megatron.runtime.written_folders import (
     MARK,
     check_aside,
     check_replaceable,
+    foreign_content,
+    move_foreign_aside,
     new_folder,
     replaced_folder,
-    set_aside,
-    unlike_mark,
     write_mark,
 )
 
@@ -118,9 +118,9 @@ def check_export_output(output: Path) -> None:
 def keep_others(output: Path) -> list[Path]:
     """Rename what is no export and stands in the way of one at ``output``; the new names."""
     places = [output, *([replaced_folder(output)] if os.path.lexists(output) else [])]
-    return [kept for place in places if (kept := set_aside(place, foreign)) is not None]
+    return [kept for place in places if (kept := move_foreign_aside(place, foreign)) is not None]
 
 
 def foreign(folder: Path) -> str | None:
     """What ``folder`` is or holds that no export wrote, in words; None if an export wrote all of it."""
-    return unlike_mark(folder, WRITER)
+    return foreign_content(folder, WRITER)

@@ -1,6 +1,6 @@
-"""Child processes with a deadline: one that answers questions, a command run to its end, a call in a fork.
+"""Child processes with a deadline: a request-reply child, a command run to its end, a call in a fork.
 
-Each can be given up at any time, and ends when this process does, however that ends (processes.py).
+Each can be killed at any time, and none outlives this process, also after ``kill -9`` (processes.py).
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ from bapo_megatron.runtime import processes
 T = TypeVar("T")
 
 MAX_ANSWER_BYTES = 256 << 20
-"""Most bytes of one line of a child's output; more means that the child is out of control."""
+"""Limit of one line of a child's output, in bytes; a longer one counts as the child's death."""
 
 _UNKILLABLE_S = 5.0
-"""How long a killed child is waited for. One that the kernel does not let go of (a file system that hangs) is
-left behind."""
+"""Limit of the wait for a killed child. One in an uninterruptible call (a file system that hangs) is left
+behind."""
 
 
 class ChildError(Exception):
-    """The child gave no answer."""
+    """No answer from the child."""
 
 
 class ChildDied(ChildError):
-    """The child ended instead of answering."""
+    """Death of the child before its answer."""
 
 
 class ChildTimeout(ChildError):
-    """The child did not answer in time."""
+    """Deadline passed before the child's answer."""
 
 
 class NoAnswer(TimeoutError):
-    """A call was not done within its time."""
+    """Timeout of a call in a fork (``within``)."""
 
 
 def with_import_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` with a PYTHONPATH by which a Python child finds what this process can import."""
+    """Environment for a Python child: ``environment`` with this process's import path as PYTHONPATH."""
     return {**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 class ChildProcess:
-    """A process in a session of its own: signals to this process's group, as Ctrl-C, are not for it."""
+    """Child process in a session of its own: signals to this process's group, as Ctrl-C, do not reach it."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], guarded: bool, **popen: Any
     ) -> None:
-        """Start it from any thread. OSError if that cannot be.
+        """Start it, from any thread. OSError if it cannot be started.
 
-        ``guarded``: it runs under ``processes.guard``, so that all that it starts ends with it. Else it is a
-        program of ours, which has the descriptor of its lifeline as its last argument, and must pass it to
-        ``die_with_parent`` first. ``popen``: more arguments of subprocess.Popen.
+        ``guarded``: it runs under ``processes.guard``, which ends its descendants with it. Else it is a
+        program of this package: it gets the descriptor of its lifeline as its last argument, and must pass it
+        to ``die_with_parent`` first. ``popen``: more arguments of subprocess.Popen.
         """
         if guarded and shutil.which(command[0]) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
@@ -95,7 +95,8 @@ class ChildProcess:
     def wait_end(self, limit_s: float) -> int | None:
         """Its exit code, negative for a signal; None if it has not ended in time.
 
-        It is not collected: until ``close`` does, its process group, which that kills, can be no other's.
+        The zombie stays until ``close``, so that the kernel cannot give its process group's number, which
+        ``close`` kills, to another.
         """
         deadline, pause_s = time.monotonic() + limit_s, 0.002
         while True:
@@ -108,19 +109,18 @@ class ChildProcess:
             pause_s = min(0.05, 1.2 * pause_s)
 
     def kill(self) -> None:
-        """End it and its process group, and, if it is guarded, all that it has started."""
+        """Kill it and its process group, and, if it is guarded, its descendants."""
         if self._guarded and self.process.poll() is None:
+            # The descendants first: once the guardian is dead nothing leads to them any more.
             processes.kill_descendants(self.pid, _UNKILLABLE_S)
-            self.process.send_signal(
-                signal.SIGCONT
-            )  # if it was stopped: the guardian collects them, and ends
+            self.process.send_signal(signal.SIGCONT)  # a stopped guardian could not reap them, and end
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_UNKILLABLE_S)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill it, collect it, and release what it held here."""
+        """Kill it, reap it, and close its pipes."""
         with self._closing:
             if self._is_closed:
                 return
@@ -135,8 +135,10 @@ class ChildProcess:
 
 
 class AnsweringChild(ChildProcess):
-    """A child that answers questions, one line of JSON each way. One question at a time; another thread may
-    kill it meanwhile."""
+    """Request-reply child: one line of JSON each way, one request at a time.
+
+    Another thread may kill it during a request.
+    """
 
     def __init__(
         self,
@@ -157,7 +159,7 @@ class AnsweringChild(ChildProcess):
             os.set_blocking(stream.fileno(), False)
 
     def ask(self, question: object, limit_s: float) -> Any:
-        """The answer. Raises ChildTimeout or ChildDied; a child that raised must be closed."""
+        """The reply to ``question``. ChildTimeout or ChildDied; after either it must be closed."""
         deadline = time.monotonic() + limit_s
         self._write(json.dumps(question).encode() + b"\n", deadline)
         line = self._read_line(deadline)
@@ -167,7 +169,7 @@ class AnsweringChild(ChildProcess):
             raise ChildDied(f"it answered no JSON: {line[:200]!r}") from error
 
     def end_questions(self) -> None:
-        """Close its standard input, by which a child that waits for a question ends."""
+        """Close its standard input, at which a child that waits for a request ends."""
         self._stdin.close()
 
     def _write(self, data: bytes, deadline: float) -> None:
@@ -208,17 +210,17 @@ class AnsweringChild(ChildProcess):
 
 @dataclass(frozen=True)
 class CommandResult:
-    """The result of a command: its exit and its output."""
+    """Result of a command: its output and exit."""
 
     output: str
     errors: str
     ended: str
-    """Empty if it ended well; else how it did not, e.g. `exit code 1` or `no end within 60 s`."""
+    """Empty if it succeeded; else how it failed, e.g. `exit code 1` or `no end within 60 s`."""
     code: int | None = None
     """Exit code, negative for a signal; None if it was not started, or killed at the deadline."""
 
     def reason(self) -> str:
-        """Why the command failed, in one line: the last that it printed, or how it ended."""
+        """Reason of a failure in one line: how it ended, with the last line of its stderr."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
         return f"{self.ended}: {lines[-1]}" if lines else self.ended
 
@@ -226,10 +228,10 @@ class CommandResult:
 def run_command(
     command: Sequence[str], deadline_s: float, environment: Mapping[str, str] | None = None
 ) -> CommandResult:
-    """Run ``command`` to its end, or kill it and all it started after ``deadline_s`` seconds. Never raises.
-    ``environment``: None for this process's.
+    """Run ``command``; kill it and its descendants after ``deadline_s`` seconds. Never raises.
 
-    Output goes through files: a grandchild that holds a pipe open would be waited for.
+    ``environment``: None for this process's. Output goes through files: with pipes, a grandchild that keeps
+    one open would have to be waited for.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
@@ -255,7 +257,7 @@ def run_module(module: str, arguments: Sequence[str], deadline_s: float) -> Comm
 
 
 def exit_text(code: int) -> str:
-    """`exit code 1`, or `signal SIGKILL` for -9."""
+    """Exit code in words: `exit code 1`, or `signal SIGKILL` for -9."""
     with suppress(ValueError):
         return f"signal {signal.Signals(-code).name}"
     return f"exit code {code}"
@@ -267,10 +269,10 @@ def _text(file: IO[bytes]) -> str:
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
-    """What ``work`` returns, or raises; NoAnswer after ``limit_s`` seconds. Result and error are pickled.
+    """Call with a timeout, in a forked process: what ``work`` returns or raises; NoAnswer after ``limit_s``.
 
-    It is done in a fork: a thread that waits for a file system that hangs could not be ended, and neither
-    could its process. ``work`` must need no lock that another thread may hold.
+    A thread that waits for a file system that hangs could not be ended, and neither could its process.
+    Result and error are pickled. ``work`` must need no lock that another thread may hold.
     """
     ours, theirs = Pipe(duplex=False)
     pid = os.fork()
@@ -296,7 +298,7 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
 
 
 def _work(pipe: Connection, work: Callable[[], Any]) -> None:
-    """The fork's life; it never returns."""
+    """Body of the forked process; it never returns."""
     try:
         processes.die_with_parent()
         try:

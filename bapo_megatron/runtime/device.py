@@ -1,9 +1,9 @@
-"""The device of this machine's processes: whether they compute on a GPU, and MKL's kernels on a CPU.
+"""Device detection: CUDA or CPU, an error for an unusable GPU, and the choice of MKL's kernels.
 
-A machine that should have a GPU and whose torch cannot use one (a driver too old for the wheels' CUDA, a
-container without its GPU hook, a CPU build of torch) would train on its CPU, correctly and a thousand times
-too slowly. So that is an error, unless ``BAPO_DEVICE=cpu`` asks for the CPU. torch is imported when it is
-asked: ``bapo --help`` must answer at once.
+A machine whose torch cannot use its GPU (a driver too old for the wheels' CUDA, a container without its GPU
+hook, a CPU build of torch) would train on its CPU, correctly and a thousand times too slowly. So that is an
+error, unless ``BAPO_DEVICE=cpu`` asks for the CPU. torch is imported inside the functions: ``bapo --help``
+must answer at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SLURM_GPUS = (
     *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE"),
     *("SLURM_JOB_GPUS", "SLURM_STEP_GPUS"),
 )
-"""Variables by which Slurm tells a job of its GPUs: counts, or lists of devices."""
+"""Slurm's variables with the GPUs of a job: counts, or lists of devices."""
 _DEVICE_FILES = (Path("/dev"), "nvidia[0-9]*")
 _DRIVER_FILES = (Path("/proc/driver/nvidia/gpus"), "*")
 """The kernel module's list of GPUs, which a container shows even where the devices were not passed to it."""
@@ -53,7 +53,7 @@ def uses_gpu() -> bool:
 
 
 def gpu_problem() -> str | None:
-    """Why torch cannot use the GPU that this machine should have, with the fix; None if nothing is wrong."""
+    """Why torch cannot use this machine's GPU, with the fix; None if it can, or if there is no GPU."""
     signs = [] if wants_cpu() else list(gpu_signs())
     if not signs:
         return None
@@ -90,15 +90,15 @@ def wants_cpu() -> bool:
 
 
 def should_have_gpu() -> bool:
-    """Whether this machine, or this job, has GPUs that are to be used, by their signs alone."""
+    """Whether this machine or job has GPUs to use, by ``gpu_signs`` alone, without torch."""
     return not wants_cpu() and any(gpu_signs())
 
 
 def prepare_device() -> None:
-    """Set this process's environment, which its children inherit, before torch is imported.
+    """Set the device's environment variables, for this process and its children, before torch is imported.
 
-    With BAPO_DEVICE=cpu every GPU is hidden. Else torch's CUDA allocator maps memory into segments that grow:
-    packs of changing length fragment fixed ones. A user's own settings stay.
+    With BAPO_DEVICE=cpu every GPU is hidden. Else torch's CUDA allocator gets expandable segments: packs of
+    changing length fragment fixed ones. A user's own settings stay.
     """
     if wants_cpu():
         os.environ[_VISIBLE] = ""
@@ -107,10 +107,10 @@ def prepare_device() -> None:
 
 
 def gpu_signs() -> Iterator[str]:
-    """Each sign that this machine has a GPU, or that this job asked for one, in words.
+    """Evidence, in words, that this machine has a GPU or that this job asked for one.
 
-    CUDA_VISIBLE_DEVICES that is empty or -1 hides the machine's GPUs on purpose; a Slurm job that asked for
-    GPUs should see them all the same.
+    An empty CUDA_VISIBLE_DEVICES, or -1, hides the machine's GPUs on purpose. The Slurm variables of a job
+    that asked for GPUs count all the same.
     """
     yield from _signs_of_job(os.environ)
     visible = os.environ.get(_VISIBLE)
@@ -147,7 +147,7 @@ def driver_gpus() -> tuple[str, ...]:
 
 
 def _torch_reason() -> str:
-    """What torch says when CUDA is initialized, in one line."""
+    """Torch's error when CUDA is initialized, in one line."""
     import torch
 
     try:
@@ -168,11 +168,11 @@ def _fix(cuda: str | None) -> str:
 
 
 def choose_vector_kernels() -> None:
-    """Call MKL's vector functions once with one thread, before several threads compute.
+    """Warm up MKL's vector functions on one thread, which makes their results reproducible.
 
     MKL chooses a function's kernel at the first call. When several threads made that call at once, one of
-    them now and then took a coarse kernel for it: the RoPE cosines of half a pack were off by up to 1.5e-4,
-    in the first forward pass of about one process in ten, and the run was not reproducible.
+    them now and then got a less exact kernel: the RoPE cosines of half a pack were off by up to 1.5e-4, in
+    the first forward pass of about one process in ten, and the run was not reproducible.
     """
     import torch
 

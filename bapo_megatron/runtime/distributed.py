@@ -1,4 +1,4 @@
-"""torch.distributed set-up: joining the ranks of torchrun or srun, or starting the ranks of one machine."""
+"""torch.distributed: ranks of torchrun or srun, or started here; process groups; object collectives."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
 from bapo_megatron.runtime.exit_codes import (
-    end_with,
-    is_known_to_all,
-    leave,
-    leave_at_once,
-    must_leave_at_once,
+    exit_process,
+    is_raised_on_all_ranks,
+    report_error,
+    skip_teardown,
+    skips_teardown,
 )
 from bapo_megatron.runtime.out_of_memory import death
 from bapo_megatron.runtime.processes import die_with_parent
@@ -40,17 +40,17 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _LISTENERS_PORTS = range(10_000, 25_000)
 _RANDOM = random.SystemRandom()
-"""Not the seeded one: forked processes, and runs of one seed, would all try the same ports."""
+"""Unseeded: forked processes, and runs of one seed, would all try the same ports."""
 _GRACE_S = 10.0
-"""For the other ranks to say why, once one of them has failed."""
+"""Seconds for the other ranks to report their reasons, once one rank has failed."""
 
 
 def launched_world_size() -> int | None:
-    """Number of processes that torchrun or srun has started for this run; None outside a launcher.
+    """World size of the launcher, torchrun or srun; None outside a launcher.
 
-    Under srun the variables of torchrun are filled in from Slurm's, those that are not set. A step of one
-    task (the shell of an interactive job) is no launcher, and neither is a batch script, which has a
-    SLURM_PROCID but no step.
+    Under srun, torchrun's variables that are not set are filled in from Slurm's. A step of one task (the
+    shell of an interactive job) is no launcher, and neither is a batch script, which has a SLURM_PROCID but
+    no step.
     """
     if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         for name, value in _from_slurm().items():
@@ -64,7 +64,7 @@ def launched_world_size() -> int | None:
 
 
 def _from_slurm() -> dict[str, str]:
-    """torchrun's variables for this task of an srun step; the first node of the step is the meeting point."""
+    """torchrun's variables for this task of an srun step; MASTER_ADDR is the first node of the step."""
     try:
         nodes = _nodes_of_step()
     except (OSError, subprocess.CalledProcessError) as error:
@@ -77,13 +77,13 @@ def _from_slurm() -> dict[str, str]:
         "LOCAL_RANK": os.environ["SLURM_LOCALID"],
         "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
         "MASTER_ADDR": nodes[0],
-        # Jobs that share a node must not meet at one port.
+        # By job: jobs that share a node need different ports.
         "MASTER_PORT": str(20000 + int(os.environ["SLURM_JOB_ID"]) % 10000),
     }
 
 
 def _tasks_of_node(tasks: str, node: int) -> int | None:
-    """The tasks of a step on its ``node``-th node; ``tasks`` is Slurm's list, such as ``4(x2),3``."""
+    """Number of tasks of a step on its ``node``-th node; ``tasks`` is Slurm's list, such as ``4(x2),3``."""
     counts: list[int] = []
     for entry in tasks.split(","):
         count, _, times = entry.partition("(x")
@@ -104,13 +104,12 @@ def run_processes(
     apart: bool = False,
     heeding: bool = False,
 ) -> None:
-    """Run ``worker(*args)`` in ``world_size`` processes that can find each other; raise if one fails.
+    """Start ``world_size`` ranks of ``worker(*args)`` on this machine; raise, and end all, if one fails.
 
-    One process is this one, unless it must stay ``apart``: a process that has run a model keeps threads
-    that a later fork would lose, and memory of its GPU. More are forked on a CPU (imports are shared) and
-    spawned with CUDA, whose context does not survive a fork. The first failure ends the others.
-    ``heeding``: a worker that has begun heeds signals to stop, so a rank that one of them ends was still
-    starting.
+    A single rank runs in this process, unless ``apart``: a process that has run a model keeps threads that a
+    later fork would lose, and memory of its GPU. More ranks are forked on a CPU (imports are shared) and
+    spawned with CUDA, whose context does not survive a fork. ``heeding``: the worker handles the signals to
+    stop as soon as it has begun, so a rank that one of them kills was still starting.
     """
     environment = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if world_size == 1 and not apart:
@@ -126,13 +125,13 @@ def run_processes(
             while not started.join(grace_period=_GRACE_S):
                 pass
     except (ProcessExitedException, ProcessRaisedException) as failure:
-        # A rank that falls over the end of another may be seen first: the one that knows why counts.
+        # A rank that failed because another one ended may be seen first: an exit code with a reason wins.
         if known := {process.exitcode for process in started.processes} & {2, 3, 4}:
             sys.exit(min(known))
         if isinstance(failure, ProcessRaisedException):
             raise
         if failure.exit_code >= 0:
-            sys.exit(failure.exit_code)  # it has said why
+            sys.exit(failure.exit_code)  # it has printed the reason
         if heeding and -failure.exit_code in SIGNALS:
             print("stopped: told to stop before the run began", file=sys.stderr, flush=True)
             sys.exit(85)
@@ -153,11 +152,11 @@ def _entry(
     try:
         worker(*args)
     except (ConfigError, Preempted, RunStopped) as error:
-        leave(end_with(error, say=rank == 0 or not is_known_to_all(error)))
+        exit_process(report_error(error, prints=rank == 0 or not is_raised_on_all_ranks(error)))
     except (Exception, KeyboardInterrupt):
-        if must_leave_at_once():
+        if skips_teardown():
             traceback.print_exc()
-            leave(1)
+            exit_process(1)
         raise
 
 
@@ -179,10 +178,10 @@ def _terminate(processes: Sequence[BaseProcess]) -> None:
 
 @contextmanager
 def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
-    """The default process group of torch.distributed within the block, from environment variables.
+    """The default process group of torch.distributed within the block, from torchrun's variables.
 
-    An error of this rank alone leaves groups of NCCL as they are: the process says it and ends at once, and
-    the launcher ends the others.
+    After an error of this rank alone NCCL's groups are not destroyed: the process reports the error and exits
+    at once, and the launcher ends the other ranks.
     """
     if interface := gloo_interface():
         os.environ.setdefault(_GLOO_INTERFACE, interface)
@@ -198,9 +197,9 @@ def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # NCCL takes a group down when its work is done, and peers that know of no error do their part never.
-        if "nccl" in backend and dist.get_world_size() > 1 and not is_known_to_all(error):
-            leave_at_once()
+        # NCCL destroys a group only after its pending work, and peers that saw no error never do their part.
+        if "nccl" in backend and dist.get_world_size() > 1 and not is_raised_on_all_ranks(error):
+            skip_teardown()
         else:
             dist.destroy_process_group()
         raise
@@ -208,10 +207,10 @@ def process_group(backend: str, timeout_minutes: float) -> Iterator[None]:
 
 
 def bound_store(address: str, port: int, world_size: int | None, timeout: timedelta) -> TCPStore:
-    """A TCPStore server that listens on ``address`` alone; by itself torch listens on every interface.
+    """TCPStore server that listens on ``address`` alone; torch's own listens on every interface.
 
-    A name that leads to this machine's loopback address, as its own name does on many a cluster, is left to
-    torch: other machines would not reach it. ``port`` 0: a free one. RuntimeError if it cannot listen.
+    A host name that resolves to a loopback address, as the own name does on many clusters, is left to torch:
+    other machines could not reach it. ``port`` 0: a free one. RuntimeError if it cannot listen.
     """
     try:
         family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -234,16 +233,16 @@ def bound_store(address: str, port: int, world_size: int | None, timeout: timede
 
 
 def _meets_on_loopback() -> bool:
-    """Whether all ranks are on this machine, and no launcher has made the store already."""
+    """Whether the rendezvous is on this machine, and no launcher has made its store already."""
     return os.environ.get("MASTER_ADDR") in _LOOPBACK and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
 
 
 def gloo_interface() -> str | None:
-    """The network interface by which this node reaches the run's other nodes; None if nothing is to be set.
+    """Network interface for gloo that reaches the run's other nodes; None if gloo's own choice may stay.
 
-    gloo takes the one that this machine's own name leads to, on many a cluster 127.0.1.1 or a slow network.
-    The kernel is asked which address it would use on the way to MASTER_ADDR, and from there, whose own name
-    may lead to itself, to another node of the Slurm step. None on one node, or where only loopback is found.
+    gloo takes the interface of this machine's own name, on many clusters 127.0.1.1 or a slow network. The
+    kernel is asked for the source address on the route to MASTER_ADDR; on that node itself, on the route to
+    another node of the Slurm step. None on one node, or where only loopback is found.
     """
     if os.environ.get(_GLOO_INTERFACE) or not _has_several_nodes():
         return None
@@ -268,7 +267,7 @@ def _other_nodes() -> list[str]:
 
 
 def _address_towards(host: str) -> str | None:
-    """This machine's IPv4 address on the way to ``host``. Connecting a UDP socket sends nothing."""
+    """This machine's IPv4 source address on the route to ``host``. Connecting a UDP socket sends nothing."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
@@ -307,9 +306,9 @@ def barrier() -> None:
 
 
 def on_all_ranks(call: Callable[[], T]) -> list[T]:
-    """The results of ``call`` on all ranks, on every rank. Collective.
+    """Run ``call`` on all ranks, and raise on all if one fails; its results in rank order. Collective.
 
-    If it fails on one of them all raise: that one its own error, the others one that names the rank.
+    The failing rank raises its own error, the others one of the same kind that names the rank.
     """
     result, failure, own = None, None, None
     try:
@@ -334,7 +333,7 @@ def gather(value: T) -> list[T]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody uses now, and that no outgoing connection is given before its taker listens.
+    """Free TCP port below the ephemeral range: no outgoing connection takes it before its user listens.
 
     The kernel takes the ports of outgoing connections from 32768 on (ip_local_port_range). OSError if none is
     found.

@@ -1,4 +1,4 @@
-"""Loads a user's function or class by its dotted path, ``package.module:name``."""
+"""Loader of a user's function or class by its dotted path, ``package.module:name``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bapo_megatron.errors import ConfigError
 
 
 def load_dotted_path(field: str, path: str, kind: str) -> Any:
-    """What ``path`` names. ConfigError, which names the ``field`` of the configuration, if it cannot be had.
+    """The object that ``path`` names. ConfigError, with the ``field``, if it cannot be imported.
 
-    Modules in the present directory are found, however the program was started. ``kind`` is the word for
-    what is looked for: function or class.
+    Modules in the present directory are found, however the program was started. ``kind``: `function` or
+    `class`, for the message.
     """
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:

@@ -1,4 +1,7 @@
-"""Exit codes of the command line: how an error that a user can mend becomes one message and a number."""
+"""Exit codes of the command line: one message and an exit code for each error that a user can fix.
+
+The codes: 2 wrong input, 3 stopped run or full disk, 4 failing storage, 85 preempted.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,26 @@ from typing import NoReturn
 
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed, printable
 
-_at_once = False
+_skips_teardown = False
 
 
-def leave_at_once() -> None:
-    """Have ``leave`` end this process without taking anything down, which may wait for ever."""
-    global _at_once
-    _at_once = True
+def skip_teardown() -> None:
+    """Hard exit from now on: ``exit_process`` calls os._exit, without a teardown of process groups.
+
+    Destroying an NCCL group can hang where another rank never joins in.
+    """
+    global _skips_teardown
+    _skips_teardown = True
 
 
-def must_leave_at_once() -> bool:
-    """Whether ``leave`` was told so."""
-    return _at_once
+def skips_teardown() -> bool:
+    """Whether ``skip_teardown`` was called."""
+    return _skips_teardown
 
 
-def leave(code: int) -> NoReturn:
-    """End this process with an exit code."""
-    if _at_once:
+def exit_process(code: int) -> NoReturn:
+    """Exit this process: sys.exit, or os._exit after ``skip_teardown``."""
+    if _skips_teardown:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
@@ -34,26 +40,27 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def is_known_to_all(error: BaseException) -> bool:
-    """Whether an error is raised on every rank together, so that one tells it."""
+def is_raised_on_all_ranks(error: BaseException) -> bool:
+    """Whether an error of this type is raised on every rank together, so that rank 0 alone prints it."""
     return type(error) in (Preempted, RunStopped, StorageFailed)
 
 
-def end_with(error: ConfigError | Preempted | RunStopped, say: bool = True) -> int:
-    """The exit code of an error: 2 wrong input, 3 full disk or stopped run, 4 failing storage, 85 preempted.
+def report_error(error: ConfigError | Preempted | RunStopped, prints: bool = True) -> int:
+    """Print an error on stderr, end child processes and flush; the exit code of the error.
 
-    Prints the message on stderr, unless ``say`` is False (another rank says it).
-
-    A log on a full disk takes no message, and what is left in a buffer would change the exit code. Processes
-    that write a checkpoint may wait for ever to tell their results, and this one would wait for them.
+    ``prints``: False where another rank prints the same message.
     """
+    # Before anything else: a process that writes a checkpoint may wait for ever to hand over its result, and
+    # the interpreter would wait for it at its exit.
     for child in multiprocessing.active_children():
         child.kill()
     wrong = isinstance(error, ConfigError)
     text = f"error: {error}" if wrong else f"stopped: {error}\nthe same command continues the run"
     with suppress(OSError):
-        if say:
+        if prints:
             print(printable(text), file=sys.stderr, flush=True)
+    # A log on a full disk takes no more text. What stays in the buffer would fail at the interpreter's exit,
+    # and change the exit code to 120.
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

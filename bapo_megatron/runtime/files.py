@@ -1,5 +1,8 @@
-"""Files: atomic and durable writes, whole or absent whenever the process or the machine dies; and the rule
-which files of a folder that others made are read."""
+"""Atomic and durable file writes (temporary file, fsync, rename), and safe reads of foreign folders.
+
+A file is whole or absent, whenever the process or the machine dies. In folders that somebody else made,
+links and special files are refused.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,16 @@ from pathlib import Path
 from bapo_megatron.errors import CheckpointError, ConfigError
 
 COPY_AGAIN = "copy it again from where it is whole, or take another checkpoint"
-"""What a person can do about a damaged file of a checkpoint; ends a message."""
+"""Advice about a damaged file of a checkpoint; ends a message."""
 
 MOST_DESCRIPTION_BYTES = 1 << 26
-"""Bytes of a file that describes others (a manifest, an index), at most."""
+"""Limit in bytes of a file that describes others (a manifest, an index)."""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write ``content`` (text as UTF-8) so that ``path`` holds either its old content or all of the new.
+    """Atomic, durable write of ``content`` (text as UTF-8): ``path`` has its old content or all of the new.
 
-    The folder must exist. A reader never sees a part, and a crash leaves at most a hidden ``*.tmp``
-    file beside it.
+    The folder must exist. A crash leaves at most a hidden ``*.tmp`` file beside it.
     """
     data = content.encode() if isinstance(content, str) else content
     # Not tempfile: it makes files that only their owner can read, and a run directory is shared.
@@ -32,7 +34,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         with temporary.open("xb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the rename: else a power failure may leave an empty file
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -41,7 +43,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def check_output_file(flag: str, path: Path) -> None:
-    """ConfigError if ``path``, which ``flag`` names, cannot be written; asked before a command's work."""
+    """Preflight of an output file, the value of ``flag``: ConfigError if it cannot be written."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"{flag} {path}: the folder {folder} does not exist; make it, or name another file")
@@ -52,7 +54,7 @@ def check_output_file(flag: str, path: Path) -> None:
 
 
 def append_whole(file: FileIO, content: bytes, size: int) -> None:
-    """Append all of ``content`` to a file of ``size`` bytes, or cut it back to ``size`` and raise OSError."""
+    """All-or-nothing append to a file of ``size`` bytes: on an error it is cut back to ``size``; OSError."""
     rest = memoryview(content)
     try:
         while rest:
@@ -63,10 +65,7 @@ def append_whole(file: FileIO, content: bytes, size: int) -> None:
 
 
 def remove_folder(path: Path, ignore_errors: bool = False) -> None:
-    """Delete a folder with all that is in it, if it is there; of a link the link alone.
-
-    What is no folder stays.
-    """
+    """Delete a folder and its content, if it exists; of a link the link alone. A plain file stays."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     elif path.is_dir():
@@ -83,18 +82,18 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """fsync a file that somebody else wrote: its content survives a power failure."""
+    """fsync a file that another program wrote: its content survives a power failure."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """The path of the file ``name`` of a checkpoint or model folder, after it is known to lie there.
+    """Safe path of the file ``name`` of a checkpoint or model folder: it cannot lead out of the folder.
 
     A link may lead to a file of the same folder, or from a snapshot of the Hugging Face hub's cache to that
     cache's blobs (``snapshots/REVISION/NAME -> ../../blobs/DIGEST``). CheckpointError for a name with a
-    folder in it, for every other link, and for what is there and is no plain file (to open a FIFO would wait
-    for ever). The file may be missing.
+    folder in it, for every other link, and for a special file (opening a FIFO would wait for ever). The file
+    may be missing.
     """
     path = folder / name
     try:
@@ -114,16 +113,16 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def read_file_inside(folder: Path, name: str, most_bytes: int = MOST_DESCRIPTION_BYTES) -> bytes:
-    """The content of the small file ``name`` of a checkpoint or model folder (``file_inside``).
+    """Content of the small file ``name`` of a checkpoint or model folder, checked as by ``file_inside``.
 
-    FileNotFoundError if it is missing. CheckpointError for what is no plain file, and for one of more than
+    FileNotFoundError if it is missing. CheckpointError for a special file, and for one of more than
     ``most_bytes``.
     """
     path = file_inside(folder, name)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
-            # Of what was opened: the name may lead to a FIFO by now.
+            # Checked on the descriptor: since the check of the name it may have become a FIFO.
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise CheckpointError(f"{path} is no plain file")
             data = file.read(most_bytes + 1)
@@ -145,9 +144,9 @@ def file_below(folder: Path, name: str) -> Path:
 
 
 def check_files_inside(folder: Path) -> None:
-    """Check that ``file_inside`` allows every file of ``folder`` and of its chat templates.
+    """Check of every file of a model ``folder`` and of its chat templates by ``file_inside``.
 
-    CheckpointError if not. Libraries open whatever they find there.
+    CheckpointError for a bad one. Libraries open whatever they find there.
     """
     for place in (folder, folder / "additional_chat_templates"):
         if place.is_dir():

@@ -24,14 +24,14 @@ from bapo_megatron.runtime.storage import writing
 Row = dict[str, Any]
 
 MOST_LINE_BYTES = 16 << 20
-"""Most bytes of a line that is read: beyond all that a run writes."""
+"""Limit in bytes of a line that is read; a run writes no longer one."""
 
 _BLOCK = 1 << 16
 _TAIL_BYTES = 1 << 18
 
 
 class JsonlLog:
-    """A JSON-lines file open for appending. Every line is one write call: a kill tears at most one."""
+    """JSON-lines file open for appending. Every line is one write call: a kill tears at most one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,7 +41,7 @@ class JsonlLog:
         self._file = _appending(path)
 
     def append(self, row: Row) -> None:
-        """Write one line. Infinities and NaN become null: strict JSON has no other way to say them.
+        """Write one line. Infinities and NaN become null: strict JSON has neither.
 
         RunStopped if the disk does not take it; the lines before it stay.
         """
@@ -72,7 +72,7 @@ class EventLog(JsonlLog):
 
 
 def append_event(path: Path, kind: str, **fields: Any) -> None:
-    """Write one event from a process that is not the log's writer: in one call, and nothing is mended.
+    """Write one event from a process that is not the log's owner: one write call, no repair of a torn end.
 
     OSError if the disk does not take it.
     """
@@ -124,7 +124,7 @@ def _line(row: Row) -> bytes:
 
 
 def parse_row(line: bytes) -> Row:
-    """The row of a line; ValueError if it has none. What is no character becomes a replacement character."""
+    """The row of a line; ValueError if it is no JSON object. Invalid UTF-8 becomes replacement characters."""
     try:
         row: Row = json.loads(
             line.decode(errors="replace"), parse_constant=_refuse_constant, parse_float=_finite

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 _MESSAGES = ("out of memory", "allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED")
-"""Parts of the messages of torch's allocators and CUDA's libraries, which raise a plain RuntimeError."""
+"""Texts in the messages of torch's allocators and CUDA's libraries, which raise a plain RuntimeError."""
 
 _ON_A_GPU = "a smaller batch.pack_tokens or batch.logprob_chunk_tokens, batch.recompute=full, no \
 batch.hold_forwards, or more parallel.tensor, pipeline or context need less"
@@ -22,12 +22,12 @@ of what is saved is there while it is written, need less"
 
 
 class OutOfMemoryError(Exception):
-    """A rank had no memory left. Only that rank raises it; the others are ended with it."""
+    """Out of memory on one rank. Only that rank raises it; the launcher ends the others."""
 
 
 @contextmanager
 def naming_memory() -> Iterator[None]:
-    """Turn a failed allocation in the block into an OutOfMemoryError: rank, host, what needs less."""
+    """Turn a failed allocation in the block into an OutOfMemoryError with rank, host and advice."""
     try:
         yield
     except Exception as error:
@@ -46,7 +46,7 @@ def naming_memory() -> Iterator[None]:
 
 
 def death(exit_code: int) -> str:
-    """How a process ended, in words. ``exit_code`` is negative for a signal; SIGKILL hints at memory."""
+    """Cause of a process's death, in words. ``exit_code`` is negative for a signal."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     name = signal.Signals(-exit_code).name

@@ -1,6 +1,6 @@
-"""Preemption: a run is asked to stop by a signal (``stop_signals.py``), or by the end of its job.
+"""Preemption: a signal (``stop_signals.py``) or the end of the Slurm job asks the run to save and stop.
 
-The run finishes the update in hand, saves, and ends with exit code 85: the same command continues it.
+The run finishes the current update, saves, and ends with exit code 85: the same command continues it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARGIN_S = 60.0
 
 
 class PreemptionSignal:
-    """The request to stop, which all ranks learn at the same moment."""
+    """Preemption request, noted on any rank and seen by all ranks at the same point of the loop."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
@@ -39,9 +39,9 @@ class PreemptionSignal:
         self._longest_save_s = max(self._longest_save_s, seconds)
 
     def reason(self) -> str | None:
-        """Why the run must stop, or None. Collective (all-reduce, max): any rank's reason is enough.
+        """Reason to stop now, for people, or None. Collective (all-reduce, max): one rank's reason is enough.
 
-        It can stop only where it asks, so the longest stretch between two calls is what must fit once more
+        The run can stop only where this is called. So the longest time between two calls must fit once more
         into the job, with a save.
         """
         now = time.time()
@@ -64,6 +64,6 @@ class PreemptionSignal:
 
 
 def _job_end() -> float | None:
-    """The end of the Slurm job in seconds since 1970, or None. The job's script exports it."""
+    """End of the Slurm job in seconds since 1970, which the job's script exports; None outside a job."""
     given = os.environ.get("BAPO_END_TIME") or os.environ.get("SLURM_JOB_END_TIME") or ""
     return float(given) if given.isdigit() and given != "0" else None

@@ -1,11 +1,11 @@
-"""Parent-death handling: no process outlives the one that it works for, also after ``kill -9``.
+"""Parent-death handling: a child process never outlives its parent, also after ``kill -9`` (no orphans).
 
-Two functions, by whether the process knows of it. Our own programs call ``die_with_parent``. A program of
-somebody else (SGLang, nvidia-smi) is run under ``guard``: ``python -I -S processes.py LIFELINE COMMAND...``.
-Only the standard library is imported: sandboxes and guardians start from this file alone.
+Our own programs call ``die_with_parent``. A foreign program (SGLang, nvidia-smi) runs under a guardian
+process, ``guard``: ``python -I -S processes.py LIFELINE COMMAND...``. Only the standard library is imported:
+sandboxes and guardians start from this file alone.
 
-A *lifeline* is the reading end of a pipe whose writing end only the parent has: the kernel closes it when the
-parent ends. child_process.py makes them.
+A *lifeline* is the reading end of a pipe whose writing end only the parent has: the kernel closes that when
+the parent ends. child_process.py makes them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from contextlib import suppress
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 _UNKILLABLE_S = 10.0
-"""After this a killed process that waits for a disk or a driver is left to the kernel."""
+"""Limit of the wait for killed processes; one in an uninterruptible call (disk, driver) is left behind."""
 
 
 def die_with_parent(
     lifeline: int | None = None, parent: int | None = None, number: signal.Signals = signal.SIGKILL
 ) -> None:
-    """Have the kernel signal this process when its parent ends, even while C code holds the interpreter.
+    """Parent-death signal: the kernel signals this process when its parent ends, also within C code.
 
     With a ``lifeline`` (a file descriptor): SIGKILL to this process and all of its process group, which must
     be its own, at the end of the parent *process*. For children that any thread may start.
@@ -49,16 +49,18 @@ def die_with_parent(
 
 
 def guard(lifeline: int, command: Sequence[str]) -> int:
-    """Run a command; when it or the parent ends, kill every process that it has left, whatever its session.
+    """Guardian (subreaper) of a command: when it or the parent ends, kill all of its descendants.
 
-    Returns its exit code, negative for a signal. SIGTERM and SIGUSR1 are for the command, which has them too
-    if they are sent to the process group. If this process is killed, the command is (its children need not).
+    Returns its exit code, negative for a signal. SIGTERM and SIGUSR1 do not end the guardian: sent to the
+    process group they reach the command. If the guardian is killed, the command dies with it; its children
+    may not.
     """
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans become children of this process
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # before the fork: orphans become children of this process
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, which is inherited, none would come
     changes = {signal.SIGCHLD, signal.SIGIO}
+    # Blocked before the lifeline is armed and the command is forked: sigwait below then misses neither end.
     signal.pthread_sigmask(signal.SIG_BLOCK, changes)
     _signal_when_closed(lifeline, os.getpid(), signal.SIGIO)
     guardian = os.getpid()
@@ -74,13 +76,13 @@ def guard(lifeline: int, command: Sequence[str]) -> int:
     while (code := _collect(guarded)) is None and not _is_closed(lifeline):
         signal.sigwait(changes)
     kill_descendants(guardian)
-    last = _collect(guarded)  # and all others: not every container's first process does it
+    last = _collect(guarded)  # reaps all others too: not every container's init does
     code = last if code is None else code
     return -signal.SIGKILL if code is None else code
 
 
 def kill_descendants(pid: int, limit_s: float = _UNKILLABLE_S) -> None:
-    """SIGKILL every process below ``pid`` until none is left, or ``limit_s`` seconds are over."""
+    """SIGKILL the descendants of ``pid`` until none is left, or ``limit_s`` seconds are over."""
     deadline = time.monotonic() + limit_s
     while (alive := descendants(pid)) and time.monotonic() < deadline:
         for process in alive:
@@ -90,11 +92,11 @@ def kill_descendants(pid: int, limit_s: float = _UNKILLABLE_S) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The children of ``pid``, their children, and so on, without zombies."""
+    """Process ids of the children of ``pid``, their children, and so on, without zombies."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", errors="replace") as file:
-            state, parent = file.read().rpartition(")")[2].split()[:2]  # the name before it may be anything
+            state, parent = file.read().rpartition(")")[2].split()[:2]  # a process's name may hold ")"
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(name))
     found = [pid]
@@ -110,7 +112,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _signal_when_closed(lifeline: int, receiver: int, number: signal.Signals) -> None:
-    """Signal-driven I/O on a pipe that is never written to. ``receiver``: a process, or minus a group."""
+    """Signal-driven I/O (O_ASYNC) on a pipe that is never written to: one signal, when it closes.
+
+    ``receiver``: a process id, or minus the id of a process group.
+    """
     os.set_inheritable(lifeline, False)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, receiver)
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, int(number))
@@ -124,7 +129,7 @@ def _is_closed(lifeline: int) -> bool:
 
 
 def _collect(wanted: int) -> int | None:
-    """Collect all children that have ended; the exit code of ``wanted`` if it is one of them."""
+    """Reap all children that have ended; the exit code of ``wanted`` if it is one of them."""
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             if found[0] == wanted:
@@ -133,7 +138,7 @@ def _collect(wanted: int) -> int | None:
 
 
 def _exit_like(code: int) -> None:
-    """End this process with an exit code, or by the signal that it stands for."""
+    """End this process as the command ended: with its exit code, or by its signal."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):

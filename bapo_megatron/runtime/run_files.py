@@ -1,7 +1,7 @@
-"""Files of a run directory: plain files, never links, whoever made the directory.
+"""Safe opening of files in a run directory: no link is followed, no FIFO waited for.
 
-A link in it could lead a log, a lock or a picture to any file of the user; to open a FIFO waits for ever. The
-run directory itself may be a link, and so may its large folders, to folders of the user on another disk.
+A link could lead a log, a lock or a picture to any file of the user. The run directory itself may be a link,
+and so may its large folders, to folders of the user on another disk.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from bapo_megatron.runtime.run_paths import RunPaths
 
 
 def open_plain(path: Path, flags: int, mode: int = 0o666) -> int:
-    """The descriptor of a plain file, which opening neither follows a link to nor waits for.
+    """Descriptor of a plain file, opened without following a link (O_NOFOLLOW) or waiting (O_NONBLOCK).
 
-    ConfigError for a link and for what is no plain file; OSError as os.open has it.
+    ConfigError for a link or a special file; OSError of os.open otherwise.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
@@ -41,7 +41,7 @@ def read_plain(path: Path) -> BinaryIO:
 
 
 def open_lock(path: Path) -> BinaryIO:
-    """A lock's file, made if it is missing. What stands in it stays."""
+    """A lock file, created if it is missing, not truncated."""
     return open(open_plain(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
 
 

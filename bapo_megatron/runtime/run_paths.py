@@ -1,7 +1,7 @@
-"""The paths in a run directory. Nothing else in Python spells these names; ``slurm/lib/run_paths.sh`` mirrors
-those that a job's shell needs.
+"""Paths of a run directory: the one place in Python that spells its file names.
 
-It imports the standard library alone: the checkpoint tools and the commands for a cluster use it, too.
+``slurm/lib/run_paths.sh`` mirrors those that a job's shell needs. Only the standard library is imported: the
+checkpoint tools and the commands for a cluster use it, too.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ CHECKPOINTS = "checkpoints"
 _STEP_NAME = re.compile(r"step_(\d{6,})(?:_update_(\d{3,}))?")
 
 _LEFT = (".tmp", ".deleted")
-"""Ends of the names of folders that are half-written or half-deleted."""
+"""Suffixes of half-written and half-deleted folders."""
 
 Moment = tuple[int, int]
-"""A point of a run: the steps that are finished, and the updates that are made of the step after them."""
+"""Position of a checkpoint in a run: finished steps, and finished updates of the next step."""
 
 
 def step_name(step: int, updates: int = 0) -> str:
-    """The name, without a suffix, of what belongs to ``step``, or to ``updates`` of the step after it."""
+    """File or folder name of ``step``, or of ``updates`` of the step after it: `step_000120_update_003`."""
     return f"step_{step:06d}" + (f"_update_{updates:03d}" if updates else "")
 
 
 def moment_of(name: str) -> Moment | None:
-    """The moment that ``step_name`` wrote into a name; None if the name is another one."""
+    """Inverse of ``step_name``: the moment of a name; None for any other name."""
     match = _STEP_NAME.fullmatch(name)
     return (int(match[1]), int(match[2] or 0)) if match else None
 
 
 def step_entries(folder: Path, suffix: str = "") -> Iterator[tuple[Moment, Path]]:
-    """Files or folders of steps in ``folder`` whose names end with ``suffix``, in no order."""
+    """Files or folders of steps in ``folder`` whose names end with ``suffix``, unordered."""
     for path in folder.glob(f"step_*{suffix}"):
         if moment := moment_of(path.name.removesuffix(suffix)):
             yield moment, path
 
 
 def step_leftovers(folder: Path, suffix: str = "") -> Iterator[Path]:
-    """Hidden folders of steps in ``folder``, which a process that died left half-written or half-deleted."""
+    """Leftovers of a killed process in ``folder``: hidden, half-written or half-deleted folders of steps."""
     for path in folder.glob(f".step_*{suffix}"):
         if path.name.endswith(_LEFT) and moment_of(path.name.split(".")[1]):
             yield path
 
 
 class RunPaths:
-    """The paths in the run directory ``root``."""
+    """Paths of the files and folders of the run directory ``root``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.lock = root / ".lock"
-        """The file that the only writer holds locked."""
+        """The lock file of the run's only writer."""
         self.config = root / "config.json"
         """The resolved configuration, with the format's version."""
         self.fork = root / "fork.json"
@@ -74,13 +74,13 @@ class RunPaths:
         self.evaluations = root / "evaluations.jsonl"
         """The metrics of each evaluation during training."""
         self.events = root / "events.jsonl"
-        """What happened to the run, with UTC times."""
+        """The event log: starts, checkpoints, failures, with UTC times."""
         self.tensorboard = root / "tensorboard"
         """TensorBoard's event files."""
         self.wandb_id = root / "wandb_id"
-        """The id of the run at all trackers; the first that had one was Weights & Biases."""
+        """The id of the run at all trackers, under the name of the first one that had it."""
         self.trackers = root / "trackers"
-        """How far the trackers are (NAME.json), and the data of those without a server."""
+        """The state files of the observers (NAME.json), and the data of trackers without a server."""
         self.journal = root / "journal"
         """The sampler's write-ahead log, and the batch of each step."""
         self.weights = root / "weights"
@@ -100,17 +100,17 @@ class RunPaths:
         self.logs = root / "logs"
         """Logs of servers, and of Slurm jobs (JOB/RESTART/)."""
         self.after_export = root / "after_export.json"
-        """The exports that ``checkpoint.after_export`` has ended well for."""
+        """The exports for which ``checkpoint.after_export`` has succeeded."""
         self.on_event = root / "on_event.json"
-        """How far the events were sent to each target of ``logging.on_event``."""
+        """The resume offset in events.jsonl of each target of ``logging.on_event``."""
         self.engines = root / "engines"
         """The addresses of a Slurm job's rollout servers, a file each."""
         self.slurm_state = root / "slurm.state"
         """The state of the run's Slurm job, as name=value lines."""
         self.api_key = root / "api_key"
-        """The key that the run's servers ask for; its user alone reads it."""
+        """The API key of the run's servers, readable by its user alone."""
         self.stop = root / "stop"
-        """The file that asks a Slurm job not to come back."""
+        """The stop file: a Slurm job that finds it does not requeue itself."""
 
     def checkpoint(self, step: int, updates: int = 0) -> Path:
         """The checkpoint after ``step``, or after ``updates`` of the step after it."""
@@ -125,25 +125,25 @@ class RunPaths:
         return self.step_exports / step_name(step)
 
     def profile_of(self, step: int, rank: int, kind: str) -> Path:
-        """A profile of a rank's part of ``step``: ``kind`` is the end of its name."""
+        """The profile of a rank in ``step``; ``kind`` is the end of its name."""
         return self.profile / f"{step_name(step)}_rank_{rank}.{kind}"
 
     @property
     def on_event_lock(self) -> Path:
-        """The file that the process that sends events holds locked."""
+        """The lock file of the event sender."""
         return self.logs / "on_event.lock"
 
     @property
     def on_event_log(self) -> Path:
-        """What the process that sends events, and its commands, print."""
+        """The log of the event sender and of its commands."""
         return self.logs / "on_event.log"
 
     def after_export_log(self, name: str) -> Path:
-        """What ``checkpoint.after_export`` prints for the export ``name``."""
+        """The log of ``checkpoint.after_export`` for the export ``name``."""
         return self.logs / "after_export" / f"{name}.log"
 
     def tracker_state(self, name: str) -> Path:
-        """What the observer of the tracker ``name`` says of itself."""
+        """The state file of the observer of the tracker ``name``."""
         return self.trackers / f"{name}.json"
 
     def tracker_log(self, name: str) -> Path:

@@ -1,6 +1,6 @@
-"""Signals that ask a run to stop: SIGUSR1 and SIGTERM, as Slurm sends them, SIGHUP of a closed terminal.
+"""Stop signals: handlers of SIGUSR1 and SIGTERM, as Slurm sends them, and SIGHUP of a closed terminal.
 
-Only the standard library is imported, so that a command heeds them before it has loaded anything.
+Only the standard library is imported, so that a command handles them before it has loaded anything.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Handler = Callable[[int, FrameType | None], None]
 
 @contextmanager
 def handling(handler: Handler) -> Iterator[None]:
-    """Call ``handler`` for these signals within the block, instead of ending this process.
+    """Signal handlers of a block: ``handler`` for each of ``SIGNALS``, instead of the end of this process.
 
-    SIGHUP stays ignored where it is, as under nohup. After one, output goes nowhere: its terminal is gone.
+    An ignored SIGHUP stays ignored, as under nohup. After a SIGHUP output goes to /dev/null: the terminal is
+    gone.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -41,7 +42,7 @@ def handling(handler: Handler) -> Iterator[None]:
 
 
 def leave_terminal() -> None:
-    """Send what is printed to a terminal or a pipe to /dev/null.
+    """Redirect stdout and stderr to /dev/null, if they are a terminal or a pipe.
 
     A terminal that has hung up fails every write, and so does a pipe to ``tee``, which ended with it.
     """
@@ -55,7 +56,7 @@ def leave_terminal() -> None:
 
 
 def stop_at_once(number: int, _frame: FrameType | None) -> None:
-    """The handler before a run has begun: there is nothing to save, so this process ends, with 85."""
+    """Handler before a run has begun: there is nothing to save, so this process exits with 85 at once."""
     name = signal.Signals(number).name
     text = f"stopped: told to stop by {name} before the run began\nthe same command continues the run\n"
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Disk errors: a write that fails becomes one message, which tells a full disk from a failing one."""
+"""Disk errors: classifies a failed write as a full disk or a failing file system, with one message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from bapo_megatron.errors import ConfigError, Preempted, RunStopped, StorageFailed
 
 _FULL = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
-"""Messages of a full file system. Libraries that write in other processes keep only the words."""
+"""Messages of a full file system, as texts: libraries that write in other processes lose the errno."""
 
 _FAILING = [os.strerror(number) for number in (errno.EIO, errno.ESTALE, errno.EROFS, errno.ESHUTDOWN)]
 """Messages of a file system that fails: its server or network may come back (Lustre says ESHUTDOWN)."""
@@ -22,20 +22,20 @@ _TORCH = ("inline_container.cc", "iostream error")
 _CUT = "a file was cut short"
 
 _ROOM_BYTES = 2**30
-"""A disk with so many bytes free is not full: a file that was cut short there is another failure."""
+"""Free bytes above which a disk is not full: a torn archive there is a failing file system."""
 
 
 class DiskError(RunStopped):
-    """A file could not be written because the disk is full. Only the rank that wrote it raises it."""
+    """Full disk: a file could not be written. Only the rank that wrote it raises it."""
 
 
 class FailingDiskError(DiskError, StorageFailed):
-    """A file could not be written though the disk has room: the file system fails."""
+    """Failing file system: a file could not be written though the disk has room."""
 
 
 @contextmanager
 def writing(what: str, path: Path) -> Iterator[None]:
-    """Turn a disk error in the block, which writes ``what`` to ``path``, into one DiskError."""
+    """Turn a disk error in the block, which writes ``what`` to ``path``, into a DiskError."""
     try:
         yield
     except (ConfigError, Preempted, RunStopped, KeyboardInterrupt, SystemExit):
@@ -43,7 +43,7 @@ def writing(what: str, path: Path) -> Iterator[None]:
     except BaseException as error:  # torch's CheckpointException is no Exception
         if (problem := _problem(error)) is None:
             raise
-        for earlier in _chain(error):  # to close what could not be written fails as well
+        for earlier in _chain(error):  # closing a file after a failed write fails as well: the first counts
             if isinstance(earlier, RunStopped):
                 raise earlier from None
         kind = FailingDiskError if _is_failing(problem, path) else DiskError
@@ -51,7 +51,7 @@ def writing(what: str, path: Path) -> Iterator[None]:
 
 
 def _problem(error: BaseException) -> str | None:
-    """The message of the disk error that is behind ``error``, or None."""
+    """Message of the disk error that caused ``error``; None if there is none."""
     for one in _chain(error):
         text = str(one)
         for problem in _FULL + _FAILING:
@@ -92,7 +92,7 @@ def _statistics(path: Path) -> os.statvfs_result:
 
 
 def _room(path: Path) -> str:
-    """Free bytes and files of the file system of ``path``, in words."""
+    """Free space (MB, files) of the file system of ``path``, in words."""
     try:
         found = _statistics(path)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Commands that a recipe names: how they are split, checked, started and limited.
+"""User commands (`checkpoint.after_export`, `logging.on_event`): split, checked, run with a time limit.
 
-A command is split into words as a shell does it, and run without a shell: no word of a run (a folder, an
+A command is split into words as a shell does it, and run without a shell: no value of a run (a folder, an
 event) is ever read as shell code. For pipes, variables and `&&`: ``bash -c '...'``.
 """
 
@@ -17,7 +17,7 @@ from bapo_megatron.runtime.child_process import ChildProcess, exit_text
 from bapo_megatron.runtime.run_files import open_plain, read_plain
 
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that make a process a rank of a run: a command that read them would wait for the others."""
+"""Launcher variables, which a command does not get: they would make it a rank that waits for the others."""
 
 _TAIL_BYTES = 4096
 _MOST_REASON = 300
@@ -35,7 +35,7 @@ def command_words(command: str) -> list[str]:
 
 
 def missing_program(command: str) -> str | None:
-    """What is wrong with a command's program on this machine; None if it can be started."""
+    """Problem of a command's program on this machine; None if it can be started."""
     program = command_words(command)[0]
     if shutil.which(program) is not None:
         return None
@@ -45,13 +45,15 @@ def missing_program(command: str) -> str | None:
 
 
 class UserCommand:
-    """A running command: in a session of its own, with what it prints in a log. All that it starts ends with
-    it, and all with this process."""
+    """Running user command, in a session of its own, with its output in a log.
+
+    Its descendants end with it, and all end with this process.
+    """
 
     def __init__(
         self, words: list[str], about: Mapping[str, str], log: Path, stdin: bytes = b"", append: bool = False
     ) -> None:
-        """Start it. OSError if that cannot be. ``about``: variables beside those of this process."""
+        """Start it. OSError if it cannot be started. ``about``: more environment variables for it."""
         ours = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
         log.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC)
@@ -68,13 +70,13 @@ class UserCommand:
         return self._child.wait_end(limit_s)
 
     def failure(self, code: int | None, limit: str) -> str:
-        """Why it failed, in a line: how it ended (None: not within ``limit``), and its last line."""
+        """Reason of a failure in one line: its exit (None: no end within ``limit``), and its last output."""
         ended = f"no end within {limit}" if code is None else exit_text(code)
         last = _last_line(self._log)
         return f"{ended}: {last}"[:_MOST_REASON] if last else ended
 
     def close(self) -> None:
-        """End it, if it still runs, with all that it started."""
+        """Kill it with its descendants, if it still runs."""
         self._child.close()
 
 

@@ -1,4 +1,4 @@
-"""The hang watchdog: a rank that makes no progress prints its stacks and ends, and the others end with it."""
+"""Hang watchdog: a rank without progress prints the stacks of its threads and exits; the others follow."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import faulthandler
 
 
 class Watchdog:
-    """A timer that prints the stacks of all threads and ends this process with code 1, unless it is reset.
+    """Watchdog timer: unless it is reset in time, it prints the stacks of all threads and exits with code 1.
 
-    It is a thread of C (faulthandler): it works also where C code that hangs holds the interpreter.
+    It is a thread of C (faulthandler), so it works also where C code that hangs holds the interpreter.
     """
 
     def __init__(self, minutes: float) -> None:

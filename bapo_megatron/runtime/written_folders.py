@@ -1,8 +1,8 @@
-"""Output folders that a command may replace: those that it wrote itself, with nothing else in them.
+"""Safe replacement of output folders: a command replaces only folders that it wrote itself, in one rename.
 
-A folder is known by a mark, a file that is written last and lists all others with their sizes, and small
-ones with their SHA-256. A folder without it, or with anything that it does not list, is never replaced and
-never deleted. A whole copy of a folder has its mark, and counts as the folder does.
+A written folder has a mark: a file that is written last and lists all others with their sizes, and small
+ones with their SHA-256. A folder without a mark, or with anything that the mark does not list, is never
+replaced and never deleted. A copy of a folder has its mark, and counts as the folder does.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ MARK = ".bapo-written.json"
 """File in a written folder: who wrote it, the size of every other file, and the SHA-256 of small ones."""
 
 _HASHED_BELOW = 1_000_000
-"""Bytes of a file under which the mark has its SHA-256: what people edit by hand. Weights have sizes."""
+"""Limit in bytes of files whose SHA-256 is in the mark: what people edit by hand. Of weights it has sizes."""
 
 _OWNERS = {"bapo": "a run of bapo, as its own export", "bapo-ckpt": "the command bapo-ckpt"}
-"""Whom a person knows by the name in a mark."""
+"""Descriptions, for messages, of the writers that marks name."""
 
 _DELETING = ".deleting-"
-"""End, with a random number behind it, of the names of folders that are being deleted."""
+"""Suffix, with a random number behind it, of folders that are being deleted."""
 
 Foreign = Callable[[Path], str | None]
-"""What a folder is or holds that the command did not write, in words; None if it wrote all of it."""
+"""Foreign content of a folder: what the command did not write, in words; None if it wrote all of it."""
 
 
 def write_mark(folder: Path, writer: str) -> None:
-    """Write the mark of ``writer``, durably, into a folder that is whole otherwise."""
+    """Write the mark of ``writer``, durably, into a folder that is otherwise complete."""
     paths = {n: path for n, path in sorted(_entries(folder)) if n != MARK and not path.is_dir()}
     files = {name: path.lstat().st_size for name, path in paths.items()}
     digests = {
@@ -52,10 +52,10 @@ def write_mark(folder: Path, writer: str) -> None:
     write_atomically(folder / MARK, json.dumps(mark, indent=1) + "\n")
 
 
-def unlike_mark(folder: Path, writer: str) -> str | None:
-    """What ``folder`` is or holds that ``writer`` did not write, in words; None if it wrote all of it.
+def foreign_content(folder: Path, writer: str) -> str | None:
+    """Foreign content of a marked ``folder``: what ``writer`` did not write, in words; None if nothing.
 
-    Files that were deleted since do not count: to replace the folder loses nothing then either.
+    Files that were deleted since do not count: replacing the folder then loses nothing either.
     """
     if (kind := _kind(folder)) is not None:
         return kind
@@ -76,13 +76,13 @@ def unlike_mark(folder: Path, writer: str) -> str | None:
     return _unlisted(folder, {**files, MARK: None}) or _edited(folder, digests)
 
 
-def unlike_names(folder: Path, names: set[str]) -> str | None:
-    """``unlike_mark`` for a folder of plain files with fixed ``names``, which is known by them."""
+def content_besides(folder: Path, names: set[str]) -> str | None:
+    """``foreign_content`` for a folder without a mark, which has only plain files of the fixed ``names``."""
     return _kind(folder) or _unlisted(folder, dict.fromkeys(names))
 
 
 def check_replaceable(output: Path, writer: str, foreign: Foreign) -> None:
-    """ConfigError, with what to do, if ``output`` exists and ``writer`` did not write all of it."""
+    """Preflight of an output folder: ConfigError if it exists and has foreign content."""
     if not os.path.lexists(output) or _is_empty(output):
         return
     if (found := foreign(output)) is not None:
@@ -93,19 +93,17 @@ def check_replaceable(output: Path, writer: str, foreign: Foreign) -> None:
 
 
 def check_aside(output: Path, aside: Path, writer: str, foreign: Foreign) -> None:
-    """ConfigError if ``output`` could not be replaced, because something else stands in the way of moving it
-    ``aside``. Asked before the work."""
+    """Preflight of the folder ``aside``, to which ``output`` moves: ConfigError if it has foreign content."""
     if os.path.lexists(output):
         with suppress(FileNotFoundError):  # another process deletes it at this moment
             _check_own(aside, writer, foreign)
 
 
 def put_in_place(new: Path, output: Path, aside: Path, writer: str, foreign: Foreign) -> None:
-    """Give the folder ``new`` the name ``output``; what had the name is deleted, after that.
+    """Replace the folder ``output`` by ``new``: rename the old one ``aside``, rename the new, delete the old.
 
-    It is moved to ``aside`` first and looked at there, where nobody who knows it by its name changes it. If
-    it is not ``writer``'s it is moved back: ConfigError. A kill between the renames is mended by
-    ``bring_back``.
+    ConfigError if the old one has foreign content; it is then moved back. ``bring_back`` repairs a kill
+    between the two renames.
     """
     bring_back(output, aside)
     _sweep(aside)
@@ -113,6 +111,7 @@ def put_in_place(new: Path, output: Path, aside: Path, writer: str, foreign: For
     _delete(aside)
     try:
         if os.path.lexists(output) and not _is_empty(output):
+            # Renamed before the check: under its old name another program could change it afterwards.
             os.rename(output, aside)
             if (found := foreign(aside)) is not None:
                 raise ConfigError(
@@ -122,18 +121,18 @@ def put_in_place(new: Path, output: Path, aside: Path, writer: str, foreign: For
     except BaseException:
         bring_back(output, aside)
         raise
-    sync_folder(output.parent)
+    sync_folder(output.parent)  # the rename is durable before the old output is deleted
     _delete(aside)
 
 
 def bring_back(output: Path, aside: Path) -> None:
-    """Give ``output`` its name back if a process was killed between moving it ``aside`` and replacing it."""
+    """Repair of a replacement that was killed midway: rename ``aside`` back to ``output`` if that is gone."""
     if os.path.lexists(aside) and not os.path.lexists(output):
         os.rename(aside, output)
 
 
-def set_aside(output: Path, foreign: Foreign) -> Path | None:
-    """Rename what stands at ``output`` unless it can be replaced; its new name."""
+def move_foreign_aside(output: Path, foreign: Foreign) -> Path | None:
+    """Rename ``output`` to a free `.kept-N` name if it has foreign content; its new name, else None."""
     if not os.path.lexists(output) or _is_empty(output) or foreign(output) is None:
         return None
     number = 1
@@ -144,15 +143,15 @@ def set_aside(output: Path, foreign: Foreign) -> Path | None:
 
 
 def replaced_folder(output: Path) -> Path:
-    """Where ``new_folder`` moves what had the name ``output``."""
+    """Name to which ``new_folder`` moves the old ``output``."""
     return output.with_name(f".{output.name}.replaced")
 
 
 @contextmanager
 def new_folder(output: Path, writer: str, foreign: Foreign) -> Iterator[Path]:
-    """A folder beside ``output`` that becomes it, durably, at the end of the block that fills it with files.
+    """Atomic write of an output folder: the block fills a temporary one, which is then renamed to ``output``.
 
-    A folder of the name that ``writer`` wrote is replaced. If the block raises, the new one is deleted.
+    An old folder that ``writer`` wrote is replaced. If the block raises, the new one is deleted.
     """
     temporary, aside = output.with_name(f".{output.name}.tmp"), replaced_folder(output)
     bring_back(output, aside)
@@ -178,11 +177,10 @@ def _check_own(folder: Path, writer: str, foreign: Foreign) -> None:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a folder that is known as the writer's own, if it is there.
+    """Delete a folder of the writer's own, if it exists.
 
-    It gets a name first by which it is known without its mark: a kill may leave any part of it. What cannot
-    be deleted (a file that a server has open, on NFS) is announced and stays for the next time: the command
-    has done its work.
+    It is renamed first: a kill may leave a part of it without its mark, which only the name then shows to be
+    deletable. What cannot be deleted (a file that a server has open, on NFS) stays, with a message.
     """
     if not os.path.lexists(folder):
         return
@@ -196,7 +194,7 @@ def _delete(folder: Path) -> None:
 
 
 def _sweep(folder: Path) -> list[Path]:
-    """Delete what was ``folder`` when a process was killed that deleted it; what stays."""
+    """Delete the leftovers of earlier deletions of ``folder``; those that stay."""
     beginning = folder.name + _DELETING
     found = [path for path in folder.parent.iterdir() if path.name.startswith(beginning)]
     for path in found:
@@ -205,7 +203,7 @@ def _sweep(folder: Path) -> list[Path]:
 
 
 def _kind(path: Path) -> str | None:
-    """What ``path`` is if it is no folder that could be an output."""
+    """Why ``path`` can be no output folder (a link, a file, a mount point), in words; None if it can."""
     mode = path.lstat().st_mode
     if stat.S_ISLNK(mode):
         return f"is a link to {os.readlink(path)[:200]!a}"
@@ -220,7 +218,7 @@ def _kind(path: Path) -> str | None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is the directory of a run, or an evaluation's of one suite."""
+    """Whether a folder is a run directory, or the output of an evaluation of one suite."""
     paths = RunPaths(folder)
     return any(
         os.path.lexists(part) for part in (paths.metrics, paths.journal, paths.checkpoints, paths.lock)
@@ -233,7 +231,7 @@ def _is_empty(path: Path) -> bool:
 
 
 def _unlisted(folder: Path, files: dict[str, Any]) -> str | None:
-    """The first entry that is none of ``files``: sizes by path, None for any size."""
+    """The first foreign entry, in words: not in ``files`` (sizes by path, None for any), or of other size."""
     folders = {parent.as_posix() for name in files for parent in Path(name).parents}
     for name, path in _entries(folder):
         status = path.lstat()
@@ -248,7 +246,7 @@ def _unlisted(folder: Path, files: dict[str, Any]) -> str | None:
 
 
 def _edited(folder: Path, digests: dict[str, Any]) -> str | None:
-    """The first file whose SHA-256 is not that of ``digests``."""
+    """The first edited file, in words: its SHA-256 is not that in ``digests``."""
     for name, path in _entries(folder):
         if name in digests and _sha256(path) != digests[name]:
             return f"holds {ascii(name)[1:-1]}, which was changed since, though it is as long as it was"
@@ -261,7 +259,7 @@ def _sha256(path: Path) -> str:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Everything below ``folder``, by its path there; no link is followed."""
+    """Every entry below ``folder``, with its relative path; no link is followed."""
     for place, folders, names in os.walk(folder):
         for name in (*folders, *names):
             path = Path(place) / name

@@ -36,9 +36,9 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.runtime.written_folders import (
     check_aside,
     check_replaceable,
+    content_besides,
     new_folder,
     replaced_folder,
-    unlike_names,
 )
 
 _WRITER = "bapo data prepare"
@@ -86,7 +86,7 @@ def check_dataset_output(output: Path, overwrite: bool) -> None:
 
 def _foreign(folder: Path) -> str | None:
     """What ``folder`` is or holds that is no prepared dataset, in words; None for a prepared dataset."""
-    if (found := unlike_names(folder, {DATA_FILE, CARD_FILE, CARD_TEXT})) is not None:
+    if (found := content_besides(folder, {DATA_FILE, CARD_FILE, CARD_TEXT})) is not None:
         return found
     return None if (folder / CARD_FILE).is_file() else "is no prepared dataset"
 

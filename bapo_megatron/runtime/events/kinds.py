@@ -1,4 +1,4 @@
-"""The kinds of events in RUN/events.jsonl: what each means, what `bapo status` shows, what is sent.
+"""Table of event kinds in RUN/events.jsonl: meaning, shown as trouble by `bapo status`, sent by `on_event`.
 
 A kind that is missing here is written all the same; it is neither shown nor sent. A test holds this table to
 the kinds that the program and the job's shell write.
@@ -43,16 +43,16 @@ EVENT_KINDS = {
     "start": _news("the run begins"),
     "resume": _news("the run goes on from a checkpoint"),
     "done": _news("all steps are made and exported"),
-    "preempted": _news("told to stop: the run is saved, the same command continues it"),
+    "preempted": _news("preempted: the run is saved, the same command continues it"),
     "stopped": _trouble("the run cannot go on now: a full disk, lost engines, Ctrl-C"),
     "failed": _trouble("an error ended the run, or its process was killed or hung"),
     # while it trains
     "stalled": _trouble("for a long time no step ended and nothing was sampled"),
-    "progress_again": _news("it goes on after having been stalled"),
-    "engine_gap": _trouble("engine and trainer differ about the same tokens by more than a limit"),
-    "bounds_idle": _usual("the search for clipping bounds has not moved any"),
-    "one_sign": _usual("most searches saw tokens of one sign"),
-    "all_rejected": _usual("the corrections left an update without a response"),
+    "progress_again": _news("a stalled run makes progress again"),
+    "engine_gap": _trouble("log-probs of engine and trainer differ by more than a limit"),
+    "bounds_idle": _usual("the search has not moved any clipping bound"),
+    "one_sign": _usual("most searches saw advantages of one sign"),
+    "all_rejected": _usual("the corrections rejected all responses of an update"),
     "evaluation": _usual("held-out problems were scored"),
     "config_changed": _usual("a start has other settings than the one before"),
     "threads_kept": _usual("the number of threads is that of the run's start"),
@@ -60,48 +60,48 @@ EVENT_KINDS = {
     "memory_kept": _usual("an engine on the trainer's GPU keeps memory"),
     # checkpoints and exports
     "saving": _usual("a checkpoint was begun"),
-    "checkpoint": _usual("a checkpoint is whole"),
-    "resume_check": _usual("what the check of a loaded checkpoint could not compare"),
+    "checkpoint": _usual("a checkpoint is complete"),
+    "resume_check": _usual("a part of the resume check could not be compared"),
     "resume_mismatch_accepted": _usual("a difference from the checkpoint was accepted by a flag"),
-    "export": _usual("the final Hugging Face folder is whole"),
+    "export": _usual("the final Hugging Face folder is complete"),
     "export_started": _usual("a step's export was begun"),
-    "export_done": _usual("a step's export is whole"),
+    "export_done": _usual("a step's export is complete"),
     "export_skipped": _usual("a newer checkpoint took the place of a step's export"),
     "export_failed": _trouble("a step's export failed; the next start tries it again"),
     # the user's commands
     "after_export_started": _usual("checkpoint.after_export was begun"),
-    "after_export_done": _usual("checkpoint.after_export has ended well"),
+    "after_export_done": _usual("checkpoint.after_export has succeeded"),
     "after_export_failed": _trouble("checkpoint.after_export failed; the next start tries it again"),
     "on_event_failed": EventKind("an event could not be sent; it is tried again", is_trouble=True),
     # engines and sampler
     "engine_lost": _trouble("an engine does not answer any more"),
-    "engine_ready": _usual("an engine has the present weights"),
+    "engine_ready": _usual("an engine has the current weights"),
     "engine_refused": _usual("an engine is not used, with the reason"),
     "engine_hangs": _usual("an engine does not answer in time"),
     "server_ended": _trouble("a server's process has ended"),
     "server_hangs": _usual("a server does not answer in time"),
     "server_refused": _usual("a server is not started again, with the reason"),
-    "sampler_died": _trouble("the sampler's process has ended; it is started again"),
+    "sampler_died": _trouble("the sampler's process has died; it is restarted"),
     "broadcast_failed": _trouble("new weights did not reach all engines by broadcast"),
     "handover_failed": _usual("new weights did not reach an engine on the trainer's GPU"),
     "handover_given_up": _usual("new weights reach an engine by disk from now on"),
-    "digests_compared": _usual("an engine's weights are those that were sent"),
-    "digests_not_compared": _usual("an engine's weights cannot be compared"),
+    "digests_compared": _usual("the digest of an engine's weights is that of the sent weights"),
+    "digests_not_compared": _usual("the digest of an engine's weights cannot be compared"),
     "request_refused": _usual("an engine refused a request, with the reason"),
     "reward_failed": _usual("a score failed"),
-    "step_lost": _usual("a step's rollouts are missing; they are sampled anew"),
+    "step_lost": _usual("a step's rollouts are missing; they are sampled again"),
     "journal_damaged": _usual("a part of the journal cannot be read"),
     "journal_missing": _usual("the journal is missing"),
     "tracker_failed": _trouble("a board does not take the run's metrics; it is tried again"),
-    "tracker_back": _usual("a board that had failed shows the run again"),
-    "tracker_behind": _usual("a board did not show all of the run at its end"),
-    "tracker_kept": _usual("a board keeps steps as they were before a kill"),
+    "tracker_back": _usual("a board that had failed takes metrics again"),
+    "tracker_behind": _usual("a board lacks the last metrics at the end of the run"),
+    "tracker_kept": _usual("a board keeps the first values of steps that were made again"),
     "fork_position": _usual("where a fork goes on in the dataset"),
     "forked": _usual("the run began with another run's checkpoint"),
     # the Slurm job
     "job_start": _usual("a job's start"),
     "job_ready": _usual("a job's nodes passed the probe"),
-    "job_done": _usual("the job is over, the run done"),
+    "job_done": _usual("the run is done, and the job ends"),
     "job_cancelled": _news("the job was stopped on request"),
     "job_requeue": _trouble("the job requeued itself"),
     "job_requeued_by_slurm": _trouble("Slurm requeued the job"),
@@ -116,12 +116,12 @@ EVENT_KINDS = {
     "rollout_lost": _trouble("a server of the job is lost"),
     "rollout_back": _usual("a server of the job is back"),
     "rollout_start": _usual("a job of rollout servers begins"),
-    "convert_done": _usual("a job of slurm/convert.sbatch is over"),
-    "evaluate_done": _usual("a job of slurm/evaluate.sbatch is over"),
+    "convert_done": _usual("a job of slurm/convert.sbatch has ended"),
+    "evaluate_done": _usual("a job of slurm/evaluate.sbatch has ended"),
 }
 
 BEGINNINGS = ("start", "resume")
-"""The kinds of a run's beginning; one of ``ENDS`` follows, unless the run is killed."""
+"""The kinds of a run's first event; one of ``ENDS`` follows, unless the run is killed."""
 
 ENDS = ("done", "preempted", "stopped", "failed")
 """The kinds of a run's last event."""
@@ -130,23 +130,23 @@ _WORDS = ("reason", "cause", "why", "message", "engine", "server", "nodes")
 
 
 def is_trouble(event: dict[str, Any]) -> bool:
-    """Whether an event is of a kind that `bapo status` shows as the run's last error."""
+    """Whether `bapo status` shows an event of this kind as the run's last error."""
     return str(event.get("kind")) in EVENT_KINDS and EVENT_KINDS[str(event["kind"])].is_trouble
 
 
 def is_sent(event: dict[str, Any]) -> bool:
-    """Whether an event is of a kind that `logging.on_event` sends."""
+    """Whether `logging.on_event` sends an event of this kind."""
     return str(event.get("kind")) in EVENT_KINDS and EVENT_KINDS[str(event["kind"])].is_sent
 
 
 def event_text(event: dict[str, Any]) -> str:
-    """The kind of an event and what it says, on one line."""
+    """One-line text of an event: its kind, and its reason, message, engine or server."""
     told = [str(event[name]) for name in _WORDS if event.get(name) not in (None, "")]
     return " ".join(": ".join([str(event["kind"]).replace("_", " "), *told]).split())
 
 
 def sent_text(run: str, event: dict[str, Any], count: int) -> str:
-    """The text that a chat shows: the run, the event, and how many like it came with it."""
+    """Chat message of an event: the run, the event, and how many of its kind it stands for."""
     step = f" (step {event['step']})" if isinstance(event.get("step"), int) else ""
     more = f" [{count} of them]" if count > 1 else ""
     return printable(f"{run}: {event_text(event)}{step}{more}")[:MOST_TEXT]

@@ -1,4 +1,4 @@
-"""The outbox of one target: events that wait until the target takes them."""
+"""Outbox of one `logging.on_event` target: events queue until it takes them; retries with backoff."""
 
 from __future__ import annotations
 
@@ -9,68 +9,70 @@ from typing import Any
 from bapo_megatron.runtime.events.targets import Refused
 
 QUIET_S = 60.0
-"""Seconds after a message in which further events of its kind are held, and then sent as one."""
+"""Rate limit: for so many seconds after a message, events of its kind are held, and then sent as one."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0
 
 Send = Callable[[dict[str, Any], int], None]
-"""Sends an event, the newest of so many of its kind; Refused if it is not taken."""
+"""Sends an event and the number of events of its kind that it stands for; Refused if it is not taken."""
 
 
 @dataclass
-class _Held:
-    """Events of one kind that wait."""
+class _Queued:
+    """Queued events of one kind, sent as one message."""
 
     event: dict[str, Any]
     """The newest."""
     begin: int
-    """Where the line of the oldest begins."""
+    """Byte offset in events.jsonl of the oldest one's line."""
     count: int = 1
 
 
 class Outbox:
-    """The events for one target. However long it is dead, there is at most one message of each kind."""
+    """Queue of events for one target, at most one message of each kind, however long the target is down."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._held: dict[str, _Held] = {}
+        self._queued: dict[str, _Queued] = {}
         self._not_before: dict[str, float] = {}
         self._failures: dict[str, int] = {}
 
     def add(self, event: dict[str, Any], begin: int) -> None:
-        """Take an event, whose line begins at the byte ``begin`` of the log."""
+        """Queue an event, whose line begins at the byte ``begin`` of events.jsonl."""
         kind = str(event["kind"])
-        if held := self._held.get(kind):
-            held.event, held.count = event, held.count + 1
+        if queued := self._queued.get(kind):
+            queued.event, queued.count = event, queued.count + 1
         else:
-            self._held[kind] = _Held(event, begin)
+            self._queued[kind] = _Queued(event, begin)
 
     def position(self, read: int) -> int:
-        """Where a later process goes on that finds the log read up to ``read``: before all that waits."""
-        return min((held.begin for held in self._held.values()), default=read)
+        """Resume offset in events.jsonl, read up to ``read``: before the oldest queued event."""
+        return min((queued.begin for queued in self._queued.values()), default=read)
 
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
-        return not self._held
+        """Whether no event is queued."""
+        return not self._queued
 
     def is_failing(self) -> bool:
         """Whether the target has refused something that still waits."""
         return bool(self._failures)
 
     def deliver(self, now: float, at_once: bool = False) -> str | None:
-        """Send what is due, oldest first; ``at_once``: all. The reason of a failure that is the first since a
-        success."""
+        """Send the events that are due, oldest first; ``at_once``: all of them.
+
+        The reason of a failure, if it is the first since a success.
+        """
         was_failing, reason = any(self._failures.values()), None
-        for kind, held in sorted(self._held.items(), key=lambda item: item[1].begin):
+        for kind, queued in sorted(self._queued.items(), key=lambda item: item[1].begin):
             if not at_once and now < self._not_before.get(kind, now):
                 continue
             try:
-                self._send(held.event, held.count)
+                self._send(queued.event, queued.count)
             except Refused as refused:
                 failures = self._failures[kind] = self._failures.get(kind, 0) + 1
                 self._not_before[kind] = now + min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (failures - 1))
                 reason = reason or str(refused)
                 continue
-            del self._held[kind]
+            del self._queued[kind]
             self._failures.pop(kind, None)
             self._not_before[kind] = now + QUIET_S
         return None if was_failing else reason

@@ -1,4 +1,4 @@
-"""The signs that a run makes progress, as its directory shows them to another process."""
+"""Stall detection: whether a run makes progress, from the modification times of its files."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ _STEPS = 10
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a run may be silent."""
+    """Stall limit of a run: the longest silence that is no stall."""
 
     steps: int
-    """Steps of the whole run: what follows the last one may take as long as it likes."""
+    """Steps of the whole run. After the last one there is no limit."""
     evaluate_every: int
     """Steps between evaluations; 0 for none. One may take an hour."""
     stalled_minutes: float | None
-    """A longer silence is a stall. None: three times the longest of the last ten steps, and at least ten
-    minutes; an hour where there is no step yet, because the first one loads and compiles."""
+    """The limit. None: three times the longest of the last ten steps, and at least ten minutes; an hour
+    before the first step, which loads and compiles."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run has written last, in seconds since 1970, and the times of its last steps."""
+    """Progress of a run: the time of its last sign of life, in seconds since 1970, and its step times."""
 
     at: float
     step: int
     longest_step_s: float | None
 
     def silent_s(self, begun: float, now: float) -> float:
-        """Seconds since the last sign of life, or since the run ``begun`` to work."""
+        """Seconds since the last sign of life, or since the start at ``begun``."""
         return now - max(self.at, begun)
 
     def is_stalled(self, patience: Patience, begun: float, now: float) -> bool:
-        """Whether the run has been silent for too long."""
+        """Whether the run has been silent for longer than its limit."""
         return self.step < patience.steps and self.silent_s(begun, now) > self._limit_s(patience)
 
     def _limit_s(self, patience: Patience) -> float:
@@ -54,10 +54,10 @@ class Progress:
 
 
 def read_progress(run: Path) -> Progress:
-    """The progress of ``run``. Signs are steps, updates, evaluations, checkpoints, and what the sampler
-    writes."""
+    """The progress of ``run``. Signs of life are writes of steps, updates, evaluations, checkpoints, exports
+    and the sampler's journal."""
     paths = RunPaths(run)
-    logs = sorted(paths.journal.glob("segments-*.log"))[-1:]  # it grows, and does not touch its folder
+    logs = sorted(paths.journal.glob("segments-*.log"))[-1:]  # a growing file does not touch its folder
     signs = [paths.metrics, paths.updates, paths.evaluations, *logs]
     signs += [paths.journal, paths.evaluation, paths.checkpoints, paths.step_exports]
     rows = list(islice(tail_rows(paths.metrics), _STEPS))

@@ -1,13 +1,13 @@
-"""The process that sends a run's events to the targets of `logging.on_event`.
+"""Event sender process: tails RUN/events.jsonl and sends events to the targets of `logging.on_event`.
 
-    python -m bapo_megatron.runtime.events.sender
+    python -m bapo_megatron.runtime.events.sender PID
 
-It reads RUN/events.jsonl, so it also finds what the job's shell wrote between two starts, and goes on where
-the process before it stopped. It is a process of its own: a run that hangs is told as `stalled`, one that is
-killed as `failed`, and a target that hangs keeps nobody waiting. It imports no torch.
+It resumes where the process before it stopped, so it also sends the events that the job's shell wrote between
+two starts. It is a process of its own: it reports a run that hangs as `stalled` and a killed one as `failed`,
+and a target that hangs delays no step. It imports no torch.
 
-Standard input: the ``Order`` as a line of JSON; then, when the run has ended, the seconds that are left for
-what still waits. If the pipe closes without that line, the run was killed.
+Standard input: the ``SenderSettings`` as a line of JSON; then, when the run has ended, the seconds that its
+queued events may take. If the pipe closes without that line, the run was killed.
 """
 
 from __future__ import annotations
@@ -38,12 +38,10 @@ from bapo_megatron.runtime.run_files import open_lock, read_plain
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _POLL_S = 1.0
-_LOOK_S = 15.0
-"""Seconds between two looks at the run's progress, at most."""
+_PROGRESS_S = 15.0
+"""Seconds between two checks of the run's progress, at most."""
 _KILLED_S = 10.0
-"""Seconds for what waits after the run was killed: so long this process outlives it."""
-_EVALUATION_S = 3600.0
-"""Silence that may be an evaluation."""
+"""Seconds for queued events after the run was killed: so long this process outlives it."""
 _BLOCK = 1 << 20
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -52,8 +50,8 @@ process is to tell."""
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a run asks of its sender."""
+class SenderSettings:
+    """Settings of a run's event sender, sent to it as a line of JSON."""
 
     run_dir: str
     name: str
@@ -65,17 +63,17 @@ class Order:
     stalled_minutes: float | None
 
     def line(self) -> bytes:
-        """The order as a line of JSON."""
+        """The settings as a line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
 class EventSender:
-    """The events of one run on their way to its targets."""
+    """Event sender of one run: reads its events into an outbox for each target, and detects stalls."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: SenderSettings) -> None:
         self._order, self._paths = order, RunPaths(Path(order.run_dir))
         self._deadline: float | None = None
-        """On the monotonic clock; None while the run works."""
+        """On the monotonic clock; None until the run has ended."""
         self._keys = [hashlib.sha256(target.encode()).hexdigest()[:12] for target in order.targets]
         self._boxes = [Outbox(partial(self._send, target)) for target in order.targets]
         stored = _stored_positions(self._paths.on_event)
@@ -86,30 +84,31 @@ class EventSender:
         self._begun = time.time()
         self._stalled_at: float | None = None
         minutes = order.stalled_minutes
-        self.look_s = _LOOK_S if minutes is None else min(_LOOK_S, 15 * minutes)
-        """Seconds between two calls of ``look``."""
+        self.progress_every_s = _PROGRESS_S if minutes is None else min(_PROGRESS_S, 15 * minutes)
+        """Seconds between two calls of ``check_progress``."""
 
     def read(self) -> None:
-        """Put the events that were written since the last call into the outboxes."""
+        """Queue the events that were written since the last call."""
         with suppress(FileNotFoundError), read_plain(self._paths.events) as file:
             if file.seek(0, os.SEEK_END) < self._read:
-                self._read, self._positions = 0, [0 for _ in self._positions]  # it is another file
+                self._read, self._positions = 0, [0 for _ in self._positions]  # shorter: another file
             file.seek(self._read)
             block = file.read(_BLOCK)
             if b"\n" not in block and len(block) == _BLOCK:
-                self._read += len(block)  # no line of ours
+                self._read += len(block)  # a line longer than any event
             for line in block.splitlines(keepends=True):
                 if line.endswith(b"\n"):
                     self._take(line, self._read)
                     self._read += len(line)
 
     def deliver(self, at_once: bool = False) -> bool:
-        """Send what is due, and note how far all is sent; whether something still waits."""
+        """Send the events that are due, and store each target's resume offset; whether some are queued."""
         pairs = zip(self._order.targets, self._boxes, strict=True)
         for target, box in sorted(pairs, key=lambda pair: pair[1].is_failing()):  # those that work first
             if reason := box.deliver(time.monotonic(), at_once):
                 print(f"{shown(target)}: {reason}", file=sys.stderr, flush=True)
                 self._note("on_event_failed", target=shown(target), reason=reason)
+        # After the sends, never before: a kill between them sends an event twice, and loses none.
         positions = [box.position(self._read) for box in self._boxes]
         if positions != self._positions:
             self._positions = positions
@@ -118,8 +117,8 @@ class EventSender:
                 write_atomically(self._paths.on_event, json.dumps({"sent": sent}) + "\n")
         return not all(box.is_empty() for box in self._boxes)
 
-    def look(self) -> None:
-        """Write the events `stalled` and `progress_again` where they are true."""
+    def check_progress(self) -> None:
+        """Stall check: write the event `stalled` or `progress_again` when the state of the run changes."""
         order, progress, now = self._order, read_progress(self._paths.root), time.time()
         patience = Patience(order.steps, order.evaluate_every, order.stalled_minutes)
         last = now - progress.silent_s(self._begun, now)
@@ -133,7 +132,7 @@ class EventSender:
             self._note("progress_again", step=progress.step, message=silent)
 
     def finish(self, limit_s: float) -> None:
-        """Send all that waits, for so many seconds at most. What is left then is sent by the next start."""
+        """Send all queued events, for at most ``limit_s`` seconds. The next start sends the rest."""
         self._deadline = time.monotonic() + limit_s
         while True:
             self.read()
@@ -143,11 +142,11 @@ class EventSender:
             time.sleep(_POLL_S)
 
     def killed(self) -> None:
-        """Say that the run was killed, unless it has told its end, and send it."""
+        """Write the event `failed` in place of a run that was killed without an end event, and send it."""
         self.read()
         if not self._has_ended:
             with suppress(OSError, RunStopped):
-                message = "its process has ended without a word: killed, out of memory, or a hang"
+                message = "the run's process has ended without an event: killed, out of memory, or a hang"
                 EventLog(self._paths.events).event("failed", message=message)
         self.finish(_KILLED_S)
 
@@ -184,14 +183,15 @@ class EventSender:
 
 
 def work(sender: EventSender, orders: IO[bytes], parent: int) -> None:
-    """Send events until ``orders`` says how long what waits may take, or the process ``parent`` is gone."""
+    """Main loop: send events until ``orders`` has the time limit of the end, or the ``parent`` is gone."""
     looked = time.monotonic()
     while os.getppid() == parent and not select.select([orders], [], [], _POLL_S)[0]:
         sender.read()
         sender.deliver()
-        if time.monotonic() - looked >= sender.look_s:
+        if time.monotonic() - looked >= sender.progress_every_s:
             looked = time.monotonic()
-            sender.look()
+            sender.check_progress()
+    # The parent is asked first: after its death a fork of it may hold the pipe open, and readline would wait.
     line = orders.readline() if os.getppid() == parent else b""
     if line:
         sender.finish(float(line))
@@ -200,7 +200,7 @@ def work(sender: EventSender, orders: IO[bytes], parent: int) -> None:
 
 
 def _stored_positions(path: Path) -> dict[str, int]:
-    """Where to go on for each target; none if there is no such file, or another one."""
+    """Stored resume offset of each target; none if the file is missing or unreadable."""
     try:
         sent = json.loads(path.read_text())["sent"]
         return {str(key): int(value) for key, value in sent.items()}
@@ -213,9 +213,9 @@ def main(arguments: Sequence[str]) -> None:
     for number in _SIGNALS:
         signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited by commands
     with open(0, "rb", buffering=0) as orders:  # so that no line hides in a buffer from select
-        order = Order(**json.loads(orders.readline()))
+        order = SenderSettings(**json.loads(orders.readline()))
         with open_lock(RunPaths(Path(order.run_dir)).on_event_lock) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one of a run that was killed may still be sending
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the sender of a killed run may still be sending
             work(EventSender(order), orders, int(arguments[0]))
 
 

@@ -1,8 +1,8 @@
-"""The targets of `logging.on_event`: a command, a URL, or `$NAME`, an environment variable with one of them.
+"""Targets of `logging.on_event`: a command, a webhook URL, or `$NAME`, an environment variable with one.
 
-A command gets the message as JSON on its standard input; a URL gets it as a JSON POST, whose field `text` is
-what Slack, Mattermost and services that understand their webhooks show. A URL may be a secret: it never
-stands in a message, and as `$NAME` not even in the run directory.
+A command gets the message as JSON on its standard input. A URL gets it as a JSON POST; Slack, Mattermost and
+compatible services show its field `text`. A URL may be a secret: no message has it, and as `$NAME` it is not
+even in the run directory.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)\}?")
 
 
 class Refused(Exception):
-    """A target did not take a message. The text says why, without the URL."""
+    """Failed delivery: a target did not take a message. The text says why, without the URL."""
 
 
 def target_problems(targets: Sequence[str]) -> Iterator[str]:
-    """What is wrong with the form of the targets of `logging.on_event`; the environment is not asked."""
+    """Problems in the form of the targets, without a look at the environment."""
     for target in targets:
         if not _VARIABLE.fullmatch(target) and (problem := _form_problem(target)):
             yield f"logging.on_event={shown(target)}: {problem}; give a command, a URL, or $NAME"
 
 
 def unreachable_targets(targets: Sequence[str]) -> Iterator[str]:
-    """What the targets lack on this machine: a variable, a program."""
+    """Preflight problems of the targets on this machine: a missing variable or program."""
     for target in targets:
         value = resolved(target)
         if not value:
@@ -47,19 +47,19 @@ def unreachable_targets(targets: Sequence[str]) -> Iterator[str]:
             continue
         problem = _form_problem(value) or (None if _is_url(value) else missing_program(value))
         if problem and value != target:  # the value may be a secret
-            yield f"logging.on_event={target}: its value is no URL (https://...) and no command that is here"
+            yield f"logging.on_event={target}: its value is no URL (https://...) and no program that is here"
         elif problem:
             yield f"logging.on_event={shown(target)}: {problem}; install it, or name another"
 
 
 def resolved(target: str) -> str:
-    """A target's command or URL: the value of the variable that it names, else itself. Empty if not set."""
+    """Command or URL of a target: the value of its variable, else itself; empty if that is not set."""
     variable = _VARIABLE.fullmatch(target)
     return os.environ.get(variable[1], "").strip() if variable else target
 
 
 def send(target: str, message: dict[str, Any], log: Path, limit_s: float = LIMIT_S) -> None:
-    """Send a message. Refused if the target does not take it within ``limit_s`` seconds.
+    """Deliver a message. Refused if the target does not take it within ``limit_s`` seconds.
 
     ``log``: a file to which the output of a command is appended.
     """
@@ -70,7 +70,7 @@ def send(target: str, message: dict[str, Any], log: Path, limit_s: float = LIMIT
         _run(value, message, data, log, limit_s)
         return
     try:
-        # In a fork: a server that answers a byte a second would keep every time limit of a socket.
+        # In a fork with a limit: a server that answers a byte a second never meets a socket's timeout.
         refusal = within(limit_s, lambda: _post(value, data, limit_s))
     except (NoAnswer, ChildDied) as error:
         refusal = str(error)
@@ -97,14 +97,14 @@ def _run(command: str, message: dict[str, Any], data: bytes, log: Path, limit_s:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """A POST that is sent elsewhere would become a GET without the message."""
+    """Redirect handler that follows none: a redirected POST would become a GET without the message."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def _post(url: str, data: bytes, limit_s: float) -> str:
-    """Why the server did not take the message; empty if it did."""
+    """POST the message; the reason of a failure, empty on success."""
     request = Request(url, data, {"Content-Type": "application/json", "User-Agent": "bapo-megatron"})
     try:
         with build_opener(_NoRedirects).open(request, timeout=limit_s) as answer:
@@ -132,14 +132,14 @@ def _form_problem(value: str) -> str | None:
         parts = urlsplit(value)
         port_is_a_number = parts.port is None or parts.port > 0
     except ValueError as error:
-        return str(error) if not _is_url(value) else "the URL's host or port is no such thing"
+        return str(error) if not _is_url(value) else "the URL's host or port is malformed"
     if not parts.hostname or not port_is_a_number or re.search(r"[\s\x00-\x1f\x7f]", value):
         return "the URL has no host, or a blank in it"
     return None
 
 
 def shown(target: str) -> str:
-    """A target for a message: of a URL its scheme and host alone."""
+    """A target as messages show it: of a URL its scheme and host alone."""
     if not _is_url(target):
         return repr(target)
     return re.sub(r"(?i)(https?://)(?:[^/@]*@)?([^/?#]*).*", r"\1\2/...", target, flags=re.DOTALL)

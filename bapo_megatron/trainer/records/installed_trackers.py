@@ -39,6 +39,6 @@ def _has_database() -> bool:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether ``module`` can be imported; a folder of that name (`wandb/`) in the present directory is none."""
+    """Whether ``module`` can be imported; a folder of that name in the present directory is none."""
     found = find_spec(module)
     return found is not None and found.has_location

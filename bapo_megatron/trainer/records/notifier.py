@@ -12,7 +12,7 @@ from typing import Any
 from bapo_megatron.config import RunConfig
 from bapo_megatron.errors import Preempted, RunStopped
 from bapo_megatron.runtime.events.kinds import BEGINNINGS, ENDS
-from bapo_megatron.runtime.events.sender import Order
+from bapo_megatron.runtime.events.sender import SenderSettings
 from bapo_megatron.runtime.jsonl_log import tail_rows
 from bapo_megatron.runtime.run_files import open_plain
 from bapo_megatron.runtime.run_paths import RunPaths
@@ -73,7 +73,7 @@ def sending_events(config: RunConfig) -> Iterator[None]:
 
 def _start(config: RunConfig) -> subprocess.Popen[bytes] | None:
     paths, logging = RunPaths(config.directory), config.logging
-    order = Order(
+    order = SenderSettings(
         run_dir=str(paths.root.absolute()),
         name=config.name,
         targets=logging.on_event,

@@ -16,7 +16,7 @@ from bapo_megatron.hf.config import with_dtype
 from bapo_megatron.hf.export import check_export_output, export_hf, foreign, keep_others
 from bapo_megatron.runtime import written_folders
 from bapo_megatron.runtime.distributed import free_port
-from bapo_megatron.runtime.written_folders import MARK, replaced_folder, set_aside
+from bapo_megatron.runtime.written_folders import MARK, move_foreign_aside, replaced_folder
 from checkpoints_tools import Settings, to_hf, to_megatron
 from tests.support.checkpoint_models import load_tensors, save_random_model
 
@@ -75,10 +75,10 @@ def test_nothing_else_is_replaced(
         export(model, output)
     assert output.lstat().st_ino == before
     # A run's own export never fails for it at the run's end.
-    assert set_aside(output, foreign) == tmp_path / "output.kept-1"
+    assert move_foreign_aside(output, foreign) == tmp_path / "output.kept-1"
     assert (tmp_path / "output.kept-1").lstat().st_ino == before
     export(model, output)
-    assert set_aside(output, foreign) is None
+    assert move_foreign_aside(output, foreign) is None
 
 
 def test_a_kill_between_the_renames_loses_nothing(

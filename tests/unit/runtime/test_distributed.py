@@ -242,7 +242,7 @@ def test_groups_of_nccl_are_left_when_one_rank_fails(
     monkeypatch.setattr(distributed.dist, "init_process_group", lambda *_args, **_named: None)
     monkeypatch.setattr(distributed.dist, "get_world_size", lambda: ranks)
     monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda: done.append("destroyed"))
-    monkeypatch.setattr(distributed, "leave_at_once", lambda: done.append("at once"))
+    monkeypatch.setattr(distributed, "skip_teardown", lambda: done.append("at once"))
     with suppress(RuntimeError, RunStopped, KeyboardInterrupt), distributed.process_group(backend, 1):
         if error is not None:
             raise error

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.runtime.events.progress import Patience, Progress, read_progress
-from bapo_megatron.runtime.events.sender import EventSender, Order
+from bapo_megatron.runtime.events.sender import EventSender, SenderSettings
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
 from tests.support.webhook import Webhook
 
@@ -38,8 +38,8 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def order(run: Path, *targets: str, **changes: Any) -> Order:
-    plain = Order(str(run), "r", targets, offset=0, steps=9, evaluate_every=0, stalled_minutes=None)
+def order(run: Path, *targets: str, **changes: Any) -> SenderSettings:
+    plain = SenderSettings(str(run), "r", targets, offset=0, steps=9, evaluate_every=0, stalled_minutes=None)
     return replace(plain, **changes)
 
 
@@ -170,10 +170,10 @@ def test_a_stall_and_its_end_are_told_once(run: Path, hook: Webhook) -> None:
     sender._begun = 0.0
     for seconds in (100.0, 2000.0, 2100.0):
         silent_for(seconds)
-        sender.look()
+        sender.check_progress()
     for seconds in (5.0, 6.0):
         silent_for(seconds)
-        sender.look()
+        sender.check_progress()
     passed(sender)
     stalled, again = read_jsonl(run / "events.jsonl")
     assert (stalled["kind"], stalled["step"]) == ("stalled", 1)
@@ -219,7 +219,7 @@ print(sender.communicate(b"60\\n")[0], sender.returncode, flush=True)
 """
 
 
-def parent_of_sender(asked: Order) -> subprocess.Popen[str]:
+def parent_of_sender(asked: SenderSettings) -> subprocess.Popen[str]:
     """A process that stands for a trainer; a line on its standard input is the end of its run."""
     return parent_and_sender(asked)[0]
 

@@ -27,7 +27,7 @@ from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record, read_records
 from bapo_megatron.rollout.sampler.step_batches import read_step, write_step
 from bapo_megatron.rollout.weight_sync.disk import WeightStaging
-from bapo_megatron.runtime.exit_codes import end_with
+from bapo_megatron.runtime.exit_codes import report_error
 from bapo_megatron.runtime.jsonl_log import EventLog, read_jsonl
 from bapo_megatron.runtime.storage import DiskError, writing
 from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
@@ -159,11 +159,11 @@ def test_a_file_system_that_fails_is_another_ending(number: int) -> None:
         named = f"x could not be written to y: {told}"
         with pytest.raises(StorageFailed, match=named) as caught, writing("x", Path("y")):
             raise error
-        assert end_with(caught.value) == 4
+        assert report_error(caught.value) == 4
     with pytest.raises(DiskError) as full, writing("x", Path("y")):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert not isinstance(full.value, StorageFailed)
-    assert end_with(full.value) == 3
+    assert report_error(full.value) == 3
 
 
 @pytest.mark.parametrize(("free_bytes", "code"), [(2**31, 4), (2**20, 3), (None, 4)])
@@ -178,7 +178,7 @@ def test_a_file_cut_short_is_judged_by_the_room(
     monkeypatch.setattr("bapo_megatron.runtime.storage._statistics", statistics)
     with pytest.raises(DiskError, match="a file was cut short") as caught, writing("x", Path("y")):
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
-    assert end_with(caught.value) == code
+    assert report_error(caught.value) == code
 
 
 def test_other_errors_pass() -> None:

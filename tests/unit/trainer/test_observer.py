@@ -15,7 +15,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 from bapo_megatron.trainer.records.observer import following
 from bapo_megatron.trainer.records.observer.following import END, NEWS, Inbox, Observer
 from bapo_megatron.trainer.records.observer.rows import TrackedRow, TrackedRows
-from bapo_megatron.trainer.records.observer.secrets import DiscreetStream, without_secrets
+from bapo_megatron.trainer.records.observer.secrets import RedactingStream, redacted
 from bapo_megatron.trainer.records.observer.state import TrackerState, read_state, write_state
 from bapo_megatron.trainer.records.observer.tracker import TrackedRun, tracked_run
 
@@ -278,14 +278,14 @@ KEYS = {
     ],
 )
 def test_keys_are_not_printed(text: str, shown: str) -> None:
-    assert without_secrets(text, KEYS) == shown
+    assert redacted(text, KEYS) == shown
 
 
 def test_what_packages_print_has_no_keys(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "abcdef0123")
-    stream: Any = DiscreetStream(sys.stdout)
+    stream: Any = RedactingStream(sys.stdout)
     print("login abcdef0123", file=stream)
     assert stream.isatty() is False
     assert capsys.readouterr().out == "login ***\n"

@@ -1,4 +1,4 @@
-"""Group-relative advantages (GRPO, Dr. GRPO) of the responses to one prompt.
+"""Group-relative advantages of the responses to one prompt: GRPO and Dr. GRPO.
 
 Legend: ``_G`` responses of a group.
 """
@@ -17,10 +17,10 @@ STD_EPSILON = 1e-6
 
 
 def group_advantages(rewards: Sequence[float] | np.ndarray, kind: Literal["grpo", "dr_grpo"]) -> np.ndarray:
-    """Group-relative advantages: how much better each response is than its group.
+    """Group-relative advantages: ``A_i = (R_i - mean(R)) / (std(R) + 1e-6)``, [G] from rewards R [G].
 
-    - ``grpo`` (arXiv 2402.03300): ``(reward - mean) / (std + 1e-6)``
-    - ``dr_grpo`` (arXiv 2503.20783): ``reward - mean``
+    - ``grpo`` (arXiv 2402.03300): as above
+    - ``dr_grpo`` (arXiv 2503.20783): ``A_i = R_i - mean(R)``
 
     The standard deviation is that of a sample (over G - 1): GRPO's paper does not say which, and this is
     what torch.std, and with it verl, TRL and the published code of BAPO, compute.

@@ -1,13 +1,16 @@
-"""BAPO's maths on tensors: the contribution sums of Algorithm 1 and the clipped loss; re-exports the presets.
+"""BAPO (arXiv 2510.18927): contribution sums (Eq. 8, Algorithm 1) and the clipped surrogate (Eq. 4).
 
-Sums are additive over packs and ranks: callers add them up.
+    r_t = pi_theta / pi_old,    loss = -sum_t mask_t min(r_t A_t, clip(r_t, c_low, c_high) A_t)
 
-Legend: ``_T`` tokens of a pack. Per token: ``r = pi_theta / pi_rollout`` (given as its logarithm), the
-advantage ``A`` and a mask, which is 0 for tokens that do not count (whatever their other fields hold,
-nan and inf included) and else the weight of the token in the loss.
+``pi_old`` is the rollout's policy, or with ``algorithm.old_log_probs=trainer`` the trainer's own at the
+start of the step. ``pi_rollout`` is always the policy that sampled: it is the weight in Eq. 8.
 
-Whether a token is clipped is always decided by its float64 ``log r`` against ``math.log(bound)``, and a
-token exactly on a bound is clipped. So the search and the loss agree about every token.
+Legend: ``_T`` tokens of a pack. Per token: ``log r``, the advantage ``A``, and a mask, which is 0 for tokens
+outside the loss (whatever their other fields hold, nan and inf included) and else the token's weight.
+
+Sums are additive over packs and ranks: callers add them up. A token is clipped by its float64 ``log r``
+against ``math.log(bound)``, and a token exactly on a bound is clipped. So the search and the loss agree
+about every token.
 """
 
 from __future__ import annotations
@@ -84,9 +87,10 @@ def contribution_sums(
     mask_T: Tensor,
     config: BoundsConfig,
 ) -> Tensor:
-    """Contribution sums of positive and negative tokens at every candidate bound, in one pass.
+    """Contribution sums (Eq. 8): ``P(c_high) = sum_{A>0} w A min(r, c_high)``, ``N(c_low)``: [H + L].
 
-    With ``w = mask * pi_rollout`` or ``w = mask`` (``config.weight``):
+    At every candidate of both bounds, in one pass. With ``w = mask pi_rollout`` or ``w = mask``
+    (``config.weight``) and ``r = pi_theta / pi_old``, by ``config.measure``:
 
     - ``surrogate`` (Eq. 8): ``P(c_high) = sum_{A > 0} w A min(r, c_high)`` and
       ``N(c_low) = sum_{A < 0} w |A| max(r, c_low)``
@@ -95,16 +99,16 @@ def contribution_sums(
       ``first_pass``
 
     Args:
-        log_ratio_T: ``log pi_theta - log pi_rollout`` of each token, natural logarithm.
+        log_ratio_T: ``log r = log pi_theta - log pi_old`` of each token, nats.
         advantage_T: advantage of each token.
         rollout_log_prob_T: ``log pi_rollout`` of each token; read if the weight asks for it.
-        mask_T: weight of each token in the loss; 0 for tokens that do not count.
+        mask_T: weight of each token in the loss; 0 for tokens outside it.
         config: candidates, measure and weight.
 
     Returns:
         float64 ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]`` on the device of the
-        input. Additive: sums of parts of a batch add up to those of the batch. A nan in a token that
-        counts makes all of them nan.
+        input. Additive: sums of parts of a batch add up to those of the batch. A nan in a token of the loss
+        makes all of them nan.
 
     Raises:
         ValueError: if shapes differ, or the candidates of c_low and c_high overlap.
@@ -114,7 +118,7 @@ def contribution_sums(
 
 
 def all_measures(config: BoundsConfig) -> list[BoundsConfig]:
-    """Variants of ``config``: itself, then each other combination of measure and weight, without repairs."""
+    """Readings of Eq. 8: ``config``, then each other combination of measure and weight, without repairs."""
     variants = [
         dataclasses.replace(config, measure=measure, weight=weight, negative_weight="present")
         for measure in get_args(Measure)
@@ -133,11 +137,11 @@ def measured_sums(
     group_T: Tensor | None = None,
     groups: int = 1,
 ) -> Tensor:
-    """Contribution sums under every measure and weight: of every config in ``all_measures(config)``.
+    """Contribution sums under every reading of Eq. 8, ``all_measures(config)``: [groups readings (H + L)].
 
-    The first ``sum_count(config)`` numbers are those for ``search_bounds``; the rest is for
-    ``contributions``. Costs little more than ``contribution_sums``. With ``group_T``, the group of each
-    token, such a vector for each of the ``groups``, one after the other.
+    The first ``sum_count(config)`` numbers are for ``search_bounds``; the rest is for ``contributions``.
+    Costs little more than ``contribution_sums``. With ``group_T``, the group of each token, there is such a
+    vector for each of the ``groups``, one after the other.
     """
     weights: list[Weight] = list(get_args(Weight))
     tokens = (log_ratio_T, advantage_T, rollout_log_prob_T, mask_T)
@@ -154,11 +158,11 @@ def measured_sums(
 
 
 def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[str, float]:
-    """Contributions of the positive tokens at ``bounds`` under every reading of Eq. 8.
+    """Contributions rho of the positive tokens (Eq. 8) at ``bounds``, under all twelve readings.
 
     Args:
         sums: the (reduced) vector of ``measured_sums``.
-        bounds: what ``search_bounds`` found with ``config``.
+        bounds: the result of ``search_bounds`` with ``config``.
         config: the config in use.
 
     Returns:
@@ -180,18 +184,18 @@ def contributions(sums: Tensor, bounds: Bounds, config: BoundsConfig) -> dict[st
 
 
 class TokenBounds(NamedTuple):
-    """Clipping bounds of each token, where parts of an update have bounds of their own."""
+    """Per-token clipping bounds, [T] each, where search groups of an update have bounds of their own."""
 
     low_T: Tensor  # c_low
     high_T: Tensor  # c_high
     log_low_T: Tensor
-    """``math.log`` of c_low, with which log r is compared, float64."""
+    """``math.log`` of c_low, float64: log r is compared with it."""
     log_high_T: Tensor
     dual_clip: float | None
 
     @classmethod
     def of(cls, groups: Sequence[Bounds], group_T: Tensor) -> TokenBounds:
-        """The bounds of each token's group."""
+        """Bounds of each token, from those of its group."""
         values = [(one.low, one.high, math.log(one.low), math.log(one.high)) for one in groups]
         table = constant_on(group_T.device, tuple(itertools.chain.from_iterable(values))).reshape(-1, 4)
         low_T, high_T, log_low_T, log_high_T = table[group_T].unbind(-1)
@@ -201,13 +205,13 @@ class TokenBounds(NamedTuple):
 def policy_loss(
     log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
 ) -> Tensor:
-    """The PPO-clip loss: minus the clipped surrogate of Eq. 4, summed with ``mask_T`` as weight.
+    """PPO-clip loss (Eq. 4): ``-sum_t mask_t min(r_t A_t, clip(r_t, c_low, c_high) A_t)``, a scalar from [T].
 
-    ``loss = -sum_t mask_t min(r_t A_t, clip(r_t, c_low, c_high) A_t)``. With a dual clip ``c`` a token with
-    ``A < 0`` and ``r > c`` has the value ``c A``.
+    With ``r = pi_theta / pi_old``. With a dual clip ``c`` a token with ``A < 0`` and ``r > c`` has the value
+    ``c A``.
 
     Args:
-        log_ratio_T: ``log pi_theta - log pi_rollout``; the loss is differentiable in it.
+        log_ratio_T: ``log r = log pi_theta - log pi_old``; the loss is differentiable in it.
         advantage_T: advantage of each token.
         mask_T: 0, or the weight of the token in the loss.
         bounds: the clipping bounds, of all tokens or of each.
@@ -236,7 +240,7 @@ def policy_loss(
 def clipped_tokens(
     log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
 ) -> Tensor:
-    """Mask (bool [T]) of the tokens that c_high (A > 0) or c_low (A < 0) clips; the dual clip is not counted.
+    """Clipped tokens, bool [T]: ``A > 0 and r >= c_high``, or ``A < 0 and r <= c_low``; not the dual clip.
 
     Raises:
         ValueError: if shapes differ.
@@ -251,9 +255,9 @@ def clipped_tokens(
 def gradient_factor(
     log_ratio_T: Tensor, advantage_T: Tensor, mask_T: Tensor, bounds: Bounds | TokenBounds
 ) -> Tensor:
-    """The factor of each token's gradient: ``r X``, such that ``d loss / d log pi = -mask A r X``.
+    """Gradient factor ``g = r X`` of each token (Eq. 7), [T]: ``d loss / d log pi = -mask A g``.
 
-    ``X`` (Eq. 7) is 0 where a bound, the dual clip or ``LOG_RATIO_LIMIT`` stops the gradient, else 1.
+    ``X`` is 0 where a bound, the dual clip or ``LOG_RATIO_LIMIT`` stops the gradient, else 1.
 
     Returns:
         float64 [T].

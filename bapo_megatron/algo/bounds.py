@@ -1,4 +1,4 @@
-"""Clipping bounds: their configuration, the presets, and Algorithm 1 on 53 numbers. Plain Python."""
+"""Clipping bounds of BAPO: settings, presets, and the search of Algorithm 1 on 53 sums. Without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ since 3b8389c of January 2026 all GPUs search theirs together)."""
 
 
 class FloatArray(Protocol):
-    """A 1-D tensor or array of floats, for a module that must not import torch."""
+    """1-D tensor or array of floats, typed without an import of torch."""
 
     def tolist(self) -> list[float]:
         """The elements as Python floats."""
@@ -28,16 +28,15 @@ class FloatArray(Protocol):
 
 @dataclass(frozen=True)
 class BoundsConfig:
-    """Clipping bounds of the updates: ranges, target, and how they are searched (Eq. 8, Algorithm 1).
+    """Settings of the clipping bounds: ranges, target, and the search (Eq. 8, Algorithm 1).
 
-    Every reading of Eq. 8 is a setting here.
-    Paper symbols stand beside their names. Equal start and end make a bound fixed: with both fixed
-    nothing is searched, and the loss is that of PPO with asymmetric clipping.
+    Every reading of Eq. 8 is a setting here. Paper symbols stand beside their names. Equal start and end make
+    a bound fixed. With both fixed there is no search, and the loss is PPO's with asymmetric clipping.
     """
 
     measure: Measure = "gradient"
-    """``surrogate``: clipped tokens count with their clipped value (Eq. 8). ``gradient``: only tokens
-    whose gradient is alive count (Eq. 5)."""
+    """``surrogate``: clipped tokens count with their clipped value (Eq. 8). ``gradient``: only unclipped
+    tokens count, which have a gradient (Eq. 5)."""
     share: Share = "absolute"
     """``absolute``: P / (P + N). ``signed``: P / abs(P - N), Eq. 8 to the letter. ``ratio``: P / N, the
     authors' published code."""
@@ -46,9 +45,9 @@ class BoundsConfig:
     order: Order = "high_first"
     """Which bound moves first: Algorithm 1 raises c_high first, the published code c_low."""
     scope: Literal["update", "lagged", "micro_batch"] = "update"
-    """Tokens that the search sees. ``update``: all of the update, on all ranks. ``lagged``: those of the
-    update before, at the weights before it (an approximation that saves a forward pass). ``micro_batch``: a
-    part of the update, so that an update has many searches; ``bounds_tokens`` says which part."""
+    """Tokens of one search. ``update``: all of the update, on all ranks. ``lagged``: those of the previous
+    update, at the weights before it (an approximation that saves a forward pass). ``micro_batch``: a part of
+    the update, so that an update has many searches; ``bounds_tokens`` says which part."""
     target: float = 0.4  # rho_0
     """Contribution of positive tokens at which the search stops."""
     low_start: float = 0.6  # a-
@@ -72,12 +71,12 @@ class BoundsConfig:
     every layout and with every pack length. None: the packs that all ranks process at the same time, whatever
     they hold."""
     negative_weight: NegativeWeight = "present"
-    """A repair of ours, for measure ``gradient``. ``present``: a negative token whose gradient is alive
-    counts with its ratio r, so that a suppressed one counts less and less. ``first_pass``: it counts with
-    max(r, 1), as in the first pass over its batch, until c_low clips it."""
+    """A repair of ours, for measure ``gradient``. ``present``: an unclipped negative token counts with its
+    ratio r, so that a suppressed one counts less and less. ``first_pass``: it counts with max(r, 1), as in
+    the first pass over its batch, until c_low clips it."""
     low_within_batch: Literal["searched", "held"] = "searched"
     """A repair of ours. ``held``: within the updates of one batch the search begins at the last c_low, so
-    that c_low never falls while the batch becomes stale. Each batch begins anew at ``low_start``."""
+    that c_low never falls while the batch becomes stale. Each new batch begins at ``low_start``."""
 
     @property
     def grouped(self) -> bool:
@@ -86,11 +85,11 @@ class BoundsConfig:
 
     @property
     def sums_over(self) -> Literal["update", "lagged", "micro_batch"]:
-        """Over which tokens the sums of the search are added: groups need those of the whole update."""
+        """Scope of the sums behind the search: search groups need those of the whole update."""
         return "update" if self.grouped else self.scope
 
     def problems(self) -> Iterator[str]:
-        """Every mistake of the fields, as ``field=value`` and its remedy; nothing for a sound config."""
+        """Invalid fields, each as ``field=value`` with the fix; nothing for a valid config."""
         yield from _range_problems("low", self.low_start, self.low_end, self.low_step)
         yield from _range_problems("high", self.high_start, self.high_end, self.high_step)
         if self.low_end >= self.high_start:
@@ -104,7 +103,7 @@ class BoundsConfig:
         yield from self._part_problems()
 
     def _part_problems(self) -> Iterator[str]:
-        """Mistakes of the fields that size the groups and repair the search."""
+        """Invalid combinations of the search groups' size and the repairs."""
         if self.bounds_tokens is not None and self.bounds_tokens < 1:
             yield f"bounds_tokens={self.bounds_tokens} must be at least 1, or None for the packs"
         if self.bounds_tokens is not None and self.scope != "micro_batch":
@@ -114,8 +113,8 @@ class BoundsConfig:
             )
         if self.negative_weight == "first_pass" and self.measure == "surrogate":
             yield (
-                "negative_weight=first_pass counts a clipped token not at all, measure=surrogate with its "
-                "clipped value: set measure=gradient"
+                "negative_weight=first_pass leaves out clipped tokens, measure=surrogate counts them with "
+                "their clipped value: set measure=gradient"
             )
         if self.low_within_batch == "held" and self.scope == "micro_batch":
             yield (
@@ -135,7 +134,7 @@ def _range_problems(bound: str, start: float, end: float, step: float) -> Iterat
 
 @dataclass(frozen=True)
 class Bounds:
-    """The clipping bounds of one update, and how the search for them ended."""
+    """Clipping bounds of one update, with the outcome of their search."""
 
     low: float  # c_low
     """Tokens with negative advantage are clipped at ratios up to this."""
@@ -162,9 +161,10 @@ def high_values(config: BoundsConfig) -> list[float]:
 
 
 def _grid(start: float, end: float, step: float) -> list[float]:
-    """``start + k * step`` for whole k: adding the step again and again drifts, and stops short of the end.
+    """Grid of candidates ``start + k step``, k = 0, 1, ..., rounded to twelve digits.
 
-    A range that the step does not divide ends on the last whole step. Values are rounded to twelve digits.
+    A range that the step does not divide ends on the last whole step. By multiplication: repeated addition
+    drifts, and stops short of the end.
     """
     if end <= start:
         return [start]
@@ -173,15 +173,15 @@ def _grid(start: float, end: float, step: float) -> list[float]:
 
 
 def sum_count(config: BoundsConfig) -> int:
-    """Number of sums that describe every pair of bounds: 37 + 16 = 53 with the paper's ranges."""
+    """Length H + L of the contribution sums, one for each candidate: 37 + 16 = 53 with the paper's ranges."""
     return len(high_values(config)) + len(low_values(config))
 
 
 def positive_share(positive: float, negative: float, kind: Share) -> float:
-    """Contribution of the positive tokens (Eq. 8) from their sum ``P`` and that of the negative ones, ``N``.
+    """Contribution rho of the positive tokens (Eq. 8): ``P / (P + N)``, from the sums P and N of both signs.
 
-    ``absolute``: P / (P + N). ``signed``: P / abs(P - N) (Eq. 8 to the letter). ``ratio``: P / N.
-    A positive sum over nothing is ``inf``; nothing over nothing is 0.
+    ``absolute``: as above. ``signed``: P / abs(P - N) (Eq. 8 to the letter). ``ratio``: P / N. A positive
+    sum over 0 is ``inf``; 0 over 0 is 0.
     """
     denominator = {
         "absolute": positive + negative,
@@ -196,7 +196,7 @@ def positive_share(positive: float, negative: float, kind: Share) -> float:
 def search_bounds(
     sums: Sequence[float] | FloatArray, config: BoundsConfig, lowest: float | None = None
 ) -> Bounds:
-    """The search for the bounds (Algorithm 1, lines 9 to 17) on the sums of a whole update.
+    """Search of the bounds (Algorithm 1, lines 9 to 17): the first pair with ``rho >= target``, from [H + L].
 
     Args:
         sums: ``[P(c_high_0), ..., P(c_high_H-1), N(c_low_0), ..., N(c_low_L-1)]``, the sums of the positive
@@ -206,7 +206,7 @@ def search_bounds(
 
     Returns:
         The first pair of bounds whose contribution reaches the target, or the last pair. Where all sums
-        are zero there is nothing to balance: the bounds stay at their starts.
+        are zero the bounds stay at their starts.
 
     Raises:
         ValueError: if there are not ``sum_count(config)`` sums or one of them is not finite.
@@ -237,7 +237,7 @@ def _checked(sums: Sequence[float] | FloatArray, config: BoundsConfig) -> tuple[
 
 
 def search_path(config: BoundsConfig, first: int = 0) -> Iterator[tuple[int, int]]:
-    """Indices (c_low, c_high) in the order of the search: one bound to its end, then the other.
+    """Candidate pairs of the search, as indices (c_low, c_high): one bound to its end, then the other.
 
     ``first``: index of the c_low at which it begins.
     """
@@ -266,13 +266,12 @@ def eq8_literal() -> BoundsConfig:
 
 
 def balanced() -> BoundsConfig:
-    """Preset that balances the gradient: the positive share of the tokens that train (Eq. 5)."""
+    """Preset that balances the gradient: the positive share of the unclipped tokens (Eq. 5)."""
     return BoundsConfig(measure="gradient", share="absolute", weight="uniform")
 
 
 def floored() -> BoundsConfig:
-    """Preset of ours: ``balanced`` with c_low from 0.8, so that no negative token is let through that GRPO
-    clips."""
+    """Preset of ours: ``balanced`` with c_low from 0.8: it clips every negative token that GRPO clips."""
     return replace(balanced(), low_start=0.8)
 
 
@@ -316,7 +315,7 @@ def clip_higher() -> BoundsConfig:
 
 
 def describe(config: BoundsConfig) -> str:
-    """``config`` in one line, for people: fixed bounds, or the preset's name and what is searched."""
+    """One-line description of ``config``: fixed bounds, or the preset's name and settings of the search."""
     if sum_count(config) == 2:
         return f"fixed at {config.low_start:g} and {config.high_start:g}"
     size = f" of about {config.bounds_tokens} tokens" if config.grouped else ""
@@ -327,6 +326,6 @@ def describe(config: BoundsConfig) -> str:
 
 
 def preset_name(config: BoundsConfig) -> str | None:
-    """The name of the preset that ``config`` is; None if it is none of them."""
+    """Name of the preset that equals ``config``; None if none does."""
     presets = (paper, eq8_literal, balanced, floored, published_code, grpo, clip_higher)
     return next((preset.__name__ for preset in presets if preset() == config), None)

@@ -1,4 +1,4 @@
-"""The filter of dynamic sampling (DAPO): drops groups whose rewards are all equal, which have no gradient."""
+"""Dynamic sampling filter (DAPO): uniform groups, whose rewards are all equal, have no gradient."""
 
 from __future__ import annotations
 

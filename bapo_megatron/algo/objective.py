@@ -1,7 +1,7 @@
-"""The objective of an update: one additive vector of loss, count of tokens and the sums of measurements.
+"""Objective of an update: one additive vector ``[loss, tokens, sums of measurements, sums of the search]``.
 
-The sums are additive over packs and ranks; the metrics come from them after the one reduction. Nothing here
-waits for a GPU: the output layer asks for the vector in every chunk of a pack.
+It is summed over packs and ranks with one reduction, and the metrics are computed from it. Nothing here
+makes the host wait for a GPU: the output layer asks for the vector in every chunk of a pack.
 
 Legend: ``_T`` tokens of a pack.
 """
@@ -25,9 +25,9 @@ from bapo_megatron.types import Metrics, MicroBatch, TokenFn, TokenStats
 
 
 def _kl_T(view: PackView) -> Tensor:
-    """KL(rollout || policy) by the estimator q - 1 - log q with q = pi / pi_rollout.
+    """KL(rollout || policy) estimate (k3) of each token: ``q - 1 - log q``, ``q = pi / pi_rollout``, [T].
 
-    Its samples are pi_rollout's, whatever the denominator of the loss's ratio.
+    The denominator is pi_rollout, which sampled, also where the loss's ratio has another one.
     """
     log_q_T = (view.stats.log_prob_T - view.batch.rollout_log_prob_T).double()
     return log_q_T.exp() - 1 - log_q_T
@@ -38,11 +38,11 @@ KL = token_mean("policy/kl", _kl_T)
 RATIO_GAP = token_mean("policy/ratio_gap", lambda view: view.log_ratio_T.double().abs())
 
 MEASUREMENTS = (ENTROPY, KL, RATIO_GAP, CLIPPING, ENGINE_GAP, STALENESS, DIAGNOSTICS, RAISED_TOKENS)
-"""What is measured in every update, whatever its loss."""
+"""Measurements of every update, whatever its loss."""
 
 
 class Objective:
-    """The vector of an update: the loss, the count of tokens, the measurements, the sums of the search."""
+    """Objective of a loss: builds the vector of a pack, and reads metrics from the reduced vector."""
 
     def __init__(self, loss: Loss, sources: Sequence[str] = ()) -> None:
         """``sources``: names of the run's sources, each with metrics of its own; none for one file."""
@@ -64,9 +64,9 @@ class Objective:
         self._parts[SEARCH] = slice(self._width, None)
 
     def token_fn(self, found: object, version: int) -> TokenFn:
-        """The function that makes the vector of one pack; element 0, the loss, is differentiable.
+        """Token function of the vector of one pack; element 0, the loss, is differentiable.
 
-        ``found`` is what the loss's search has found, ``version`` that of the policy in training.
+        ``found``: the result of the loss's search. ``version``: that of the policy in training.
         """
         search = self.loss.search
 
@@ -85,7 +85,7 @@ class Objective:
     def metrics(self, sums: Tensor, found: object) -> Metrics:
         """Metrics of an update from the reduced vector, in the order of the measurements.
 
-        ``found`` as in ``token_fn``; None where the update itself found it.
+        ``found`` as in ``token_fn``; None where each pack made its own search.
         """
         parts = {name: sums[place] for name, place in self._parts.items()}
         update = UpdateSums(max(float(sums[1]), 1.0), found, parts)
@@ -104,12 +104,12 @@ class Objective:
         return sums[self._parts[SEARCH]]
 
     def mean_entropy(self, sums: Tensor) -> float:
-        """Nats per token, from the (reduced) vector; 0 without tokens."""
+        """Mean entropy in nats per token, from the (reduced) vector; 0 without tokens."""
         return float(sums[self._parts[ENTROPY.name]]) / max(float(sums[1]), 1.0)
 
 
 def _checked_sums(measurement: Measurement, view: PackView) -> Tensor:
-    """The sums of one pack. ValueError if there are more or fewer than the measurement says."""
+    """Sums of a measurement for one pack. ValueError if their number is not its ``size``."""
     sums = measurement.sums(view)
     if sums.shape != (measurement.size,):
         raise ValueError(f"measurement {measurement.name}: sums {list(sums.shape)}, size={measurement.size}")

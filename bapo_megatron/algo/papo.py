@@ -1,15 +1,11 @@
-"""PAPO, polarity-aware policy optimization (arXiv 2605.11775): an advantage transform.
-
-A policy-gradient step on a sampled token moves the entropy of its next-token distribution up or down. The
-sign of that first-order effect is the token's polarity:
+"""PAPO, polarity-aware policy optimization (arXiv 2605.11775): advantages reweighted by polarity.
 
     polarity = -sign(A (log pi(y) + H))
-
-with ``H`` the entropy of the distribution that ``y`` was sampled from. +1 expands the entropy: likely tokens
-that are punished, unlikely ones that are rewarded. -1 contracts it. Both branches stay in the update, with
-weights that follow the run's entropy (``papo_schedule.py``):
-
     A' = A w_expanding  where the polarity is +1,   A w_contracting  where it is -1
+
+The polarity is the sign of the first-order effect that a policy-gradient step on the token ``y`` has on the
+entropy ``H`` of its next-token distribution. +1 expands the entropy: likely tokens with A < 0, unlikely ones
+with A > 0. -1 contracts it. The weights follow the run's entropy (``papo_schedule.py``).
 
 The published abstract gives the idea; polarity and weights are derived in docs/losses.md.
 
@@ -30,7 +26,7 @@ from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 
 @torch.no_grad()
 def polarity(log_prob_T: Tensor, entropy_T: Tensor, advantage_T: Tensor) -> Tensor:
-    """PAPO's polarity of each token: the sign of its first-order effect on the next-token entropy.
+    """Polarity of each token, ``-sign(A (log pi(y) + H))``, [T]: the sign of its effect on the entropy.
 
     Args:
         log_prob_T: log pi(y) of the sampled token, nats.
@@ -45,10 +41,10 @@ def polarity(log_prob_T: Tensor, entropy_T: Tensor, advantage_T: Tensor) -> Tens
 
 
 def reweighted(fn: TokenFn, weights: BranchWeights) -> TokenFn:
-    """PAPO's advantage transform: ``fn`` with the advantages of each branch multiplied by its weight.
+    """PAPO's advantage transform: ``fn`` on ``A' = A w``, w the weight of the token's branch.
 
-    The weights are constants of the loss: no gradient passes through the polarity. Advantages keep
-    their signs, so every token keeps the bound that clips it.
+    The weights are constants of the loss: no gradient passes through the polarity. Advantages keep their
+    signs, so the same bound clips a token as before.
     """
 
     def transformed(stats: TokenStats, batch: MicroBatch) -> Tensor:

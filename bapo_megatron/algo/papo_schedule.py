@@ -1,4 +1,4 @@
-"""PAPO's schedule: the weights of both branches from the run's entropy. Plain Python."""
+"""PAPO's schedule: ``w = 1 +- strength phase``, branch weights from the run's entropy. Without torch."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ class PapoConfig:
     """Reweight the advantages. The bounds are then searched with the reweighted ones, which takes a forward
     pass also where the ratio is known."""
     strength: Annotated[float, Ge(0), Lt(1)] = 0.5
-    """Largest change of a branch's weight: below 1, so that neither branch is lost."""
+    """Largest change of a branch's weight: below 1, so that no branch gets the weight 0."""
     target_entropy: Annotated[float | None, Gt(0)] = None
-    """Entropy that is held, nats per token. None: that of the run's first update."""
+    """Target entropy, nats per token. None: the entropy of the run's first update."""
     band: Annotated[float, Gt(0)] = 0.5
-    """Distance from the target, as a part of it, at which the weights change by all of `strength`."""
+    """Distance from the target, as a fraction of it, at which the weights have changed by `strength`."""
     memory: Annotated[float, Ge(0), Lt(1)] = 0.9
-    """Weight of the past in the moving mean of the updates' entropies."""
+    """Decay of the moving average of the updates' entropies: the weight of the past."""
 
 
 class BranchWeights(NamedTuple):
-    """Factors of the advantages of each branch's tokens."""
+    """Branch weights: factors of the advantages of entropy-expanding and -contracting tokens."""
 
     expanding: float
     contracting: float
 
 
 def phase(entropy: float, target: float, band: float) -> float:
-    """The phase of an entropy: ``clip((target - entropy) / (band target), -1, 1)``; 1 is far too low.
+    """Phase of an entropy: ``clip((target - entropy) / (band target), -1, 1)``; 1 is far too low.
 
     Args:
         entropy: nats per token.
-        target: the entropy that is held, nats per token; at 0 the phase is 0.
-        band: part of the target at which the phase is 1 or -1.
+        target: the target entropy, nats per token; at 0 the phase is 0.
+        band: fraction of the target at which the phase is 1 or -1.
     """
     if target <= 0:
         return 0.0
@@ -46,7 +46,7 @@ def phase(entropy: float, target: float, band: float) -> float:
 
 
 class PapoSchedule:
-    """The entropy-driven schedule of a run: its phase, and the branch weights of its next update."""
+    """Entropy-driven schedule of a run: phase and branch weights of its next update."""
 
     def __init__(self, config: PapoConfig) -> None:
         self._config = config
@@ -55,7 +55,7 @@ class PapoSchedule:
 
     @property
     def phase(self) -> float:
-        """The phase of the moving mean of the entropy; 0 before the first update."""
+        """Phase of the moving average of the entropy; 0 before the first update."""
         if self._entropy is None or self._target is None:
             return 0.0
         return phase(self._entropy, self._target, self._config.band)
@@ -67,18 +67,18 @@ class PapoSchedule:
         return BranchWeights(1.0 + change, 1.0 - change)
 
     def observe(self, entropy: float) -> None:
-        """Add to the moving mean the entropy, in nats per token, that an update measured before its step."""
+        """Update the moving average with the entropy of an update, nats per token, before its step."""
         if self._target is None:
             self._target = entropy
         memory = self._config.memory
         self._entropy = entropy if self._entropy is None else memory * self._entropy + (1 - memory) * entropy
 
     def state(self) -> dict[str, Any] | None:
-        """The state that a continued run needs; plain JSON. None before the first update."""
+        """State for a checkpoint, plain JSON; None before the first update."""
         return None if self._entropy is None else {"entropy": self._entropy, "target": self._target}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Restore ``state``. A target of the configuration counts before the stored one."""
+        """Restore ``state``. A target in the configuration replaces the stored one."""
         if state is not None:
             self._entropy = state["entropy"]
             self._target = self._config.target_entropy or state["target"]

@@ -1,4 +1,4 @@
-"""Types and ranges that annotations state, as ``Annotated[float, Gt(0)]``: in words, and checked."""
+"""Validation of values against annotations such as ``Annotated[float, Gt(0)]``: types and ranges."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TYPES: dict[Any, str] = {
 
 
 def type_problem(value: Any, annotation: Any) -> str | None:
-    """What is wrong with the type of a value, as the end of a sentence; None if it is the annotation's."""
+    """Type error of a value, as the end of a sentence (``must be a number``); None if its type is right."""
     allowed = members(annotation)
     wrong = isinstance(value, bool) and not {bool, Any} & set(allowed)  # which for Python is a number
     try:
@@ -54,7 +54,7 @@ def _in_words(kind: Any) -> str:
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The types that an annotation allows: those of a union, or itself."""
+    """Types that an annotation allows: those of a union, or itself."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     union = get_origin(annotation) in (Union, types.UnionType)
@@ -62,12 +62,12 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def range_words(annotation: Any) -> str:
-    """The range in words, ``at least 0 and below 1``; empty if the annotation states none."""
+    """Range of an annotation in words, ``at least 0 and below 1``; empty if it has none."""
     return " and ".join(f"{words} {bound}" for words, _, bound in _limits(annotation))
 
 
 def range_problem(value: Any, annotation: Any) -> str | None:
-    """What is wrong with a number, as the end of a sentence; None for a sound one, and for no number."""
+    """Range error of a number, as the end of a sentence; None if it is in range, or no number."""
     if not isinstance(value, (int, float)):
         return None
     if not math.isfinite(value):
@@ -78,7 +78,7 @@ def range_problem(value: Any, annotation: Any) -> str | None:
 
 
 def _limits(annotation: Any) -> list[tuple[str, Callable[[Any, Any], bool], Any]]:
-    """Words, comparison and bound of every limit."""
+    """Limits of an annotation: words, comparison and bound of each."""
     metadata = getattr(annotation, "__metadata__", ())
     return [
         (*_LIMITS[type(limit)], *dataclasses.astuple(limit)) for limit in metadata if type(limit) in _LIMITS

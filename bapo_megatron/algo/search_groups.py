@@ -1,6 +1,6 @@
-"""Search groups: the parts of an update that have clipping bounds of their own (``bounds_tokens``).
+"""Search groups: parts of an update with clipping bounds of their own, of about ``bounds_tokens`` tokens.
 
-The rule reads the update's data alone, so groups are the same in every layout and with every pack length.
+The groups depend on the update's data alone: they are the same in every layout and with every pack length.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from bapo_megatron.types import MicroBatch
 
 @functools.lru_cache(maxsize=8)
 def group_of_sequences(trained_tokens: tuple[int, ...], bounds_tokens: int) -> tuple[int, ...]:
-    """The group of each sequence of an update: consecutive sequences, about ``bounds_tokens`` tokens a group.
+    """Search group of each sequence of an update: consecutive sequences, about ``bounds_tokens`` tokens each.
 
-    The update's tokens are divided into ``n = max(1, round(total / bounds_tokens))`` equal stretches, and a
-    sequence belongs to the stretch that holds its middle. A sequence longer than a stretch may leave one
-    empty, which then is no group.
+    The update's tokens are divided into ``n = max(1, round(total / bounds_tokens))`` equal intervals, and a
+    sequence belongs to the interval that holds its middle. An interval without a sequence is no group.
 
     Args:
         trained_tokens: trained tokens of each sequence, in the order of the update.
@@ -31,24 +30,24 @@ def group_of_sequences(trained_tokens: tuple[int, ...], bounds_tokens: int) -> t
         For each sequence the number of its group, ascending from 0 without gaps.
     """
     total = sum(trained_tokens)
-    stretches = max(1, round(total / bounds_tokens))
+    intervals = max(1, round(total / bounds_tokens))
     ends = accumulate(trained_tokens)
-    # Whole numbers: (end - tokens / 2) * stretches / total, without rounding.
+    # In integers, so that no layout rounds differently: (end - tokens / 2) * intervals / total.
     found = [
-        min(stretches - 1, (2 * end - tokens) * stretches // max(1, 2 * total))
+        min(intervals - 1, (2 * end - tokens) * intervals // max(1, 2 * total))
         for end, tokens in zip(ends, trained_tokens, strict=True)
     ]
-    numbers = {stretch: number for number, stretch in enumerate(dict.fromkeys(found))}
-    return tuple(numbers[stretch] for stretch in found)
+    numbers = {interval: number for number, interval in enumerate(dict.fromkeys(found))}
+    return tuple(numbers[interval] for interval in found)
 
 
 def group_count(batch: MicroBatch, bounds_tokens: int) -> int:
-    """Number of groups of the update that ``batch`` is a pack of."""
+    """Number of search groups of the update that the pack ``batch`` belongs to."""
     return 1 + max(_groups(batch, bounds_tokens), default=0)
 
 
 def group_of_tokens(batch: MicroBatch, bounds_tokens: int) -> Tensor:
-    """The group of each token of a pack, int64 [T]; 0 for tokens that are not trained on."""
+    """Search group of each token of a pack, int64 [T]; 0 for tokens outside the loss."""
     table = constant_on(batch.sequence_T.device, (0, *_groups(batch, bounds_tokens)), torch.int64)
     return table[batch.sequence_T + 1]
 

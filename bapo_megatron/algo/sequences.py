@@ -1,8 +1,8 @@
-"""Sequence statistics: what losses and corrections know of whole responses, by one additive pass.
+"""Sequence-level statistics of an update: ``sum_t log r_t`` and token counts of whole responses, [2 S].
 
-A pack may hold a part of a response (chunks of the output layer, context-parallel ranks). So the sum of
-log r and the number of tokens of every sequence of the update are added up over packs and ranks first, and
-each token then gets its sequence's value by ``batch.sequence_T``. Nothing here waits for a GPU.
+A pack may hold a part of a response (chunks of the output layer, context-parallel ranks). So the sums of
+every sequence are added up over packs and ranks first, and each token then gets its sequence's value by
+``batch.sequence_T``. Nothing here makes the host wait for a GPU.
 
 Legend: ``_T`` tokens of a pack, ``_S`` sequences of the update.
 """
@@ -17,7 +17,7 @@ from bapo_megatron.types import MicroBatch, TokenStats
 
 @torch.no_grad()
 def sequence_sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
-    """The sum of ``log r = log(pi / pi_old)`` and the number of tokens of each sequence: a ``TokenFn``.
+    """Token function of ``sum_t log(pi / pi_old)`` and the number of tokens of each sequence, [2 S].
 
     Returns:
         float64 [2 S]: the S sums in nats, then the S counts of tokens whose mask is not 0. Additive over
@@ -28,7 +28,7 @@ def sequence_sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
 
 @torch.no_grad()
 def sums_by_sequence(value_T: Tensor, batch: MicroBatch) -> Tensor:
-    """The sum of ``value_T`` over each sequence, and the number of its tokens: float64 [2 S], additive.
+    """Sum of ``value_T`` over each sequence, and the number of its tokens: float64 [2 S], additive.
 
     A token whose mask is 0 counts in neither, whatever it holds.
     """
@@ -39,7 +39,7 @@ def sums_by_sequence(value_T: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def sequence_means(sums: Tensor) -> Tensor:
-    """The mean of each sequence, [S], from the (reduced) vector [2 S] of sums and counts; 0 without tokens.
+    """Mean of each sequence, sum / count, [S], from the (reduced) vector [2 S]; 0 without tokens.
 
     Of ``sequence_sums`` it is the logarithm of the geometric mean of the sequence's ratios.
     """
@@ -48,10 +48,10 @@ def sequence_means(sums: Tensor) -> Tensor:
 
 
 class PerSequence:
-    """One number for each sequence of an update, of which each token gets its sequence's.
+    """Per-sequence values of an update, [S], looked up for each token, [T].
 
-    The numbers are copied once to each device on which they are asked for: a copy to a GPU makes the host
-    wait, and every chunk of a pack asks.
+    The values are copied once to each device that needs them: a copy to a GPU makes the host wait, and every
+    chunk of a pack looks them up.
     """
 
     def __init__(self, values_S: Tensor) -> None:
@@ -63,7 +63,7 @@ class PerSequence:
         self._copies = {first.device: first}
 
     def of_tokens(self, batch: MicroBatch, outside: float = 0.0) -> Tensor:
-        """The number of each token's sequence, [T]; ``outside`` where a token's mask is 0."""
+        """Value of each token's sequence, [T]; ``outside`` where a token's mask is 0."""
         device = batch.mask_T.device
         if device not in self._copies:
             self._copies[device] = next(iter(self._copies.values())).to(device)

@@ -1,7 +1,7 @@
-"""Settings of a loss or a reward: the keyword arguments of its constructor, checked before any work starts.
+"""Settings of a loss or a reward: keyword arguments of its constructor, validated before any work starts.
 
-A type or a range is what the argument's annotation says, ``Annotated[float, Gt(0)]``; an argument without an
-annotation takes the type of its default.
+Types and ranges come from the arguments' annotations, ``Annotated[float, Gt(0)]``; an argument without an
+annotation has the type of its default.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class Setting:
         return self.default is inspect.Parameter.empty
 
     def __str__(self) -> str:
-        """What the setting takes: ``temperature: float above 0, default 1.0``."""
+        """Description of the setting: ``temperature: float above 0, default 1.0``."""
         words = " ".join(filter(None, (_type_words(self.annotation), range_words(self.annotation))))
         return f"{self.name}: {words}, " + ("needed" if self.needed else f"default {self.default!r}")
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with a value, as the end of a sentence; None for a sound one."""
+        """Error of a value, as the end of a sentence; None for a valid one."""
         return type_problem(value, self.annotation) or range_problem(value, self.annotation)
 
 
 def settings_of(build: Callable[..., Any], skip: int = 1) -> list[Setting]:
-    """The settings of a loss, in order: the arguments of its constructor after ``algorithm``.
+    """Settings of a loss, in order: the arguments of its constructor after ``algorithm``.
 
     Args:
-        build: the class, or a ``functools.partial`` of it, whose choices are the defaults then.
+        build: the class, or a ``functools.partial`` of it, whose values are then the defaults.
         skip: number of first arguments that are no settings.
     """
     parameters = list(inspect.signature(build).parameters.values())[skip:]
@@ -58,11 +58,13 @@ def settings_of(build: Callable[..., Any], skip: int = 1) -> list[Setting]:
 
 
 def check_settings(field: str, owner: str, taken: list[Setting], settings: Mapping[str, Any]) -> None:
-    """ConfigError with every setting that is not among those ``taken``, and what is taken.
+    """Validate ``settings``: ConfigError with every unknown, invalid or missing one.
 
     Args:
-        field: the field that holds the settings.
-        owner: whose settings they are, as ``algorithm.loss=sapo``.
+        field: the configuration field that holds the settings.
+        owner: the loss or reward, for messages: ``algorithm.loss=sapo``.
+        taken: the settings that it takes.
+        settings: the values to check.
     """
     if problems := list(_problems(field, owner, taken, settings)):
         raise ConfigError("\n".join(problems))
@@ -84,7 +86,7 @@ def _problems(field: str, owner: str, taken: list[Setting], settings: Mapping[st
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """Annotations of the constructor's arguments; none if they name what cannot be looked up."""
+    """Annotations of the constructor's arguments; none if a name in them cannot be resolved."""
     try:
         return get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]
     except NameError:  # an import for the type checker alone

@@ -1,4 +1,4 @@
-"""Contribution sums of Algorithm 1 by histograms: one bin between neighbouring candidates of a bound.
+"""Contribution sums of Algorithm 1 by histograms of log r, whose bin edges are the candidates of the bounds.
 
 Cumulative sums over the bins give the sum at every candidate. Legend and conventions: ``bapo.py``.
 """
@@ -35,10 +35,10 @@ def histograms(
     """Histograms of ``w |A| r`` and ``w |A|`` over log r, with the candidates of the bounds as bin edges.
 
     With ``negative_weight`` ``first_pass`` the r of a negative token is max(r, 1) in the first of the two.
-    With ``group_T``, the number of each token's group below ``groups``, there is a histogram for each group.
+    With ``group_T``, the index of each token's group below ``groups``, there is a histogram for each group.
 
-    Most tokens are clipped by no candidate. Plain sums over them suffice, and stand for the middle
-    interval; only the others are sorted into theirs.
+    Fast path: most tokens are clipped by no candidate. They all belong to the middle bin, which needs plain
+    sums alone; only the other tokens are sorted into bins.
 
     Returns:
         float64 [weights, 2 (w |A| r; w |A|), 2 (negative; positive), candidates + 1], before it [groups]
@@ -73,7 +73,7 @@ def _binned(
     group_T: Tensor | None,
     groups: int,
 ) -> Tensor:
-    """``histograms`` with every token in its bin: slower, but for groups, and for other weights than r."""
+    """Slow path of ``histograms``: every token is sorted into its bin, for groups and ``first_pass``."""
     edges = constant_on(fields[0].device, _edges(config))
     bins = 2 * (len(edges) + 1)
     histogram = edges.new_zeros(len(weights), 2, groups * bins)
@@ -87,14 +87,13 @@ def _binned(
 def _add_unclipped(
     middle: Tensor, fields: Sequence[Tensor], weights: Sequence[Weight], unclipped: tuple[float, float]
 ) -> Tensor:
-    """Add ``w |A| r`` of the tokens that no candidate clips to ``middle`` [weights, 2 (negative; positive)].
+    """Fast path: add ``w |A| r`` of the unclipped tokens to ``middle`` [weights, 2 (negative; positive)].
 
     Nearly all the time of the sums goes here. So it works in place, and multiplies masked tokens with 0
-    instead of selecting the others; where that does not give 0, a token is left out.
+    instead of selecting the others; a token where that does not give 0 is left out.
 
     Returns:
-        bool [tokens]: those left out, which a candidate clips, and all with a nan or inf that matters, masked
-        or not.
+        bool [tokens]: those left out, which a candidate may clip, and those with a nan or inf, masked or not.
     """
     log_ratio_T, advantage_T, rollout_log_prob_T, mask_T = fields
     log_ratio_T = log_ratio_T.to(torch.float64, copy=True)
@@ -115,7 +114,7 @@ def _add_unclipped(
 
 
 def _left_out(fields: Sequence[Tensor], left_out_T: Tensor, chunk: int) -> Iterator[Sequence[Tensor]]:
-    """The fields of the tokens left out, ``chunk`` at a time; on a GPU of all tokens, the others masked."""
+    """Fields of the tokens left out, ``chunk`` at a time; on a GPU all tokens, with the others masked."""
     if selects(left_out_T.device):
         for positions in left_out_T.nonzero().squeeze(1).split(chunk):
             yield [field_T.index_select(0, positions) for field_T in fields]
@@ -124,7 +123,7 @@ def _left_out(fields: Sequence[Tensor], left_out_T: Tensor, chunk: int) -> Itera
 
 
 def _ordered_sum(value_T: Tensor) -> Tensor:
-    """The sum in the order of the tokens, so that zeros among them do not even change its rounding."""
+    """Sequential sum in the order of the tokens: zeros among them do not change its rounding."""
     return value_T.cumsum_(0)[-1:].sum()
 
 
@@ -136,7 +135,7 @@ def _add_clipped(
     first_T: Tensor | None = None,
     negative_weight: NegativeWeight = "present",
 ) -> None:
-    """Add ``w |A| r`` and ``w |A|`` of the tokens, which may be any, to ``histogram``.
+    """Slow path: add ``w |A| r`` and ``w |A|`` of any tokens to the bins of ``histogram``.
 
     Args:
         histogram: [weights, 2 (w |A| r; w |A|), 2 * (candidates + 1)], first the negative tokens; of every
@@ -163,39 +162,39 @@ def _add_clipped(
 
 
 def candidate_sums(histogram: Tensor, config: BoundsConfig) -> Tensor:
-    """Sums P at every c_high and N at every c_low, from one weight's [..., 2, 2, candidates + 1]."""
+    """Sums P at every c_high and N at every c_low, [..., H + L], from [..., 2, 2, candidates + 1]."""
     lows, highs = low_values(config), high_values(config)
     ratio_mass, mass = range(2)
     up_to, since = histogram.cumsum(-1), histogram.flip(-1).cumsum(-1).flip(-1)
-    # A positive token is alive at c_high number k in the intervals up to L + k, a negative one at c_low
-    # number k in the intervals after k.
+    # c_high number k leaves a positive token unclipped in the bins up to L + k, c_low number k a negative one
+    # in the bins after k.
     positive = up_to[..., ratio_mass, _POSITIVE, len(lows) : -1]
     negative = since[..., ratio_mass, _NEGATIVE, 1 : len(lows) + 1]
     if config.measure == "surrogate":
         high, low = (constant_on(histogram.device, tuple(bounds)) for bounds in (highs, lows))
         positive = positive + high * since[..., mass, _POSITIVE, len(lows) + 1 :]
         negative = negative + low * up_to[..., mass, _NEGATIVE, : len(lows)]
-    # A nan must not hide in an interval that no candidate counts.
+    # A nan must not hide in a bin that no candidate counts.
     return torch.cat([positive, negative], -1) + 0.0 * histogram.sum()
 
 
 def _thresholds(config: BoundsConfig) -> tuple[list[float], list[float]]:
-    """Thresholds of log r: from them on a token is alive at each c_low, and clipped at each c_high."""
+    """Thresholds of log r: from them on a token is unclipped by each c_low, and clipped by each c_high."""
     lows, highs = low_values(config), high_values(config)
     if lows[-1] >= highs[0]:
         raise ValueError(f"candidates of c_low (to {lows[-1]}) and c_high (from {highs[0]}) overlap")
-    # Alive at c_low is log r > log c_low, that is from the next float on.
+    # Unclipped by c_low is log r > log c_low, that is from the next float on.
     return [math.nextafter(math.log(low), math.inf) for low in lows], [math.log(high) for high in highs]
 
 
 @functools.lru_cache(maxsize=16)
 def _edges(config: BoundsConfig) -> tuple[float, ...]:
-    """Bin edges: all thresholds, ascending; a token is past one if its log r >= it."""
+    """Bin edges: all thresholds, ascending; a bin holds its lower edge."""
     lows, highs = _thresholds(config)
     return (*lows, *highs)
 
 
 def _unclipped(config: BoundsConfig) -> tuple[float, float]:
-    """Range of log r that no candidate clips, whatever the sign of the advantage."""
+    """Range of log r that no candidate clips, for either sign of the advantage."""
     lows, highs = _thresholds(config)
     return lows[-1], math.nextafter(highs[0], -math.inf)

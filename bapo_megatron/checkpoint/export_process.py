@@ -32,11 +32,11 @@ def main(checkpoint: str, output: str, model: str, parent: str) -> int:
     die_with_parent(parent=int(parent))  # else a restarted trainer could export to the same folder at once
     os.nice(_NICENESS)
     try:
-        if os.path.lexists(output):  # else what was moved aside becomes the output again
-            move_foreign_aside(replaced_folder(Path(output)), foreign)  # a half of one, of an earlier version
-        move_foreign_aside(
-            Path(output), foreign
-        )  # an earlier version's, or with somebody's files: nothing is lost
+        # Outputs with somebody's files, or of an earlier version without a mark, are renamed and kept. The
+        # replaced folder only where the output exists: else `to_hf` gives it the output's name again.
+        if os.path.lexists(output):
+            move_foreign_aside(replaced_folder(Path(output)), foreign)
+        move_foreign_aside(Path(output), foreign)
         to_hf(
             Path(checkpoint), Path(output), Path(model), settings=Settings(overwrite=True, threads=_THREADS)
         )

@@ -20,8 +20,8 @@ from bapo_megatron.runtime.written_folders import (
     bring_back,
     check_aside,
     check_replaceable,
+    foreign_content,
     put_in_place,
-    unlike_mark,
     write_mark,
 )
 
@@ -65,7 +65,7 @@ def check_output(output: Path, overwrite: bool, sources: list[Path]) -> Path:
 
 def foreign(folder: Path) -> str | None:
     """What ``folder`` is or holds that these tools did not write, in words; None if they wrote all of it."""
-    return unlike_mark(folder, WRITER)
+    return foreign_content(folder, WRITER)
 
 
 def check_space(output: Path, nbytes: int) -> int:

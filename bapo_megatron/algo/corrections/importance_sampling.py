@@ -1,4 +1,4 @@
-"""Truncated importance sampling (TIS), by token or response: weights where pi_rollout is not pi_old.
+"""Truncated importance sampling (TIS): ``w = min(pi_old / pi_rollout, cap)``, by token or by response.
 
 Legend: ``_R`` tokens of a response.
 """
@@ -13,7 +13,7 @@ import numpy as np
 def truncated_importance(
     old_log_prob_R: np.ndarray, rollout_log_prob_R: np.ndarray, cap: float
 ) -> np.ndarray:
-    """Truncated importance weights ``min(pi_old / pi_rollout, cap)``, one for each token.
+    """Truncated importance weights ``w_t = min(pi_old / pi_rollout, cap)`` of the tokens, [R].
 
     Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; the separation
     of the behaviour policy from the policy that the ratio starts at is that of Hilton et al., "Batch
@@ -33,10 +33,10 @@ def truncated_importance(
 def truncated_sequence_importance(
     old_log_prob_R: np.ndarray, rollout_log_prob_R: np.ndarray, trained_R: np.ndarray, cap: float
 ) -> np.ndarray:
-    """The truncated importance weight of a whole response, ``min(prod_t pi_old / pi_rollout, cap)``.
+    """Truncated importance weight of a response: ``w = min(prod_t pi_old / pi_rollout, cap)``, [R].
 
-    The product is that of the response's trained tokens: verl's ``rollout_is=sequence``, TRL's
-    ``sequence_truncate``. It falls short of 1 or meets the cap the sooner, the longer the response is.
+    The product is over the response's trained tokens: verl's ``rollout_is=sequence``, TRL's
+    ``sequence_truncate``. The longer the response, the further the product is from 1.
 
     Args:
         old_log_prob_R: log pi_old, nats.

@@ -1,9 +1,9 @@
-"""Corrections for data that another policy sampled: whole responses are rejected, or weighted, for any loss.
+"""Rejection sampling of off-policy responses: whole responses leave the update, whatever its loss.
 
-They come before the packing, on the host: a rejected response is not trained on, so it is in no pack, no
-metric and no count that the loss is divided by. Two ratios decide, and each field says which is its own:
+It comes before the packing, on the host: a rejected response is in no pack, no metric and no token count.
+Each field uses one of two ratios:
 
-- ``pi_old / pi_rollout``, trainer against engine at the beginning of a step: known before its updates;
+- ``pi_old / pi_rollout``, trainer against engine at the start of a step: known before its updates;
 - ``pi / pi_rollout``, the policy in training: measured by a forward pass before an update.
 
 Plain Python. Legend: ``_N`` tokens of a response that are trained on.
@@ -39,18 +39,18 @@ class CorrectionsConfig:
 
     @property
     def compares_old(self) -> bool:
-        """Whether pi_old / pi_rollout decides about any response."""
+        """Whether a limit on pi_old / pi_rollout is set."""
         limits = (self.geometric_min, self.geometric_max, self.worst_token_min, self.worst_token_max)
         return any(limit is not None for limit in limits)
 
     @property
     def rejects(self) -> bool:
-        """Whether any response may be rejected."""
+        """Whether any limit is set, so that responses may be rejected."""
         return self.compares_old or self.off_policy_delta is not None
 
 
 def is_outside(log_ratio_N: np.ndarray, config: CorrectionsConfig) -> bool:
-    """Whether a response's ratios pi_old / pi_rollout lie outside the ranges: rejection sampling.
+    """Rejection rule on ``pi_old / pi_rollout``: geometric mean over [N], or one token, outside its range.
 
     The range of the geometric mean is verl's ``rollout_rs=seq_mean_k1``, that of the worst token its former
     veto (github.com/verl-project/verl, ``rollout_corr_helper.py``). A ratio on a limit is inside; a response
@@ -77,7 +77,9 @@ def _within(log_ratio: float, low: float | None, high: float | None) -> bool:
 
 
 def is_off_policy(advantage: float, mean_gap: float, delta: float) -> bool:
-    """Whether the off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556, Eq. 9) rejects a response.
+    """Off-policy sequence mask, ``A < 0 and mean_t log(pi_rollout / pi) > delta``: whether it rejects.
+
+    DeepSeek-V3.2 (arXiv 2512.02556, Eq. 9).
 
     Args:
         advantage: of the response.

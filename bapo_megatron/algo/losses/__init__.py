@@ -1,7 +1,8 @@
-"""Policy-gradient losses, chosen by ``algorithm.loss``: a registered name, or ``package.module:Name``.
+"""Registry of policy-gradient losses, and the classes to write one: ``loss = -sum_t weight_t A_t value_t``.
 
-A loss is one file with one subclass of ``Loss``. It says what the loss of a pack is and which tokens have a
-gradient; clip fractions, diagnostics, the entropy rule and PAPO follow from that.
+``algorithm.loss`` is a registered name or ``package.module:Name``. A loss is one file with one subclass of
+``Loss``, which gives the loss of a pack and the gradient factor of each token. Clip fractions, diagnostics,
+the entropy rule and PAPO follow from these.
 
 Legend: ``_T`` tokens of a pack.
 """
@@ -49,36 +50,39 @@ LOSSES = {
     "m2po": "bapo_megatron.algo.losses.m2po:M2po",
     "vespo": "bapo_megatron.algo.losses.vespo:Vespo",
 }
-"""The registered names, and where their classes are."""
+"""Registered names of losses, with the dotted paths of their classes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """What a loss must know of a whole update before it can be taken: clipping bounds, sequence ratios."""
+    """Search over a whole update that a loss needs first: clipping bounds, sequence ratios.
+
+    ``found = find(sum of measure over packs and ranks)``, which ``Loss.terms`` then gets.
+    """
 
     measure: TokenFn
     """Additive sums of one pack: a float64 vector of one length in all packs."""
     find: Callable[..., Any]
-    """What the loss gets as ``found``, from the sums of ``measure`` over all packs and ranks."""
+    """From the sums of ``measure`` over all packs and ranks to ``found``, the result of the search."""
     scope: Literal["update", "lagged", "micro_batch"]
-    """Over which tokens ``measure`` is summed: see ``BoundsConfig.scope``."""
+    """Tokens over which ``measure`` is summed: see ``BoundsConfig.scope``."""
     size: int = 0
     """Length of the vector of ``measure``; 0 if it depends on the update."""
     known: Any = None
-    """``found`` where it is known without any sums; None where it is not."""
+    """``found`` if it needs no sums (fixed bounds); None otherwise."""
     is_ratio: bool = False
     """Whether ``found`` is the ratio or the mask of the loss itself. Then it is measured also where
-    ``algorithm.known_ratio`` takes the ratio as 1, but for ``old_log_probs=trainer``, where it is 1."""
+    ``algorithm.known_ratio`` takes the ratio as 1, except with ``old_log_probs=trainer``, where it is 1."""
     carried: Callable[[Any], Any] | None = None
-    """What the next search of the same batch gets, as the second argument of ``find``, of what this one has
-    found: a value of plain JSON, which checkpoints keep. The first search of a batch gets None. Without it
-    ``find`` has one argument."""
+    """From ``found`` to the second argument of ``find`` in the next search of the same batch: plain JSON,
+    which checkpoints keep. The first search of a batch gets None. Without it ``find`` has one argument."""
 
 
 class Loss(ABC):
-    """The loss of an update. It is made of the run's ``AlgorithmConfig``; ``terms`` is all it must have.
+    """Base class of a policy-gradient loss; subclasses define ``terms``.
 
-    A constructor that cannot use a setting raises ConfigError. The settings of a loss are the arguments of
+    The constructor gets the run's ``AlgorithmConfig``, and raises ConfigError for a setting that it cannot
+    use. The settings of a loss are the arguments of
     its constructor after ``algorithm``, with defaults; ``algorithm.loss_settings`` gives them. Their
     annotations state types and ranges, ``Annotated[float, Gt(0)]``, which are checked before work starts.
     ``narrow = functools.partial(MyLoss, width=0.1)`` in the same module names another choice,
@@ -86,12 +90,12 @@ class Loss(ABC):
     """
 
     bounds: ClassVar[Literal["searched", "fixed", "unused"]] = "unused"
-    """What the loss does with ``algorithm.bounds``: searches them, reads c_low and c_high of fixed ones (and
-    refuses others), or nothing (settings of bounds are refused)."""
+    """Use of ``algorithm.bounds``: `searched`; `fixed`, which reads c_low and c_high and refuses ranges; or
+    `unused`, which refuses settings of bounds."""
     search: Search | None = None
-    """What must be found before the loss is taken; None for a loss that needs nothing but the pack."""
+    """The search that comes before the loss; None for a loss that needs the pack alone."""
     measurements: Sequence[Measurement] = ()
-    """Metrics of its own, beside those of every loss."""
+    """Its own metrics, besides those of every loss."""
 
     def __init__(self, algorithm: Any) -> None:
         """``algorithm``: the run's ``AlgorithmConfig``."""
@@ -99,20 +103,20 @@ class Loss(ABC):
 
     @abstractmethod
     def terms(self, stats: TokenStats, batch: MicroBatch, found: Any) -> LossTerms:
-        """The loss of one pack, and what it does to each token.
+        """Loss of one pack, with the gradient factor and the clipping of each token.
 
         A pack may come in parts (chunks of its tokens, parts of its sequences on context-parallel ranks), so
-        the loss of a token must not depend on other tokens but through ``found``.
+        the loss of a token may depend on other tokens only through ``found``.
 
         Args:
             stats: log-probs, differentiable, and entropies under the policy in training.
             batch: the pack. Tokens whose mask is 0 must count nowhere, whatever they hold.
-            found: what ``search.find`` returned; None without a search.
+            found: the result of ``search.find``; None without a search.
         """
 
 
 class Tokens(NamedTuple):
-    """The tokens of a pack as a ``TokenLoss`` sees them: float64 [T], without gradient, 0 where masked."""
+    """Per-token inputs of a ``TokenLoss``: float64 [T], without gradient, 0 where masked."""
 
     log_ratio_T: Tensor
     """log(pi / pi_old), nats."""
@@ -142,21 +146,21 @@ class Tokens(NamedTuple):
 
 
 class TokenRule(NamedTuple):
-    """What a ``TokenLoss`` makes of each token: ``loss = -sum_t weight A value``."""
+    """Per-token terms of a ``TokenLoss``, [T]: ``loss = -sum_t weight A value``."""
 
     value_T: Tensor
-    """float64: what the advantage is multiplied with in the objective."""
+    """float64: the factor of the advantage in the objective, PPO's clipped ratio for example."""
     factor_T: Tensor
-    """float64: the derivative of the value by log pi, ``g``; 0 where the token has no gradient."""
+    """float64: ``g``, the derivative of the value by log pi; 0 where the token has no gradient."""
     clipped_T: Tensor
     """bool: the tokens that the loss clips or masks."""
 
 
 class TokenLoss(Loss):
-    """A loss in which a token's term depends on nothing but the token: subclasses define ``rule``.
+    """Base class of a per-token loss, ``-sum_t weight A value``: subclasses define ``rule``.
 
-    The gradient is the rule's factor by construction, so a stop-gradient of a paper is a choice of the
-    factor: ``d loss / d log pi = -weight A g``. A token beyond ``LOG_RATIO_LIMIT`` has no gradient.
+    The gradient is ``d loss / d log pi = -weight A g`` by construction, so a paper's stop-gradient is a
+    choice of the factor ``g``. A token beyond ``LOG_RATIO_LIMIT`` has no gradient.
     """
 
     @abstractmethod
@@ -164,7 +168,7 @@ class TokenLoss(Loss):
         """Value, gradient factor and clipping of each token, without gradient."""
 
     def terms(self, stats: TokenStats, batch: MicroBatch, found: None) -> LossTerms:
-        """Minus the weighted sum of the rule's values, with the rule's factors as derivatives."""
+        """``-sum_t weight A value`` of the rule, with the rule's factors as derivatives."""
         tokens = Tokens.of(stats, batch)
         value_T, factor_T, clipped_T = self.rule(tokens)
         live_T = batch.mask_T != 0
@@ -177,7 +181,7 @@ class TokenLoss(Loss):
 
 
 class _LossSettings(Protocol):
-    """The part of ``AlgorithmConfig`` that choosing a loss reads."""
+    """Fields of ``AlgorithmConfig`` that ``build_loss`` reads."""
 
     @property
     def loss(self) -> str:
@@ -193,7 +197,7 @@ class _LossSettings(Protocol):
 
 
 def load_loss(name: str) -> Callable[..., Loss]:
-    """The loss class of a registered name or a dotted path. ConfigError that says why it cannot be had."""
+    """Loss class of a registered name or dotted path. ConfigError if there is none, or it is no ``Loss``."""
     known = ", ".join(sorted(LOSSES))
     path = LOSSES.get(name, name)
     if ":" not in path:
@@ -213,9 +217,9 @@ def load_loss(name: str) -> Callable[..., Loss]:
 
 
 def build_loss(algorithm: _LossSettings) -> Loss:
-    """The loss of ``algorithm.loss`` with ``algorithm.loss_settings``.
+    """Construct the loss ``algorithm.loss`` with ``algorithm.loss_settings``.
 
-    ConfigError if it cannot be had, does not take a setting, or would ignore settings of bounds.
+    ConfigError for an unknown loss, an unknown setting, or settings of bounds that it would ignore.
     """
     build = load_loss(algorithm.loss)
     owner, settings = f"algorithm.loss={algorithm.loss}", algorithm.loss_settings

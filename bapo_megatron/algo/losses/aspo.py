@@ -1,17 +1,16 @@
-"""ASPO (arXiv 2510.06062v2): tokens with A > 0 weigh with the reciprocal of their ratio.
+"""ASPO (arXiv 2510.06062v2): ``-sum_t weight A min(w, dual_clip)``, w = 1 / r for A > 0, w = r for A < 0.
 
-A token that lags behind (A > 0, r < 1) is pushed the harder, one that has risen the less; tokens with A < 0
-keep the ratio. The paper's Sec. 6 in three steps:
+A positive token with r < 1 gets a larger gradient, one with r > 1 a smaller one. The paper's Sec. 6 in three
+steps:
 
 1. PPO's mask: no gradient where A < 0 and ``r < 1 - clip_low``, or A > 0 and ``r > 1 + clip_high``
 2. Eq. 3: the weight is ``w = r`` for A < 0, and ``w = 1 / r`` for A > 0, whose gradient is that of
    ``pi_old pi / sg(pi^2)``
 3. the weight is at most ``dual_clip``, and keeps its gradient there
 
-    loss = -sum_t weight A min(w, dual_clip)    with    g = min(w, dual_clip), or 0 where masked
+So ``g = min(w, dual_clip)``, or 0 where masked. A masked token has the value of its bound, as in PPO.
 
-A masked token has the value of its bound, as in PPO. Defaults are those of the authors' scripts, the paper
-gives no numbers. The paper bounds the weight of A > 0 (its step 3) and of A < 0 by PPO's dual clip; that both
+Defaults are those of the authors' scripts; the paper gives no numbers. The paper bounds the weight of A > 0 (its step 3) and of A < 0 by PPO's dual clip; that both
 keep their gradient is the authors' code. That code also takes wider bounds, 0.4, for the fifth of the tokens
 with the highest entropy in a response, and the log-prob for the value of a dual-clipped token (the same
 gradient): neither is in the paper, nor here. The paper's mean is within each response first,
@@ -31,9 +30,9 @@ from bapo_megatron.algo.measurements import PackView, token_mean
 
 
 class Aspo(TokenLoss):
-    """PPO's mask with flipped weights of positive tokens. Clipped are the masked tokens.
+    """ASPO loss: PPO's mask, and the reciprocal ratio as weight of positive tokens. Clipped: masked tokens.
 
-    Metric ``aspo/dual_clipped``: the share of the tokens whose weight ``dual_clip`` bounds.
+    Metric ``aspo/dual_clipped``: the share of the tokens whose weight is above ``dual_clip``.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Aspo(TokenLoss):
         clip_high: Annotated[float, Gt(0)] = 0.2,
         dual_clip: Annotated[float, Gt(1)] = 3.0,
     ) -> None:
-        """Takes the bounds' distances from 1, and the largest weight."""
+        """``clip_low``, ``clip_high``: distances of the bounds from 1. ``dual_clip``: the largest weight."""
         super().__init__(algorithm)
         self.low, self.high, self.dual_clip = 1 - clip_low, 1 + clip_high, dual_clip
         self.measurements = (token_mean("aspo/dual_clipped", self._dual_clipped),)
@@ -63,5 +62,5 @@ class Aspo(TokenLoss):
 
 
 def _weight(ratio_T: Tensor, positive_T: Tensor) -> Tensor:
-    """Eq. 3."""
+    """Weight of Eq. 3: ``1 / r`` for A > 0, else ``r``."""
     return torch.where(positive_T, 1 / ratio_T, ratio_T)

@@ -26,10 +26,10 @@ from bapo_megatron.types import Metrics
 
 
 class CeGppo(TokenLoss):
-    """PPO's surrogate whose clipped tokens keep a gradient. Clipped are the tokens that PPO would clip.
+    """CE-GPPO loss: PPO's surrogate whose clipped tokens keep a gradient. Clipped: the tokens that PPO clips.
 
-    Metrics ``ce_gppo/preserved_low`` and ``_high``: the part of the gradient's mass ``sum weight g |A|`` that
-    comes from tokens beyond the lower and the upper bound, None without any mass.
+    Metrics ``ce_gppo/preserved_low`` and ``_high``: the share of the gradient mass ``sum weight g |A|`` from
+    tokens beyond the lower and the upper bound, None where the mass is 0.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class CeGppo(TokenLoss):
         clip_low: Annotated[float, Gt(0), Lt(1)] = 0.2,
         clip_high: Annotated[float, Gt(0)] = 0.2,
     ) -> None:
-        """Takes the factors beyond the lower and the upper bound, and the bounds' distances from 1."""
+        """``beta1``, ``beta2``: factors beyond the lower and upper bound. ``clip_*``: distances from 1."""
         super().__init__(algorithm)
         self.low, self.high = 1 - clip_low, 1 + clip_high
         self.beta1, self.beta2 = beta1, beta2
@@ -56,7 +56,7 @@ class CeGppo(TokenLoss):
 
 
 def _mass(view: PackView) -> Tensor:
-    """The gradient's mass: of all tokens, and of those beyond the lower and the upper bound."""
+    """Gradient mass, [3]: of all tokens, of those beyond the lower bound, and beyond the upper bound."""
     weight_T, advantage_T = unmasked(view.batch.mask_T, view.batch.weight_T, view.batch.advantage_T)
     mass_T = weight_T * view.terms.gradient_T * advantage_T.abs()
     low_T, high_T = (view.terms.clipped_T & side_T for side_T in (advantage_T < 0, advantage_T > 0))

@@ -1,6 +1,8 @@
-"""The clipped surrogate of PPO (Eq. 4) with searched or fixed bounds: BAPO's loss, GRPO's, clip-higher's.
+"""PPO-clip loss (Eq. 4) with searched or fixed bounds: BAPO, GRPO, clip-higher.
 
-The presets of ``bapo_megatron.algo.bapo`` say which. Equation numbers are the paper's (arXiv 2510.18927).
+    loss = -sum_t weight min(r A, clip(r, c_low, c_high) A),    r = pi / pi_old
+
+The presets of ``bapo_megatron.algo.bapo`` choose the bounds. Equation numbers are those of arXiv 2510.18927.
 
 Legend: ``_T`` tokens of a pack, ``_G`` search groups of an update.
 """
@@ -41,16 +43,16 @@ from bapo_megatron.types import Metrics, MicroBatch, TokenFn, TokenStats
 
 
 @dataclass(frozen=True)
-class Found:
-    """The bounds that a search has chosen, and the contribution there under every reading of Eq. 8."""
+class SearchResult:
+    """Result of a search: its bounds, and the contribution there under every reading of Eq. 8."""
 
     bounds: Bounds
     contributions: dict[str, float]
     one_sign: bool = False
-    """Whether the search saw tokens of one sign alone, and so had nothing to balance."""
+    """Whether all tokens of the search had advantages of one sign, so that there was nothing to balance."""
 
     def metrics(self) -> dict[str, float]:
-        """The bounds and contributions under their metric names."""
+        """Bounds and contributions by their metric names."""
         return {
             "bapo/clip_low": self.bounds.low,
             "bapo/clip_high": self.bounds.high,
@@ -62,14 +64,14 @@ class Found:
 
 
 @dataclass(frozen=True)
-class GroupsFound:
-    """What the searches of an update have found, one for each of its search groups (``bounds_tokens``)."""
+class GroupSearchResults:
+    """Results of an update's searches, one for each of its search groups (``bounds_tokens``)."""
 
-    groups: tuple[Found, ...]
+    groups: tuple[SearchResult, ...]
 
 
 def contribution_fn(config: BoundsConfig) -> TokenFn:
-    """The function that makes the sums of one pack for ``search``, or for ``search_groups``."""
+    """Token function of the contribution sums of one pack, for ``search`` or ``search_groups``."""
 
     def sums(stats: TokenStats, batch: MicroBatch) -> Tensor:
         log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
@@ -82,17 +84,18 @@ def contribution_fn(config: BoundsConfig) -> TokenFn:
     return sums
 
 
-def search(sums: Tensor, config: BoundsConfig, lowest: float | None = None) -> Found:
-    """Algorithm 1 on the (reduced) sums of ``contribution_fn``, from c_low ``lowest`` on if it is given."""
+def search(sums: Tensor, config: BoundsConfig, lowest: float | None = None) -> SearchResult:
+    """Algorithm 1 on the (reduced) sums of ``contribution_fn``. ``lowest``: the c_low to begin at."""
     own = sums[: sum_count(config)]
     bounds = search_bounds(own, config, lowest)
     positive, negative = own.split([len(high_values(config)), len(low_values(config))])
-    return Found(bounds, contributions(sums, bounds, config), bool(positive.any()) != bool(negative.any()))
+    one_sign = bool(positive.any()) != bool(negative.any())
+    return SearchResult(bounds, contributions(sums, bounds, config), one_sign)
 
 
-def search_groups(sums: Tensor, config: BoundsConfig) -> GroupsFound:
+def search_groups(sums: Tensor, config: BoundsConfig) -> GroupSearchResults:
     """``search`` in each group, on the (reduced) sums of ``contribution_fn`` over the whole update."""
-    return GroupsFound(tuple(search(row, config) for row in sums.reshape(-1, _width(config))))
+    return GroupSearchResults(tuple(search(row, config) for row in sums.reshape(-1, _width(config))))
 
 
 def _width(config: BoundsConfig) -> int:
@@ -100,19 +103,19 @@ def _width(config: BoundsConfig) -> int:
     return len(all_measures(config)) * sum_count(config)
 
 
-def at_bounds(bounds: Bounds, sums: Tensor, config: BoundsConfig) -> Found:
-    """The same bounds judged by other (reduced) sums of ``contribution_fn``."""
+def at_bounds(bounds: Bounds, sums: Tensor, config: BoundsConfig) -> SearchResult:
+    """Given bounds with their contribution on other (reduced) sums of ``contribution_fn``."""
     rows = sums[: sum_count(config)].tolist()
     highs = high_values(config)
     positive = rows[highs.index(bounds.high)]
     negative = rows[len(highs) + low_values(config).index(bounds.low)]
     contribution = positive_share(positive, negative, config.share)
     bounds = replace(bounds, contribution=contribution, reached=contribution >= config.target)
-    return Found(bounds, contributions(sums, bounds, config))
+    return SearchResult(bounds, contributions(sums, bounds, config))
 
 
 class _ClipSettings(Protocol):
-    """The part of ``AlgorithmConfig`` that this loss reads."""
+    """Fields of ``AlgorithmConfig`` that this loss reads."""
 
     @property
     def bounds(self) -> BoundsConfig:
@@ -120,7 +123,7 @@ class _ClipSettings(Protocol):
 
 
 class ClipLoss(Loss):
-    """The clipped surrogate at the bounds of an update, found by Algorithm 1 or fixed."""
+    """PPO-clip loss at the bounds of an update, which Algorithm 1 finds or which are fixed."""
 
     bounds = "searched"
     search: Search
@@ -145,11 +148,13 @@ class ClipLoss(Loss):
             Measurement("bounds_in_force", 5, self._in_force_sums, _in_force_metrics),
         )
 
-    def terms(self, stats: TokenStats, batch: MicroBatch, found: Found | GroupsFound) -> LossTerms:
+    def terms(
+        self, stats: TokenStats, batch: MicroBatch, found: SearchResult | GroupSearchResults
+    ) -> LossTerms:
         """Eq. 4 at the bounds of ``found``."""
         log_ratio_T = stats.log_prob_T - batch.old_log_prob_T
         bounds: Bounds | TokenBounds
-        if isinstance(found, GroupsFound):
+        if isinstance(found, GroupSearchResults):
             bounds = TokenBounds.of([one.bounds for one in found.groups], self._group_T(batch))
         else:
             bounds = found.bounds
@@ -161,20 +166,20 @@ class ClipLoss(Loss):
         )
 
     def _group_T(self, batch: MicroBatch) -> Tensor:
-        """The search group of each token."""
+        """Search group of each token, [T]."""
         assert self._config.bounds_tokens is not None
         return group_of_tokens(batch, self._config.bounds_tokens)
 
-    def _of_tokens(self, view: PackView, value: Callable[[Found], float]) -> float | Tensor:
+    def _of_tokens(self, view: PackView, value: Callable[[SearchResult], float]) -> float | Tensor:
         """``value`` of each token's search: a number where all have the same, else [T]."""
-        if not isinstance(view.found, GroupsFound):
+        if not isinstance(view.found, GroupSearchResults):
             return value(view.found)
         table_G = constant_on(view.live_T.device, tuple(value(one) for one in view.found.groups))
         return table_G[self._group_T(view.batch)]
 
     def _bounds_sums(self, view: PackView) -> Tensor:
-        """Sums of the found bounds' metrics, each multiplied by the number of tokens that count."""
-        if isinstance(view.found, GroupsFound):
+        """Metrics of the bounds, each multiplied by the number of tokens in the loss: [5 + 12]."""
+        if isinstance(view.found, GroupSearchResults):
             values = [tuple(one.metrics().values()) for one in view.found.groups]
             rows = constant_on(view.live_T.device, tuple(chain.from_iterable(values))).reshape(
                 len(values), -1
@@ -188,15 +193,15 @@ class ClipLoss(Loss):
         return torch.where(tokens > 0, tokens * of_all, 0.0)
 
     def _bounds_metrics(self, sums: Tensor, update: UpdateSums) -> Metrics:
-        """The bounds of an update, judged by its own tokens, and their distance from the exact search's.
+        """Metrics of an update's bounds: contribution on its own tokens, distance from the exact search.
 
-        Where parts of the update had bounds of their own (``scope: micro_batch``) the means over the tokens
-        are logged. ``..._distance`` costs nothing: the update's own sums give the exact bounds.
+        With many searches in an update (``scope: micro_batch``) they are means over the tokens.
+        ``..._distance`` costs no pass: the update's own sums give the exact bounds.
         """
         measured, config = update.parts[SEARCH].reshape(-1, _width(self._config)).sum(0), self._config
         exact = search(measured, config)
-        found: Found | GroupsFound | None = update.found
-        if isinstance(found, GroupsFound) or (found is None and config.scope == "micro_batch"):
+        found: SearchResult | GroupSearchResults | None = update.found
+        if isinstance(found, GroupSearchResults) or (found is None and config.scope == "micro_batch"):
             means = (number / update.tokens for number in sums.tolist())
             used = dict(zip(exact.metrics(), means, strict=True))
         else:
@@ -223,7 +228,7 @@ class ClipLoss(Loss):
 
 
 def _in_force_metrics(sums: Tensor, update: UpdateSums) -> Metrics:
-    """Means of the bounds over the tokens that they act on; the share of tokens whose search saw one sign."""
+    """Mean bounds over the tokens that they act on; share of tokens whose search saw one sign alone."""
     low, negative, high, positive, one_sign = sums.tolist()
     return {
         "bapo/clip_low_negative": low / negative if negative else None,

@@ -1,6 +1,4 @@
-"""DPPO (arXiv 2602.04879v3, Eq. 12): tokens are masked by a divergence of the policies, not by their ratio.
-
-    loss = -sum_t weight M r A
+"""DPPO (arXiv 2602.04879v3, Eq. 12): ``-sum_t weight M r A``, masked by a divergence of the policies.
 
 ``M`` is 0 where the update has moved a token's probability the way its advantage asks for (A > 0 and
 pi > mu, or A < 0 and pi < mu) and the divergence of the two distributions is above ``divergence_threshold``;
@@ -33,10 +31,7 @@ _ROUNDING = 1e-8
 
 
 class _Dppo(TokenLoss):
-    """DPPO with the divergence of a subclass, whose mean is the metric ``dppo/divergence``.
-
-    Clipped are the masked tokens.
-    """
+    """DPPO loss with the divergence of a subclass. Clipped: the masked tokens. Metric ``dppo/divergence``."""
 
     def __init__(self, algorithm: Any, divergence_threshold: float, ratio_cap: float | None) -> None:
         super().__init__(algorithm)
@@ -45,10 +40,10 @@ class _Dppo(TokenLoss):
 
     @abstractmethod
     def divergence(self, tokens: Tokens) -> Tensor:
-        """Divergence of policy and rollout policy at each token, [T]."""
+        """Divergence of the rollout policy and the policy at each token, [T]."""
 
     def rule(self, tokens: Tokens) -> TokenRule:
-        """The ratio of the tokens that are not masked, and 0."""
+        """``g = M r``: the (capped) ratio, 0 where masked."""
         move_T = (tokens.log_prob_T - tokens.rollout_log_prob_T) * tokens.advantage_T
         masked_T = (move_T > 0) & (self.divergence(tokens) > self.divergence_threshold)
         ratio_T = tokens.ratio_T if self.ratio_cap is None else tokens.ratio_T.clamp(max=self.ratio_cap)
@@ -60,7 +55,7 @@ class _Dppo(TokenLoss):
 
 
 class DppoTv(_Dppo):
-    """DPPO with total variation, in probability."""
+    """DPPO loss with total variation, ``|mu - pi|`` (Eq. 13)."""
 
     def __init__(
         self,
@@ -71,12 +66,12 @@ class DppoTv(_Dppo):
         super().__init__(algorithm, divergence_threshold, ratio_cap)
 
     def divergence(self, tokens: Tokens) -> Tensor:
-        """Eq. 13."""
+        """Eq. 13: ``|mu - pi|``, [T]."""
         return (tokens.log_prob_T.exp() - tokens.rollout_log_prob_T.exp()).abs()
 
 
 class DppoKl(_Dppo):
-    """DPPO with KL(rollout || policy), in nats."""
+    """DPPO loss with the binary KL(rollout || policy), in nats (Eq. 14)."""
 
     def __init__(
         self,
@@ -87,7 +82,7 @@ class DppoKl(_Dppo):
         super().__init__(algorithm, divergence_threshold, ratio_cap)
 
     def divergence(self, tokens: Tokens) -> Tensor:
-        """Eq. 14."""
+        """Eq. 14: ``mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))``, [T]."""
         log_pi_T, log_mu_T = tokens.log_prob_T, tokens.rollout_log_prob_T
         other_pi_T, other_mu_T = (-torch.expm1(log_T) + _ROUNDING for log_T in (log_pi_T, log_mu_T))
         kept_T = log_mu_T.exp() * (log_mu_T - log_pi_T)

@@ -1,4 +1,4 @@
-"""GSPO's loss: the clipped surrogate with one ratio for a whole response (arXiv 2507.18071, Eqs. 5 and 7).
+"""GSPO (arXiv 2507.18071, Eqs. 5 and 7): PPO-clip with the sequence ratio ``s = exp(mean_t log r_t)``.
 
 Legend: ``_T`` tokens of a pack.
 """
@@ -19,9 +19,9 @@ from bapo_megatron.types import MicroBatch, TokenStats
 
 
 class Gspo(Loss):
-    """Minus ``sum_t weight min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)``, ``s`` the sequence's ratio.
+    """GSPO loss: ``-sum_t weight min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)``, s the sequence ratio.
 
-    ``s = exp(mean_t log r_t)`` is the geometric mean of the token ratios. The gradient is that of GSPO-token
+    ``s`` is the geometric mean of the token ratios of a response. The gradient is that of GSPO-token
     (Eqs. 13 and 14): ``d loss / d log pi_t = -weight A s``, which with one weight and one advantage for all
     tokens of a response is GSPO's own (Eq. 10). A clipped response has no gradient at any of its tokens. The
     paper's mean over responses is ``algorithm.loss_mean=sequence``.
@@ -35,7 +35,7 @@ class Gspo(Loss):
         clip_low: Annotated[float, Gt(0), Lt(1)] = 3e-4,
         clip_high: Annotated[float, Gt(0)] = 4e-4,
     ) -> None:
-        """Takes the bounds' distances from 1; the defaults are those of the paper's section 5.1."""
+        """``clip_low``, ``clip_high``: distances of the bounds from 1; defaults of the paper's Sec. 5.1."""
         super().__init__(algorithm)
         self.low, self.high = math.log1p(-clip_low), math.log1p(clip_high)
         self.search = Search(
@@ -44,7 +44,7 @@ class Gspo(Loss):
         self.measurements = (token_mean("gspo/ratio", lambda view: ratio(view.found.of_tokens(view.batch))),)
 
     def terms(self, stats: TokenStats, batch: MicroBatch, found: PerSequence) -> LossTerms:
-        """Eq. 5 at the sequences' mean log-ratios, which ``found`` holds."""
+        """Eq. 5. ``found``: the mean log-ratio of each sequence."""
         fields = (stats.log_prob_T, batch.advantage_T, batch.weight_T)
         log_prob_T, advantage_T, weight_T = unmasked(batch.mask_T, *fields)
         mean_T = found.of_tokens(batch)

@@ -1,11 +1,11 @@
-"""M2PO's loss: no clipping, but tokens whose second moment is too large are masked (arXiv 2510.01161).
+"""M2PO (arXiv 2510.01161): ``-sum_t weight M r A``, tokens masked until ``mean (log r)^2 <= tau``.
 
 Algorithm 1 of that paper. Its candidates, the trust-region tokens, are those that PPO could clip: A > 0 with
 r > 1, and A < 0 with r < 1. While the mean of their ``(log r)^2`` is above ``tau``, the largest is masked.
 The others, and all tokens outside the trust region, keep ``r A`` unclipped. A masked token stays in the
 count of tokens that the loss is divided by, as in the paper's objective.
 
-The order of all tokens of an update is not additive over packs and ranks, a histogram is: the threshold is
+A sort of all tokens of an update is not additive over packs and ranks, a histogram is: the threshold is
 the lower edge of a bin of ``|log r|``, 0.5 % wide. So the bin in which Algorithm 1 stops is masked whole.
 
 Legend: ``_T`` tokens of a pack, ``_B`` bins.
@@ -32,19 +32,19 @@ BIN = 1.005
 
 
 @dataclass(frozen=True)
-class Found:
-    """The threshold of an update, and what it does to the second moment of its candidates."""
+class Threshold:
+    """Mask threshold of an update, and the second moment of its candidates before and after masking."""
 
     threshold: float
     """Smallest masked ``|log r|``, nats; inf where no token is masked."""
     moment: float
-    """Mean ``(log r)^2`` of the candidates; 0 where there are none."""
+    """Mean ``(log r)^2`` of the candidates; 0 without candidates."""
     kept: float
-    """The same without the masked ones: at most ``tau``."""
+    """The same mean without the masked tokens: at most ``tau``."""
 
 
 class M2po(Loss):
-    """Minus ``sum_t weight M r A``, with ``M`` 0 at the tokens that Algorithm 1 masks, else 1."""
+    """M2PO loss: ``-sum_t weight M r A``, with ``M`` 0 at the tokens that Algorithm 1 masks, else 1."""
 
     search: Search
 
@@ -56,18 +56,18 @@ class M2po(Loss):
         self.search = Search(self._measure, self._find, "update", size, is_ratio=True)
         self.measurements = (Measurement("m2po", 0, _nothing, self._metrics),)
 
-    def terms(self, stats: TokenStats, batch: MicroBatch, found: Found) -> LossTerms:
-        """The surrogate of the tokens that are left."""
+    def terms(self, stats: TokenStats, batch: MicroBatch, found: Threshold) -> LossTerms:
+        """``-sum_t weight M r A`` at the threshold ``found``."""
         log_ratio_T, advantage_T, weight_T = _fields(stats, batch)
         masked_T = _candidates(log_ratio_T, advantage_T) & (log_ratio_T.abs() >= found.threshold)
         ratio_T = ratio(log_ratio_T)
         loss = -(weight_T * advantage_T * torch.where(masked_T, 0.0, ratio_T)).sum()
-        dead_T = masked_T | (log_ratio_T.abs() > LOG_RATIO_LIMIT) | (batch.mask_T == 0)
-        return LossTerms(loss, torch.where(dead_T, 0.0, ratio_T).detach(), masked_T)
+        no_gradient_T = masked_T | (log_ratio_T.abs() > LOG_RATIO_LIMIT) | (batch.mask_T == 0)
+        return LossTerms(loss, torch.where(no_gradient_T, 0.0, ratio_T).detach(), masked_T)
 
     @torch.no_grad()
     def _measure(self, stats: TokenStats, batch: MicroBatch) -> Tensor:
-        """Number of the candidates and sum of their ``(log r)^2`` in each bin, [2 B]."""
+        """Histogram of ``|log r|`` of the candidates: their number and sum of ``(log r)^2`` by bin, [2 B]."""
         log_ratio_T, advantage_T, _ = _fields(stats, batch)
         count_T = _candidates(log_ratio_T, advantage_T).double()
         bin_T = torch.bucketize(log_ratio_T.abs(), constant_on(count_T.device, self.edges), right=True)
@@ -78,16 +78,16 @@ class M2po(Loss):
             .flatten()
         )
 
-    def _find(self, sums: Tensor) -> Found:
-        """Algorithm 1 on whole bins, those of the largest ``|log r|`` first."""
+    def _find(self, sums: Tensor) -> Threshold:
+        """Algorithm 1 on whole bins, the largest ``|log r|`` first."""
         counts, squares = (list(itertools.accumulate(half.tolist())) for half in sums.chunk(2))
         means_B = [square / max(count, 1.0) for count, square in zip(counts, squares, strict=True)]
         kept = max(number for number, mean in enumerate(means_B) if mean <= self.tau or number == 0)
-        return Found((*self.edges, math.inf)[kept], means_B[-1], means_B[kept])
+        return Threshold((*self.edges, math.inf)[kept], means_B[-1], means_B[kept])
 
     def _metrics(self, _sums: Tensor, update: UpdateSums) -> Metrics:
         """The second moment of the candidates before and after masking, and the threshold in nats."""
-        found: Found = update.found or self._find(update.parts[SEARCH])
+        found: Threshold = update.found or self._find(update.parts[SEARCH])
         return {
             "m2po/second_moment": found.moment,
             "m2po/second_moment_kept": found.kept,
@@ -102,12 +102,12 @@ def _fields(stats: TokenStats, batch: MicroBatch) -> list[Tensor]:
 
 
 def _candidates(log_ratio_T: Tensor, advantage_T: Tensor) -> Tensor:
-    """The trust-region tokens: those that the update has moved the way their advantage asks for."""
+    """Trust-region tokens, bool [T]: ``A log r > 0``, moved in the direction of their advantage."""
     return log_ratio_T * advantage_T > 0
 
 
 def _edges(first: float) -> tuple[float, ...]:
-    """Edges from ``sqrt(tau)``, below which no token need be masked, to ``LOG_RATIO_LIMIT``."""
+    """Bin edges from ``sqrt(tau)``, below which no token need be masked, to ``LOG_RATIO_LIMIT``."""
     count = math.ceil(math.log(LOG_RATIO_LIMIT / first) / math.log(BIN))
     return tuple(first * BIN**number for number in range(count + 1))
 

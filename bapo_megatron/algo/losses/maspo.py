@@ -1,9 +1,9 @@
-"""MASPO (arXiv 2602.17550, Sec. 4): a Gaussian gate on the ratio, wider for unlikely and for rewarded tokens.
+"""MASPO (arXiv 2602.17550, Sec. 4): a one-sided Gaussian gate on the ratio in place of clipping.
 
     loss = -sum_t weight A sg(F) r    with    F = exp(-(r - 1)^2 / (2 s^2))
 
-so ``g = F r``. ``F`` gates only tokens that the update has moved the way their advantage asks for (A > 0 and
-r > 1, or A < 0 and r < 1); elsewhere it is 1. Its width
+so ``g = F r``. ``F`` gates only tokens that have moved in the direction of their advantage (A > 0 and r > 1,
+or A < 0 and r < 1); elsewhere it is 1. Its width
 
     s = clip(sigma pi_old^-alpha, sigma, 10) clip(h, 0.1, 10)
     h = 1 + beta A for A > 0, 1 / (1 - beta A) for A < 0
@@ -25,13 +25,13 @@ from bapo_megatron.algo.losses import TokenLoss, TokenRule, Tokens
 from bapo_megatron.algo.measurements import gate_mean
 
 _WIDEST = 10.0
-"""Largest width from a token's probability."""
+"""Upper clip of the width's factor from a token's probability."""
 _LEAST, _MOST = 0.1, 10.0
-"""Range of the factor from a token's advantage."""
+"""Clip of the width's factor ``h`` from a token's advantage."""
 
 
 class Maspo(TokenLoss):
-    """The surrogate through a one-sided Gaussian gate; clips no token. Metric ``maspo/gate``, the mean F."""
+    """MASPO loss: the surrogate with a one-sided Gaussian gate. No clipping. Metric ``maspo/gate``, mean F."""
 
     measurements = (gate_mean("maspo/gate"),)
 
@@ -42,14 +42,14 @@ class Maspo(TokenLoss):
         alpha: Annotated[float, Ge(0)] = 0.3,
         beta: Annotated[float, Ge(0)] = 0.03,
     ) -> None:
-        """Takes the width of a certain token's gate, and how it depends on probability and advantage."""
+        """``sigma``: width at pi_old = 1. ``alpha``, ``beta``: its growth with rarity and advantage."""
         super().__init__(algorithm)
         self.sigma, self.alpha, self.beta = sigma, alpha, beta
 
     def rule(self, tokens: Tokens) -> TokenRule:
-        """The gated ratio, with the gate as a constant."""
-        size_T = 1 + self.beta * tokens.advantage_T.abs()
-        risk_T = torch.where(tokens.advantage_T > 0, size_T, 1 / size_T).clamp(_LEAST, _MOST)
+        """``g = F r``, with the gate F as a constant."""
+        scale_T = 1 + self.beta * tokens.advantage_T.abs()
+        risk_T = torch.where(tokens.advantage_T > 0, scale_T, 1 / scale_T).clamp(_LEAST, _MOST)
         width_T = self.sigma * (-self.alpha * tokens.old_log_prob_T).exp()
         width_T = width_T.clamp(self.sigma, max(self.sigma, _WIDEST)) * risk_T
         distance_T = tokens.ratio_T - 1

@@ -20,7 +20,7 @@ from bapo_megatron.algo.measurements import gate_mean
 
 
 class Sapo(TokenLoss):
-    """The surrogate through a sigmoid gate; clips no token. Metric ``sapo/gate``, the mean of ``g / r``."""
+    """SAPO loss: the surrogate with a sigmoid gate. Clips no token. Metric ``sapo/gate``, mean ``g / r``."""
 
     measurements = (gate_mean("sapo/gate"),)
 
@@ -30,12 +30,12 @@ class Sapo(TokenLoss):
         temperature_positive: Annotated[float, Gt(0)] = 1.0,
         temperature_negative: Annotated[float, Gt(0)] = 1.05,
     ) -> None:
-        """Takes the temperatures of tokens with A > 0, and of the others."""
+        """``temperature_*``: tau of tokens with A > 0, and of the others."""
         super().__init__(algorithm)
         self.temperatures = temperature_positive, temperature_negative
 
     def rule(self, tokens: Tokens) -> TokenRule:
-        """The gated ratio, and its derivative by log pi."""
+        """Eq. 6 as value, Eq. 8 as ``g``."""
         positive, negative = self.temperatures
         tau_T = torch.full_like(tokens.ratio_T, negative).masked_fill(tokens.advantage_T > 0, positive)
         logit_T = tau_T * (tokens.ratio_T - 1)

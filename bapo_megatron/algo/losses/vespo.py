@@ -1,4 +1,4 @@
-"""VESPO's loss: REINFORCE with a soft weight of the whole response's ratio (arXiv 2602.10693).
+"""VESPO (arXiv 2602.10693): ``-sum_t weight phi(W) A log pi``, a soft weight of the sequence ratio W.
 
 Legend: ``_T`` tokens of a pack.
 """
@@ -20,7 +20,7 @@ from bapo_megatron.types import MicroBatch, TokenStats
 
 
 class Vespo(Loss):
-    """Minus ``sum_t weight phi(W) A log pi``, ``phi`` a constant: ``d loss / d log pi = -weight A phi``.
+    """VESPO loss: ``-sum_t weight sg(phi(W)) A log pi``, so ``d loss / d log pi = -weight A phi``.
 
     ``W = prod_t r_t`` is the ratio of the whole response, without a length normalization, and
     ``phi(W) = W^k exp(lambda (1 - W))``, which is 1 at W = 1 and falls on both sides of its peak at
@@ -38,7 +38,7 @@ class Vespo(Loss):
         k_negative: Annotated[float, Gt(0)] = 3.0,
         lambda_negative: Annotated[float, Gt(0)] = 2.0,
     ) -> None:
-        """The defaults are those of the authors' runs. ConfigError for importance weights beside W."""
+        """Defaults of the authors' runs. ConfigError with ``importance_cap``: W is the importance weight."""
         super().__init__(algorithm)
         self.k, self.rate = (k_negative, k_positive), (lambda_negative, lambda_positive)
         if algorithm.importance_cap is not None:
@@ -52,7 +52,7 @@ class Vespo(Loss):
         self.measurements = (token_mean("vespo/phi", lambda view: view.terms.gradient_T),)
 
     def terms(self, stats: TokenStats, batch: MicroBatch, found: PerSequence) -> LossTerms:
-        """The weighted log-probs, at the sequences' sums of log r, which ``found`` holds."""
+        """``-sum_t weight phi A log pi``. ``found``: the sum of log r of each sequence."""
         fields = (stats.log_prob_T, batch.advantage_T, batch.weight_T)
         log_prob_T, advantage_T, weight_T = unmasked(batch.mask_T, *fields)
         live_T = batch.mask_T != 0
@@ -61,7 +61,7 @@ class Vespo(Loss):
         return LossTerms(loss, phi_T, torch.zeros_like(live_T))
 
     def _phi(self, log_weight_T: Tensor, advantage_T: Tensor) -> Tensor:
-        """``phi`` of each token's sequence, from ``log W`` and the sign of the advantage."""
+        """``phi(W) = W^k exp(lambda (1 - W))`` of each token's sequence, [T], from ``log W``."""
         log_weight_T = log_weight_T.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         negative, positive = (
             (k * log_weight_T - rate * torch.expm1(log_weight_T)).exp()

@@ -1,4 +1,4 @@
-"""Measurements of an update: named, additive sums over its tokens, and the metrics that follow from them.
+"""Measurements of an update: additive sums over its tokens, and the metrics computed from them.
 
 A new metric is one entry: write a ``Measurement`` (or a ``token_mean``) and add it to ``MEASUREMENTS`` in
 ``algo/objective.py``, or to the ``measurements`` of a loss.
@@ -20,21 +20,21 @@ from bapo_megatron.types import Metrics, MicroBatch, TokenStats
 
 
 class LossTerms(NamedTuple):
-    """The loss of one pack, and what it does to each of its tokens."""
+    """Loss of one pack, with the gradient factor and the clipping of each token."""
 
     loss: Tensor
     """float64 scalar, differentiable in ``stats.log_prob_T``: the sum over the pack's tokens, each with its
     ``weight_T``. The optimizer step divides it by the update's count of tokens."""
     gradient_T: Tensor
-    """The factor ``g`` of each token's gradient, ``d loss / d log pi = -weight A g``; 0 where the token has
-    no gradient. PPO's: the ratio, or 0 where it is clipped."""
+    """Gradient factor ``g`` of each token, ``d loss / d log pi = -weight A g``; 0 where the token has no
+    gradient. PPO's: the ratio, or 0 where it is clipped."""
     clipped_T: Tensor
     """bool: the tokens that the loss clips, for the clip fractions."""
 
 
 @dataclass(frozen=True)
 class PackView:
-    """The tokens of one pack as measurements see them. Nothing here is differentiated."""
+    """One pack as input of the measurements, without gradients."""
 
     stats: TokenStats
     """Log-probs and entropies under the policy in training, nats."""
@@ -49,7 +49,7 @@ class PackView:
 
     @cached_property
     def live_T(self) -> Tensor:
-        """bool: the tokens that count."""
+        """bool: the tokens in the loss, whose mask is not 0."""
         return self.batch.mask_T != 0
 
     @cached_property
@@ -60,10 +60,10 @@ class PackView:
 
 @dataclass(frozen=True)
 class UpdateSums:
-    """The sums of a whole update on all ranks, by the names of their measurements."""
+    """Reduced sums of a whole update, over all packs and ranks, by measurement."""
 
     tokens: float
-    """Tokens that count; 1 where there are none, so that it can be divided by."""
+    """Tokens in the loss, at least 1: a divisor."""
     found: Any
     """The result of a search before the update; None if there was none, or the update itself searches."""
     parts: Mapping[str, Tensor]
@@ -72,10 +72,10 @@ class UpdateSums:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A named quantity of an update: additive sums of one pack, and metrics of the sums over all packs."""
+    """A measurement: additive sums of one pack, and metrics from the sums over all packs and ranks."""
 
     name: str
-    """Tells it from the others."""
+    """Unique among the measurements of an objective."""
     size: int
     """Length of its vector."""
     sums: Callable[[PackView], Tensor]
@@ -90,10 +90,10 @@ SEARCH = "search"
 
 
 def token_mean(name: str, values: Callable[[PackView], Tensor]) -> Measurement:
-    """The metric ``name``: the mean of ``values`` over the tokens of an update that count.
+    """Measurement of a token mean: the metric ``name`` is the mean of ``values`` over the tokens in the loss.
 
-    ``values`` gives one value for each token of a pack, [T], of which those that do not count are left out
-    here; or, which makes the host wait on a GPU, [K] values of the tokens that count alone.
+    ``values`` gives one value for each token of a pack, [T]; masked ones are left out here. Or it gives [K]
+    values of the tokens in the loss alone, which makes the host wait on a GPU.
     """
 
     def sums(view: PackView) -> Tensor:
@@ -105,5 +105,5 @@ def token_mean(name: str, values: Callable[[PackView], Tensor]) -> Measurement:
 
 
 def gate_mean(name: str) -> Measurement:
-    """The metric ``name`` of a loss with a soft gate: the mean of ``g / r``; without a gate ``g`` is r."""
+    """Measurement of a soft gate: the metric ``name`` is the mean of ``g / r``, 1 without a gate."""
     return token_mean(name, lambda view: view.terms.gradient_T / ratio(view.log_ratio_T.double()))

@@ -1,4 +1,4 @@
-"""Metrics of an update by the source of its prompts: tokens, entropy, contribution, and what the bounds clip.
+"""Metrics by data source: tokens, entropy, contribution and clip fractions of each source's prompts.
 
 Each has the name of the metric of all tokens behind ``source/NAME/``. The mass of a token is the size of its
 gradient, ``m g |A|``: ``m`` is its weight in the loss, ``g`` the loss's factor (``LossTerms.gradient_T``).
@@ -27,12 +27,12 @@ def by_source(names: Sequence[str]) -> Measurement:
     """The measurement ``source/NAME/...`` of each of the sources ``names``, numbered in this order.
 
     - ``policy/tokens``, ``policy/entropy``: number of its tokens, and their mean entropy
-    - ``token_share``, ``gradient_share``: its share of the update's tokens, and of the gradient's mass
+    - ``token_share``, ``gradient_share``: its share of the update's tokens, and of the gradient mass
     - ``bapo/contribution``: the positive tokens' share of its mass; ``bapo/contribution_unclipped``: the same
-      with the ratio for g, as it would be without bounds
+      with ``g = r``, as without bounds
     - ``bapo/clip_fraction_high``, ``bapo/clip_fraction_low``, ``bapo/positive_token_fraction``: of its tokens
 
-    A share of nothing is None.
+    A share is None where its denominator is 0.
     """
     rows = len(names) + 1
 

@@ -1,4 +1,4 @@
-"""Clip fractions: the shares of an update's tokens that the loss clips, by the sign of their advantage."""
+"""Clip fractions: shares of an update's tokens that the loss clips, by the sign of their advantage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bapo_megatron.algo.measurements import Measurement, PackView
 
 @torch.no_grad()
 def clip_sums(clipped_T: Tensor, advantage_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Counts behind ``clip_fractions``: float64, additive over packs and ranks.
+    """Token counts for ``clip_fractions``: float64 [5], additive over packs and ranks.
 
     Returns:
         ``[tokens, positive tokens, negative tokens, positive clipped, negative clipped]``, where a token
@@ -25,7 +25,7 @@ def clip_sums(clipped_T: Tensor, advantage_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 def clip_fractions(sums: Tensor | Sequence[float]) -> dict[str, float]:
-    """Fractions of all counted tokens, from the (reduced) ``clip_sums``; 0 where there are no tokens."""
+    """Clip fractions, clipped tokens / all tokens, from the (reduced) ``clip_sums``; 0 without tokens."""
     tokens, positive, _, above, below = (float(number) for number in sums)
     tokens = max(tokens, 1.0)
     return {

@@ -1,4 +1,4 @@
-"""Entropy and clipping diagnostics: quadrants of advantage and probability, Eq. 6, ratio profiles.
+"""Entropy diagnostics: the Entropy-Clip Rule (Eq. 6), quadrants of advantage and probability, ratio bins.
 
 The quadrants are those of the Entropy-Clip Rule (Eq. 6, Definition 1): a token has *high* probability if
 ``log pi(y) > E[log pi] = -H``, the mean over its own next-token distribution (``tokens.likely``), and its
@@ -55,7 +55,7 @@ DIAGNOSTIC_SUMS = _TABLE_SUMS + len(RATIO_BINS) * len(_PROFILE)
 
 @torch.no_grad()
 def diagnostic_sums(view: PackView) -> Tensor:
-    """Sums behind ``diagnostic_metrics``: float64, additive over packs and ranks."""
+    """Sums for ``diagnostic_metrics``: float64 [DIAGNOSTIC_SUMS], additive over packs and ranks."""
     stats, batch, terms = view.stats, view.batch, view.terms
     fields = (view.log_ratio_T, batch.advantage_T, stats.log_prob_T, stats.entropy_T, batch.weight_T)
     log_ratio_T, advantage_T, log_prob_T, entropy_T, weight_T, gradient_T = unmasked(
@@ -83,10 +83,10 @@ def diagnostic_sums(view: PackView) -> Tensor:
 
 
 def diagnostic_metrics(sums: Tensor) -> Metrics:
-    """Diagnostic metrics of an update from the (reduced) ``diagnostic_sums``; None where there are no tokens.
+    """Diagnostic metrics of an update from the (reduced) ``diagnostic_sums``; None without tokens.
 
     - ``quadrant/Q/tokens``, ``quadrant/Q/contribution``: the quadrant's share of the tokens, and of the
-      gradient's mass ``sum m g |A|``; ``quadrant/Q/clipped``: the share of its own tokens that is clipped
+      gradient mass ``sum m g |A|``; ``quadrant/Q/clipped``: the share of its own tokens that is clipped
     - ``entropy_rule/covariance``: ``Cov(log pi, A X)`` over tokens, Eq. 6 as a plain covariance
     - ``entropy_rule/effect``: mean first-order effect on the entropy, in nats for a step of size 1
     - ``polarity/...``: the expanding branch's share of tokens and contribution; both branches' effects
@@ -104,7 +104,7 @@ def diagnostic_metrics(sums: Tensor) -> Metrics:
 
 
 def _summed(row_T: Tensor, rows: int, columns: tuple[Tensor, ...]) -> Tensor:
-    """Sums of the columns over the tokens of each row, flat."""
+    """Sums of the columns over the tokens of each row: [rows columns]."""
     values_TV = torch.stack(columns, dim=1)
     return values_TV.new_zeros(rows, len(columns)).index_add_(0, row_T, values_TV).flatten()
 

@@ -1,8 +1,8 @@
-"""Train-inference mismatch: |log pi_trainer - log pi_engine| of tokens sampled at the present weights.
+"""Train-inference mismatch (engine gap): ``|log pi_trainer - log pi_engine|`` of on-policy tokens, in nats.
 
 Engine and trainer compute one function with different kernels, in different orders, perhaps at different
-precisions. What they differ by makes on-policy data slightly off-policy. A gap that is large or grows says
-that something is wrong: weights that did not arrive, another temperature, a broken kernel.
+precisions. The difference makes on-policy data slightly off-policy. A large or growing gap shows an error:
+weights that did not arrive, another temperature, a broken kernel.
 
 Legend: ``_T`` tokens of a pack.
 """
@@ -28,15 +28,15 @@ GAP_SUMS = 2 + len(_EDGES) + 1
 
 @torch.no_grad()
 def gap_sums(log_prob_T: Tensor, rollout_log_prob_T: Tensor, same_weights_T: Tensor) -> Tensor:
-    """Sums of the mismatch: count, sum and histogram of ``|log pi_trainer - log pi_rollout|``.
+    """Count, sum and histogram of ``|log pi_trainer - log pi_rollout|``: float64 [GAP_SUMS].
 
-    A maximum does not add up over packs and ranks, a histogram does: its last bin that is not empty tells
-    the maximum to the width of a bin.
+    A maximum is not additive over packs and ranks, a histogram is: its last bin with tokens gives the maximum
+    to the width of a bin.
 
     Args:
         log_prob_T: by the trainer, nats.
         rollout_log_prob_T: by the engine, nats.
-        same_weights_T: bool, the tokens that count: the present weights sampled them.
+        same_weights_T: bool, the tokens in the loss that the present weights sampled.
 
     Returns:
         float64 [GAP_SUMS], additive over packs and ranks.
@@ -49,7 +49,7 @@ def gap_sums(log_prob_T: Tensor, rollout_log_prob_T: Tensor, same_weights_T: Ten
 
 
 def gap_metrics(sums: Tensor) -> Metrics:
-    """Metrics of the mismatch: mean and maximum in nats, from (reduced) ``gap_sums``; None without tokens.
+    """Mean and maximum engine gap in nats, from (reduced) ``gap_sums``; None without tokens.
 
     The maximum is the upper edge of its bin, so it is never below the true one and at most 19 % above
     (2^(1/4)). Gaps up to 2^-20 are reported as 2^-20, gaps above 32 as inf.
@@ -67,4 +67,4 @@ def _sums(view: PackView) -> Tensor:
 
 
 ENGINE_GAP = Measurement("engine_gap", GAP_SUMS, _sums, lambda sums, _update: gap_metrics(sums))
-"""The gap over the tokens that the policy in training sampled."""
+"""The engine gap over the tokens that the present weights sampled."""

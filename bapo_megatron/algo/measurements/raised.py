@@ -1,7 +1,7 @@
-"""Raised tokens: those whose ratio is above 1.2, GRPO's upper bound, and how likely they were when sampled.
+"""Raised tokens, ``r > 1.2`` (GRPO's upper bound): their share, and their probability under pi_old.
 
-A higher c_high acts on the positive ones among them. Where a run has none, or only likely ones, no c_high can
-keep its entropy (Figs. 5 and 10 of the paper).
+A higher c_high acts on the positive ones among them. In a run without raised tokens, or with only likely
+ones, no c_high can keep the entropy up (Figs. 5 and 10 of the paper).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RAISED = 1.2
 
 @torch.no_grad()
 def _sums(view: PackView) -> Tensor:
-    """Raised tokens and their probabilities under the old policy: all, then those with A > 0; [4]."""
+    """Number and summed pi_old of the raised tokens, then of those with A > 0: [4]."""
     batch = view.batch
     log_ratio_T, old_log_prob_T, advantage_T = unmasked(
         batch.mask_T, view.log_ratio_T, batch.old_log_prob_T, batch.advantage_T
@@ -34,7 +34,7 @@ def _sums(view: PackView) -> Tensor:
 
 
 def _metrics(sums: Tensor, update: UpdateSums) -> Metrics:
-    """Shares of the tokens; mean pi_old over the raised ones, None where there are none."""
+    """Shares of raised tokens, and their mean pi_old; None without raised tokens."""
     raised, mass, positive, positive_mass = sums.tolist()
     return {
         "raised/tokens": raised / update.tokens,

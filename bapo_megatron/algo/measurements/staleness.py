@@ -1,11 +1,10 @@
-"""Staleness (off-policy lag) metrics of an update: its three causes, and clipping and entropy by staleness.
+"""Staleness (off-policy lag) metrics of an update: the age of its tokens in updates, by its three causes.
 
-The staleness of a token is the number of updates between the policy that sampled it and the policy that
-trains on it. With ``v`` the version in training, ``v0`` that of the step's beginning and ``n`` the newest
-version in the token's group it has three parts:
+    staleness = v - version = (v - v0) + (v0 - n) + (n - version)
+                               reuse      queue      segment
 
-    v - version = (v - v0) + (v0 - n) + (n - version)
-                   reuse      queue      segment
+``version`` sampled the token, ``v`` trains on it, ``v0`` is the version at the start of the step, and ``n``
+the newest version in the token's group.
 
 Reuse: updates that this step has already made on its batch. Queue: updates while the finished group waited
 for the step. Segment: updates while the group was unfinished (partial rollouts: a response is sampled in
@@ -27,7 +26,7 @@ from bapo_megatron.algo.tokens import constant_on
 from bapo_megatron.types import Metrics
 
 BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16+")
-"""Buckets of total staleness, in updates. Widths double: age changes a token ever more slowly."""
+"""Buckets of total staleness, in updates. Widths double: one more update matters less to an old token."""
 
 _STARTS = (1, 2, 4, 8, 16)
 _VALUES = ("tokens", "clipped", "ratio_gap", "entropy")
@@ -42,7 +41,7 @@ AGE_METRICS = tuple(
 
 
 def age_metrics(groups: Sequence[Sequence[np.ndarray]], version: int, step_version: int) -> Metrics:
-    """Metrics of the staleness of an update's tokens: mean, maximum, and the means of its three parts.
+    """Staleness of an update's tokens: mean, maximum, and the means of its three parts, in updates.
 
     Args:
         groups: for each group, for each response int32 [R], the version that sampled each token.
@@ -81,7 +80,7 @@ def bucket_sums(
 
     Args:
         staleness_T: integer, in updates. Below 0 counts as 0 (rollouts of another run may be newer).
-        live_T: bool, the tokens that count.
+        live_T: bool, the tokens in the loss.
         clipped_T: bool, the tokens that the loss clips.
         log_ratio_T: log of the loss's ratio, nats.
         entropy_T: nats.

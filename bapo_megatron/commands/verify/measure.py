@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from bapo_megatron.algo.bapo import Bounds, contributions
-from bapo_megatron.algo.losses.clip import ClipLoss, Found
+from bapo_megatron.algo.losses.clip import ClipLoss, SearchResult
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.commands.verify.layout_reference import TokenAnswers, Totals
 from bapo_megatron.config import RunConfig
@@ -52,7 +52,7 @@ def measure_totals(
     loss = ClipLoss(replace(config.algorithm, bounds=bounds))
     sums = policy.token_sums(packs, loss.search.measure)
     chosen = loss.search.find(sums)
-    used = chosen if at is None else Found(at, contributions(sums, at, bounds))
+    used = chosen if at is None else SearchResult(at, contributions(sums, at, bounds))
     result = policy.update(packs, Objective(loss).token_fn(used, policy.version))
     tokens = sum(sample.trained_tokens for sample in samples)
     return Totals(

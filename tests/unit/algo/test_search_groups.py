@@ -10,7 +10,13 @@ import torch
 
 from bapo_megatron.algo.bapo import balanced, fixed, published_code
 from bapo_megatron.algo.bounds import BoundsConfig
-from bapo_megatron.algo.losses.clip import ClipLoss, GroupsFound, contribution_fn, search, search_groups
+from bapo_megatron.algo.losses.clip import (
+    ClipLoss,
+    GroupSearchResults,
+    contribution_fn,
+    search,
+    search_groups,
+)
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.algo.search_groups import group_of_sequences, group_of_tokens
 from bapo_megatron.config import AlgorithmConfig
@@ -132,7 +138,7 @@ def test_every_group_is_searched_by_itself(config: BoundsConfig, samples: list[S
 
 def metrics_of(
     samples: list[Sample], config: BoundsConfig, *packing: int
-) -> tuple[GroupsFound, Metrics, torch.Tensor]:
+) -> tuple[GroupSearchResults, Metrics, torch.Tensor]:
     packs = packed(samples, *packing)
     objective = Objective(ClipLoss(AlgorithmConfig(bounds=config)))
     search_of = objective.loss.search

@@ -19,7 +19,8 @@ from bapo_megatron.runtime.events.kinds import (
 )
 
 ROOT = Path(__file__).parents[3]
-WRITTEN = re.compile(r'(?:"kind":\s*|\b(?:_?event|_?report|_tell(?:_of)?|_note|_told)\(\s*)"(\w+)"')
+WRITERS = "_?event|_?report(?:_problem)?|_tell(?:_of)?|_note|_announced"
+WRITTEN = re.compile(rf'(?:"kind":\s*|\b(?:{WRITERS})\(\s*)"(\w+)"')
 
 
 def python_kinds() -> set[str]:

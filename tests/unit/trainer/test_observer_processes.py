@@ -116,7 +116,7 @@ def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     monkeypatch.syspath_prepend(str(server))
     monkeypatch.setenv("WANDB_API_KEY", "abcdef0123")
     monkeypatch.delenv("WANDB_DIR", raising=False)
-    monkeypatch.setattr(processes, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(processes, "_RESTART_S", 0.0)
     return Board(tmp_path / "run", server)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from bapo_megatron.config import RunConfig
 from bapo_megatron.config.former_names import with_current_names
-from bapo_megatron.config.validation import flat, what_is_asked
+from bapo_megatron.config.validation import flat, settings_of_scores
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.files import write_atomically
 from bapo_megatron.runtime.run_files import check_no_links, open_lock, read_plain
@@ -186,7 +186,9 @@ def _reaches_elsewhere(change: Change, config: RunConfig) -> bool:
     """Whether settings of a reward behind an endpoint differ only in how it is reached."""
     name, then, now = change
     function = config.reward.function
-    return name == "reward.settings" and what_is_asked(function, then) == what_is_asked(function, now)
+    return name == "reward.settings" and settings_of_scores(function, then) == settings_of_scores(
+        function, now
+    )
 
 
 def changed_settings(config: RunConfig) -> list[Change]:

@@ -1,4 +1,4 @@
-"""The configuration of a run: the dataclasses that recipes fill in, their checks, and the recipe loader."""
+"""Run configuration: the dataclasses of recipes, their validation, and the recipe loader."""
 
 from bapo_megatron.algo.bounds import BoundsConfig
 from bapo_megatron.algo.papo_schedule import PapoConfig as PolarityConfig

@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of a rollout engine that the sampler, the pool and weight sync need. Engines add their own."""
+    """Engine-neutral settings, for the sampler, the engine pool and weight sync. Engines add their own."""
 
     urls: tuple[str, ...] = ()
     """Servers that run already, e.g. http://node7:30000. None: the run starts servers of its own."""
@@ -19,25 +19,25 @@ class EngineConfig:
     max_in_flight: Annotated[int, Ge(1)] = 256
     """Requests at a server at a time."""
     request_minutes: Annotated[float, Gt(0)] = 60.0
-    """Longest wait for the answer to one request, in the server's queue and at work. Then it is aborted, and
-    continued from the tokens that it has."""
+    """Longest wait for the answer to one request, queueing included. Then it is aborted, and continued from
+    the tokens that it has."""
     update_minutes: Annotated[float, Gt(0)] = 10.0
     """Longest wait for a server to load new weights."""
     lost_minutes: Annotated[float, Gt(0)] = 30.0
-    """Longest wait while no server works; then the run saves a checkpoint and ends."""
+    """Longest wait while no server answers; then the run saves a checkpoint and ends."""
     colocated: bool = False
-    """Time-sharing: the servers are on the GPUs that train. They give up their memory while the policy
-    trains, and get its weights when they sample again. `parallel.offload` takes the policy out of the way."""
+    """Time-sharing: the servers are on the GPUs that train. They release their memory while the policy
+    trains, and get its weights when they sample again. `parallel.offload` offloads the policy meanwhile."""
     release_minutes: Annotated[float, Gt(0)] = 2.0
-    """Longest wait until the driver says that the memory of colocated servers is free. Then they are ended,
-    and started again when they are to sample."""
+    """Longest wait until the driver says that the memory of colocated servers is free. Then they are killed,
+    and started again when it is their turn to sample."""
     kept_gb: Annotated[float, Gt(0)] = 6.0
     """Most memory in GB (10^9 bytes) that colocated servers may keep on a GPU while the policy trains: CUDA's
     context, buffers of kernels and of NCCL."""
     sync: Literal["disk", "broadcast", "ipc"] = "disk"
-    """How weights reach the servers. `disk`: a folder in the run directory, which they must see. `broadcast`:
+    """Weight sync to the servers. `disk`: a folder in the run directory, which they must see. `broadcast`:
     over NCCL between GPUs, gloo on a CPU. `ipc`, for colocated servers: they read them from the trainer's
-    memory (CUDA IPC; shared memory on a CPU). If `broadcast` or `ipc` fails: from disk after all."""
+    memory (CUDA IPC; shared memory on a CPU). If `broadcast` or `ipc` fails: from disk."""
     bucket_mb: Annotated[float, Gt(0)] = 512.0
     """Megabytes (2^20 bytes) of each of the two buffers of a broadcast, and of the one of `ipc`."""
     address: str | None = None
@@ -45,7 +45,7 @@ class EngineConfig:
     the servers are on it."""
 
     def problems(self, longest_request: int) -> Iterator[str]:
-        """Mistakes in the fields, each beginning with the field's name.
+        """Validation errors, each beginning with the field's name.
 
         ``longest_request``: most tokens of prompt and response together.
         """
@@ -65,6 +65,5 @@ class EngineConfig:
             yield "sync=ipc needs colocated=true: no others read the trainer's memory; use disk or broadcast"
 
     def without_trainer(self) -> Self:
-        """These settings where no policy trains: engines have GPUs for themselves, and get weights once,
-        from a folder."""
+        """These settings for a run without a trainer: own GPUs, and weights once, from a folder."""
         return replace(self, sync="disk", colocated=False)

@@ -1,7 +1,7 @@
-"""Command lines: the flags of every command, read into a dataclass by tyro.
+"""Command-line parser: the flags of every command, read into a dataclass by tyro.
 
-Beside tyro's own form, ``--section.field VALUE``, two habits work: Hydra's ``section.field=VALUE``, and a
-value after a switch (``--overwrite true``).
+Besides tyro's own form, ``--section.field VALUE``, it takes Hydra's ``section.field=VALUE``, and a value
+after a switch (``--overwrite true``).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def parse_options(
     default: C | None = None,
     description: str | None = None,
 ) -> C:
-    """The dataclass ``kind``, or ``default`` with some fields overridden, as the arguments say.
+    """Parse ``arguments`` into the dataclass ``kind``, on top of ``default`` if it is given.
 
-    Ends the process with exit code 2 for a flag that does not exist or has no such value, with 0 for --help.
+    Exits with code 2 for an unknown flag or a bad value, with 0 for --help.
     """
     import tyro
 
@@ -37,10 +37,10 @@ def parse_options(
 
 
 def in_tyros_form(kind: type, arguments: Sequence[str]) -> list[str]:
-    """The arguments, with ``name=VALUE`` and the values of switches as tyro takes them.
+    """Normalize the arguments for tyro: ``name=VALUE`` and values of switches in its own form.
 
-    ``name=VALUE`` is a flag if ``kind`` has that field, or its section, and it is no flag's value: the name
-    of a file may have a ``=``.
+    ``name=VALUE`` is a flag if ``kind`` has that field, or its section, and it is not the value of the flag
+    before it: the name of a file may have a ``=``.
     """
     flags = {flag.name: flag for flag in _flags_of(kind)}
     sections = {name.partition(".")[0] for name in flags if "." in name}
@@ -83,7 +83,7 @@ class _Flag:
     """Whether a switch has its ``--no-`` form."""
 
     def switched(self, on: bool) -> list[str]:
-        """The switch, on or off."""
+        """Arguments that turn the switch on or off."""
         section, dot, last = self.name.rpartition(".")
         if on or self.has_opposite:
             return [f"--{section}{dot}{'' if on else 'no-'}{last}"]

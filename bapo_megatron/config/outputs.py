@@ -1,4 +1,4 @@
-"""The sections of a run's configuration about its outputs: checkpoints, evaluations, profiles, logs."""
+"""Configuration sections of the outputs: checkpoints, evaluations, profiles, logs and hooks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ class CheckpointConfig:
     every: Annotated[int, Ge(1)] = 10
     """Steps between checkpoints; the last step always has one."""
     keep_last: Annotated[int, Ge(0)] = 2
-    """Newest checkpoints that are kept; older ones are deleted once a newer one is whole. 0 keeps all."""
+    """Newest checkpoints that are kept; older ones are deleted once a newer one is complete. 0 keeps all."""
     keep_every: Annotated[int | None, Ge(1)] = None
     """Steps between checkpoints that are never deleted. None: there are none."""
     keep_best: Annotated[int, Ge(0)] = 0
     """Checkpoints that are kept for the highest `eval/mean` of their weights (see `evaluation`)."""
     export_every: Annotated[int, Ge(0)] = 0
     """Steps between Hugging Face folders, exports/step_NNNNNN in the run directory, which a process of low
-    priority makes of the checkpoint. A multiple of `every`; 0 for none but that of the run's end."""
+    priority makes of the checkpoint. A multiple of `every`; 0: only the export at the end of the run."""
     after_export: str | None = None
-    """A command that is run for each export when its folder is whole, such as an upload: {folder}, {step} and
-    {name} (the run's) are replaced in it. Without a shell; its failure is an event, never the run's
+    """A command that runs for each complete export, such as an upload: {folder}, {step} and {name} (the
+    run's) are replaced in it. It runs without a shell. Its failure is an event, and does not fail the run
     (docs/operations.md#commands-of-yours)."""
     after_export_minutes: Annotated[float, Gt(0)] = 60.0
-    """Longest time of one such command; then it is ended, and counts as failed."""
+    """Longest time of one such command; then it is killed, and counts as failed."""
     background: bool = True
-    """Write in the background while training continues; meanwhile host memory holds a copy of what is
-    saved."""
+    """Write in the background while training continues; meanwhile host memory holds a copy of the state."""
 
 
 @dataclass(frozen=True)
@@ -75,25 +74,24 @@ class LoggingConfig:
     wandb_project: str | None = None
     """Former way to log to Weights & Biases: adds `wandb` to `trackers`, and is its project."""
     on_event: tuple[str, ...] = ()
-    """Where the run's events are sent (done, stalled, failed, requeued, engine lost, ...): commands, which
-    get them as JSON on standard input, http(s) URLs, such as a Slack webhook, or $NAME, an environment
-    variable with one of them (docs/operations.md#commands-of-yours)."""
+    """Targets to which the run's events are sent (done, stalled, failed, requeued, engine lost, ...):
+    commands, which get them as JSON on standard input, http(s) URLs, such as a Slack webhook, or $NAME, an
+    environment variable with one of them (docs/operations.md#commands-of-yours)."""
     stalled_minutes: Annotated[float | None, Gt(0)] = None
     """Silence (no step, evaluation or rollout) that is an event `stalled`. None: three times the longest of
     the last ten steps, at least ten minutes; an hour before the first step, and where an evaluation is
     due."""
     note: str = ""
-    """What a reader should know of the run: what it is for, and what it does not show. `bapo report` says it
-    first."""
+    """Note on the run's purpose and limits for its readers. `bapo report` shows it first."""
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
-    """Boards that show the metrics of steps and evaluations: any of `tensorboard`, `wandb`, `trackio`,
+    """Boards that get the metrics of steps and evaluations: any of `tensorboard`, `wandb`, `trackio`,
     `mlflow`. The last three need their packages (extra `trackers`), and cannot slow or end the run."""
     project: str = "bapo-megatron"
     """Project of W&B and trackio, experiment of MLflow. The run has its `name` there."""
 
     @property
     def chosen(self) -> tuple[TrackerName, ...]:
-        """The trackers, each once, also those that the former fields name."""
+        """The chosen trackers, each once, including those of the former fields."""
         named = dict.fromkeys(self.trackers)
         if not self.tensorboard:
             named.pop("tensorboard", None)

@@ -1,4 +1,4 @@
-"""The recipe loader: runs a Python file that defines ``recipe()`` and returns the configuration it makes."""
+"""Recipe loader: runs a Python file that defines ``recipe()``, and returns its configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ C = TypeVar("C")
 
 
 def load_recipe(path: Path, kind: type[C]) -> C:
-    """The configuration that ``recipe()`` in ``path`` returns. ConfigError if that is no ``kind``."""
+    """Configuration that ``recipe()`` in ``path`` returns. ConfigError if it fails or returns no ``kind``."""
     if not path.is_file():
         raise ConfigError(f"recipe {path} does not exist")
     spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
@@ -44,7 +44,7 @@ def load_recipe(path: Path, kind: type[C]) -> C:
 
 
 def _serve_former_paths() -> None:
-    """Keep the import paths of version 0.1 alive for recipes (tests/fixtures has such a recipe)."""
+    """Backward compatibility: the import paths of version 0.1, for recipes (tests/fixtures has one)."""
     former_modules: dict[str, dict[str, Any]] = {
         "bapo_megatron.recipe": {"load_recipe": load_recipe},
         "bapo_megatron.algo.polarity_control": {"PolarityConfig": PapoConfig},

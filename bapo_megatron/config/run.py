@@ -1,7 +1,7 @@
-"""The configuration of a whole run or warm start: a recipe returns one, the command line overrides fields.
+"""Configuration of an RL run or of SFT: a recipe returns one, the command line overrides its fields.
 
-``check`` finds mistakes in the fields alone; ``trainer/preflight.py`` checks what needs the disk (the
-dataset, the model folder). Both run before any process starts.
+``check`` validates the fields alone; ``trainer/preflight.py`` checks the dataset and the model folder. Both
+run before any process starts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from bapo_megatron.config.validation import (
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The configuration of one RL training run. See recipes/ for complete ones."""
+    """Configuration of one RL training run. See recipes/ for complete ones."""
 
     name: str
     """Name of the run, and of its directory runs/NAME unless run_dir says otherwise."""
@@ -63,16 +63,16 @@ class RunConfig:
     """Fields, such as optimizer.lr, whose values may differ from those that the existing run was started
     with."""
     accept_resume_mismatch: tuple[str, ...] = ()
-    """Differences that the resume check has found and that are accepted, as CHECKPOINT:NAME, such as
-    step_000120:canary. They hold for that checkpoint alone, and events.jsonl records them."""
+    """Accepted differences of the resume check, as CHECKPOINT:NAME, such as step_000120:canary. They hold for
+    that checkpoint alone, and events.jsonl records them."""
     threads: Annotated[int | None, Ge(1)] = None
     """CPU threads of each rank, in a run without a GPU; the sampler, which computes while the ranks wait, has
-    those of all ranks of its machine. None: what the environment gives at the start of the run
-    (OMP_NUM_THREADS, else its share of the cores), which config.json keeps for its continuations. Another
-    number adds in another order."""
+    those of all ranks of its machine. None: the environment's number at the start of the run
+    (OMP_NUM_THREADS, else its share of the cores), which config.json keeps for resumed runs. Another number
+    adds in another order."""
     hang_minutes: float = 60.0
-    """Hang watchdog: a process that makes no update for so long, and does not wait for rollouts, prints all
-    its stacks and ends. 0: never."""
+    """Hang watchdog: a rank that makes no update for so long, and does not wait for rollouts, prints the
+    stacks of its threads and exits. 0: never."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -91,25 +91,25 @@ class RunConfig:
 
     @property
     def planned_updates(self) -> int:
-        """Updates of the whole run, the length of the learning-rate schedule."""
+        """Number of updates of the whole run: the length of the learning-rate schedule."""
         return self.steps * self.algorithm.reuse_epochs * self.algorithm.updates_per_epoch
 
     @property
     def reward_functions(self) -> tuple[str, ...]:
-        """The reward functions that judge responses: those of the sources, and that of the suites."""
+        """Reward functions in use: those of the sources, and that of the evaluation suites."""
         function = self.reward.function
         of_sources = [source.reward or function for source in self.data.files]
         of_suites = [function] if self.evaluation.every else []
         return tuple(dict.fromkeys([*of_sources, *of_suites]))
 
     def evaluates(self, step: int) -> bool:
-        """Whether the weights after ``step`` are evaluated on held-out problems."""
+        """Whether an evaluation is due after ``step``."""
         every = self.evaluation.every
         return every > 0 and step % every == 0 and self.rollout.replay is None
 
     @property
     def evaluation_sampling(self) -> tuple[float, int]:
-        """Temperature and most response tokens of evaluations."""
+        """Temperature and longest response, in tokens, of evaluations."""
         own, rollout = self.evaluation, self.rollout
         temperature = rollout.temperature if own.temperature is None else own.temperature
         return temperature, own.max_response_tokens or rollout.max_response_tokens
@@ -149,7 +149,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class SftConfig:
-    """The configuration of a supervised warm start (SFT): next-token training on solutions, same policy."""
+    """Configuration of supervised fine-tuning (SFT), the warm start: next-token training on solutions."""
 
     model: ModelConfig
     data: DataConfig

@@ -1,4 +1,4 @@
-"""The sections of a run's configuration: one frozen dataclass each, with the range of each number.
+"""Configuration sections: model, parallel layout, data, rollouts, reward, algorithm, optimizer, batch.
 
 The docstring of a field is its text in ``--help``. ``Annotated[int, Ge(1)]`` states a range, which
 ``validation.out_of_range`` checks.
@@ -43,17 +43,17 @@ Settings = Annotated[
         str_from_instance=lambda value: [json.dumps(value)],
     ),
 ]
-"""Settings whose names the field does not know: a dict in a recipe, a JSON object as a flag."""
+"""Free-form settings of a loss or reward: a dict in a recipe, a JSON object as a flag."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model that training starts from."""
+    """The initial model: its Hugging Face folder and precision."""
 
     hf_path: Path
     """Hugging Face folder: config.json, safetensors, tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of weights and activations; gradients are summed, and master weights kept, in float32."""
+    """Precision of weights and activations. Gradients are reduced, and master weights kept, in float32."""
 
 
 @dataclass(frozen=True)
@@ -77,23 +77,22 @@ class ParallelConfig:
     seconds: that does not count."""
 
     offload: bool = False
-    """While engines sample, keep the policy's weights and optimizer state in host memory, and no gradients at
-    all: for colocated servers."""
+    """While engines sample, offload the policy's weights and optimizer state to host memory, and free its
+    gradients: for colocated servers."""
 
     @property
     def model_size(self) -> int:
-        """Processes that hold one replica of the model: TP x PP x CP."""
+        """Ranks of one model replica: TP x PP x CP."""
         return self.tensor * self.pipeline * self.context
 
     @property
     def document_multiple(self) -> int:
-        """The divisor of the length of a sequence in a pack: two chunks for each CP rank."""
+        """Length divisor of a sequence in a pack: two chunks for each CP rank."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
     def length_multiple(self) -> int:
-        """The divisor of the length of a pack: its sequences and the parts of its ranks must come out
-        even."""
+        """Length divisor of a pack: its sequences split evenly, and so do the parts of its ranks."""
         return math.lcm(self.document_multiple, self.context * (self.tensor if self.sequence else 1))
 
     def pack_tokens_for(self, positions: int) -> int:
@@ -125,12 +124,12 @@ class DataConfig:
 
     @property
     def files(self) -> tuple[SourceConfig, ...]:
-        """The sources, or the one that `path` is."""
+        """The sources; `path` counts as one."""
         return self.sources or ((SourceConfig(self.path),) if self.path is not None else ())
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """Names of the sources, by which metrics tell them apart; none for `path`."""
+        """Names of the sources in metrics; none for `path`."""
         return tuple(source.name for source in self.sources)
 
 
@@ -152,14 +151,15 @@ class RolloutConfig:
     max_batch: Annotated[int, Ge(1)] = 256
     """Requests that the local engine decodes at the same time."""
     drop_uniform_groups: bool = True
-    """Drop groups whose rewards are all equal (they teach nothing), and sample others."""
+    """Dynamic sampling (DAPO): drop groups whose rewards are all equal (they have no gradient), and sample
+    others."""
     max_oversampling: Annotated[float, Ge(1)] = 3.0
     """Most groups sampled for a step, as a multiple of prompts_per_step, while dropped ones are replaced;
-    then it trains on what there is."""
+    then it trains on the groups that it has."""
     max_staleness: Annotated[int, Ge(0)] = 0
-    """Most training steps by which a group's oldest token may be off-policy: how far the weights that sampled
-    it lie behind those that its step starts from. 0: synchronous, training waits while each step samples. 1
-    or more: asynchronous, engines sample while the policy trains; `on_stale` decides about older groups."""
+    """Largest staleness of a group, in training steps: from the weights that sampled its oldest token to
+    those at the start of its step. 0: synchronous, training waits while each step samples. 1 or more:
+    asynchronous, engines sample while the policy trains; `on_stale` decides about older groups."""
     overlap: bool = True
     """With max_staleness of 1 or more: sample while the policy trains. Off: sampling pauses when a step has
     its groups, and unfinished responses continue in the next one (for engines that share the trainer's
@@ -171,7 +171,7 @@ class RolloutConfig:
     """Partial rollout: most tokens that a response may take from the weights of one step; an unfinished one
     continues with the weights of the next. Needs max_staleness of 1 or more. None: no limit."""
     on_stale: Literal["resample", "drop", "train"] = "resample"
-    """What becomes of a group older than max_staleness: its prompt is sampled anew, or it is dropped, or
+    """Treatment of a group older than max_staleness: its prompt is sampled again, or it is dropped, or
     trained on all the same."""
     keep_steps: Annotated[int | None, Ge(0)] = 1000
     """Newest steps whose rollouts are kept on disk, 12 bytes a token; those since the oldest checkpoint
@@ -191,7 +191,7 @@ class RolloutConfig:
         return chosen if isinstance(chosen, EngineConfig) else EngineConfig()
 
     def without_trainer(self) -> RolloutConfig:
-        """These settings where no policy trains beside the engines."""
+        """These settings for a run without a trainer."""
         name = "custom_engine" if ":" in self.engine else self.engine
         if not isinstance(getattr(self, name, None), EngineConfig):
             return self
@@ -214,7 +214,7 @@ class RewardConfig:
     keyword arguments of a function of yours. As a flag one JSON object, which replaces the recipe's. A source
     whose reward is another function has none of them."""
     correct: float = 1.0
-    """Reward of a right answer (built-in functions). A share of the way from `wrong` for a score between."""
+    """Reward of a right answer (built-in functions). A score between 0 and 1 is interpolated from `wrong`."""
     wrong: float = 0.0
     """Reward of a wrong or missing answer (built-in functions)."""
     failed: float = 0.0
@@ -227,8 +227,8 @@ class RewardConfig:
     """Memory that scoring one response may take beyond that of an idle worker; also of each process of tested
     code."""
     math_allow_operations: bool = field(default=False, kw_only=True)
-    """Mathematics: take an operation that nobody carried out (`578+328`, `10!`) for its value. Off,
-    it is an answer only where the ground truth has one of its kind (docs/rewards.md#mathematics)."""
+    """Mathematics: accept an unevaluated operation (`578+328`, `10!`) for its value. Off, it is an answer
+    only where the ground truth has one of its kind (docs/rewards.md#mathematics)."""
     code_case_limit_s: Annotated[float, Gt(0)] = 6.0
     """Time limit of one test of a program; all tests of a response together have 0.9 `time_limit_s`."""
     allow_weak_sandbox: bool = False
@@ -279,8 +279,8 @@ class AlgorithmConfig:
     """Truncated importance sampling, with `old_log_probs=trainer`: each token's weight is multiplied by
     min(pi_old / pi_rollout, cap). 2 is usual; None for no such weight."""
     importance_level: Literal["token", "sequence"] = field(default="token", kw_only=True)
-    """Whose ratio `importance_cap` truncates: each token's own, or for all tokens of a response the product
-    of theirs."""
+    """Level of the importance weight that `importance_cap` truncates: `token`, or `sequence`, the product
+    over the response for all of its tokens."""
     corrections: CorrectionsConfig = field(default_factory=CorrectionsConfig, kw_only=True)
     """Rejection of whole responses that another policy sampled, with any loss; off by default."""
     gap_mean_limit: Annotated[float | None, Gt(0)] = 0.05
@@ -291,7 +291,7 @@ class AlgorithmConfig:
     """Mismatch check: largest difference at a single token, in nats (`rollout/engine_gap_max`). None: no
     check."""
     on_gap: Literal["warn", "stop"] = "warn"
-    """What a failed mismatch check does: print a line and record an event, or end the run."""
+    """Action of a failed mismatch check: a warning and an event, or the end of the run."""
     reuse_epochs: Annotated[int, Ge(1)] = 1  # E + 1
     """Passes over each batch of rollouts: 1 uses each sample once, more reuse it off-policy."""
     updates_per_epoch: Annotated[int, Ge(1)] = 1
@@ -324,13 +324,13 @@ class OptimizerConfig:
     clip_grad: Annotated[float, Gt(0)] = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     device: Literal["model", "cpu"] = "model"
-    """Where master weights and moments are, and are stepped: on the model's device, or in the host's memory
-    by its cores. Then a GPU holds 12 bytes a parameter less, divided by DP x CP."""
+    """Device of master weights, moments and the optimizer step: the model's, or the host (CPU offload of the
+    optimizer). Then a GPU holds 12 bytes a parameter less, divided by DP x CP."""
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """The packing of sequences into micro-batches, and what a pass keeps in memory."""
+    """Micro-batches: packing of sequences, recomputation, chunks of the output layer."""
 
     pack_tokens: Annotated[int, Ge(1)] = 16384
     """Length of a micro-batch, in tokens: sequences are packed into it end to end. It must hold the longest

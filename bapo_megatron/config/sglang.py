@@ -1,4 +1,4 @@
-"""The configuration of SGLang servers: what every engine has, and the flags of their launch."""
+"""Configuration of SGLang servers: ``EngineConfig``, and the settings of their launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Lt
 from bapo_megatron.config.engine import EngineConfig
 
 _WITHOUT_KEY = ("--grpc", "--smg-grpc", "--encoder-only", "--tokenizer-worker")
-"""Beginnings of SGLang's flags with which it serves beside what checks the key, or takes no key."""
+"""Prefixes of SGLang's flags that open a port without a check of the API key."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class SglangConfig(EngineConfig):
     the new weights. `in_place`: they keep the old ones. Weights change faster then, but such servers have no
     prefix cache, and no overlap of scheduling and computing, so they sample more slowly."""
     compare_digests: bool = True
-    """After each hand-over compare a server's weights with what the trainer sent, tensor by tensor. False:
-    with those of the other servers alone."""
+    """After each weight sync compare a server's weights with those that the trainer sent, tensor by tensor.
+    False: with those of the other servers alone."""
     api_key_file: Path | None = None
     """File with the API key of the servers: one line, mode 0600. None: BAPO_SGLANG_API_KEY_FILE, else the
     run's own key in RUN/api_key, made at its first start. A key is never part of a command line."""
@@ -51,7 +51,7 @@ class SglangConfig(EngineConfig):
     """Longest wait for a server to load its model."""
 
     def problems(self, longest_request: int) -> Iterator[str]:
-        """Mistakes in the fields, each beginning with the field's name."""
+        """Validation errors, each beginning with the field's name."""
         yield from super().problems(longest_request)
         if other := [flag for flag in self.flags if flag.startswith(_WITHOUT_KEY)]:
             yield f"flags: {other[0].split('=')[0]} does not go with an API key: leave it out"

@@ -1,4 +1,4 @@
-"""The sources of training prompts: files that one run mixes, each with a weight and a reward of its own."""
+"""Sources of training prompts: files that one run mixes, each with a weight and a reward of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PREPARED = "data.jsonl"
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """A source of training prompts."""
+    """A source of training prompts: a file, its weight in the mixture, its reward."""
 
     path: Path
     """A file as that of `data.path`, or a folder that `bapo data prepare` has written."""
@@ -76,7 +76,7 @@ Sources = Annotated[
 
 
 def source_problems(path: Path | None, sources: tuple[SourceConfig, ...]) -> Iterator[str]:
-    """Rules of `data.path` and `data.sources`: one of them, and names that tell the sources apart."""
+    """Rules of `data.path` and `data.sources`: exactly one of them, and unique names of the sources."""
     if path is None and not sources:
         yield "data.path is None: name a file of training prompts, or several in data.sources"
     if path is not None and sources:

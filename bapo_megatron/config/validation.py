@@ -1,6 +1,6 @@
-"""The checks of a configuration: types and ranges of each field, and the rules between fields.
+"""Validation of a configuration: types and ranges of each field, and the rules between fields.
 
-Each mistake is one line that names the field, its value and the remedy.
+Each error is one line that names the field, its value and the fix.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from bapo_megatron.runtime.run_paths import moment_of
 from bapo_megatron.runtime.user_command import command_words
 
 _COMPARED = ("version", "weights", "optimizer", "canary", "learning_rate", "sampler")
-"""What the resume check compares."""
+"""Names of the parts that the resume check compares."""
 
 
 def flat(config: object, prefix: str = "") -> dict[str, object]:
-    """The leaf values of nested dataclasses under dotted names, e.g. ``optimizer.lr``."""
+    """Leaf values of nested dataclasses by dotted names, e.g. ``optimizer.lr``."""
     return {path: value for path, value, _ in _fields(config, prefix) if not dataclasses.is_dataclass(value)}
 
 
 def raise_problems(problems: list[str]) -> None:
-    """Raise one ConfigError that lists all the problems, if there are any."""
+    """Raise one ConfigError with all problems, if there are any."""
     if problems:
         raise ConfigError("\n".join(problems))
 
 
 def wrong_types(config: object) -> Iterator[str]:
-    """Fields whose value does not have the annotated type: recipes, unlike flags, can set such values."""
+    """Type errors: fields whose value does not have the annotated type, as a recipe may set it."""
     for path, value, annotation in _checked(config):
         if problem := type_problem(value, annotation):
             yield f"{path}={value!r} {problem}"
 
 
 def out_of_range(config: object) -> Iterator[str]:
-    """Numbers that are not finite, or outside the range that the annotation of their field states."""
+    """Range errors: numbers that are not finite, or outside the annotated range of their field."""
     for path, value, annotation in _checked(config):
         if problem := range_problem(value, annotation):
             yield f"{path}={value} {problem}"
@@ -128,7 +128,7 @@ def algorithm_problems(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> It
 
 
 def _correction_problems(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Corrections by pi_old / pi_rollout where the two are one policy."""
+    """Rules of ``algorithm.corrections``: limits of pi_old / pi_rollout need a pi_old of the trainer."""
     corrections = algorithm.corrections
     if algorithm.old_log_probs == "rollout":
         for name in ("geometric_min", "geometric_max", "worst_token_min", "worst_token_max"):
@@ -199,7 +199,7 @@ def checkpoint_problems(checkpoint: CheckpointConfig, evaluation: EvaluationConf
 
 
 def hook_problems(checkpoint: CheckpointConfig, logging: LoggingConfig) -> Iterator[str]:
-    """The form of the user's commands and URLs; whether they exist is asked where the run starts."""
+    """Rules of the user's commands and URLs: their form. ``preflight.check_hooks`` looks for the programs."""
     yield from target_problems(logging.on_event)
     command = checkpoint.after_export
     if command is None:
@@ -217,14 +217,14 @@ def hook_problems(checkpoint: CheckpointConfig, logging: LoggingConfig) -> Itera
 
 
 def profile_problems(profile: ProfileConfig, steps: int) -> Iterator[str]:
-    """Steps that the run does not have."""
+    """Rules of ``profile.steps``: the run must have the steps."""
     for step in profile.steps:
         if not 1 <= step <= steps:
             yield f"profile.steps has {step}: the run has steps 1 to {steps}"
 
 
 def mismatch_problems(accepted: tuple[str, ...]) -> Iterator[str]:
-    """Names of accepted differences that are not of the form that the resume check prints."""
+    """Rules of ``accept_resume_mismatch``: names of the form that the resume check prints."""
     for name in accepted:
         checkpoint, _, compared = name.partition(":")
         if moment_of(checkpoint) is None or compared not in _COMPARED:
@@ -243,32 +243,32 @@ def engine_problems(rollout: RolloutConfig, longest_request: int) -> Iterator[st
 
 
 BOXED_REWARDS = ("math", "code", "math_or_code")
-"""Built-in reward functions that read a box or a block of code, and whose ground truths have a form."""
+"""Built-in reward functions that read a box or a block of code, and validate their ground truths."""
 
 REWARD_FUNCTIONS = (*BOXED_REWARDS, "reasoning_gym")
 """Names of the built-in reward functions."""
 
 REWARD_ENDPOINTS = ("llm_judge", "reward_model")
-"""Names of the rewards that a server behind an HTTP endpoint gives."""
+"""Names of the rewards that a server scores over HTTP."""
 
 _HOW_REACHED = frozenset(("url", "api_key_env", "concurrency", "timeout_s", "give_up_s", "cache"))
 
 
-def what_is_asked(function: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a reward on which scores depend: of an endpoint's not how it is reached."""
+def settings_of_scores(function: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a reward that change its scores: for an endpoint all but its address and limits."""
     if function not in REWARD_ENDPOINTS:
         return settings
     return {name: value for name, value in settings.items() if name not in _HOW_REACHED}
 
 
 def sandbox_problems(field: str, url: str | None) -> Iterator[str]:
-    """Whether the address of a SandboxFusion server is none."""
+    """Rules of the address of a SandboxFusion server."""
     if url is not None and not re.fullmatch(r"https?://[^/@\s]+(/\S*)?", url):
         yield f"{field} is no address: give http://HOST:PORT/run_code, without a user or a password"
 
 
 def _function_problems(field: str, function: str) -> Iterator[str]:
-    """A reward function that is neither built in, nor an endpoint, nor a path."""
+    """Rules of a reward function: built in, an endpoint, or a dotted path."""
     names = REWARD_FUNCTIONS + REWARD_ENDPOINTS
     if function not in names and not re.fullmatch(r"[\w.]+:\w+", function):
         yield (
@@ -278,7 +278,7 @@ def _function_problems(field: str, function: str) -> Iterator[str]:
 
 
 def source_reward_problems(data: DataConfig, reward: RewardConfig) -> Iterator[str]:
-    """A source whose reward is an endpoint without settings: `reward.settings` are of `reward.function`."""
+    """Rules of a source's reward: an endpoint has settings only as `reward.function`."""
     for source in data.sources:
         if source.reward in REWARD_ENDPOINTS and source.reward != reward.function:
             yield (

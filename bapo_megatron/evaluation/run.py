@@ -11,7 +11,7 @@ from typing import Any
 
 from bapo_megatron import __version__
 from bapo_megatron.config import RewardConfig, RunConfig
-from bapo_megatron.config.validation import what_is_asked
+from bapo_megatron.config.validation import settings_of_scores
 from bapo_megatron.data.suites import REWARD_FUNCTION, Suite, load_suite
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.evaluation.model import Model, find_checkpoint, hf_model, output_of
@@ -115,7 +115,7 @@ def _task(opened: ExitStack, suite: Suite, options: EvalOptions, model: Model, o
     reward: dict[str, Any] = {}
     if options.reward is not None:
         reward = {"function": options.reward, "correct": options.reward_correct}
-        asked = what_is_asked(options.reward, options.reward_settings)
+        asked = settings_of_scores(options.reward, options.reward_settings)
         reward |= {"settings": asked} if asked else {}
     settings = {
         "format": FORMAT,

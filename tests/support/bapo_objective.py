@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from bapo_megatron.algo.bapo import Bounds, BoundsConfig, clipped_tokens
-from bapo_megatron.algo.losses.clip import ClipLoss, Found
+from bapo_megatron.algo.losses.clip import ClipLoss, SearchResult
 from bapo_megatron.algo.measurements import clipping
 from bapo_megatron.algo.objective import Objective
 from bapo_megatron.config import AlgorithmConfig
@@ -22,7 +22,7 @@ def loss_fn(found: Any, config: BoundsConfig, version: int) -> TokenFn:
     return objective(config).token_fn(found, version)
 
 
-def update_metrics(sums: Tensor, found: Found | None, config: BoundsConfig) -> Metrics:
+def update_metrics(sums: Tensor, found: SearchResult | None, config: BoundsConfig) -> Metrics:
     return objective(config).metrics(sums, found)
 
 

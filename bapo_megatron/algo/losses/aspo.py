@@ -10,11 +10,11 @@ steps:
 
 So ``g = min(w, dual_clip)``, or 0 where masked. A masked token has the value of its bound, as in PPO.
 
-Defaults are those of the authors' scripts; the paper gives no numbers. The paper bounds the weight of A > 0 (its step 3) and of A < 0 by PPO's dual clip; that both
-keep their gradient is the authors' code. That code also takes wider bounds, 0.4, for the fifth of the tokens
-with the highest entropy in a response, and the log-prob for the value of a dual-clipped token (the same
-gradient): neither is in the paper, nor here. The paper's mean is within each response first,
-``algorithm.loss_mean=sequence``; the code's is over tokens.
+Defaults are those of the authors' scripts; the paper gives no numbers. The paper bounds the weight of A > 0
+(its step 3) and of A < 0 by PPO's dual clip; that both keep their gradient is the authors' code. That code
+also takes wider bounds, 0.4, for the fifth of the tokens with the highest entropy in a response, and the
+log-prob for the value of a dual-clipped token (the same gradient): neither is in the paper, nor here. The
+paper's mean is within each response first, ``algorithm.loss_mean=sequence``; the code's is over tokens.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _LEAST, _MOST = 0.1, 10.0
 
 
 class Maspo(TokenLoss):
-    """MASPO loss: the surrogate with a one-sided Gaussian gate. No clipping. Metric ``maspo/gate``, mean F."""
+    """MASPO loss: surrogate with a one-sided Gaussian gate. Clips no token. Metric ``maspo/gate``, mean F."""
 
     measurements = (gate_mean("maspo/gate"),)
 

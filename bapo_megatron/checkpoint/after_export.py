@@ -1,8 +1,8 @@
-"""The user's command for each export of a run (`checkpoint.after_export`), such as an upload to a hub.
+"""Export hook (`checkpoint.after_export`): runs the user's command for each export, such as an upload.
 
-One command runs at a time, beside the training. RUN/after_export.json has the exports for which it has ended
-well; for every other one the next start tries it again. So it may run twice for one export: a kill may come
-between its end and the note of it.
+One command runs at a time, while training continues. RUN/after_export.json lists the exports for which it has
+succeeded; for every other one the next start runs it again. Delivery is at least once: a kill may come
+between the end of a command and the note of it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class _Exported:
-    """An export whose folder is whole."""
+    """A complete export."""
 
     step: int
     folder: Path
-    """That of the step, or of the run's end, which has the same files."""
+    """exports/step_NNNNNN, or export/ of the last step."""
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class _Exported:
 
 
 class AfterExport:
-    """The commands of one run, on rank 0. Nothing here waits for one."""
+    """Queue of export hooks of one run, on rank 0. No method waits for a command."""
 
     def __init__(
         self,
@@ -50,36 +50,36 @@ class AfterExport:
         limit_minutes: float,
         on_event: OnEvent,
     ) -> None:
-        """``last_step``: that of the run's end, whose export is `RUN/export`, also if it has another."""
+        """``last_step``: the run's last step, whose hook gets `RUN/export` and not exports/step_NNNNNN."""
         self._paths, self._run_name, self._on_event = RunPaths(run_dir), run_name, on_event
         self._last_step = last_step
         self._words, self._limit_minutes = command_words(command), limit_minutes
         self._done = _stored(self._paths.after_export)
         self._waiting: list[_Exported] = []
         self._running: UserCommand | None = None
-        self._of: _Exported | None = None
-        """The export that the running command is for."""
+        self._export: _Exported | None = None
+        """The export of the running command."""
         self._began = 0.0
 
     def is_busy(self) -> bool:
-        """Whether a command runs or waits."""
+        """Whether a command runs or is queued."""
         return self._running is not None or bool(self._waiting)
 
     def resume(self) -> None:
-        """Run the command for the exports of steps for which it has not ended well, oldest first."""
+        """Queue the exports of earlier starts whose command has not succeeded, oldest first."""
         for (step, updates), folder in sorted(step_entries(self._paths.step_exports)):
             is_due = not updates and step != self._last_step and step_name(step) not in self._done
             if is_due and (folder / "config.json").exists():
                 self._add(_Exported(step, folder))
 
     def exported(self, step: int) -> None:
-        """Run the command for the export of ``step``, which is new."""
+        """Queue the new export of ``step``."""
         if step != self._last_step:
             self._again(_Exported(step, self._paths.step_export(step)))
 
     def exported_last(self, is_new: bool) -> None:
-        """Run the command for the folder of the run's end. ``is_new``: also if it has ended well for this
-        step, because the policy was trained since then."""
+        """Queue the final export. ``is_new``: it was just written, so the command runs again even if it has
+        succeeded for this step."""
         last = _Exported(self._last_step, self._paths.export)
         if is_new:
             self._again(last)
@@ -87,24 +87,25 @@ class AfterExport:
             self._add(last)
 
     def poll(self) -> None:
-        """Record the end of a command, or end it at its limit; then start the one that waits."""
-        if self._running and self._of:
+        """Record the end of a command, or kill it at its time limit; then start the next one."""
+        if self._running and self._export:
             code = self._running.wait(0)
             seconds = time.monotonic() - self._began
             if code is None and seconds < 60 * self._limit_minutes:
                 return
-            self._end(self._running, self._of, code, seconds)
+            self._end(self._running, self._export, code, seconds)
         if self._waiting:
             self._start(self._waiting.pop(0))
 
     def close(self) -> None:
-        """End the running command, with all that it started; the next start runs it again."""
+        """Kill the running command with its descendants; the next start runs it again."""
         if self._running:
             self._running.close()
             self._running = None
         self._waiting.clear()
 
     def _again(self, export: _Exported) -> None:
+        # The note goes first: a kill before the command's end must not leave the export as done.
         if export.name in self._done:
             self._note(self._done - {export.name})
         self._add(export)
@@ -123,7 +124,7 @@ class AfterExport:
             "BAPO_EXPORT_STEP": str(export.step),
         }
         words = [_filled(word, values) for word in self._words]
-        self._of, self._began = export, time.monotonic()
+        self._export, self._began = export, time.monotonic()
         try:
             self._running = UserCommand(words, about, self._paths.after_export_log(export.name))
         except OSError as error:
@@ -137,7 +138,7 @@ class AfterExport:
         if code != 0:
             self._failed(export, seconds, running.failure(code, f"{self._limit_minutes:g} min"))
             return
-        self._note(self._done | {export.name})
+        self._note(self._done | {export.name})  # durable before the event says done
         self._on_event({"kind": "after_export_done", **_fields(export, seconds)})
 
     def _failed(self, export: _Exported, seconds: float, reason: str) -> None:
@@ -167,7 +168,7 @@ def _fields(export: _Exported, seconds: float) -> dict[str, Any]:
 
 
 def _stored(path: Path) -> set[str]:
-    """The exports that are done; none if there is no such file, or another one: then all are tried again."""
+    """Stored names of exports that are done; none if the file is missing or unreadable, so all run again."""
     try:
         return set(map(str, json.loads(path.read_text())["done"]))
     except (OSError, ValueError, KeyError, TypeError):

@@ -19,7 +19,7 @@ from checkpoints_tools import Settings, to_hf
 from checkpoints_tools.core.atomic_output import foreign, replaced_folder
 
 _NICENESS = 19
-"""The lowest priority for processors and, as the kernel derives it from that, for the disk."""
+"""The lowest CPU priority; the kernel derives the disk priority from it."""
 _THREADS = 2
 
 

@@ -1,10 +1,9 @@
-"""A fork: a new run that begins at a checkpoint of another, with its weights, optimizer and dataset position.
+"""Fork (``--fork``): a new run from a checkpoint of another, with its weights, optimizer and data position.
 
     NEW/checkpoints/step_000120/   the other run's checkpoint: hard links to its files, or copies
-    NEW/fork.json                  where it came from (``fork_record.py``)
+    NEW/fork.json                  its origin (``fork_record.py``)
 
-The folder of the checkpoint has a hidden name until its bytes are checked and fork.json is written, so that a
-killed process leaves nothing that is taken for a run. The other run may be training, and is only read.
+The other run may be training, and is only read.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ from bapo_megatron.runtime.storage import writing
 T = TypeVar("T")
 
 _MEET_S = 5.0
-"""How long rank 0 copies before the ranks meet again, so that no collective times out."""
+"""Seconds that rank 0 copies before the ranks meet again, so that no collective times out."""
 
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Errors of a file system, or between two, that gives no hard link; a copy may be possible."""
+"""Errors of a refused hard link, after which a copy is tried."""
 
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "qkv_bias", "qk_norm")
-"""What decides about the tensors of a model, of the fields of ``ModelShape``."""
+"""Fields of ``ModelShape`` that determine the names and shapes of a model's tensors."""
 
 
-# --- before anything starts ---
+# --- preflight ---
 
 
 def check_fork(config: RunConfig, source: ForkSource | None) -> None:
-    """Check what ``--fork`` asks for, and a run directory that holds a fork; ConfigError if it cannot be had.
+    """Preflight of ``--fork`` and of a run directory that holds a fork: ConfigError if it cannot be made.
 
-    A directory that is this fork already is continued, whatever has become of the other run.
+    A directory that is this fork already is resumed, even if the other run is gone.
     """
     fork, is_begun = read_fork(config.directory), _has_checkpoint(config.directory)
     if source is None:
@@ -119,9 +118,9 @@ def _check_source(config: RunConfig, source: ForkSource) -> None:
 
 
 def _candidates(source: ForkSource, refused: dict[int, str]) -> dict[int, Path]:
-    """The checkpoints that ``source`` may mean, by step, but those ``refused``; ConfigError if there is none.
+    """Candidate checkpoints of ``source``, by step, without those ``refused``; ConfigError if there is none.
 
-    Those within a step are none: their step's batch belongs to the other run.
+    A checkpoint within a step is no candidate: the batch of its step belongs to the other run.
     """
     found = dict(step_entries(RunPaths(source.run).checkpoints))
     whole = {step: path for (step, updates), path in found.items() if not updates}
@@ -146,14 +145,14 @@ def _has_checkpoint(directory: Path) -> bool:
     return any(step_entries(RunPaths(directory).checkpoints))
 
 
-# --- making it ---
+# --- the fork itself ---
 
 
 def make_fork(config: RunConfig, source: ForkSource) -> None:
     """Make the run directory a fork of ``source``, unless it is one; its lock must be held. Collective.
 
-    A checkpoint that is damaged, or that the other run deletes meanwhile, is passed over and named, if
-    ``source`` gives no step. ConfigError if none is left; RunStopped if the disk is full or fails.
+    If ``source`` gives no step, a checkpoint that is damaged, or that the other run deletes meanwhile, is
+    passed over with a message. ConfigError if none is left; RunStopped if the disk is full or fails.
     """
     directory = config.directory
     fork = broadcast_from_main(read_fork(directory) if is_main() else None)
@@ -171,19 +170,19 @@ def make_fork(config: RunConfig, source: ForkSource) -> None:
         refused[step] = problem
         if is_main():
             print(f"--fork {source}: passing over the checkpoint of step {step}: {problem}", flush=True)
+    # Published last: until then the checkpoint has a hidden name, and a killed process leaves no run behind.
     _on_main(lambda: _publish(directory, source, hidden, step))
 
 
 def _copied(checkpoint: Path, directory: Path, step: int) -> tuple[Path, str | None]:
-    """A hidden folder of ``directory`` with the files of ``checkpoint``, their bytes checked; or why there is
-    none. Collective."""
+    """Hidden, verified copy of ``checkpoint`` in ``directory``; or the reason of a failure. Collective."""
     final = RunPaths(directory).checkpoint(step)
     hidden = final.with_name(f".{final.name}.{broadcast_from_main(uuid.uuid4().hex[:8])}.tmp")
     return hidden, _on_main(lambda: _place(checkpoint, hidden)) or _damage(hidden, step)
 
 
 def _on_main(action: Callable[[], T]) -> T:
-    """The result of ``action`` on rank 0, on every rank; they meet every few seconds. Collective."""
+    """Result of a long ``action`` on rank 0, on every rank; the ranks meet every few seconds. Collective."""
     if dist.get_world_size() == 1:
         return action()
     with ThreadPoolExecutor(1, thread_name_prefix="fork") as pool:
@@ -199,7 +198,7 @@ def _is_done(future: Future[T]) -> bool:
 
 
 def _place(checkpoint: Path, hidden: Path) -> str | None:
-    """Put the files of ``checkpoint`` into the folder ``hidden``, durably; or why they cannot be had."""
+    """Link or copy the files of ``checkpoint`` into the folder ``hidden``, durably; or why that failed."""
     clear_leftovers(hidden.parents[1])
     files, problem = manifest_of(checkpoint)
     if problem is not None:
@@ -226,7 +225,7 @@ def _place(checkpoint: Path, hidden: Path) -> str | None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Give a file a second name, ``target``; or copy it, where that is not possible."""
+    """Hard link ``target`` to a file; a copy where the file system refuses the link."""
     try:
         os.link(source.resolve(), target)
     except OSError as error:
@@ -237,11 +236,11 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _damage(folder: Path, step: int) -> str | None:
-    """Why a checkpoint is not whole; then its folder is removed. Collective."""
+    """Damage of a copied checkpoint, whose folder is then removed; None if it is whole. Collective."""
     try:
         read_checkpoint(folder, (step, 0))
     except CheckpointError as error:
-        dist.barrier()  # all have read it
+        dist.barrier()  # no rank still reads the folder that rank 0 removes
         if is_main():
             remove_folder(folder)
         return str(error)
@@ -249,7 +248,7 @@ def _damage(folder: Path, step: int) -> str | None:
 
 
 def _publish(directory: Path, source: ForkSource, hidden: Path, step: int) -> None:
-    """Write fork.json, and give the checkpoint its name."""
+    """Publish the fork: write fork.json, then rename the checkpoint to its final name."""
     other, final = source.run.resolve(), RunPaths(directory).checkpoint(step)
     fork = Fork(
         Origin(str(other), step),
@@ -257,6 +256,7 @@ def _publish(directory: Path, source: ForkSource, hidden: Path, step: int) -> No
         read_config(other) or {},
         before.lineage if (before := read_fork(other)) else (),
     )
+    # fork.json first: a checkpoint without it would be taken for one that the run has written itself.
     with writing("the record of a fork", RunPaths(directory).fork):
         write_fork(directory, fork)
         hidden.rename(final)

@@ -1,6 +1,6 @@
-"""The record of a fork: ``fork.json`` in the directory of a run that began at a checkpoint of another.
+"""Fork record, ``fork.json``: the origin of a forked run, and the settings of the run that it came from.
 
-It holds all that a fork needs to know of the other run, which may go on, move or be deleted.
+The other run is not read again: it may go on, move or be deleted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHOWN = 80
 
 @dataclass(frozen=True)
 class ForkSource:
-    """The value of ``--fork``: a run, and which of its checkpoints."""
+    """Value of ``--fork``: a run and a step of it."""
 
     run: Path
     step: int | None
@@ -40,7 +40,7 @@ class ForkSource:
 
     @classmethod
     def of(cls, text: str) -> ForkSource:
-        """Parse ``RUN`` or ``RUN:STEP``; a directory whose name ends like that is a RUN."""
+        """Parse ``RUN`` or ``RUN:STEP``; a directory whose own name ends in `:STEP` is a RUN."""
         run, colon, step = text.rpartition(":")
         if colon and run and step.isascii() and step.isdigit() and not Path(text).is_dir():
             return cls(Path(run), int(step))
@@ -52,7 +52,7 @@ class ForkSource:
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a fork: the checkpoint of another run that it began at."""
+    """Origin of a fork: a run and the step of its checkpoint."""
 
     run: str
     """The absolute path of the other run's directory."""
@@ -64,33 +64,33 @@ class Origin:
 
 @dataclass(frozen=True)
 class Fork:
-    """A fork: where it began, and with which settings the other run was made."""
+    """Content of ``fork.json``: origin, manifest digest, settings and ancestors of a fork."""
 
     origin: Origin
     manifest_sha256: str
-    """SHA-256 of the checkpoint's manifest, which has the digests of all of its files."""
+    """SHA-256 of the checkpoint's manifest, which holds the digests of all of its files."""
     settings: dict[str, Any]
     """The other run's configuration by dotted names."""
     ancestors: tuple[Origin, ...] = ()
-    """Where the other run began, if it is a fork, and so on."""
+    """Origins of the other run, if it is a fork itself, the nearest first."""
 
     @property
     def lineage(self) -> tuple[Origin, ...]:
-        """The origin and all before it, the nearest first."""
+        """Origin and ancestors, the nearest first."""
         return self.origin, *self.ancestors
 
     def changed(self, settings: dict[str, Any]) -> list[Change]:
-        """The fields in which ``settings``, by dotted names, differ from the other run's."""
+        """Changed settings: fields of ``settings``, by dotted names, that differ from the other run's."""
         return [change for change in differences(settings, self.settings) if change[0] not in NOT_SETTINGS]
 
 
 def write_fork(run_dir: Path, fork: Fork) -> None:
-    """Write the record of ``fork`` into its run directory."""
+    """Write ``fork.json`` into the run directory."""
     write_atomically(RunPaths(run_dir).fork, json.dumps({"format": _FORMAT, **asdict(fork)}, indent=2) + "\n")
 
 
 def read_fork(run_dir: Path) -> Fork | None:
-    """The fork that a run directory holds; None if its run began by itself."""
+    """Read ``fork.json`` of a run directory; None if the run is no fork."""
     path = RunPaths(run_dir).fork
     if not path.exists():
         return None
@@ -110,45 +110,44 @@ def read_fork(run_dir: Path) -> Fork | None:
 
 
 def began_with(run_dir: Path) -> dict[str, Any] | None:
-    """The settings that a run goes on from: its own, or, before its first start, those of its origin."""
+    """Settings that a start continues from: the run's own, or before a fork's first start its origin's."""
     if (stored := read_config(run_dir)) is not None:
         return stored
     fork = read_fork(run_dir)
     return fork.settings if fork else None
 
 
-# --- what the settings of a fork change of the state that it begins at ---
+# --- changed settings, and the state that they affect ---
 
 _RATE = ("optimizer.", "steps", "algorithm.reuse_epochs", "algorithm.updates_per_epoch")
-"""Fields that decide about the learning rate after so many updates. A prefix ends with a dot."""
+"""Fields that determine the learning rate of an update. A prefix ends with a dot."""
 
 
-def other_algorithm(config: RunConfig, fork: Fork) -> bool:
-    """Whether the algorithm is another one, so that what it keeps between two updates may not fit."""
-    names = other_settings(config, fork, ("algorithm.",))
+def changes_algorithm(config: RunConfig, fork: Fork) -> bool:
+    """Whether the fork changes the algorithm, so that its state between updates may not fit."""
+    names = changed_names(config, fork, ("algorithm.",))
     return any(not name.startswith(("algorithm.gap_", "algorithm.on_gap")) for name in names)
 
 
-def other_settings(config: RunConfig, fork: Fork, fields: Sequence[str]) -> list[str]:
-    """The names of those ``fields`` that differ from the other run's; a prefix of names ends with a dot."""
+def changed_names(config: RunConfig, fork: Fork, fields: Sequence[str]) -> list[str]:
+    """Names among ``fields`` that differ from the other run's; a prefix of names ends with a dot."""
     prefixes = tuple(field for field in fields if field.endswith("."))
     names = [name for name, *_ in fork.changed(plain_values(config))]
     return [name for name in names if name in fields or (prefixes and name.startswith(prefixes))]
 
 
-def other_data(config: RunConfig, fork: Fork) -> str | None:
-    """Why the prompts are not those of the other run, as far as settings say; None if they are the same."""
-    return ", ".join(_other_data(config, fork)) or None
+def changed_data(config: RunConfig, fork: Fork) -> str | None:
+    """Changed data settings of a fork, in words, which change its prompts; None if there are none."""
+    return ", ".join(_changed_data(config, fork)) or None
 
 
-def _other_data(config: RunConfig, fork: Fork) -> Iterator[str]:
+def _changed_data(config: RunConfig, fork: Fork) -> Iterator[str]:
     ours = plain_values(config)
-    for name in other_settings(config, fork, ("data.",)):
+    for name in changed_names(config, fork, ("data.",)):
         then, now = fork.settings.get(name), ours.get(name)
         same_order = _order_of(name, then) == _order_of(name, now)
-        if (
-            name != "data.max_prompt_tokens" and not same_order
-        ):  # the sampler sees how many prompts are left out
+        # The sampler itself compares the number of prompts that a limit of their length leaves out.
+        if name != "data.max_prompt_tokens" and not same_order:
             yield f"{name} is {now}, and was {then}"
 
 
@@ -162,24 +161,24 @@ def _order_of(name: str, value: Any) -> Any:
 
 
 def may_differ(config: RunConfig, fork: Fork) -> set[str]:
-    """The parts of the resume check (``resume_check.py``) in which a fork's first start may differ.
+    """Parts of the resume check (``resume_check.py``) that may differ at a fork's first start.
 
-    The sampler's position is the fork's own. The learning rate follows the schedule of today; the log-probs
-    of the canary those of today's temperature and model folder. Weights and optimizer must be equal.
+    The sampler's position is the fork's own. The learning rate follows the fork's schedule, and the canary's
+    log-probs its temperature and model folder. Weights and optimizer must be equal.
     """
     found = {"sampler"}
-    if other_settings(config, fork, _RATE):
+    if changed_names(config, fork, _RATE):
         found.add("learning_rate")
-    if other_settings(config, fork, ("rollout.temperature", "model.hf_path")):
+    if changed_names(config, fork, ("rollout.temperature", "model.hf_path")):
         found.add("canary")
     return found
 
 
-# --- for people ---
+# --- texts ---
 
 
 def lineage_text(run_dir: Path) -> str | None:
-    """Where a run was forked from, in words, with the settings that differ there; None for no fork."""
+    """Lineage of a forked run, in words, with its changed settings; None for no fork."""
     fork = read_fork(run_dir)
     if fork is None:
         return None

@@ -1,4 +1,4 @@
-"""The reader of checkpoints: finds the newest one that is whole, every byte checked against its manifest."""
+"""Checkpoint reader: finds the newest whole checkpoint, every byte verified against its manifest."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bapo_megatron.runtime.files import file_below, read_file_inside
 from bapo_megatron.runtime.run_paths import MANIFEST, POLICY, TRAINER_STATE, Moment, RunPaths, step_entries
 
 READERS = 4
-"""Files that a rank verifies at a time."""
+"""Files that a rank verifies in parallel."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint on disk."""
+    """A verified checkpoint on disk."""
 
     path: Path
     moment: Moment
@@ -41,10 +41,10 @@ class Checkpoint:
 
 
 def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
-    """The newest whole checkpoint of a run, None if it never had one. Collective: each rank reads its share.
+    """The newest whole checkpoint of a run; None if it never had one. Collective: each rank reads its share.
 
-    A broken checkpoint is skipped and named. CheckpointError if all are broken: to start at step 1 would
-    erase the run's record, and a person has to decide that.
+    A damaged checkpoint is skipped with a message. CheckpointError if all are damaged: a start at step 1
+    would erase the run's record, and only its user may decide that.
     """
     folder, problems = RunPaths(run_dir).checkpoints, []
     for moment, path in broadcast_from_main(
@@ -66,7 +66,7 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
 
 
 def read_checkpoint(path: Path, moment: Moment) -> Checkpoint:
-    """The checkpoint in ``path``, or CheckpointError on every rank alike. Collective."""
+    """Verify and read the checkpoint in ``path``; CheckpointError on every rank alike. Collective."""
     files, problem = broadcast_from_main(manifest_of(path) if is_main() else None)
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, _first_damage(path, files))
@@ -79,7 +79,7 @@ def read_checkpoint(path: Path, moment: Moment) -> Checkpoint:
 
 
 def _trainer_state(path: Path) -> tuple[dict[str, Any], str | None]:
-    """The state of the training loop; or why it cannot be read."""
+    """State of the training loop (trainer.json); or the reason why it cannot be read."""
     try:
         state = json.loads(read_file_inside(path, TRAINER_STATE))
     except (CheckpointError, OSError, ValueError, RecursionError) as error:
@@ -88,7 +88,7 @@ def _trainer_state(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def manifest_of(path: Path) -> tuple[Digests, str | None]:
-    """The digests of the manifest, the largest file first; or why it cannot be used. Not collective."""
+    """Digests in the manifest, the largest file first; or why it cannot be used. Not collective."""
     try:
         files = dict(json.loads(read_file_inside(path, MANIFEST))["files"])
         return dict(sorted(files.items(), key=lambda item: -item[1]["bytes"])), None
@@ -101,7 +101,7 @@ def manifest_of(path: Path) -> tuple[Digests, str | None]:
 
 
 def _first_damage(path: Path, files: Digests) -> str | None:
-    """The damage of the first bad file of this rank's share, every n-th file of n ranks."""
+    """Damage of the first bad file in this rank's share, every n-th file of n ranks; None without damage."""
     mine = list(files)[dist.get_rank() :: dist.get_world_size()]
     with ThreadPoolExecutor(READERS, thread_name_prefix="verify") as pool:
         return next(filter(None, pool.map(lambda name: _damage(path, name, files[name]), mine)), None)

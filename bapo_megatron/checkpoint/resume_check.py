@@ -1,11 +1,10 @@
-"""The resume check: a run that continues must restore exactly the state that its checkpoint was taken of.
+"""Resume check: compares the restored state of a resumed run with the fingerprint in its checkpoint.
 
-Every checkpoint carries a fingerprint of that state, which the run that continues measures again before its
-first step:
+The fingerprint is taken at the save, and measured again before the first step of a resumed run:
 
 - the digests of the bits of weights and optimizer, which must be equal, at every layout;
-- the log-probs of a canary, a few random sequences, which show that this program computes with those
-  weights what the other did. They differ by rounding, and are compared to a tolerance;
+- the log-probs of a canary, a few random sequences: the same model code, temperature and kernels. They differ
+  by rounding, and are compared with a tolerance;
 - the policy's version, the learning rate, the sampler's position.
 
 A difference can be accepted once and by name, by ``RunConfig.accept_resume_mismatch``.
@@ -27,7 +26,7 @@ from bapo_megatron.types import MicroBatch, TokenFn, TokenStats
 
 _TOKENS, _LONGEST = 192, 64
 _NOISE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Tolerance of the canary by the type of the weights: the mean of |log-prob - log-prob then|, in nats.
+"""Tolerance of the canary, by the dtype of the weights: mean |log-prob now - log-prob then|, in nats.
 
 Another layout, kernel or machine adds in another order, which moves each log-prob by noise of some standard
 deviation s. Of normal noise the mean over n tokens is sqrt(2 / pi) s = 0.80 s, give or take 0.60 s / sqrt(n).
@@ -42,10 +41,10 @@ _WHAT = {
     "learning_rate": "learning rate",
     "sampler": "the sampler",
 }
-"""What a difference is called, by its name in ``accept_resume_mismatch``."""
+"""Descriptions of the differences, by their names in ``accept_resume_mismatch``."""
 
 Fingerprint = dict[str, Any]
-"""What ``state_fingerprint`` measures; plain JSON."""
+"""Result of ``state_fingerprint``: plain JSON."""
 
 
 def state_fingerprint(config: RunConfig, policy: Policy, sampler: dict[str, Any] | None) -> Fingerprint:
@@ -100,10 +99,10 @@ def _line(stored: object, found: object) -> str:
 
 
 def _bit_differences(stored: Fingerprint, found: Fingerprint) -> dict[str, str]:
-    """The digests that differ, of the weights and of the optimizer.
+    """Differences of the bit digests, of the weights and of the optimizer.
 
-    The checkpoint holds the first copy of what exists several times; every copy must be that one now. Where
-    the type of the weights was changed, their bits are others.
+    Of a replicated tensor the checkpoint holds the first replica; now every replica must equal it. If the
+    dtype of the weights was changed, their bits are not compared.
     """
     groups: dict[str, list[str]] = {"weights": [], "optimizer": []}
     for name, (first, *_) in stored["state"].items():
@@ -117,7 +116,7 @@ def _bit_differences(stored: Fingerprint, found: Fingerprint) -> dict[str, str]:
 def _canary_difference(
     config: RunConfig, stored: dict[str, list[float]], found: dict[str, list[float]]
 ) -> dict[str, str]:
-    """The canary's line if its log-probs differ by more than noise; nothing else."""
+    """Difference of the canary, if its log-probs differ by more than the tolerance."""
     then, now = np.array(stored["log_probs"], float), np.array(found["log_probs"], float)
     if then.shape != now.shape:
         return {"canary": _line(f"{len(then)} tokens", len(now))}
@@ -128,7 +127,7 @@ def _canary_difference(
 
 
 def _sums_difference(config: RunConfig, stored: list[float], log_probs: list[float]) -> dict[str, str]:
-    """The canary's line for the fingerprint of an earlier version: sums of l, l^2 and l a over its tokens.
+    """Difference of the canary of an earlier version, which stored sums of l, l^2 and l a over its tokens.
 
     l is a log-prob and a the advantage. Noise n_t moves the sums by at most sum |n_t|, sum |n_t| (2 |l_t| +
     |n_t|) and sum |n_t a_t|: the tolerance is each with the noise that is tolerated, and grows with the sum
@@ -150,7 +149,7 @@ def _sums_difference(config: RunConfig, stored: list[float], log_probs: list[flo
 
 
 def _canary(config: RunConfig) -> list[CanarySequence]:
-    """The canary: random sequences, the same in every run of a model."""
+    """The canary's random sequences, the same in every run of a model."""
     vocabulary = read_model_shape(config.model.hf_path).vocab
     longest = min(_LONGEST, config.batch.pack_tokens)
     spec = CanarySpec(seed=20, tokens=_TOKENS, longest=longest, vocab=vocabulary)
@@ -158,9 +157,9 @@ def _canary(config: RunConfig) -> list[CanarySequence]:
 
 
 def _by_number(tokens: int) -> TokenFn:
-    """A function of a pack: the log-probs of its tokens, each at its number (``canary.numbered``), else 0.
+    """Token function: the log-probs of a pack, each at its index in the canary (``canary.numbered``), else 0.
 
-    Every number comes once in all packs, so the sum over ranks adds zeros to it, and is exact.
+    Every index occurs once in all packs: the sum over ranks adds zeros to it, and is exact.
     """
 
     def place(stats: TokenStats, pack: MicroBatch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The run directory: its lock, its stored configuration, and the settings that may change on a resume.
+"""Run directory: its lock, its stored configuration, and the rules which settings may change on a resume.
 
 ``runtime/run_paths.py`` has the names of the files.
 """
@@ -22,16 +22,16 @@ from bapo_megatron.runtime.run_files import check_no_links, open_lock, read_plai
 from bapo_megatron.runtime.run_paths import RunPaths
 
 FORMAT = 2
-"""Version of the directory's layout; a directory of another version is refused."""
+"""Format version of the run directory; another version is refused."""
 
 _CONFIG_BYTES = 64 << 20
 """Most bytes of config.json that are read."""
 
 _SAMPLES_ONLY = "rollout_only"
-"""Entry of config.json beside the configuration: whether ``bapo train --rollout-only`` has made the run."""
+"""Entry of config.json: whether it is a run of ``bapo train --rollout-only``."""
 
 THREADS = "threads"
-"""The field whose value the run directory keeps where none is given: sums on a CPU depend on it."""
+"""Field whose stored value is kept if a resume gives none: sums on a CPU depend on it."""
 
 _ADDED: dict[str, Any] = {
     "algorithm.loss": "clip",
@@ -59,19 +59,19 @@ _ADDED: dict[str, Any] = {
     "logging.trackers": ["tensorboard"],
     "logging.project": "bapo-megatron",
     THREADS: None,
-    "rollout.sglang.compare_digests": True,  # nor was it there, and a run goes on with it
+    "rollout.sglang.compare_digests": True,  # was not compared then; a resumed run compares
     "data.sources": [],
     "reward.settings": {},
     "reward.sandbox_url": None,
-    "reward.math_allow_operations": False,  # they were allowed, but a run goes on with the judge of today
+    "reward.math_allow_operations": False,  # was True then; a resumed run scores as new runs do
 }
-"""Fields that older directories of this format lack, with the value that was in force then."""
+"""Fields that older run directories lack, with the value that was in force then."""
 
 Change = tuple[str, Any, Any]
 """A changed field: its name, its stored value, its value now."""
 
 NOT_SETTINGS = ("name", "run_dir", "allow_change", "accept_resume_mismatch", "logging.note")
-"""Fields of a configuration that name a run, or speak of one start of it: two runs always differ in them."""
+"""Fields that belong to one run or one start of it; a comparison of two runs leaves them out."""
 
 # Fields that may differ when a run continues: its length, place, speed, logging and deadlines, but not what
 # it computes. A name that ends with a dot or an underscore stands for all names that begin with it.
@@ -85,11 +85,11 @@ _MAY_CHANGE = (
     *("rollout.max_batch", "rollout.segment_tokens", "rollout.keep_steps"),
     *("rollout.sglang.", "rollout.custom_engine."),
 )
-_MAY_NOT_CHANGE = ("rollout.sglang.on_update",)  # tokens after new weights attend to other keys and values
+_MAY_NOT_CHANGE = ("rollout.sglang.on_update",)  # it decides which keys and values tokens attend to
 
 
 def check_writable(directory: Path) -> None:
-    """Check that the run directory can be created and written to; ConfigError if not."""
+    """Preflight of the run directory: ConfigError if it cannot be created or written to."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         check_no_links(directory)
@@ -100,7 +100,7 @@ def check_writable(directory: Path) -> None:
 
 @contextmanager
 def only_writer(directory: Path) -> Iterator[None]:
-    """Context manager of the run directory's lock. ConfigError if another process is writing to the run."""
+    """Lock of the run directory within the block. ConfigError if another process holds it."""
     check_no_links(directory)
     with open_lock(RunPaths(directory).lock) as lock:
         try:
@@ -111,10 +111,10 @@ def only_writer(directory: Path) -> Iterator[None]:
 
 
 def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
-    """Check that the run directory was started with these settings, except those that may change on a resume.
+    """Preflight of a resume: ConfigError with every changed setting that may not change.
 
-    ConfigError with every other difference; a directory without a finished step fits any settings. Also if
-    one of a training run and of ``--rollout-only``, ``samples_only``, would continue the other.
+    A directory without a finished step fits any settings. ConfigError also if a training run would continue
+    one of ``--rollout-only`` (``samples_only``), or the reverse.
     """
     _check_kind(config.directory, samples_only)
     stored = read_config(config.directory, announce=True)
@@ -127,7 +127,7 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
         for change in changes(config, stored)
         if not _may_change(change[0], config)
         and change[0] not in kept
-        and not _reaches_elsewhere(change, config)
+        and not _changes_only_address(change, config)
     ]
     if different:
         raise ConfigError(
@@ -140,7 +140,7 @@ def check_same_run(config: RunConfig, samples_only: bool = False) -> None:
 
 
 def _check_kind(directory: Path, samples_only: bool) -> None:
-    """Check that the directory is not of the other kind: of training, or of ``--rollout-only``."""
+    """ConfigError if the directory is of the other kind: of training, or of ``--rollout-only``."""
     paths = RunPaths(directory)
     stored = _stored(directory) or {}
     if stored.get(_SAMPLES_ONLY) and not samples_only:
@@ -157,12 +157,12 @@ def _check_kind(directory: Path, samples_only: bool) -> None:
 
 
 def changes(config: RunConfig, stored: dict[str, Any]) -> list[Change]:
-    """Fields of ``config`` that differ from a stored configuration, sorted by name."""
+    """Changed fields of ``config`` against a stored configuration, sorted by name."""
     return differences(plain_values(config), stored)
 
 
 def differences(ours: dict[str, Any], stored: dict[str, Any]) -> list[Change]:
-    """Fields in which two configurations by dotted names differ, sorted by name."""
+    """Changed fields between two configurations by dotted names, sorted by name."""
     return [
         (name, stored.get(name), ours.get(name))
         for name in sorted(stored.keys() | ours.keys())
@@ -171,19 +171,19 @@ def differences(ours: dict[str, Any], stored: dict[str, Any]) -> list[Change]:
 
 
 def _may_change(name: str, config: RunConfig) -> bool:
-    """Whether the field ``name`` may differ when the run continues."""
+    """Whether the field ``name`` may change on a resume."""
     if name in config.allow_change:
         return True
     if name == _STEPS and config.optimizer.decay != "constant":
-        return False  # a schedule that decays is stretched over the steps: with more it is another one
+        return False  # the decay is stretched over the steps: with more steps it is another schedule
     if name in _MAY_CHANGE:
         return True
     prefixes = tuple(allowed for allowed in _MAY_CHANGE if allowed.endswith((".", "_")))
     return name.startswith(prefixes) and name not in _MAY_NOT_CHANGE
 
 
-def _reaches_elsewhere(change: Change, config: RunConfig) -> bool:
-    """Whether settings of a reward behind an endpoint differ only in how it is reached."""
+def _changes_only_address(change: Change, config: RunConfig) -> bool:
+    """Whether a change of ``reward.settings`` is only one of the endpoint's address or limits."""
     name, then, now = change
     function = config.reward.function
     return name == "reward.settings" and settings_of_scores(function, then) == settings_of_scores(
@@ -192,13 +192,13 @@ def _reaches_elsewhere(change: Change, config: RunConfig) -> bool:
 
 
 def changed_settings(config: RunConfig) -> list[Change]:
-    """Fields of ``config`` that differ from the run directory's stored configuration; none for a new run."""
+    """Changed fields of ``config`` against the run directory's stored configuration; none for a new run."""
     before = read_config(config.directory)
     return changes(config, before) if before else []
 
 
 def check_partial_step(changed: list[Change], config: RunConfig) -> None:
-    """Check that a partly trained step ends with the settings that it was begun with; ConfigError if not."""
+    """ConfigError if the algorithm or seed changes in the middle of a partly trained step."""
     names = {name for name, *_ in changed} & set(config.allow_change)
     if named := sorted(name for name in names if name.startswith("algorithm.") or name == "seed"):
         raise ConfigError(
@@ -215,7 +215,7 @@ def store_config(config: RunConfig, samples_only: bool = False) -> None:
 
 
 def read_config(directory: Path, announce: bool = False) -> dict[str, Any] | None:
-    """The stored configuration by dotted names, former names made present ones; None if there is no run.
+    """The stored configuration by dotted names, with current names and fields; None if there is no run.
 
     ``announce``: print a notice of each former name.
     """
@@ -224,7 +224,7 @@ def read_config(directory: Path, announce: bool = False) -> dict[str, Any] | Non
 
 
 def _stored(directory: Path) -> dict[str, Any] | None:
-    """What ``store_config`` wrote; None if there is no run."""
+    """Content of config.json; None if there is no run."""
     path = RunPaths(directory).config
     if not path.exists():
         return None
@@ -240,7 +240,7 @@ def _stored(directory: Path) -> dict[str, Any] | None:
 
 
 def with_present_fields(stored: dict[str, Any], announce: bool = False) -> dict[str, Any]:
-    """A stored configuration with the fields of today: former names made present ones, added ones filled in.
+    """Migration of a stored configuration: former names become current ones, missing fields are filled in.
 
     ``announce``: print a notice of each former name.
     """
@@ -248,7 +248,7 @@ def with_present_fields(stored: dict[str, Any], announce: bool = False) -> dict[
 
 
 def plain_values(config: RunConfig) -> dict[str, Any]:
-    """The values of a configuration by dotted names, as JSON has them."""
+    """Values of a configuration by dotted names, as plain JSON."""
     values: dict[str, Any] = json.loads(json.dumps(flat(config), default=_plain))
     return values
 

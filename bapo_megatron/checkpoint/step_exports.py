@@ -1,10 +1,10 @@
-"""Hugging Face exports of a run's checkpoints, made in the background while training continues.
+"""Background exports of checkpoints to Hugging Face folders, in a child process while training continues.
 
     exports/step_000120/   config, tokenizer, safetensors: whole or absent
 
-A child process of low priority converts one checkpoint at a time, from file to file; it takes neither memory
-nor time of the trainer. One more checkpoint may wait, and a newer one replaces it. So at most two checkpoints
-are kept from deletion, however slow the disk is.
+The process has a low priority, and converts one checkpoint at a time from file to file; it takes neither
+memory nor time of the trainer. One more checkpoint may be queued, and a newer one replaces it. So at most two
+checkpoints are kept from deletion, however slow the disk is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.run_paths import RunPaths, step_leftovers
 
 _CLEANING_S = 20.0
-"""How long a process that is asked to end may take to remove its half-written output."""
+"""Seconds that a terminated process may take to remove its half-written output."""
 
 OnEvent = Callable[[dict[str, Any]], None]
 """Records an event: its kind and its fields."""
@@ -32,7 +32,7 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class _Ended:
-    """The result of an export's process."""
+    """Result of an export process."""
 
     exit_code: int
     stderr: str
@@ -40,13 +40,13 @@ class _Ended:
 
 
 class StepExports:
-    """The exports of one run, on rank 0. Only ``close`` waits for a process."""
+    """Queue of background exports of one run, on rank 0. Only ``close`` waits for a process."""
 
     def __init__(
         self, run_dir: Path, model: Path, every: int, on_event: OnEvent, after: AfterExport | None = None
     ) -> None:
         """``model``: the Hugging Face folder that the run started from. ``every``: steps; 0 for none.
-        ``after``: the user's command for each export; closed with this."""
+        ``after``: the export hook; closed with this."""
         self._paths = RunPaths(run_dir)
         self.folder = self._paths.step_exports
         self._model, self._every, self._on_event = model, every, on_event
@@ -55,24 +55,24 @@ class StepExports:
         self._process: subprocess.Popen[str] | None = None
         self._ended: Future[_Ended] | None = None
         self._step = 0
-        """The step that the process exports."""
+        """The step in the process."""
         self._next: int | None = None
-        """The step that waits."""
+        """The queued step."""
 
     def path(self, step: int) -> Path:
         """The folder of the export of ``step``."""
         return self._paths.step_export(step)
 
     def is_using(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` is still to be read."""
+        """Whether the checkpoint of ``step`` is being exported or queued, and must not be deleted."""
         return step == self._next or (self._process is not None and step == self._step)
 
     def is_busy(self) -> bool:
-        """Whether an export, or the user's command for one, runs or waits."""
+        """Whether an export or its hook runs or is queued."""
         return self._process is not None or (self.after is not None and self.after.is_busy())
 
     def resume(self, steps: Iterable[int]) -> None:
-        """Export what the run before has not: the newest two of ``steps``, which have checkpoints."""
+        """Queue the missing exports: the newest two of ``steps``, which have checkpoints."""
         for leftover in step_leftovers(self.folder, ".bapo-ckpt.tmp"):
             remove_folder(leftover)
         missing = sorted(s for s in steps if self._is_due(s) and not (self.path(s) / "config.json").exists())
@@ -82,7 +82,7 @@ class StepExports:
             self.after.resume()
 
     def offer(self, step: int) -> None:
-        """Export the checkpoint of ``step``, which is whole, if ``every`` asks for it."""
+        """Queue the export of the complete checkpoint of ``step``, if ``every`` asks for it."""
         if not self._is_due(step):
             return
         if self._process is None:
@@ -93,7 +93,7 @@ class StepExports:
         self._next = step
 
     def poll(self) -> None:
-        """Record the end of an export or of a command for one, and start those that wait."""
+        """Record the end of an export or hook, and start the queued ones."""
         self._poll_export()
         if self.after:
             self.after.poll()
@@ -117,7 +117,7 @@ class StepExports:
             self._start(waiting)
 
     def close(self) -> None:
-        """End the running export and the command without a trace; a run that continues starts them again."""
+        """Kill the running export and hook; a resumed run starts them again."""
         if self.after:
             self.after.close()
         if self._process is not None:
@@ -134,7 +134,7 @@ class StepExports:
     def _start(self, step: int) -> None:
         checkpoint = self._paths.checkpoint(step)
         arguments = [str(checkpoint), str(self.path(step)), str(self._model), str(os.getpid())]
-        # Its own session, so that signals to the run's processes do not reach it.
+        # Its own session: signals to the run's process group do not reach it, `close` ends it.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bapo_megatron.checkpoint.export_process", *arguments],
             stdin=subprocess.DEVNULL,

@@ -1,11 +1,11 @@
-"""The checkpoint store of a run: asynchronous saves, and the retention of old checkpoints.
+"""Checkpoint store of a run: asynchronous saves, and the retention of old checkpoints.
 
     checkpoints/step_000120/             policy/ (torch_dist)  trainer.json  manifest.json
     checkpoints/step_000120_update_003/  in the middle of step 121, after 3 of its updates
 
 A checkpoint is written under a temporary name while training continues. Its manifest, with the size and the
-digest of every other file, is written last; then the folder is renamed. A folder without a manifest that
-matches its files does not count. The trainer decides when to save (``trainer/checkpointing.py``).
+digest of every other file, is written last; then the folder is renamed. A folder without a matching manifest
+is no checkpoint. The trainer decides when to save (``trainer/checkpointing.py``).
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ class Saved:
 
 
 class CheckpointStore:
-    """The checkpoint store of one run: begins, finalizes and deletes checkpoints. ``begin`` and ``finalize``
-    are collective."""
+    """Checkpoint store of one run: begins, finalizes and deletes checkpoints.
+
+    ``begin`` and ``finalize`` are collective.
+    """
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class CheckpointStore:
 
         ``newest``: (step, updates) of the checkpoint that the run continues from; (0, 0) for none.
         ``scores``: the validation score of each step, for ``keep_best``; needed on rank 0 alone.
-        ``is_in_use``: whether the checkpoint of a step is still read, and must stay; asked on rank 0 alone.
+        ``is_in_use``: whether an export still reads the checkpoint of a step; asked on rank 0 alone.
         """
         self._paths, self._config = RunPaths(run_dir), config
         self._scores, self._is_in_use = scores or {}, is_in_use
@@ -80,7 +82,7 @@ class CheckpointStore:
         final = self._paths.checkpoint(*moment)
         temporary = final.with_name(f".{final.name}.{broadcast_from_main(uuid.uuid4().hex[:8])}.tmp")
         with writing(f"the checkpoint of step {moment[0]}", final):
-            on_main(lambda: self._make_empty(temporary))
+            on_main(lambda: self._make_empty(temporary))  # all ranks wait: they write into the folder next
             on_main(lambda: write_atomically(temporary / TRAINER_STATE, json.dumps(trainer, indent=2)))
             savings = [write(temporary / name) for name, write in folders.items()]
         about = {"step": moment[0], "updates": moment[1], "code_version": __version__}
@@ -101,7 +103,7 @@ class CheckpointStore:
                     return None
                 sleep(_POLL_S)
             self._pending = None
-            on_main(self.delete_old)
+            on_main(self.delete_old)  # only now: until the new one is durable the old ones are needed
         return Saved(step, updates, pending.seconds)
 
     def record_score(self, step: int, score: float) -> None:
@@ -113,14 +115,14 @@ class CheckpointStore:
         return min((step for (step, _), _ in step_entries(self._paths.checkpoints)), default=0)
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint at their end, in order, up to the newest checkpoint."""
+        """Steps with a checkpoint at their end, in order, up to the newest checkpoint."""
         found = [moment for moment, _ in step_entries(self._paths.checkpoints)]
         return sorted(step for step, updates in found if not updates and step <= self.newest[0])
 
     def delete_old(self) -> None:
-        """Apply the retention policy: delete the checkpoints that ``config`` does not keep. On rank 0 alone.
+        """Retention policy: delete the checkpoints that ``config`` does not keep. On rank 0 alone.
 
-        Checkpoints later than the newest are deleted, too: the run could not continue from them.
+        Checkpoints later than the newest are deleted, too: the resume has passed over them as damaged.
         """
         found = sorted(step_entries(self._paths.checkpoints))
         kept = [moment for moment, _ in found if moment <= self.newest]
@@ -133,7 +135,7 @@ class CheckpointStore:
                 remove(path)
 
     def _milestones(self, steps: Sequence[int]) -> set[int]:
-        """The ``steps`` that ``keep_every`` and ``keep_best`` keep; of equal scores the latest."""
+        """Steps that ``keep_every`` and ``keep_best`` keep; of equal scores the latest."""
         every, best = self._config.keep_every, self._config.keep_best
         scored = sorted((self._scores[step], step) for step in steps if step in self._scores)
         found = {step for _, step in scored[-best:]} if best else set()

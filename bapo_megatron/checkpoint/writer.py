@@ -21,24 +21,21 @@ from bapo_megatron.runtime.files import remove_folder, sync_file, sync_folder, w
 from bapo_megatron.runtime.run_paths import MANIFEST, RunPaths, step_leftovers
 
 _RANK_0_FIRST_S = 120.0
-"""How long other ranks wait for rank 0 to end the run after a failed save: torch gives the reason to rank 0
-alone, and the process that fails first decides the exit code."""
+"""Seconds that other ranks wait for rank 0 to end the run after a failed save: torch gives the reason to
+rank 0 alone, and the process that fails first decides the exit code."""
 
 Digests = dict[str, dict[str, Any]]
 """Size and SHA-256 by file name."""
 
 
 class PendingCheckpoint:
-    """An asynchronous save: a checkpoint that is written while training continues. All ranks make the same
-    calls in the same order."""
+    """Asynchronous save of one checkpoint. All ranks make the same calls in the same order."""
 
     def __init__(
         self, savings: Sequence[Saving], temporary: Path, final: Path, about: dict[str, Any]
     ) -> None:
-        """The save of a checkpoint at ``temporary``, renamed to ``final`` at its end.
-
-        ``savings``: the background save of each folder. ``about``: fields of the manifest besides the files.
-        """
+        """``savings``: the background write of each folder, in ``temporary``, which is renamed to ``final``.
+        ``about``: fields of the manifest besides the files."""
         self._savings, self._temporary, self.final = savings, temporary, final
         self._about = about
         self._began = perf_counter()
@@ -53,7 +50,7 @@ class PendingCheckpoint:
             if not _on_every_rank(all(saving.is_written() for saving in self._savings)):
                 return False
             self._finish_parts()
-            dist.barrier()  # rank 0 has written the metadata
+            dist.barrier()  # rank 0 has written the metadata: now every rank sees the same list of files
             files = sorted(path for path in self._temporary.rglob("*") if path.is_file())
             mine = files[dist.get_rank() :: dist.get_world_size()]
             self._digests = self._thread.submit(self._sync_and_digest, mine)
@@ -68,7 +65,7 @@ class PendingCheckpoint:
         return True
 
     def _finish_parts(self) -> None:
-        """Finish the save of each folder. An error is raised on rank 0 first (see ``_RANK_0_FIRST_S``)."""
+        """Finish the write of each folder. An error is raised on rank 0 first (see ``_RANK_0_FIRST_S``)."""
         try:
             for saving in self._savings:
                 saving.finish()
@@ -87,18 +84,20 @@ class PendingCheckpoint:
         return found, perf_counter() - self._began
 
     def _publish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest and give the checkpoint its final name, durably."""
+        """Write the manifest, then rename the folder to its final name, durably."""
+        # The manifest last, and every folder synced before the rename: after a power failure the final name
+        # has all files or does not exist.
         write_atomically(self._temporary / MANIFEST, json.dumps(manifest, indent=2))
         for folder in [self._temporary, *(path for path in self._temporary.rglob("*") if path.is_dir())]:
             sync_folder(folder)
-        if os.path.lexists(self.final):  # broken, or the run was continued from an older one
+        if os.path.lexists(self.final):  # a damaged one, or the run was resumed from an older one
             remove(self.final)
         self._temporary.rename(self.final)
         sync_folder(self.final.parent)
 
 
 def on_main(action: Callable[[], None]) -> None:
-    """Run ``action`` on rank 0 while the others wait at a barrier. Collective.
+    """Run ``action`` on rank 0; the other ranks wait at a barrier. Collective.
 
     An error on rank 0 ends its process, and the launcher then ends the others.
     """
@@ -108,16 +107,15 @@ def on_main(action: Callable[[], None]) -> None:
 
 
 def clear_leftovers(run_dir: Path) -> None:
-    """Delete half-written and half-deleted checkpoints, which a killed process or a full disk leaves."""
+    """Delete the leftovers of a killed process or a full disk: half-written and half-deleted checkpoints."""
     for leftover in step_leftovers(RunPaths(run_dir).checkpoints):
         remove_folder(leftover)
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint; of a link the link alone. It is renamed first: a half-deleted one is never found
-    under its name. What is no folder keeps the hidden name."""
+    """Delete a checkpoint; of a link the link alone. A plain file keeps its hidden name."""
     hidden = path.with_name(f".{path.name}.deleted")
-    path.rename(hidden)
+    path.rename(hidden)  # first: a kill leaves no half-deleted checkpoint under its name
     remove_folder(hidden)
 
 
@@ -129,6 +127,6 @@ def digest(path: Path) -> dict[str, Any]:
 
 def _on_every_rank(value: bool) -> bool:
     """Whether ``value`` is true on every rank. Collective."""
-    everywhere = torch.tensor([value], dtype=torch.int32)
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-    return bool(everywhere.item())
+    on_all = torch.tensor([value], dtype=torch.int32)
+    dist.all_reduce(on_all, dist.ReduceOp.MIN)
+    return bool(on_all.item())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from bapo_megatron.checkpoint.fork_record import Fork, may_differ, other_algorithm, other_data, read_fork
+from bapo_megatron.checkpoint.fork_record import Fork, changed_data, changes_algorithm, may_differ, read_fork
 from bapo_megatron.checkpoint.reader import Checkpoint, latest_checkpoint
 from bapo_megatron.checkpoint.resume_check import (
     fingerprint_differences,
@@ -52,7 +52,7 @@ class ResumePoint:
     def clipping_state(self, config: RunConfig) -> Any:
         """State of ``UpdateLoss`` to restore; None where a fork changes the algorithm."""
         assert self.checkpoint is not None
-        if self.fork and other_algorithm(config, self.fork):
+        if self.fork and changes_algorithm(config, self.fork):
             return None
         return self.checkpoint.trainer["clipping"]
 
@@ -61,7 +61,7 @@ class ResumePoint:
         if self.checkpoint is None:
             return None
         state: dict[str, Any] = self.checkpoint.trainer["sampler"]
-        return state if self.fork is None else {**state, FORKED: other_data(config, self.fork)}
+        return state if self.fork is None else {**state, FORKED: changed_data(config, self.fork)}
 
 
 def find_resume_point(config: RunConfig) -> ResumePoint:

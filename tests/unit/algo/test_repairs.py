@@ -170,7 +170,7 @@ def test_the_floor_is_a_start() -> None:
     [
         (
             dataclasses.replace(eq8_literal(), negative_weight="first_pass"),
-            "negative_weight=first_pass counts a clipped token not at all, measure=surrogate",
+            "negative_weight=first_pass leaves out clipped tokens, measure=surrogate",
         ),
         (
             dataclasses.replace(balanced(), low_within_batch="held", scope="micro_batch"),

@@ -17,9 +17,9 @@ from bapo_megatron.checkpoint.fork import check_fork, make_fork
 from bapo_megatron.checkpoint.fork_record import (
     ForkSource,
     _change,
+    changed_data,
     lineage_text,
     may_differ,
-    other_data,
     read_fork,
 )
 from bapo_megatron.checkpoint.reader import latest_checkpoint
@@ -357,15 +357,15 @@ def test_what_settings_change_of_the_state(parent: Path, tmp_path: Path) -> None
     fork(parent, child)
     made, same = read_fork(child), config_of(child)
     assert made is not None
-    assert (may_differ(same, made), other_data(same, made)) == ({"sampler"}, None)
+    assert (may_differ(same, made), changed_data(same, made)) == ({"sampler"}, None)
     schedule = replace(same, steps=50)
     assert may_differ(schedule, made) == {"sampler", "learning_rate"}
     cooler = replace(same, rollout=replace(same.rollout, temperature=0.5))
     assert may_differ(cooler, made) == {"sampler", "canary"}
-    found = other_data(replace(same, data=DataConfig(Path("e.jsonl"))), made)
+    found = changed_data(replace(same, data=DataConfig(Path("e.jsonl"))), made)
     assert found == "data.path is e.jsonl, and was d.jsonl"
-    assert other_data(replace(same, data=DataConfig(Path("d.jsonl").absolute())), made) is None
-    assert other_data(replace(same, data=DataConfig(Path("d.jsonl"), max_prompt_tokens=7)), made) is None
+    assert changed_data(replace(same, data=DataConfig(Path("d.jsonl").absolute())), made) is None
+    assert changed_data(replace(same, data=DataConfig(Path("d.jsonl"), max_prompt_tokens=7)), made) is None
 
 
 def test_sources_are_the_same_where_only_their_rewards_and_the_spelling_of_paths_differ(
@@ -381,6 +381,6 @@ def test_sources_are_the_same_where_only_their_rewards_and_the_spelling_of_paths
     made = read_fork(tmp_path / "child")
     assert made is not None
     same = SourceConfig(Path("d.jsonl").absolute(), 2.0, "math_or_code")
-    assert other_data(with_sources(same), made) is None
+    assert changed_data(with_sources(same), made) is None
     for other in (replace(same, weight=3.0), replace(same, path=Path("e.jsonl"))):
-        assert "data.sources is" in str(other_data(with_sources(other), made))
+        assert "data.sources is" in str(changed_data(with_sources(other), made))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from bapo_megatron.config import RunConfig
-from bapo_megatron.data.canary import CanarySequence, CanarySpec, canary_sequences, numbered
+from bapo_megatron.data.canary import CanarySequence, CanarySpec, canary_sequences, with_token_indices
 from bapo_megatron.data.packing import pack_samples
 from bapo_megatron.hf.config import read_model_shape
 from bapo_megatron.interfaces import Policy
@@ -49,7 +49,7 @@ Fingerprint = dict[str, Any]
 
 def state_fingerprint(config: RunConfig, policy: Policy, sampler: dict[str, Any] | None) -> Fingerprint:
     """Fingerprint of the present state, equal on every rank. ``sampler``: the sampler's state. Collective."""
-    samples = numbered(_canary(config))
+    samples = with_token_indices(_canary(config))
     packs = pack_samples(samples, config.batch.pack_tokens, layout=policy.pack_layout)
     log_probs = policy.token_sums(packs, _by_number(sum(sample.response_tokens for sample in samples)))
     return {
@@ -157,7 +157,7 @@ def _canary(config: RunConfig) -> list[CanarySequence]:
 
 
 def _by_number(tokens: int) -> TokenFn:
-    """Token function: the log-probs of a pack, each at its index in the canary (``canary.numbered``), else 0.
+    """Token function: the log-probs of a pack, each at its index in the canary (``with_token_indices``).
 
     Every index occurs once in all packs: the sum over ranks adds zeros to it, and is exact.
     """

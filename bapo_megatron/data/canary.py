@@ -1,8 +1,8 @@
-"""The canary batch: random sequences for ``bapo verify-parallel`` and the resume check, without a dataset.
+"""Canary batch: random sequences for ``bapo verify-parallel`` and the resume check, without a dataset.
 
-Random tokens are improbable under any model, so realistic rollout log-probs cannot be drawn beforehand.
-They are the log-probs that the reference layout measured, less a drawn log-ratio; every other layout reads
-the same numbers from the layout reference. So all layouts get equal inputs.
+Random tokens are improbable under any model, so realistic rollout log-probs cannot be drawn beforehand. They
+are the log-probs that the reference layout measured, minus a drawn log-ratio; every other layout reads the
+same numbers from the layout reference. So all layouts get equal inputs.
 
 The log-ratios and advantages are drawn so that the result does not depend on rounding: no ratio lies near a
 candidate bound, and the search stops between two candidates, after it has moved.
@@ -28,7 +28,7 @@ _SPREAD = 0.6
 
 @dataclass(frozen=True)
 class CanarySpec:
-    """The parameters of a canary batch. The same spec draws the same batch."""
+    """Parameters of a canary batch. The same spec draws the same batch."""
 
     seed: int
     tokens: int
@@ -41,17 +41,17 @@ class CanarySpec:
 
 @dataclass(frozen=True)
 class CanarySequence:
-    """A random sequence of the canary batch, still without rollout log-probs."""
+    """Random sequence of the canary batch, before it has rollout log-probs."""
 
     token_ids: np.ndarray
     """Token ids of prompt and response, int32."""
     log_ratio_R: np.ndarray
-    """Drawn log pi_theta - log pi_rollout of each response token at the reference layout, float64."""
+    """Drawn log-ratio of each response token at the reference layout, float64: log pi - log pi_rollout."""
     advantage: float
 
 
 def canary_sequences(spec: CanarySpec, bounds: BoundsConfig) -> list[CanarySequence]:
-    """The canary batch of ``spec``: a sequence of 2 tokens, one of the longest, and others in between."""
+    """Draw the canary batch of ``spec``: a sequence of 2 tokens, one of the longest, others in between."""
     generator = np.random.default_rng([spec.seed, spec.tokens, spec.longest, spec.vocab])
     return [
         _sequence(generator, length, 1.0 if number % 2 else -1.0, spec.vocab, bounds)
@@ -64,9 +64,11 @@ def unscored(sequences: Sequence[CanarySequence]) -> list[Sample]:
     return [_sample(one, np.zeros(len(one.log_ratio_R), np.float32)) for one in sequences]
 
 
-def numbered(sequences: Sequence[CanarySequence]) -> list[Sample]:
-    """Samples with the numbers 0, 1, ... of the response tokens of the batch in place of rollout log-probs:
-    they find a token again, in whatever pack and on whatever rank it is."""
+def with_token_indices(sequences: Sequence[CanarySequence]) -> list[Sample]:
+    """Samples with the index 0, 1, ... of each response token of the batch in place of its rollout log-prob.
+
+    The index identifies a token in any pack and on any rank.
+    """
     ends = np.cumsum([len(one.log_ratio_R) for one in sequences])
     return [
         _sample(one, np.arange(end - len(one.log_ratio_R), end, dtype=np.float32))
@@ -77,7 +79,7 @@ def numbered(sequences: Sequence[CanarySequence]) -> list[Sample]:
 def scored(
     sequences: Sequence[CanarySequence], log_probs: Sequence[np.ndarray], bounds: BoundsConfig, loss_mean: str
 ) -> list[Sample]:
-    """Samples with rollout log-probs: those that the reference measured, less the drawn log-ratios."""
+    """Samples with rollout log-probs: those that the reference measured, minus the drawn log-ratios."""
     samples = [
         _sample(one, (log_prob[-len(one.log_ratio_R) :] - one.log_ratio_R).astype(np.float32))
         for one, log_prob in zip(sequences, log_probs, strict=True)
@@ -111,7 +113,7 @@ def _sequence(
 
 
 def _off_the_edges(log_ratio_R: np.ndarray, bounds: BoundsConfig) -> np.ndarray:
-    """The log-ratios, each moved into the middle half of its interval between candidate bounds."""
+    """Log-ratios away from rounding: each moved into the middle half of its bin between candidate bounds."""
     candidates = [*low_values(bounds), *high_values(bounds)]
     edges = np.log(sorted({*candidates, bounds.dual_clip or candidates[-1]}))
     edges = np.concatenate([edges[:1] - 1.0, edges, edges[-1:] + 1.0])
@@ -130,7 +132,7 @@ def _sample(sequence: CanarySequence, rollout_log_prob_R: np.ndarray) -> Sample:
 def _positive_scale(
     sequences: Sequence[CanarySequence], samples: Sequence[Sample], bounds: BoundsConfig, loss_mean: str
 ) -> float:
-    """The factor of positive advantages with which the search moves and stops between candidates.
+    """Scale of the positive advantages with which the search moves, and stops between two candidates.
 
     The sums P are linear in it. With it the target lies halfway (in P / N) between the best pair of bounds
     so far and the next better one, about three quarters along the search, where both bounds have moved.
@@ -156,7 +158,7 @@ def _positive_scale(
 def _sums(
     sequences: Sequence[CanarySequence], samples: Sequence[Sample], bounds: BoundsConfig, loss_mean: str
 ) -> list[float]:
-    """The contribution sums of the batch, up to a common factor, computed from the log-ratios."""
+    """Contribution sums of the batch, up to a common factor, computed from the log-ratios."""
     counts = [sample.response_tokens for sample in samples]
     weights = [1.0 if loss_mean == "token" else 1.0 / count for count in counts]
     log_ratio, advantage, rollout_log_prob, weight = (
@@ -173,7 +175,7 @@ def _sums(
 
 
 def _quotient_at_target(target: float, share: Share) -> float:
-    """The smallest P / N at which the contribution reaches ``target``."""
+    """Smallest P / N at which the contribution reaches ``target``."""
     if share == "absolute":
         return target / (1 - target)
     return target / (1 + target) if share == "signed" else target

@@ -1,4 +1,4 @@
-"""The difficulty filter: drops problems that are too easy or too hard, by a number that the data carries."""
+"""Difficulty filter: drops problems that are too easy or too hard, by a number in their ``extra_info``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bapo_megatron.types import Prompt
 
 
 def within_difficulty(prompts: Sequence[Prompt], data: DataConfig) -> tuple[Prompt, ...]:
-    """The prompts whose ``data.difficulty`` lies between its bounds, both included; all if it is not set.
+    """Prompts whose ``data.difficulty`` is between its bounds, both included; all if it is not set.
 
     Skywork-OR1-RL-Data has ``model_difficulty.DeepSeek-R1-Distill-Qwen-7B`` and the like in ``extra_info``.
     Prompts without the number are left out. Raises ConfigError if none is left.
@@ -35,7 +35,7 @@ def within_difficulty(prompts: Sequence[Prompt], data: DataConfig) -> tuple[Prom
 
 
 def difficulty_of(info: Any, path: str) -> float | None:
-    """The difficulty at the end of the dotted path; keys may have dots themselves, as names of models do."""
+    """Difficulty at the dotted ``path``; keys may have dots themselves, as names of models do."""
     if isinstance(info, dict):
         for key, value in info.items():
             if key == path:

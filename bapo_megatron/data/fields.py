@@ -8,15 +8,15 @@ from typing import Any
 from bapo_megatron.data.rows import Row
 
 _RAW = {"problem", "question"}
-"""Columns of a dataset that has not been prepared."""
+"""Columns of a raw dataset, which `bapo data prepare` converts."""
 
 
 class RowError(Exception):
-    """Error for an invalid dataset row. Callers add the file and the row's number."""
+    """Invalid dataset row. Callers add the file and the row's number."""
 
 
 def field_of(row: Row, name: str, kind: type, kind_name: str) -> Any:
-    """The value of ``row[name]``. RowError if it is not of type ``kind``."""
+    """Value of ``row[name]``. RowError if it is not of type ``kind``."""
     value = row.get(name)
     if not isinstance(value, kind):
         found = "missing" if value is None else f"of type {type(value).__name__}"
@@ -25,11 +25,11 @@ def field_of(row: Row, name: str, kind: type, kind_name: str) -> Any:
 
 
 def messages_of(row: Row) -> list[dict[str, str]]:
-    """The chat messages of ``prompt``. RowError if there are none or one is empty."""
+    """Chat messages of the row's ``prompt``. RowError if there are none or one is empty."""
     if "prompt" not in row and _RAW & {name.lower() for name in row}:
         raise RowError(
             f"prompt is missing; the row has {', '.join(sorted(row))}: `bapo data prepare FILE --output DIR` "
-            f"makes of such rows what a run reads"
+            f"converts such rows"
         )
     messages: list[dict[str, str]] = field_of(row, "prompt", list, "a list of {role, content}")
     if not messages:
@@ -45,9 +45,9 @@ def messages_of(row: Row) -> list[dict[str, str]]:
 
 
 def ground_truth_of(row: Row, several: bool = False) -> str:
-    """The ground truth, ``reward_model.ground_truth``, as text: one answer, or the tests of a program.
+    """Ground truth of the row, ``reward_model.ground_truth``, as text: one answer, or the tests of a program.
 
-    ``several``: a list of answers is fine, too, as JSON; a reward function of the user's reads it.
+    ``several``: a list of answers is allowed, too, as JSON, for a user's reward function.
     """
     value = field_of(row, "reward_model", dict, 'an object with "ground_truth"').get("ground_truth")
     answer = _unwrapped(value, several)
@@ -57,7 +57,7 @@ def ground_truth_of(row: Row, several: bool = False) -> str:
 
 
 def _unwrapped(value: object, several: bool) -> object:
-    """The answer inside ``'["34"]'``, Skywork's form of some answers; any other value unchanged."""
+    """Answer inside ``'["34"]'``, Skywork's form of some answers; any other value unchanged."""
     inner: object = value
     if isinstance(value, str) and value.lstrip().startswith('["'):
         try:

@@ -1,15 +1,14 @@
-"""The mixture of several sources of prompts: which one the next prompt comes from, by what was taken before.
+"""Mixture of prompt sources: a deterministic, weighted interleaving, resumable from one count.
 
-Source i has a share w_i of the prompts (w_i = weight_i / sum of weights). After every n prompts it has given
-n w_i of them, to within 1 - 1 / (2 k - 2) of a prompt for k sources, which no rule can better in general
-(R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980), 323-330). With x_i prompts
-taken of source i before the n-th, the n-th is of that one which, among the sources with
+Source i has a share w_i of the prompts (w_i = weight_i / sum of weights). Of every first n prompts it has
+n w_i, to within 1 - 1 / (2 k - 2) of a prompt for k sources. In general no rule is better (R. Tijdeman, "The
+chairman assignment problem", Discrete Mathematics 32 (1980), 323-330). With x_i prompts taken from source i
+before the n-th, the n-th comes from the source which, among those with
 
     n w_i - x_i >= 1 / (2 k - 2),
 
-has the smallest (1 - 1 / (2 k - 2) - (n w_i - x_i)) / w_i: the one that would be late first. All of it is
-computed in whole numbers. Nothing is drawn, so that the place to resume from is one number, the count of
-prompts taken.
+has the smallest (1 - 1 / (2 k - 2) - (n w_i - x_i)) / w_i: the earliest deadline. All of it is computed in
+integers, and nothing is random.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from bapo_megatron.data.prompts import MixedSource, PromptOrder
 
 
 def mixture_settings(sources: Sequence[MixedSource]) -> dict[str, Any]:
-    """The settings of a mixture by name, which a journal is bound to; one None without several sources."""
+    """Settings that fix a mixture's order, by name: a journal refuses others. One None without a mixture."""
     if not sources:
         return {"data.sources": None}
     found: dict[str, Any] = {"data.sources": [one.name for one in sources]}
@@ -36,11 +35,11 @@ def mixture_settings(sources: Sequence[MixedSource]) -> dict[str, Any]:
     return found
 
 
-class Chairman:
-    """Tijdeman's assignment, as an endless sequence of numbers of sources.
+class ProportionalInterleaving:
+    """Proportional interleaving of sources (Tijdeman's chairman assignment): an endless sequence of indices.
 
-    ``counts`` is how often each source was chosen in the first ``taken`` places. Weights count as the decimal
-    numbers that they print as, so that 0.1 is a tenth.
+    ``counts``: how often each source is among the first ``taken``. Weights count as the decimal numbers that
+    they print as, so that 0.1 is a tenth.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -53,7 +52,7 @@ class Chairman:
         self._taken, self._counts = 0, [0] * len(self._weights)
 
     def next_after(self, taken: int) -> tuple[int, int]:
-        """The source of the place after the first ``taken``, and how often it was chosen in those."""
+        """Source after the first ``taken`` places, and how often it was chosen before."""
         if taken < self._taken or taken - self._taken >= self._total:
             periods = taken // self._total  # after each of them all shares are exact
             self._taken, self._counts = periods * self._total, [periods * one for one in self._weights]
@@ -64,7 +63,7 @@ class Chairman:
         return choice, self._counts[choice]
 
     def _choice(self) -> int:
-        """The source of the next place. All inequalities are multiplied by ``total`` (2 k - 2)."""
+        """Source of the next place. All inequalities are multiplied by ``total`` (2 k - 2)."""
         sources = len(self._weights)
         if sources == 1:
             return 0
@@ -80,10 +79,10 @@ class Chairman:
 
 
 class Mixture:
-    """The data order of several sources: each in endless shuffled epochs of its own, mixed by weight."""
+    """Data order of several sources: each in endless shuffled epochs of its own, interleaved by weight."""
 
     def __init__(self, sources: Sequence[MixedSource], seed: int, shuffle: bool) -> None:
-        self._chairman = Chairman([one.weight for one in sources])
+        self._chairman = ProportionalInterleaving([one.weight for one in sources])
         self._orders = [
             PromptOrder(one.prompts, seed, shuffle, stream=number) for number, one in enumerate(sources)
         ]
@@ -102,5 +101,5 @@ class Mixture:
 def data_order(
     prompts: int, sources: Sequence[MixedSource], seed: int, shuffle: bool
 ) -> PromptOrder | Mixture:
-    """The data order of a run: of its one file, or of several sources."""
+    """Data order of a run: of its one file, or of several sources."""
     return Mixture(sources, seed, shuffle) if sources else PromptOrder(prompts, seed, shuffle)

@@ -18,7 +18,7 @@ Pack = list[int]
 """Indices of the documents of a pack."""
 
 MAX_WORK = 10_000_000
-"""Limit of the pairs of documents that a call compares: some tenths of a second. Unlike a clock it stops
+"""Limit of the document pairs that a call compares: some tenths of a second. Unlike a time limit it stops
 every rank at the same plan."""
 _CALL = 5_000
 """Fixed cost of comparing two groups, as a number of document pairs."""
@@ -28,7 +28,7 @@ _NOTHING = -1
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents to pack: their lengths, their weights, and the capacity of a pack."""
+    """Documents to pack: lengths, weights (compute), and the capacity of a pack."""
 
     tokens: np.ndarray
     """Tokens of each document in a pack, int64."""
@@ -38,7 +38,7 @@ class Documents:
     """Tokens that a pack holds."""
 
     def weight(self, pack: Pack) -> int:
-        """Total weight of the documents of ``pack``."""
+        """Weight of ``pack``: the sum over its documents."""
         return int(self.weights[pack].sum())
 
 
@@ -52,7 +52,7 @@ class _Exchange(NamedTuple):
     packs: tuple[int, int]
     """Numbers of the packs within their groups."""
     documents: tuple[int, int] | None
-    """Documents that change places; None: the packs themselves do."""
+    """Documents to exchange; None: the packs themselves are exchanged."""
 
 
 def balance(groups: list[list[Pack]], documents: Documents, slack: float, work: int = MAX_WORK) -> None:
@@ -82,7 +82,7 @@ def _size(group: list[Pack]) -> int:
 
 
 def _best(heavy: list[Pack], light: list[Pack], gap: int, documents: Documents) -> _Exchange | None:
-    """The exchange that leaves the smallest difference, if that is below ``gap``, else None."""
+    """Exchange with the smallest remaining difference, if that is below ``gap``, else None."""
     candidates = _of_packs(heavy, light, gap, documents), _of_documents(heavy, light, gap, documents)
     found = min(candidates, key=lambda exchange: exchange.difference)
     return found if found.difference < gap else None
@@ -96,7 +96,7 @@ def _of_packs(heavy: list[Pack], light: list[Pack], gap: int, documents: Documen
 
 
 def _of_documents(heavy: list[Pack], light: list[Pack], gap: int, documents: Documents) -> _Exchange:
-    """The best exchange of one document for another, or for nothing, where both packs have the room."""
+    """Best exchange of one document for another, or for none, where both packs have room."""
     a, b = _choices(heavy, documents), _choices(light, documents)
     longer = np.subtract.outer(a.tokens, b.tokens)
     shift = np.subtract.outer(a.weights, b.weights)

@@ -1,17 +1,17 @@
-"""The packing plan (bin packing and load balancing): which document goes into which pack of which rank.
+"""Packing plan (bin packing, load balancing): assigns documents to packs, and packs to data-parallel ranks.
 
-Its aim is few packs, and equal cost on all ranks. A document of n tokens costs n + quadratic * n^2, in units
-of one token's linear work; the second term is attention's. The plan is a pure function of lengths and layout,
+Its goals are few packs and equal cost on all ranks. A document of n tokens costs n + quadratic * n^2, in
+units of one token's linear work; the second term is attention's. The plan is a pure function of lengths and layout,
 in integers, whose sums do not depend on their order. So every rank computes the same plan and nothing is
 communicated.
 
-1. Best fit says how many packs are needed. Into that many, rounded up to what the layout asks for, documents
-   go longest first, each to the cheapest pack with room (longest processing time first).
+1. Best fit gives the number of packs. Into that many, rounded up to the layout's multiple, documents go
+   longest first, each to the cheapest pack with room (longest processing time first).
 2. Packs are dealt to the ranks, each the same number.
 3. Ranks are balanced by exchanges, then the packs within each rank (``pack_balancing.py``).
 
-Packs of one length (``fixed_length``) cost their linear part whatever they hold. So there step 1 counts
-tokens, which keeps the common length short, and the others count attention's part alone.
+Packs of one length (``fixed_length``) have the same linear cost, full or not. So there step 1 counts tokens,
+which keeps the common length short, and the other steps count attention's part alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RANK_TOLERANCE, _PACK_TOLERANCE = 0.001, 0.01
 
 
 def plan_packs(lengths: Sequence[int], pack_tokens: int, layout: PackLayout) -> list[list[Pack]]:
-    """The packing plan: indices of documents for each pack of each rank.
+    """Packing plan: indices of documents, for each pack of each rank.
 
     Every rank has the same number of packs, a multiple of ``count_multiple``; packs are empty when there are
     fewer documents than packs. ``lengths`` are those of the documents in a pack, their padding included.
@@ -56,7 +56,7 @@ def _check_fit(longest: int, capacity: int, pack_tokens: int, layout: PackLayout
 
 
 def _fewest_packs(tokens: np.ndarray, weights: np.ndarray, capacity: int, layout: PackLayout) -> list[Pack]:
-    """Packs of similar weight, as few as best-fit packing needs; if these overflow, best fit's own packs."""
+    """Step 1: packs of similar weight, as few as best fit needs; if one overflows, best fit's own packs."""
     step = layout.data_size * layout.count_multiple
     # A weight that falls with the tokens makes the fullest pack with room the lightest: best fit.
     tight = [pack for pack in _fill(tokens, -tokens, len(tokens), capacity) or [] if pack]
@@ -97,7 +97,7 @@ def _over_ranks(packs: list[Pack], documents: Documents, ranks: int, cost: float
         balance([[pack] for pack in rank], documents, _PACK_TOLERANCE * cost / len(packs), MAX_WORK // ranks)
         for pack in rank:
             pack.sort(key=lambda index: (-documents.tokens[index], index))
-        # The heaviest pack first: memory that does not suffice shows at once.
+        # The heaviest pack first: a run that will be out of memory fails in its first forward pass.
         rank.sort(key=lambda pack: (-documents.weight(pack), pack))
     return plan
 

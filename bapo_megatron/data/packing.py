@@ -1,9 +1,8 @@
 """Sequence packing: turns groups of rollouts into samples, and samples into balanced ``thd`` micro-batches.
 
 The shift to predicting positions happens here, once: a sample of n tokens has n - 1 of them, and position i
-holds token i as input and token i + 1 as label, with everything that is known about that label. All ranks
-compute the same plan from the same samples (``pack_plan.py``) and each builds its own packs, so nothing is
-communicated.
+holds token i as input and token i + 1 as label, with all per-token columns of that label. All ranks compute
+the same plan from the same samples (``pack_plan.py``), and each builds its own packs without communication.
 
 Shapes: ``_R`` tokens of a response, ``_T`` tokens of a pack, ``_N`` tokens of a response that are trained on.
 """
@@ -31,12 +30,12 @@ _PADDING_DOCUMENT = 512
 
 @dataclass(frozen=True)
 class Sample:
-    """A training sequence: a prompt and a response with its advantage."""
+    """Training sequence: a prompt and a response with its advantage."""
 
     token_ids: np.ndarray
     """Token ids of prompt and response, int32."""
     log_probs_R: np.ndarray
-    """Rollout log-probs: of the response under the policy that sampled it, float32."""
+    """Rollout log-probs: log pi_rollout of the response tokens, float32."""
     versions_R: np.ndarray
     """Policy version that sampled each response token, int32."""
     advantage: float
@@ -47,7 +46,7 @@ class Sample:
     loss_mask_R: np.ndarray | None = None
     """Loss mask, bool: False for response tokens that are not trained on (a tool's). None: all True."""
     source: int = -1
-    """Number of its source among ``data.sources``; -1 for none of them."""
+    """Index of its source among ``data.sources``; -1 without sources."""
 
     def __post_init__(self) -> None:
         if self.loss_mask_R is not None and len(self.loss_mask_R) != self.response_tokens:
@@ -70,7 +69,7 @@ class Sample:
 
     @property
     def predicted_R(self) -> np.ndarray:
-        """``trained_R`` without a sample's very first token, which nothing predicts: the tokens of a pack."""
+        """``trained_R`` without the first token of the sample, which no position predicts."""
         predicted_R = self.trained_R
         predicted_R[: max(0, len(predicted_R) - self.positions)] = False
         return predicted_R
@@ -89,9 +88,9 @@ class Sample:
 def samples_of(
     group: Group, advantage: Literal["grpo", "dr_grpo"], sources: Sequence[str] = ()
 ) -> list[Sample]:
-    """The samples of a group's rollouts, with advantages normalized within the group.
+    """Samples of a group's rollouts, with advantages normalized within the group.
 
-    ``sources``: names of the run's sources, by which samples are numbered.
+    ``sources``: names of the run's sources; a sample gets the index of its own.
     """
     source = sources.index(group.prompt.source) if group.prompt.source in sources else -1
     advantages = group_advantages([rollout.reward for rollout in group.rollouts], advantage)
@@ -111,8 +110,8 @@ def samples_of(
 def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -> list[list[T]]:
     """Mini-batches of a step: groups in random order, spread evenly over at most ``updates`` updates.
 
-    Whole groups stay together: within one, advantages sum to zero, so every update sees both signs, unless
-    ``algorithm.corrections`` then reject all responses of one sign.
+    Groups are not split: within one, advantages sum to zero, so every update has both signs, unless
+    ``algorithm.corrections`` later reject all responses of one sign.
     """
     order = np.random.default_rng(list(seed)).permutation(len(groups))
     parts = np.array_split(order, min(updates, len(groups))) if len(groups) else []
@@ -122,7 +121,7 @@ def split_into_updates(groups: Sequence[T], updates: int, seed: Sequence[int]) -
 def pack_samples(
     samples: Sequence[Sample], pack_tokens: int, loss_mean: str = "token", layout: PackLayout | None = None
 ) -> list[MicroBatch]:
-    """Pack the samples of an update into this rank's micro-batches; every rank has equally many.
+    """Pack the samples of an update into this rank's micro-batches; every rank has the same number.
 
     A pack is at most ``pack_tokens`` long, rounded down to the layout's length multiple. A rank without
     samples gets a dummy pack of one such multiple. ValueError if a sample does not fit.
@@ -145,9 +144,9 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _loss_weights(samples: Sequence[Sample], loss_mean: str) -> list[float]:
-    """Weight of each sample's tokens in the loss sum, which is then divided by the number of trained tokens.
+    """Loss weight of each sample's tokens: 1, or for a mean over sequences ``(sum_j n_j / N) / n_i``.
 
-    A mean over sequences of means over tokens is, with N sequences of n_i trained tokens,
+    The loss sum is then divided by the number of trained tokens. With N sequences of n_i trained tokens,
     sum_i (1 / N) sum_t l_it / n_i = (1 / sum_j n_j) sum_i sum_t l_it * (sum_j n_j / N) / n_i.
     """
     if loss_mean == "token":
@@ -163,7 +162,7 @@ def _build(
     shortest: int,
     layout: PackLayout,
 ) -> MicroBatch:
-    """The micro-batch of samples ``members``, padded to at least ``shortest`` tokens and never empty."""
+    """Micro-batch of the samples ``members``, padded to at least ``shortest`` tokens and never empty."""
     bounds, rows = [0], []
     for index in members:
         positions = samples[index].positions
@@ -189,9 +188,9 @@ def _padding_bounds(start: int, end: int, multiple: int) -> list[int]:
 
 
 def trained_columns(sample: Sample, index: int, weight: float) -> dict[str, ArrayLike]:
-    """Values of the per-token columns (``types.COLUMNS``) on a response: an array [R], or one scalar.
+    """Per-token columns (``types.COLUMNS``) of a response: for each an array [R], or one scalar.
 
-    ``index``: place of the sample in the update. ``weight``: weight of its tokens in the loss.
+    ``index``: index of the sample in the update. ``weight``: loss weight of its tokens.
     """
     importance_R = 1.0 if sample.importance_R is None else sample.importance_R
     old_log_probs_R = sample.log_probs_R if sample.old_log_probs_R is None else sample.old_log_probs_R
@@ -207,7 +206,7 @@ def trained_columns(sample: Sample, index: int, weight: float) -> dict[str, Arra
 
 
 def _write(pack: MicroBatch, sample: Sample, start: int, columns: dict[str, ArrayLike]) -> None:
-    """Write all token ids and labels of a sample, and ``columns`` at positions whose label is trained on."""
+    """Write a sample into a pack: its token ids and labels, and ``columns`` where the label is trained on."""
     end = start + sample.positions
     tokens = torch.from_numpy(sample.token_ids.astype(np.int64))
     pack.token_T[start:end] = tokens[:-1]

@@ -1,4 +1,4 @@
-"""The prompt dataset: reads a file of problems, and gives them in a reproducible, resumable order.
+"""Prompt dataset: reads and tokenizes a file of problems, and orders them reproducibly and resumably.
 
 A row has the fields of Skywork-OR1-RL-Data: ``prompt`` (chat messages), ``reward_model.ground_truth``,
 ``data_source`` and ``extra_info``.
@@ -20,22 +20,22 @@ from bapo_megatron.reward.answer_text import THINKING
 from bapo_megatron.types import Prompt
 
 _END_TOKENS = 16
-"""So many tokens hold ``<think>`` and the white space behind it, also where it is no token of its own."""
+"""Number of last tokens that contain ``<think>`` and white space, also where it is no token of its own."""
 
 CheckGroundTruth = Callable[[str], str | None]
-"""A check of ground truths: says what is wrong with one, or None."""
+"""Validator of ground truths: the error of one, or None."""
 
 CheckExtraInfo = Callable[[dict[str, Any]], str | None]
-"""A check of a row's ``extra_info``, likewise."""
+"""Validator of a row's ``extra_info``: its error, or None."""
 
 
 @dataclass(frozen=True)
 class MixedSource:
-    """A source of a mixture: what decides which of its prompts come when."""
+    """A source of a mixture: its name, weight, number of prompts and digest."""
 
     name: str
     prompts: int
-    """Prompts that a run can use; those of all sources lie one after the other in the run's dataset."""
+    """Usable prompts; the run's dataset concatenates those of all sources."""
     weight: float
     sha256: str
     """SHA-256 of its file."""
@@ -43,7 +43,7 @@ class MixedSource:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a dataset file that a run can use."""
+    """Usable prompts of a dataset, tokenized and filtered."""
 
     prompts: tuple[Prompt, ...]
     too_long: int
@@ -51,7 +51,7 @@ class PromptSet:
     found: int
     """Prompts before the difficulty filter."""
     sources: tuple[MixedSource, ...] = ()
-    """The sources that the prompts come from, in their order; none for the only file of a run."""
+    """Sources of the prompts, in their order; none for a single file."""
 
 
 def load_prompts(
@@ -87,13 +87,13 @@ def load_prompts(
             f"data.path={path}: each of its {too_long} prompts has more than "
             f"data.max_prompt_tokens={max_prompt_tokens} tokens; raise that"
         )
-    if problem := equal_prompts([prompt.token_ids_P for prompt in prompts]):
+    if problem := equal_prompts_problem([prompt.token_ids_P for prompt in prompts]):
         raise ConfigError(f"data.path={path}: {problem}")
     return PromptSet(tuple(prompts), too_long, len(prompts))
 
 
-def equal_prompts(prompts: Sequence[np.ndarray]) -> str | None:
-    """What is wrong if all of several prompts are equal, token by token; None if they are not."""
+def equal_prompts_problem(prompts: Sequence[np.ndarray]) -> str | None:
+    """Error if all of several prompts are equal, token by token; None if they are not."""
     if len(prompts) < 2 or any(not np.array_equal(prompts[0], other) for other in prompts[1:]):
         return None
     return (
@@ -105,7 +105,7 @@ def equal_prompts(prompts: Sequence[np.ndarray]) -> str | None:
 
 
 def _as_written(path: Path, tokenizer: Any, several: bool) -> tuple[int, RowError] | None:
-    """The first row of a JSONL file that is invalid before Arrow has given each column one type.
+    """First invalid row of a JSONL file as written, before Arrow has given each column one type.
 
     If row 7 has a number where the others have text, Arrow may turn the text of row 0 into a number.
     """
@@ -147,7 +147,7 @@ def prompt_token_ids(messages: list[dict[str, str]], tokenizer: Any) -> np.ndarr
 
 
 def check_template(tokenizer: Any, field: str) -> None:
-    """ConfigError, which names ``field``, if the chat template makes the same prompt of any message."""
+    """Check of a chat template: ConfigError, with ``field``, if it ignores the messages."""
     try:
         one, other = (
             prompt_token_ids([{"role": "user", "content": text}], tokenizer)
@@ -163,10 +163,10 @@ def check_template(tokenizer: Any, field: str) -> None:
 
 
 class PromptOrder:
-    """The data order: endless shuffled epochs over the prompts, each prompt once an epoch.
+    """Data order: endless shuffled epochs over the prompts, each prompt once an epoch.
 
     The order of an epoch is a function of (seed, epoch, stream) alone, so the position to resume from is one
-    number: how many prompts were taken before. ``stream`` tells apart orders of one seed; 0 is as none.
+    number, the count of prompts taken. ``stream`` separates orders of one seed; 0 counts as none.
     """
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool, stream: int = 0) -> None:
@@ -177,7 +177,7 @@ class PromptOrder:
         self._epoch, self._order = -1, np.zeros(0, np.int64)
 
     def take(self, taken: int, count: int) -> list[tuple[int, int]]:
-        """The ``count`` pairs of (epoch, index of the prompt) that follow the first ``taken``."""
+        """The next ``count`` pairs of (epoch, index of the prompt) after the first ``taken``."""
         return [self._place(number) for number in range(taken, taken + count)]
 
     def _place(self, number: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Reads the rows of a dataset file with ``datasets``; nothing is left in the user's cache."""
+"""Dataset file reader: the rows of a JSONL or parquet file, by ``datasets``, without its user cache."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from bapo_megatron.errors import ConfigError
 Row = dict[str, Any]
 
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-"""File name endings and the loader that reads them."""
+"""File name endings, and the loader of ``datasets`` for each."""
 
 MAX_DEPTH = 100
-"""Lists and objects within each other: Arrow's reader needs a stack for each, and dies without a word."""
+"""Limit of nested lists and objects: Arrow's reader is recursive, and a deeper one crashes the process."""
 
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z|\\\Z)|[\[{\]}]', re.DOTALL)
-r"""A text, or a bracket outside of texts. A text that no quote ends is one to the end of the line: without it
+r"""A string, or a bracket outside of strings. An unterminated string extends to the end of the line: else
 every quote in it would be tried as a beginning."""
 _STEPS = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows in the order of the file. Raises ConfigError that names what is wrong with the file."""
+    """All rows in the order of the file. ConfigError for a missing, empty or invalid file."""
     path = Path(path)
     if not path.is_file():
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
@@ -70,8 +70,10 @@ def _load(path: Path) -> list[Row]:
 
 
 def within_depth(path: Path, lines: Iterable[str]) -> Iterator[str]:
-    """The lines of a JSON file. ConfigError at one that holds more lists and objects within each other than
-    ``MAX_DEPTH``, also if they were opened on earlier lines."""
+    """Depth check of the lines of a JSON file: ConfigError where they nest deeper than ``MAX_DEPTH``.
+
+    Brackets of earlier lines that are still open count.
+    """
     depth = number = 0
     for line in lines:
         for token in _BRACKETS.finditer(line):
@@ -84,7 +86,7 @@ def within_depth(path: Path, lines: Iterable[str]) -> Iterator[str]:
 
 
 def iterate_jsonl(path: Path) -> Iterator[Any]:
-    """The values of a JSONL file, without Arrow's conversions. ConfigError with the row's number."""
+    """Values of a JSONL file, without Arrow's conversions. ConfigError with the row's number."""
     with path.open(encoding="utf-8") as lines:
         number = 0
         try:
@@ -108,7 +110,7 @@ def _quiet(datasets: Any) -> Iterator[None]:
 
 
 def _broken_line(path: Path) -> str | None:
-    """The first row that is not JSON, as text; the parser's own number counts from the start of its block."""
+    """First row that is not JSON, as text: the parser's own number counts from the start of its block."""
     try:
         if FORMATS[path.suffix] == "json":
             deque(iterate_jsonl(path), maxlen=0)

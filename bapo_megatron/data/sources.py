@@ -1,4 +1,4 @@
-"""The training problems of a run, read from its one file or from several sources."""
+"""Loader of a run's training problems, from its one file or from several sources."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
 
 
 def load_problems(data: DataConfig, reward_function: str, tokenizer: Any) -> PromptSet:
-    """The training problems, tokenized, each with a ground truth that its reward function can judge.
+    """Load the training problems, tokenized; each ground truth is valid for its reward function.
 
-    ``reward_function`` is that of sources without one of their own. ConfigError as ``load_prompts``.
+    ``reward_function``: that of sources without one of their own. ConfigError as ``load_prompts``.
     """
     if not data.sources:
         return _load(data, data.files[0], reward_function, "--reward.function", tokenizer)
@@ -31,7 +31,7 @@ def load_problems(data: DataConfig, reward_function: str, tokenizer: Any) -> Pro
 
 
 def mixed(source: SourceConfig, found: PromptSet) -> MixedSource:
-    """What a mixture needs of a source whose prompts were loaded."""
+    """Source of a mixture, from its configuration and its loaded prompts."""
     with source.file.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return MixedSource(source.name, len(found.prompts), source.weight, digest)
@@ -41,10 +41,9 @@ def _load_source(data: DataConfig, source: SourceConfig, reward_function: str, t
     flag = "--reward.function" if source.reward is None else f"data.sources[{source.name}].reward"
     try:
         found = _load(data, source, source.reward or reward_function, flag, tokenizer)
-    except ConfigError as error:  # it speaks of a run with one file
-        told = str(error).replace(
-            f"data.path={source.file}", f"data.sources[{source.name}].path={source.file}"
-        )
+    except ConfigError as error:  # its message names `data.path`
+        field = f"data.sources[{source.name}].path"
+        told = str(error).replace(f"data.path={source.file}", f"{field}={source.file}")
         named = source.name in told
         raise ConfigError(told if named else f"data.sources[{source.name}]: {told}") from error
     prompts = tuple(replace(one, source=source.name, reward=source.reward or "") for one in found.prompts)

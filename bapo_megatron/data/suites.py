@@ -1,4 +1,4 @@
-"""Evaluation suites: folders that `bapo data prepare` wrote, by name, or files by path."""
+"""Evaluation suites: loader of the folders of `bapo data prepare`, by name, or of files, by path."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bapo_megatron.reward.functions import extra_info_check, ground_truth_check,
 from bapo_megatron.types import Prompt
 
 REWARD_FUNCTION = "math_or_code"
-"""The reward function of `bapo eval` where none is named: math or code, by the form of each ground truth."""
+"""Default reward function of `bapo eval`: math or code, by the form of each ground truth."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """An evaluation suite: problems of which none is left out."""
+    """Evaluation suite: problems, none of which is left out."""
 
     name: str
     path: Path
@@ -48,7 +48,7 @@ def load_suite(
     try:
         checks = ground_truth_check(reward_function), extra_info_check(reward_function)
         found = load_prompts(path, tokenizer, max_prompt_tokens, *checks)
-    except ConfigError as error:  # it speaks of the data of a run
+    except ConfigError as error:  # its message names the fields of a run
         told = str(error).replace(f"data.path={path}", f"suite {text}, {path}")
         raise ConfigError(told.replace("data.max_prompt_tokens", "max_prompt_tokens")) from error
     if found.too_long:
@@ -61,9 +61,9 @@ def load_suite(
 
 
 def check_prepared_for(path: Path, reward_function: str, reward_flag: str) -> None:
-    """ConfigError if a file was prepared for a reward that reads no boxes, and ``reward_function`` does.
+    """Check of the data card: ConfigError if the file was prepared for a reward without boxes.
 
-    Ground truths may be any text then: a built-in function would call every response wrong.
+    Its ground truths may be any text: the built-in ``reward_function`` would score every response as wrong.
     """
     card = path.with_name(CARD_FILE)
     if path.name != DATA_FILE or not card.is_file() or not reads_boxes(reward_function):
@@ -79,7 +79,7 @@ def check_prepared_for(path: Path, reward_function: str, reward_flag: str) -> No
 
 
 def suite_path(text: str, folder: Path) -> Path:
-    """The file of a suite. ConfigError says how to make one."""
+    """File of a suite. ConfigError, with the command that makes one, if there is none."""
     named = folder / text / DATA_FILE
     for path in (named, Path(text) / DATA_FILE, Path(text)):
         if path.is_file():

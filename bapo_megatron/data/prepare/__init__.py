@@ -1,1 +1,1 @@
-"""Dataset preparation: public datasets to the one format that runs and evaluations read."""
+"""Dataset preparation (`bapo data prepare`): public datasets to the one format of runs and evaluations."""

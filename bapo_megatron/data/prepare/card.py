@@ -1,4 +1,4 @@
-"""The data card: where a prepared dataset comes from, what was left out of it, and why."""
+"""Data card of a prepared dataset: sources, counts of rows kept and left out, reasons, digests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMAT = 1
 """Version of card.json."""
 
 EXAMPLES = 3
-"""How many left-out rows are shown for each reason."""
+"""Number of examples of left-out rows for each reason."""
 
 _SHOWN_CHARACTERS = 300
 _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
@@ -28,7 +28,7 @@ _NOT_ABOUT_THE_DATA = ("sources", "against", "output", "overwrite", "suites")
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that a filter left out, and why."""
+    """A dropped row, with the reason of the filter."""
 
     reason: str
     source: str
@@ -39,7 +39,7 @@ class Dropped:
 
 @dataclass
 class Card:
-    """The data card: counts and examples, filled row by row. It holds no time: equal data, equal card."""
+    """Data card: counts and examples, filled row by row. It has no time: equal data, equal card."""
 
     sources: list[dict[str, Any]]
     """Name, SHA-256 and number of rows of each source."""
@@ -52,20 +52,20 @@ class Card:
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[Dropped]] = field(default_factory=dict)
     invalid: list[Dropped] = field(default_factory=list)
-    """Every row that is no problem at all."""
+    """Invalid rows, which are no problems."""
     by_data_source: Counter[str] = field(default_factory=Counter)
     by_ability: Counter[str] = field(default_factory=Counter)
     forgeable: int = 0
-    """Kept rows with tests that a program can pass by forging (`reward.code_tests.forgeable_tests`)."""
+    """Kept rows with tests that a program can forge (`reward.code_tests.forgeable_tests`)."""
     operations: int = 0
-    """Kept rows whose ground truth is an operation that nobody carried out: such an answer is right there."""
+    """Kept rows whose ground truth is an unevaluated operation, so that such an answer is right."""
     too_long: Counter[int] = field(default_factory=Counter)
-    """Histogram of the lengths of prompts that were too long."""
+    """Histogram of the lengths of prompts that were too long, in tokens."""
     lengths: Counter[int] = field(default_factory=Counter)
-    """Histogram of prompt lengths in tokens, of what is kept; empty without a tokenizer."""
+    """Histogram of the lengths of kept prompts, in tokens; empty without a tokenizer."""
 
     def keep(self, problem: Problem) -> None:
-        """Count a row that is kept."""
+        """Count a kept row."""
         self.kept += 1
         self.by_data_source[problem.data_source] += 1
         self.forgeable += forgeable_tests(problem.ground_truth) > 0
@@ -73,7 +73,7 @@ class Card:
         self.operations += problem.ability == "math" and is_operation(problem.ground_truth)
 
     def drop(self, row: Dropped) -> None:
-        """Count a row that is left out, and keep the first of each reason as examples."""
+        """Count a dropped row; the first of each reason are the examples."""
         self.dropped[row.reason] += 1
         short = dataclasses.replace(row, why=_short(row.why), question=_short(row.question))
         if row.reason == INVALID:
@@ -83,7 +83,7 @@ class Card:
             shown.append(short)
 
     def as_json(self) -> dict[str, Any]:
-        """The content of card.json."""
+        """Content of card.json."""
         options = dataclasses.asdict(self.options)
         return {
             "format": FORMAT,
@@ -107,7 +107,7 @@ class Card:
         }
 
     def _prompt_tokens(self) -> dict[str, int] | None:
-        """Percentiles of the prompt lengths by nearest rank: lengths that such a share does not exceed."""
+        """Percentiles of the prompt lengths, by nearest rank."""
         if not self.lengths:
             return None
         ordered = sorted(self.lengths.elements())
@@ -116,7 +116,7 @@ class Card:
 
 
 def as_markdown(card: Card) -> str:
-    """The content of README.md."""
+    """Content of README.md."""
     data = card.as_json()
     rows = sum(source["rows"] for source in card.sources)
     lines = [
@@ -128,7 +128,7 @@ def as_markdown(card: Card) -> str:
         *_table(
             "Kept apart from", ("evaluation set", "rows", "SHA-256"), [_source(one) for one in card.against]
         ),
-        *_told(card),
+        *_card_lines(card),
         *_table("Left out", ("reason", "rows"), [*card.dropped.items()]),
         *_table("Kept", ("data source", "rows"), card.by_data_source.most_common()),
         *_table("Prompt tokens", ("", "tokens"), [*(data["prompt_tokens"] or {}).items()]),
@@ -143,16 +143,16 @@ def as_markdown(card: Card) -> str:
 
 
 def summary(card: Card) -> str:
-    """The summary that ``bapo data prepare`` prints."""
+    """Summary that ``bapo data prepare`` prints."""
     rows = sum(source["rows"] for source in card.sources)
     output = card.options.output
     lines = [f"{card.kept} of {rows} rows are in {output / DATA_FILE} (SHA-256 {card.sha256[:12]}...)"]
     lines += [f"left out: {count} {reason}" for reason, count in card.dropped.items()]
-    lines += _told(card)
+    lines += _card_lines(card)
     return "\n".join([*lines, f"why, with examples: {output / CARD_TEXT}"]) + "\n"
 
 
-def _told(card: Card) -> list[str]:
+def _card_lines(card: Card) -> list[str]:
     forgeable = f"rows with tests that a program can forge (docs/rewards.md#programs): {card.forgeable}"
     operations = f"rows whose answer is an operation (docs/rewards.md#mathematics): {card.operations}"
     return [forgeable] * bool(card.forgeable) + [operations] * bool(card.operations)

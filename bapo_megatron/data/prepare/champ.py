@@ -1,7 +1,7 @@
-"""CHAMP, real competition problems in the package champ-dataset, as a dataset source.
+"""CHAMP dataset source: competition problems in the package champ-dataset.
 
-Of its 270 problems those whose answer is a number: the others' are formulas in plain text, or words, and the
-maths reward reads LaTeX. The package's file is read, and nothing of it imported.
+Only those of its 270 problems whose answer is a number: the other answers are words, or formulas in plain
+text, and the maths reward reads LaTeX. The package's file is read; nothing of it is imported.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+|/\d+)?")
 
 
 class ChampSource:
-    """The problems of the package, in its order."""
+    """Source of the package's problems, in its order."""
 
     name = NAME
 
     def rows(self) -> Iterator[Row]:
-        """The problems whose answer is a number. ConfigError if the package is not installed."""
+        """Problems whose answer is a number. ConfigError if the package is not installed."""
         for problem in json.loads(self._path.read_text(encoding="utf-8"))["problems"].values():
             if answer := _number(problem["_raw_answer"]):
                 yield {
@@ -56,6 +56,6 @@ class ChampSource:
 
 
 def _number(answer: str | None) -> str | None:
-    """The first form of an answer that is a number; None if there is none."""
+    """First form of an answer that is a number; None if there is none."""
     forms = _ALTERNATIVE.split((answer or "").replace("@@", ""))
     return next((form.strip() for form in forms if _NUMBER.fullmatch(form.strip())), None)

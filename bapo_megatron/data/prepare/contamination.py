@@ -2,12 +2,13 @@
 
 A training question is contaminated by an evaluation problem if at least ``share`` of the problem's n-grams of
 words are in it. N-grams that ``COMMON`` or more of the problems share do not count: contest problems end
-alike ("where m and n are relatively prime positive integers, find m + n"), and hundreds of honest ones too.
-Nor do those of many training questions, which are a template. Problems of a template differ in a few numbers
-and names; to share one of them is not enough. A question that holds a whole problem is no template of it,
-however many hold it.
-A share rests on ``OWN`` n-grams or more: of a short problem ("7 + 9 =") a template alone would be half. A
-problem with fewer n-grams of its own must be equal in normal form, but for the order of a sum or a product.
+alike ("where m and n are relatively prime positive integers, find m + n"), and so do hundreds of training
+questions. N-grams of many training questions, a template, do not count either: problems of a template differ
+in a few numbers and names, and sharing one of these is no contamination. A question that holds a whole
+problem is contaminated, however many do.
+
+A problem with fewer than ``OWN`` n-grams ("7 + 9 =") has no reliable share: it must be equal in normal form,
+except for the order of a sum or a product.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from dataclasses import dataclass
 from bapo_megatron.data.prepare.normal_form import commuted_key, key, ngrams, tokens, words
 
 COMMON = 3
-"""N-grams of so many problems or more do not count."""
+"""N-grams in so many evaluation problems or more do not count."""
 
 TEMPLATE, TEMPLATE_SHARE = 20, 0.01
-"""N-grams of so many training questions, and of such a share of them, do not count."""
+"""N-grams in so many training questions, and in such a share of them, are a template: they do not count."""
 
 TEMPLATED, TEMPLATED_LEAST = 0.25, 0.8
-"""Of a problem that is a template to such a share, such a share of the rest must be in a question."""
+"""For a problem that is a template to such a share: the share of its other n-grams that is a match."""
 
 OWN = 4
-"""So many n-grams of one problem a question must have before their share counts."""
+"""Least n-grams of a problem that its share is computed from."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class EvaluationProblem:
 
 @dataclass(frozen=True)
 class Match:
-    """A contamination match: the evaluation problem that a question is most like."""
+    """Contamination match: the evaluation problem that a question overlaps with most."""
 
     problem: EvaluationProblem
     share: float
@@ -75,12 +76,12 @@ class Contamination:
         """The normal forms of problems that have an n-gram of a template."""
 
     def show(self, question: str) -> None:
-        """Count the n-grams of a training question; each different one is shown once, before ``settle``."""
+        """First pass: count the n-grams of a training question; each distinct one once, before ``settle``."""
         self._questions += 1
         self._trained.update(gram for gram in ngrams(words(question), self._size) if gram in self._having)
 
     def settle(self) -> None:
-        """Take out what is a template of the questions that were shown."""
+        """End of the first pass: remove the n-grams of templates from the index."""
         least = max(TEMPLATE, TEMPLATE_SHARE * self._questions)
         having, whole = self._having, self._counts
         self._having = {gram: found for gram, found in having.items() if self._trained[gram] < least}
@@ -94,7 +95,7 @@ class Contamination:
                 self._least[number] = max(self._share, TEMPLATED_LEAST)
 
     def match(self, question: str) -> Match | None:
-        """The problem that contaminates the question, the one with the largest share; None if none does."""
+        """Second pass: the evaluation problem with the largest share of n-grams in the question, or None."""
         equal = self._equal.get(commuted_key(question))
         if equal is not None:
             return Match(self._problems[equal], 1.0)

@@ -1,4 +1,7 @@
-"""The filters of dataset preparation: each says why a row is left out, and sees what those before it keep."""
+"""Filters of dataset preparation: duplicates, contamination, difficulty, length, scorability.
+
+A filter gives the reason why a row is dropped, and sees only the rows that the filters before it keep.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,21 @@ from bapo_megatron.data.prompts import prompt_token_ids
 from bapo_megatron.reward.functions import extra_info_check, ground_truth_check
 
 Filter = Callable[[Problem], str | None]
-"""Gives the reason why a problem is left out, or None. RowError if the row is no problem at all."""
+"""A filter: the reason why a problem is dropped, or None. RowError for an invalid row."""
 
 _RUN = re.compile(r"(?<![\\\w])[A-Za-z]{2,}(?:[ ,]+[A-Za-z]{2,}){2,}(?!\w)")
 _WORD = re.compile(r"[a-z]{3}")
-"""Of three words in a row one must have three small letters: ``AB, BC, CA`` are segments."""
+"""Three words in a row, one of them with three lower-case letters: ``AB, BC, CA`` are segments."""
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|operatorname)\s*\{[^{}]*\}")
 
 INVALID = "invalid"
-"""The reason of rows that are no problem at all."""
+"""The reason of invalid rows."""
 
 
 class Duplicates:
-    """The deduplication filter: of questions of equal normal form the first stays; none if answers differ.
+    """Deduplication filter: of questions with equal normal form the first stays; none if answers differ.
 
-    The first pass shows it every question; the second asks. Programs' tests are not compared.
+    It sees every question in the first pass, and filters in the second. Tests of programs are not compared.
     """
 
     def __init__(self) -> None:
@@ -40,7 +43,7 @@ class Duplicates:
         self._seen: set[bytes] = set()
 
     def show(self, problem: Problem) -> bool:
-        """Remember the question and its answer; whether the question is new."""
+        """First pass: remember the question and its answer; whether the question is new."""
         question = key(problem.question)
         answer = b"tests" if problem.is_code else key(answer_text(problem.ground_truth))
         is_new = question not in self._answers
@@ -49,12 +52,12 @@ class Duplicates:
         return is_new
 
     def conflict(self, problem: Problem) -> str | None:
-        """The reason to leave out a question that another row answers differently, or None."""
+        """Second pass: the reason to drop a question that another row answers differently, or None."""
         torn = key(problem.question) in self._torn
         return f"answered {problem.ground_truth!r} here and differently elsewhere" if torn else None
 
     def repeated(self, problem: Problem) -> str | None:
-        """The reason to leave out a question that came before, or None."""
+        """Second pass: the reason to drop a question that came before, or None."""
         question = key(problem.question)
         if question in self._seen:
             return "the question came before"
@@ -63,7 +66,7 @@ class Duplicates:
 
 
 def contamination_filter(index: Contamination) -> Filter:
-    """A filter that leaves out what is in an evaluation set."""
+    """Decontamination filter: drops questions of an evaluation set."""
 
     def why(problem: Problem) -> str | None:
         found = index.match(problem.question)
@@ -75,7 +78,7 @@ def contamination_filter(index: Contamination) -> Filter:
 
 
 def difficulty_filter(path: str, least: float, most: float) -> Filter:
-    """A filter that leaves out what is too easy, too hard, or of unknown difficulty."""
+    """Difficulty filter: drops problems that are too easy, too hard, or of unknown difficulty."""
 
     def why(problem: Problem) -> str | None:
         value = difficulty_of(problem.extra_info, path)
@@ -87,8 +90,10 @@ def difficulty_filter(path: str, least: float, most: float) -> Filter:
 
 
 def length_filter(tokenizer: Any, most: int, lengths: Counter[int], too_long: Counter[int]) -> Filter:
-    """A filter that leaves out prompts of more than ``most`` tokens. ``too_long`` counts their lengths,
-    ``lengths`` those of the others."""
+    """Length filter: drops prompts of more than ``most`` tokens.
+
+    ``too_long`` counts their lengths, ``lengths`` those of the others.
+    """
 
     def why(problem: Problem) -> str | None:
         count = len(prompt_token_ids(problem.messages, tokenizer))
@@ -102,8 +107,11 @@ def length_filter(tokenizer: Any, most: int, lengths: Counter[int], too_long: Co
 
 
 def scorable(reward: str) -> Filter:
-    """A filter that leaves out what the reward function cannot score: for a built-in one an answer that is no
-    mathematics, tests that are none, or no entry of a task. A user's function is not asked."""
+    """Scorability filter: drops problems that the built-in reward function cannot score.
+
+    Such as an answer that is no mathematics, invalid tests, or no entry of a task. For a user's function
+    nothing is dropped.
+    """
     if (check_info := extra_info_check(reward)) is not None:
         return lambda problem: check_info(problem.extra_info)
     check = ground_truth_check(reward)
@@ -122,21 +130,21 @@ def scorable(reward: str) -> Filter:
 
 
 def _sentence(answer: str) -> str | None:
-    r"""Three or more words in a row; None if there are none. What ``\text{...}`` holds is read as text, and
-    names of LaTeX commands are none."""
+    r"""Three or more words in a row in an answer; None if there are none. ``\text{...}`` counts as its text,
+    and names of LaTeX commands are no words."""
     while (outside := _TEXT.sub(" 0 ", answer)) != answer:
         answer = outside
     return next((run[0] for run in _RUN.finditer(answer) if _WORD.search(run[0])), None)
 
 
 class TypesOfExtraInfo:
-    """A schema check: each key of ``extra_info`` must have one type in all rows, as Arrow asks for."""
+    """Schema check: each key of ``extra_info`` must have one type in all rows, as Arrow needs it."""
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}
 
     def clash(self, info: dict[str, Any]) -> str | None:
-        """What is wrong with the first key whose type differs from that in earlier rows, or None."""
+        """Error of the first key whose type differs from that in earlier rows, or None."""
         for name, value in info.items():
             now = "number" if isinstance(value, (int, float)) else type(value).__name__
             if (before := self._found.setdefault(name, now)) != now:
@@ -145,7 +153,7 @@ class TypesOfExtraInfo:
 
 
 def first_reason(problem: Problem, filters: Iterable[tuple[str, Filter]]) -> tuple[str, str] | None:
-    """Name and reason of the first filter that leaves ``problem`` out; None if all keep it."""
+    """Name and reason of the first filter that drops ``problem``; None if all keep it."""
     for name, leaves_out in filters:
         try:
             if why := leaves_out(problem):

@@ -1,7 +1,7 @@
-"""The process of reasoning-gym's generators, ``python -m bapo_megatron.data.prepare.generator LIFELINE``.
+"""Generator process for reasoning-gym's tasks: ``python -m bapo_megatron.data.prepare.generator LIFELINE``.
 
-Its hashes of texts are fixed (PYTHONHASHSEED), so equal questions to it have equal answers. It is asked in
-lines of JSON, first whether the tasks can be used, then for the problems of one task after the other.
+Its hashes of texts are fixed (PYTHONHASHSEED), so that equal requests have equal replies. Requests are lines
+of JSON: first whether the tasks can be used, then the problems of one task after the other.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from bapo_megatron.reward.reasoning_gym.reward import NO_ANSWER, check_extra_inf
 from bapo_megatron.runtime.processes import die_with_parent
 
 _DRAW = 1000
-"""Problems of a task that are drawn with one seed. If none of so many is new, there are no more."""
+"""Problems of a task that are drawn with one seed. If none of them is new, the task has no more."""
 
 
 def main() -> None:
-    """Answer questions until the input ends."""
+    """Entry point: answer requests until the input ends."""
     die_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # some generators print
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _problem(wanted: list[dict[str, Any]]) -> str | None:
-    """What is wrong with a task or with its settings, or None."""
+    """Error of a task or its settings, or None."""
     for one in wanted:
         try:
             check_task(one["task"], generates=True)
@@ -65,7 +65,7 @@ def _checked_settings(task: str, settings: object) -> None:
 
 
 def _made(task: str, count: int, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """``count`` rows with different questions, or the problem that there are fewer."""
+    """``count`` rows with distinct questions; or the error that there are fewer."""
     rows: list[Row] = []
     seen: set[bytes] = set()
     vain = 0
@@ -87,8 +87,10 @@ def _made(task: str, count: int, seed: int, settings: dict[str, Any]) -> dict[st
 
 
 def _entries(task: str, seed: int, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Problems of a task without end. A task's own seed is that of its first problem, and the next has the
-    next one: nearby seeds would give the same problems, so ours is hashed."""
+    """Endless problems of a task.
+
+    A task seeds its n-th problem with seed + n: nearby seeds would give the same problems, so ours is hashed.
+    """
     import numpy as np
 
     problems, options = tasks()[task]
@@ -106,7 +108,7 @@ def _entries(task: str, seed: int, settings: dict[str, Any]) -> Iterator[dict[st
 
 
 def _row(task: str, settings: dict[str, Any], entry: dict[str, Any]) -> Row | None:
-    """The problem as a chat row; None if the verifier does not take its own answer."""
+    """The problem as a chat row; None if the task's verifier does not accept the task's own answer."""
     answer = entry["answer"]
     info = extra_info_of_entry(task, settings, entry)
     if check_extra_info(info) is not None or not entry["question"].strip():

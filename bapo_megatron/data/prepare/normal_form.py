@@ -1,6 +1,6 @@
-"""Text normalization for deduplication and decontamination: the normal form in which questions are compared.
+"""Text normalization: the normal form of questions for deduplication and decontamination.
 
-Case, spaces, dollar signs, LaTeX's spacing and punctuation at the end do not count; symbols and numbers do.
+It drops case, spaces, dollar signs, LaTeX's spacing and final punctuation; symbols and numbers stay.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import unicodedata
 _SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:!\s]|\\[()\[\]]|[$~]")
 _SAME = re.compile(r"\\[dt](?=frac|binom)")
 _TOKEN = re.compile(r"[\u3400-\u9fff]|\\?[^\W\d_\u3400-\u9fff]+|\d+|\S")
-"""A character of a script that is written without spaces, a word or a command, a number, or a symbol."""
+"""A token: a character of a script without spaces, a word or command, a number, or a symbol."""
 
 _NUMBER = r"\d+(?: \. \d+)?"
 _COMMUTATIVE = re.compile(
@@ -25,7 +25,7 @@ nor a letter behind: ``3 + 4 x`` is another sum than ``4 + 3 x``."""
 
 
 def tokens(question: str) -> list[str]:
-    """The normal form of a question: its words, commands, numbers and symbols, in order."""
+    """Normal form of a question: its words, commands, numbers and symbols, in order."""
     text = _SPACING.sub(" ", unicodedata.normalize("NFKC", question).lower())
     found = _TOKEN.findall(_SAME.sub(lambda _: "\\", text))
     while found and found[-1] in ".?!,;:":
@@ -34,13 +34,13 @@ def tokens(question: str) -> list[str]:
 
 
 def words(question: str) -> list[str]:
-    """The words and numbers of a question alone: what stays when somebody typesets it anew."""
+    """Words and numbers of a question, without its typesetting."""
     bare = (token.lstrip("\\") for token in tokens(question))
     return [word for word in bare if word and word.isalnum()]
 
 
 def key(question: str) -> bytes:
-    """A hash of a question's normal form, 16 bytes."""
+    """Hash of a question's normal form, 16 bytes."""
     return _hash(" ".join(tokens(question)))
 
 
@@ -59,7 +59,7 @@ def _in_order(run: re.Match[str]) -> str:
 
 
 def answer_text(answer: str) -> str:
-    """The normal form of an answer: no typesetting; whole numbers without zeros in front."""
+    """Normal form of an answer: no typesetting; whole numbers without leading zeros."""
     text = "".join(tokens(answer))
     digits = text.removeprefix("+")
     whole = digits.isascii() and digits.removeprefix("-").isdecimal() and len(digits) < 100
@@ -67,5 +67,5 @@ def answer_text(answer: str) -> str:
 
 
 def ngrams(sequence: list[str], size: int) -> set[str]:
-    """The n-grams of ``sequence``: all runs of ``size`` words; empty if there are fewer."""
+    """N-grams of ``sequence``: all runs of ``size`` words; empty if there are fewer."""
     return {" ".join(sequence[at : at + size]) for at in range(len(sequence) - size + 1)}

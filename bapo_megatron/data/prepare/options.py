@@ -1,4 +1,4 @@
-"""The options of `bapo data prepare`."""
+"""Options of `bapo data prepare`: its flags, and their validation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.reward.functions import load_function, reads_boxes
 
 DATA_FILE, CARD_FILE, CARD_TEXT = PREPARED, "card.json", "README.md"
-"""The files of a prepared folder: problems, data card, data card as text."""
+"""Files of a prepared folder: problems, data card as JSON, data card as text."""
 
 SUITES = Path("data/suites")
 """Folder in which evaluation suites are looked up by name."""
@@ -88,7 +88,7 @@ class PrepareOptions:
     """Replace an earlier output."""
 
     def check(self) -> None:
-        """Raise ConfigError with every field that is out of range."""
+        """Validate the fields: ConfigError with every invalid one."""
         raise_problems(list(self._problems()))
 
     @property
@@ -99,13 +99,12 @@ class PrepareOptions:
 
     @property
     def own_reward(self) -> bool:
-        """Whether ground truths may be any text: the reward function is the user's, an endpoint's, or a
-        task's."""
+        """Whether ground truths may be any text: with a reward of the user's, of an endpoint or of a task."""
         return not reads_boxes(self.reward_function)
 
     @property
     def generation(self) -> Generation:
-        """How the problems of reasoning-gym's tasks are made."""
+        """Settings of reasoning-gym's generators."""
         return Generation(self.size, self.seed, json.loads(self.task_settings))
 
     def _problems(self) -> Iterator[str]:
@@ -156,9 +155,9 @@ class PrepareOptions:
 
 
 def reward_problem(path: str) -> str | None:
-    """What is wrong with the path of a reward function of the user's, or None.
+    """Error of the dotted path of a user's reward function, or None.
 
-    Its module, or what that imports, may be on the machines of the run alone: then this warns and goes on.
+    Its module, or an import of it, may exist only on the machines of the run: then this only warns.
     """
     module, _, function = path.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), function)):

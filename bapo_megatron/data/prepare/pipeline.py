@@ -1,8 +1,7 @@
-"""The preparation pipeline: sources to a prepared folder, in two passes.
+"""Preparation pipeline: reads the sources twice, filters, and writes a prepared folder.
 
-The first learns which questions repeat, the second filters and writes.
-
-The same sources and options give the same bytes, so the digest of data.jsonl names a dataset.
+The first pass finds repeated questions and templates, the second filters and writes. The same sources and
+options give the same bytes, so the digest of data.jsonl identifies a dataset.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ from bapo_megatron.runtime.written_folders import (
 _WRITER = "bapo data prepare"
 
 Read = tuple[Source, int, Problem | RowError]
-"""A source, the number of a row in it (the first is 0), and what the row is."""
+"""A source, the index of a row in it (from 0), and its problem or error."""
 
 
 def prepare(options: PrepareOptions) -> Card:
-    """Prepare a dataset: write the folder ``options.output``, whole or not at all; its data card.
+    """Prepare a dataset: write the folder ``options.output`` atomically; its data card.
 
-    ConfigError names what is wrong.
+    ConfigError for bad sources, too many invalid rows, or no row that is left.
     """
     options.check()
     check_dataset_output(options.output, options.overwrite)
@@ -77,7 +76,7 @@ def prepare(options: PrepareOptions) -> Card:
 
 
 def check_dataset_output(output: Path, overwrite: bool) -> None:
-    """Raise ConfigError if ``output`` exists and may not be replaced."""
+    """Preflight of the output folder: ConfigError if it exists and may not be replaced."""
     check_replaceable(output, _WRITER, _foreign)
     check_aside(output, replaced_folder(output), _WRITER, _foreign)
     if not overwrite and (output / CARD_FILE).exists():
@@ -85,14 +84,14 @@ def check_dataset_output(output: Path, overwrite: bool) -> None:
 
 
 def _foreign(folder: Path) -> str | None:
-    """What ``folder`` is or holds that is no prepared dataset, in words; None for a prepared dataset."""
+    """Foreign content of ``folder``, in words; None if it is a prepared dataset and nothing else."""
     if (found := content_besides(folder, {DATA_FILE, CARD_FILE, CARD_TEXT})) is not None:
         return found
     return None if (folder / CARD_FILE).is_file() else "is no prepared dataset"
 
 
 def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> Iterator[Read]:
-    """The rows of a source as problems. ``renamed``: it has the columns that the options name."""
+    """Rows of a source as problems. ``renamed``: it has the columns that the options name."""
     own, column = options.own_reward, options.source_column if renamed else None
     names = {options.question_column: "problem", options.answer_column: "answer"} if renamed else {}
     for number, row in enumerate(source.rows()):
@@ -105,14 +104,14 @@ def _problems(source: Source, options: PrepareOptions, renamed: bool = True) -> 
 
 
 def _shown(duplicates: Duplicates, index: Contamination | None, read: Read) -> int:
-    """Show a row's question to the deduplication and, if it is new, to ``index``; 1, to count rows."""
+    """First pass over a row: its question goes to the deduplication, and if new to ``index``; returns 1."""
     if isinstance(read[2], Problem) and duplicates.show(read[2]) and index is not None:
         index.show(read[2].question)
     return 1
 
 
 def _contamination(options: PrepareOptions, card: Card) -> Contamination | None:
-    """The index of what must not be trained on; None if there is nothing."""
+    """Index of the evaluation problems in ``options.against``; None if there are none."""
     if not options.against:
         return None
     problems = [problem for text in options.against for problem in _evaluation_set(text, options, card)]
@@ -122,7 +121,7 @@ def _contamination(options: PrepareOptions, card: Card) -> Contamination | None:
 def _filters(
     options: PrepareOptions, duplicates: Duplicates, index: Contamination | None, card: Card
 ) -> list[tuple[str, Filter]]:
-    """The filters that the options ask for with their names, cheap ones first."""
+    """Filters of the options with their names, cheap ones first."""
     found: list[tuple[str, Filter]] = [
         ("conflicting answers", duplicates.conflict),
         ("duplicate", duplicates.repeated),
@@ -160,7 +159,7 @@ def _evaluation_set(text: str, options: PrepareOptions, card: Card) -> Iterator[
 
 
 def _write(path: Path, sources: list[Source], filters: list[tuple[str, Filter]], card: Card) -> str:
-    """Write the rows that are kept, count the others in ``card``; the SHA-256 of the file."""
+    """Second pass: write the kept rows, count the others in ``card``; the SHA-256 of the file."""
     digest, types = hashlib.sha256(), TypesOfExtraInfo()
     with path.open("wb") as file:
         for source in sources:
@@ -197,7 +196,7 @@ def _check_result(card: Card, options: PrepareOptions) -> None:
 
 
 def _lengths(card: Card) -> str:
-    """The lengths of the prompts that were too long, and what to do; nothing if there are none."""
+    """Lengths of the prompts that were too long, with the fix, in words; empty if there are none."""
     if not card.too_long:
         return ""
     found = sorted(card.too_long.elements())

@@ -1,4 +1,4 @@
-r"""Schema adapters: a row of any known dataset schema to a problem in the one format.
+r"""Schema adapters: convert a row of any known dataset schema into a problem of the one format.
 
 Chat rows (Skywork-OR1-RL-Data, DAPO-Math-17k, this project's own) have ``prompt``, as messages or as text,
 and ``reward_model.ground_truth``. Plain rows (DeepScaleR, MATH-500, AIME) have ``problem`` or ``question``
@@ -6,7 +6,7 @@ and ``answer`` (GSM8K's ends with ``#### 72``), or a ``solution`` that ends with
 capitalised.
 
 The reward functions read an answer in ``\boxed{}``, or a program in a fenced block. A prompt that does not
-ask for that gets one sentence that does. DAPO's own sentences, which ask for a line "Answer:", are removed.
+ask for that form gets an instruction. DAPO's own instruction, a line "Answer:", is removed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ CODE_INSTRUCTION = "Write one Python program, and put it into a ```python block 
 
 _QUESTION, _ANSWER, _SOLUTION = ("problem", "question"), "answer", "solution"
 _OF_CHATS = ("prompt", "reward_model")
-"""Columns by which a row is known as a chat row."""
+"""Columns that identify a chat row."""
 _OF_THE_FORMAT = frozenset((*_OF_CHATS, "data_source", "ability", "extra_info"))
-"""Columns of a prepared row; all others of a source are carried into ``extra_info``."""
+"""Columns of a prepared row; all other columns go into ``extra_info``."""
 _GSM8K = re.compile(r"\n####\s*(\S[^\n]*?)\s*\Z")
 _ANSWER_LINE = re.compile(
     r"\s*solve the following math problem step by step\.[^\n]*\n+(.*?)\n+remember to put your answer on its "
@@ -45,16 +45,16 @@ _BOX_REQUEST = re.compile(
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem in the one format of prepared datasets."""
+    """Problem in the format of prepared datasets."""
 
     messages: list[dict[str, str]]
     question: str
-    """The prompt without the sentence about the form of the answer; two problems are compared by it."""
+    """The prompt without the instruction about the form of the answer; deduplication compares it."""
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any]
     own_reward: bool = False
-    """Whether a reward function judges it that reads any ground truth: the user's, or a task's."""
+    """Whether its reward function takes any ground truth: a user's, or a task's."""
 
     @property
     def is_code(self) -> bool:
@@ -63,13 +63,13 @@ class Problem:
 
     @property
     def ability(self) -> str:
-        """The kind of problem: ``math``, ``code``, or ``other``."""
+        """Kind of problem: ``math``, ``code``, or ``other``."""
         if self.own_reward:
             return "other"
         return "code" if self.is_code else "math"
 
     def with_system(self, text: str | None) -> Problem:
-        """The problem with the system message ``text`` in place of its own; None: as it is."""
+        """The problem with the system message ``text`` in place of its own; unchanged for None."""
         if text is None:
             return self
         rest = [message for message in self.messages if message["role"] != "system"]
@@ -87,9 +87,9 @@ class Problem:
 
 
 def with_columns(row: Row, names: Mapping[str | None, str]) -> Row:
-    """The row with the user's columns, the keys of ``names`` (None: none), under the names of a plain row.
+    """The row as a plain row: the user's columns, the keys of ``names``, get the names of a plain row.
 
-    It is a plain row then, whatever else it has. RowError if it has no such column.
+    A None among the keys is skipped. RowError for a missing column.
     """
     if not any(names):
         return row
@@ -105,7 +105,7 @@ def with_columns(row: Row, names: Mapping[str | None, str]) -> Row:
 
 
 def with_source(row: Row, column: str | None) -> Row:
-    """The row with the user's ``column`` (None: none) as its data source. RowError if it has no such text."""
+    """The row with the text in the user's ``column`` as its data source; unchanged for None. RowError."""
     if column is None:
         return row
     value = row.get(column)
@@ -117,10 +117,10 @@ def with_source(row: Row, column: str | None) -> Row:
 def problem_of(
     row: Row, source: str, number: int, instruct: bool = True, own_reward: bool = False
 ) -> Problem:
-    """The problem in row ``number`` of ``source``. RowError says what is missing or wrong.
+    """Convert row ``number`` of ``source`` into a problem. RowError says what is missing or wrong.
 
-    ``instruct``: prompts that do not ask for the form that the reward function reads are made to.
-    ``own_reward``: a reward function of the user's judges it, which reads any ground truth.
+    ``instruct``: add an instruction to prompts that do not ask for the form that the reward function reads.
+    ``own_reward``: a user's reward function, which takes any ground truth.
     """
     problem = _problem_of(row, source, number, instruct and not own_reward, own_reward)
     return replace(problem, own_reward=own_reward)
@@ -165,7 +165,7 @@ def _source_of(row: Row, source: str) -> str:
 
 
 def _other_columns(row: Row, known: Collection[str]) -> dict[str, Any]:
-    """The columns that are not ``known``, nested ones too, if JSON holds them: no images, no empty ones."""
+    """Columns that are not ``known``, nested ones too, if they are JSON: no images, no empty ones."""
     others = {name: value for name, value in row.items() if name not in known and value is not None}
     return {name: value for name, value in others.items() if _is_json(value)}
 
@@ -179,7 +179,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _answer(row: Mapping[str, Any], several: bool) -> str:
-    """The answer: ``answer``, a text or a whole number; else what is boxed last in ``solution``."""
+    """Answer of a plain row: ``answer``, a text or a whole number; else the last box in ``solution``."""
     answer = row.get(_ANSWER)
     if answer is None and row.get(_SOLUTION) is None:
         raise RowError("it has neither an answer nor a solution")

@@ -1,7 +1,7 @@
-"""Problems of reasoning-gym's tasks as a dataset source, made without a network.
+"""reasoning-gym dataset source: problems generated from its tasks, without a network.
 
-A child process makes them (generator.py): some tasks iterate over sets of texts, whose order only a new
-interpreter can fix.
+A child process generates them (generator.py): some tasks iterate over sets of texts, whose order only a new
+interpreter with a fixed hash seed can fix.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.runtime.child_process import AnsweringChild, ChildError, with_import_path
 
 PREFIX = "reasoning-gym:"
-"""How a source begins that names tasks: ``reasoning-gym:chain_sum,products``."""
+"""Prefix of a source of tasks: ``reasoning-gym:chain_sum,products``."""
 
 _LIMIT_S = 24 * 3600.0
 _COMMAND = (sys.executable, "-m", "bapo_megatron.data.prepare.generator")
@@ -28,21 +28,21 @@ _COMMAND = (sys.executable, "-m", "bapo_megatron.data.prepare.generator")
 
 @dataclass(frozen=True)
 class GeneratedSource:
-    """Problems of some tasks in equal shares, no question twice."""
+    """Source of generated problems: some tasks in equal shares, no question twice."""
 
     tasks: tuple[str, ...]
     size: int
     seed: int
     settings: Mapping[str, Any]
-    """Settings of a task by its name, or settings of all tasks."""
+    """Settings of each task by its name, or of all tasks."""
 
     @property
     def name(self) -> str:
-        """The source as a data card shows it."""
+        """Name of the source in the data card."""
         return f"{PREFIX}{','.join(self.tasks)}, {self.size} problems, seed {self.seed}"
 
     def rows(self) -> Iterator[Row]:
-        """The problems, one of each task in turn. ConfigError if a task cannot be used, or has too few."""
+        """Problems, one of each task in turn. ConfigError for an unusable task, or too few problems."""
         yield from self._rows
 
     def digest(self) -> str:
@@ -86,7 +86,7 @@ class GeneratedSource:
 
 
 def tasks_of(text: str, size: int | None, seed: int, settings: Mapping[str, Any]) -> GeneratedSource:
-    """The source that ``reasoning-gym:TASK,TASK`` names. ConfigError if its size is missing, or too small."""
+    """Source of ``reasoning-gym:TASK,TASK``. ConfigError if its size is missing, or too small."""
     names = tuple(name.strip() for name in text.removeprefix(PREFIX).split(",") if name.strip())
     if not names:
         raise ConfigError(f"source {text}: it names no task; give e.g. {PREFIX}chain_sum,products")

@@ -1,5 +1,4 @@
-"""Dataset sources, streamed row by row: a file of JSONL, JSON or parquet, a dataset of the hub, or what is
-made by reasoning-gym's tasks."""
+"""Dataset sources, streamed row by row: a JSONL, JSON or parquet file, a hub dataset, generated problems."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ _PARQUET_ROWS = 256
 
 @dataclass(frozen=True)
 class FileSource:
-    """A dataset in a file."""
+    """Source in a file: JSONL, JSON or parquet."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """The file's name, as a data card shows it."""
+        """Name of the source in the data card: that of the file."""
         return self.path.name
 
     def rows(self) -> Iterator[Row]:
@@ -48,7 +47,7 @@ class FileSource:
 
 @dataclass(frozen=True)
 class HubSource:
-    """A split of a dataset on the Hugging Face hub."""
+    """Source on the Hugging Face hub: a split of a dataset."""
 
     name: str
     dataset: Any
@@ -70,7 +69,7 @@ Source = FileSource | HubSource | GeneratedSource | champ.ChampSource
 
 @dataclass(frozen=True)
 class Generation:
-    """What a source that is generated needs to know."""
+    """Settings of a generated source: size, seed, settings of the tasks."""
 
     size: int | None = None
     seed: int = 0
@@ -81,7 +80,7 @@ def open_source(text: str, split: str, revision: str | None, generation: Generat
     """Open a source: the file at the path ``text``, ``OWNER/NAME`` or ``OWNER/NAME:CONFIG`` of the hub,
     ``champ``, or ``reasoning-gym:TASK,TASK`` as ``generation`` says.
 
-    ConfigError if it is neither, or cannot be had.
+    ConfigError if it is none of these, or cannot be loaded.
     """
     if text.startswith(PREFIX):
         wanted = generation or Generation()

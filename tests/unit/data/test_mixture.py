@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.data.mixture import Chairman, Mixture, data_order, mixture_settings
+from bapo_megatron.data.mixture import Mixture, ProportionalInterleaving, data_order, mixture_settings
 from bapo_megatron.data.prompts import MixedSource, PromptOrder
 
 WEIGHTS = st.lists(
@@ -21,7 +21,7 @@ WEIGHTS = st.lists(
 
 
 def assigned(weights: list[float], places: int, start: int = 0) -> list[int]:
-    chairman = Chairman(weights)
+    chairman = ProportionalInterleaving(weights)
     return [chairman.next_after(number)[0] for number in range(start, start + places)]
 
 
@@ -87,7 +87,7 @@ def test_it_is_the_rule_of_the_paper(weights: list[float]) -> None:
 @given(WEIGHTS, st.lists(st.integers(0, 400), min_size=1, max_size=12))
 @settings(max_examples=60, derandomize=True, deadline=None)
 def test_any_place_may_be_asked_for_in_any_order(weights: list[float], places: list[int]) -> None:
-    whole, chairman = assigned(weights, 401), Chairman(weights)
+    whole, chairman = assigned(weights, 401), ProportionalInterleaving(weights)
     for place in places:
         choice, before = chairman.next_after(place)
         assert (choice, before) == (whole[place], whole[:place].count(whole[place]))
@@ -95,7 +95,7 @@ def test_any_place_may_be_asked_for_in_any_order(weights: list[float], places: l
 
 def test_a_place_far_away_takes_no_walk_over_whole_periods() -> None:
     """A period of 3 places: the place after 3e12 + 1 is the second of its period."""
-    assert Chairman([2, 1]).next_after(3 * 10**12 + 1) == (1, 10**12)
+    assert ProportionalInterleaving([2, 1]).next_after(3 * 10**12 + 1) == (1, 10**12)
 
 
 SOURCES = (MixedSource("a", 5, 2, "aa"), MixedSource("b", 3, 1, "bb"), MixedSource("c", 4, 0.5, "cc"))

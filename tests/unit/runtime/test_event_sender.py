@@ -224,7 +224,7 @@ def parent_of_sender(asked: SenderSettings) -> subprocess.Popen[str]:
     return parent_and_sender(asked)[0]
 
 
-def parent_and_sender(asked: Order) -> tuple[subprocess.Popen[str], int]:
+def parent_and_sender(asked: SenderSettings) -> tuple[subprocess.Popen[str], int]:
     """Such a process, and the process id of its sender."""
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, asked.line().decode()],

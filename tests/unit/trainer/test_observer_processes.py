@@ -214,7 +214,7 @@ def test_a_run_that_is_preempted_hardly_waits(board: Board, monkeypatch: pytest.
     with pytest.raises(Preempted, match="told to stop"), closing(observers):
         raise Preempted("told to stop")
     [event] = board.events
-    assert "shown steps up to 0 of 1 (no end within 0 s)" in event["message"]
+    assert "steps up to 0 of 1 (no end within 0 s)" in event["message"]
 
 
 def test_steps_of_before_a_kill_are_an_event(board: Board) -> None:

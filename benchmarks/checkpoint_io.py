@@ -78,7 +78,7 @@ def measure(model: Path, path: Path, shared: bool) -> Measured:
 def _as_megatron_does() -> None:
     """No sharing: megatron's optimizer state, and its plain strategies."""
     changes: dict[str, Callable[..., Any]] = {
-        "share_among_ranks": lambda _optimizer: None,
+        "shard_over_ranks": lambda _optimizer: None,
         "FullyParallelSaveStrategyWrapper": lambda strategy, _group: strategy,
         "FullyParallelLoadStrategyWrapper": lambda strategy, _group: strategy,
     }

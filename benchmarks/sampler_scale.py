@@ -36,7 +36,7 @@ from bapo_megatron.rollout.engines.requests import Dataset, ModelLimits
 from bapo_megatron.rollout.engines.sglang.engine import SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, SglangServer
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
-from bapo_megatron.rollout.sampler.process import collect_seldom
+from bapo_megatron.rollout.sampler.process import collect_garbage_rarely
 from bapo_megatron.runtime.run_paths import RunPaths, step_entries
 from bapo_megatron.types import Prompt
 from benchmarks.common import machine, no_options, write
@@ -171,7 +171,7 @@ def measure(load: Load) -> Found:
     """Run the sampler under ``load``."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    collect_seldom()
+    collect_garbage_rarely()
     with tempfile.TemporaryDirectory() as folder, _engines(load) as url:
         return uvloop.run(_measure(load, url, Path(folder)))
 

@@ -35,7 +35,7 @@ class BackgroundSave:
             request = request._replace(preload_fn=partial(self._stage, request.preload_fn))
         self._caller = TemporalAsyncCaller()
         if request.async_fn is not None:
-            request = request._replace(async_fn=partial(_with_parent, request.async_fn))
+            request = request._replace(async_fn=partial(_writer_process, request.async_fn))
         self._caller.schedule_async_call(request)
         self._process = self._caller.process
 
@@ -87,7 +87,7 @@ class _Results:
                 raise queue.Empty from None
 
 
-def _with_parent(write: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _writer_process(write: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """The writer in the forked process: it and its own forks end when the trainer does."""
     gc.freeze()  # garbage of the trainer, such as a store, may wait for threads that this process has not
     _die_with_parent()

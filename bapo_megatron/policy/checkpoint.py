@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from bapo_megatron.errors import CheckpointError
 from bapo_megatron.policy.background_save import BackgroundSave, replace_results_queue
-from bapo_megatron.policy.state.optimizer_state import share_among_ranks
+from bapo_megatron.policy.state.optimizer_state import shard_over_ranks
 from bapo_megatron.policy.state.stored_checkpoint import StoredCheckpoint, open_stored, read_by
 from bapo_megatron.runtime.distributed import all_gather
 
@@ -64,7 +64,7 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     inner = list(_torch_adams(optimizer))
     for wrapper, adam in inner:
         _create_adam_state(adam)
-        _supply_step(wrapper, adam)
+        _add_step_on_load(wrapper, adam)
     stored = _opened(path)
     state = _read(_state(model, optimizer, loading=True), stored)
     for name, chunk in _named_chunks(model):
@@ -75,7 +75,7 @@ def load(path: Path, model: Sequence[Any], optimizer: Any) -> None:
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
     for _, adam in inner:
-        _give_each_its_step(adam)
+        _separate_step_tensors(adam)
 
 
 def _opened(path: Path) -> StoredCheckpoint:
@@ -125,7 +125,7 @@ def _replicas() -> Any:
 
 def _state(model: Sequence[Any], optimizer: Any, loading: bool) -> dict[str, Any]:
     for wrapper in optimizer.chained_optimizers:
-        share_among_ranks(wrapper)
+        shard_over_ranks(wrapper)
     metadata = {**_CONTENT, "dp_cp_group": _replicas()}
     state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(model)}
     state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
@@ -182,7 +182,7 @@ def _create_adam_state(adam: torch.optim.Optimizer) -> None:
             state["exp_avg_sq"] = torch.zeros_like(parameter.data)
 
 
-def _supply_step(wrapper: Any, adam: torch.optim.Optimizer) -> None:
+def _add_step_on_load(wrapper: Any, adam: torch.optim.Optimizer) -> None:
     """Repair 2: megatron copies every key of the state, but checkpoints carry ``step`` elsewhere."""
     original = type(wrapper)._set_main_param_and_optimizer_states
 
@@ -202,7 +202,7 @@ def _note_step(adam: torch.optim.Optimizer) -> None:
             group["step"] = int(adam.state[parameter]["step"])
 
 
-def _give_each_its_step(adam: torch.optim.Optimizer) -> None:
+def _separate_step_tensors(adam: torch.optim.Optimizer) -> None:
     """Repair 3: megatron gives all parameters one ``step`` tensor, which torch would advance once for each;
     with Transformer Engine it gives them none. Its groups have the count that was loaded."""
     for group in adam.param_groups:

@@ -121,13 +121,13 @@ def cpu_mode() -> None:
     choose_vector_kernels()
     if not getattr(_thread, "entered", False):  # function modes belong to a thread
         _thread.entered = True
-        _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]
+        _CudaToCpuMode().__enter__()  # type: ignore[no-untyped-call]
 
 
 def _answer_cuda_queries() -> None:
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_args, **_kwargs: None
-    torch.cuda.current_stream = lambda *_args, **_kwargs: _InOrder()  # type: ignore[assignment,return-value]
+    torch.cuda.current_stream = lambda *_args, **_kwargs: _CpuStream()  # type: ignore[assignment,return-value]
 
     import megatron.core.tensor_parallel.random as megatron_random
 
@@ -169,7 +169,7 @@ def _l2_norm(
     return torch.linalg.vector_norm(torch.stack(norms)).float()[None], None
 
 
-class _InOrder:
+class _CpuStream:
     """The stream of a CPU, where everything happens in order: there is nothing to wait for."""
 
     def wait_stream(self, _stream: Any) -> None:
@@ -184,7 +184,7 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
-class _CudaMeansCpu(TorchFunctionMode):
+class _CudaToCpuMode(TorchFunctionMode):
     """A torch function mode that turns requests for a CUDA device into requests for the CPU.
 
     It sees every call of torch's functions, so its first lines are fast. Wrapping the functions that make

@@ -35,11 +35,11 @@ BUCKET = 2**26
 """Elements that are copied and stepped at a time: 256 MiB of gradients in each of two pinned buffers."""
 
 
-def put_on_host(optimizer: Any, config: OptimizerConfig) -> None:
+def move_to_host(optimizer: Any, config: OptimizerConfig) -> None:
     """Move the state of a chain of megatron's ``DistributedOptimizer`` to the host, and its steps with it."""
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
-            _put_part_on_host(part, config)
+            _move_part_to_host(part, config)
 
 
 class _Shard:
@@ -54,7 +54,7 @@ class _Shard:
         """float32, on the device: a view of the reduced gradients."""
 
 
-def _put_part_on_host(part: Any, config: OptimizerConfig) -> None:
+def _move_part_to_host(part: Any, config: OptimizerConfig) -> None:
     shards: dict[Tensor, _Shard] = {}
     owners: list[tuple[_Shard, Any]] = []
     groups = zip(
@@ -121,7 +121,7 @@ class HostAdamW(torch.optim.AdamW):
         """One step of all parameters, bucket by bucket; the new weights are on the device when it returns."""
         del closure
         copies = self._copies
-        with own_cores():
+        with rank_threads():
             copies.begin()
             for bucket in range(len(copies.buckets)):
                 copies.fetch(bucket + 1)
@@ -226,7 +226,7 @@ def buckets_of(shards: Sequence[_Shard], most: int) -> list[list[_Shard]]:
 
 
 @contextmanager
-def own_cores() -> Iterator[None]:
+def rank_threads() -> Iterator[None]:
     """Let torch use the cores of this rank. torchrun gives a rank one thread: there they are its share of the
     node's. Slurm and `bapo train` have said how many before."""
     before, ranks = torch.get_num_threads(), os.environ.get("LOCAL_WORLD_SIZE")

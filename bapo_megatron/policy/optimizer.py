@@ -12,7 +12,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from bapo_megatron.config import OptimizerConfig
-from bapo_megatron.policy.host_optimizer import HostAdamW, put_on_host
+from bapo_megatron.policy.host_optimizer import HostAdamW, move_to_host
 
 _OWNERS = {"transformer_engine": "Transformer Engine's", "apex": "apex's", "torch": "torch's"}
 
@@ -38,7 +38,7 @@ def build_optimizer(config: OptimizerConfig, model: Sequence[Any], dtype: torch.
     build = megatron_optimizer.get_megatron_optimizer
     optimizer = build(settings, list(model), use_gloo_process_groups=False)
     if config.device == "cpu":
-        put_on_host(optimizer, config)
+        move_to_host(optimizer, config)
     return optimizer
 
 

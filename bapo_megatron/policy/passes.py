@@ -85,14 +85,14 @@ class Passes:
         with torch.no_grad():
             self._schedule(batches, keep, forward_only=True)
         for values in found:
-            _share_stats(values)
+            _complete_stats(values)
         return [TokenStats(*values.cpu()) for values in found]
 
     def backward(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> Tensor:
         """Add the gradient of the loss (element 0, over its tokens) to the gradient buffers; its sums."""
         if isinstance(loss, SearchedLoss):
             if loss.over == "update":
-                return self._held(batches, loss)
+                return self._searched_update(batches, loss)
             outputs = self._schedule(batches, self._searched(loss), forward_only=False)
             return self._sum_over_ranks(outputs, self._searched_width(outputs, batches, loss))
         outputs = self._schedule(batches, self._differentiated(loss), forward_only=False)
@@ -122,7 +122,7 @@ class Passes:
 
         return evaluate
 
-    def _held(self, batches: Sequence[MicroBatch], loss: SearchedLoss) -> Tensor:
+    def _searched_update(self, batches: Sequence[MicroBatch], loss: SearchedLoss) -> Tensor:
         """The searched loss per update: every forward pass, the search, every backward pass.
 
         It needs a pipeline of one stage.
@@ -238,7 +238,7 @@ def _context() -> tuple[int, int]:
     )
 
 
-def _share_stats(values: Tensor) -> None:
+def _complete_stats(values: Tensor) -> None:
     """Complete ``values`` in place: from the CP ranks that hold the others, then from the last stage."""
     if parallel_state.get_context_parallel_world_size() > 1:
         dist.all_reduce(values, group=parallel_state.get_context_parallel_group())

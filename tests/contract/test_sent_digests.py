@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from bapo_megatron.rollout.engines.digest_quorum import Disagreement
-from bapo_megatron.rollout.engines.sent_weights import SentCheck, SentWeights
+from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch
+from bapo_megatron.rollout.engines.sent_weights import SentCheck, SentDigests
 from bapo_megatron.rollout.engines.sglang.fused_weights import fused_digests
 from tests.support.tiers import slow_but
 
@@ -23,14 +23,14 @@ Update = Callable[[Iterable[tuple[str, Tensor]], int], None]
 LATER = "model.layers.1.self_attn."
 
 
-def digests_of(weights: Iterable[tuple[str, Tensor]], model: Path) -> SentWeights:
+def digests_of(weights: Iterable[tuple[str, Tensor]], model: Path) -> SentDigests:
     digester = fused_digests(model, 1, "cpu")
     for name, tensor in weights:
         digester.add(name, tensor)
     return digester.result()
 
 
-def matches(engine: BlockingEngine, sent: SentWeights, check: SentCheck) -> bool:
+def matches(engine: BlockingEngine, sent: SentDigests, check: SentCheck) -> bool:
     """Whether the engine has told, of its last weights, what was sent."""
     return check.is_sent(sent, engine.engine.name, engine.digests[-1])
 
@@ -78,9 +78,11 @@ def test_a_server_that_keeps_one_old_tensor_is_noticed_each_way(
         update(new.items(), 1)
         assert matches(engine, sent, check)
         update(kept.items(), 2)
-        with pytest.raises(Disagreement, match=rf"sent: other values in {LATER}o_proj\.weight on rank 0$"):
+        with pytest.raises(DigestMismatch, match=rf"sent: other values in {LATER}o_proj\.weight on rank 0$"):
             matches(engine, sent, check)
         update(swapped.items(), 3)
-        with pytest.raises(Disagreement, match=rf"sent: other values in {LATER}qkv_proj\.weight on rank 0$"):
+        with pytest.raises(
+            DigestMismatch, match=rf"sent: other values in {LATER}qkv_proj\.weight on rank 0$"
+        ):
             matches(engine, sent, check)
     engine.close()

@@ -227,13 +227,13 @@ def megatrons_own(
     folder: Path, samples: list[Sample], parallel: ParallelConfig, path: Path, writes: bool
 ) -> Digests:
     """Save by megatron's own gathering and load by ours, or the other way round: the digests of both."""
-    ours = megatron_checkpoint.share_among_ranks
+    ours = megatron_checkpoint.shard_over_ranks
     policy = trained(folder, "bfloat16", samples, parallel)
     before = policy.state_digest()
     if writes:
-        megatron_checkpoint.share_among_ranks = lambda _optimizer: None
+        megatron_checkpoint.shard_over_ranks = lambda _optimizer: None
     complete(policy.save(path))
-    megatron_checkpoint.share_among_ranks = ours if writes else lambda _optimizer: None
+    megatron_checkpoint.shard_over_ranks = ours if writes else lambda _optimizer: None
     other = build(folder, "bfloat16", parallel)
     other.load(path, 2)
     assert other.state_digest() == before

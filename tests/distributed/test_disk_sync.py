@@ -15,7 +15,7 @@ from torch import Tensor
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.errors import ConfigError, RunStopped
 from bapo_megatron.hf import stream_writer
-from bapo_megatron.rollout.engines.sent_weights import SentWeights
+from bapo_megatron.rollout.engines.sent_weights import SentDigests
 from bapo_megatron.rollout.weight_sync.disk import DiskSync, WeightStaging
 from tests.support.plain_digester import PlainDigester, plain_digests
 from tests.support.workers import run_layout
@@ -61,7 +61,7 @@ class Taken:
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:
         files = {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
-        self.took.append((folder.name, version, step, files, SentWeights.read(folder)))
+        self.took.append((folder.name, version, step, files, SentDigests.read(folder)))
 
 
 def model(folder: Path) -> Path:

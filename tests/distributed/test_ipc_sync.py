@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bapo_megatron.config import ParallelConfig
 from bapo_megatron.hf.weight_check import checked_weights
-from bapo_megatron.rollout.engines.sent_weights import SentWeights
+from bapo_megatron.rollout.engines.sent_weights import SentDigests
 from bapo_megatron.rollout.weight_sync import ipc
 from bapo_megatron.rollout.weight_sync.ipc import IpcSync
 from tests.support.plain_digester import PlainDigester, plain_digests
@@ -62,7 +62,7 @@ class Engines:
         """By the engine, for each of its processes."""
         self.readers: dict[str, list[int]] = {}
         """By the engine, the process ids whose memory its processes read."""
-        self.sent: list[SentWeights | None] = []
+        self.sent: list[SentDigests | None] = []
         self.fails: dict[str, str] = {}
         """The call at which an engine fails."""
 
@@ -86,7 +86,7 @@ class Engines:
                 read[index] |= {tensor: value.clone() for tensor, value in pickle.loads(pickled)}
         return self._going("receive", list(handles))
 
-    def confirm_weights(self, names: Sequence[str], version: int, sent: SentWeights | None) -> list[str]:
+    def confirm_weights(self, names: Sequence[str], version: int, sent: SentDigests | None) -> list[str]:
         self.sent.append(sent)
         return self._going(f"confirm {version}", names)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from bapo_megatron.rollout.engines.sent_weights import SentWeights
+from bapo_megatron.rollout.engines.sent_weights import SentDigests
 
 
 class PlainDigester:
@@ -21,11 +21,11 @@ class PlainDigester:
         self._digests[name] = hashlib.sha256(str(tensor.tolist()).encode()).hexdigest()
         self._bytes += tensor.nbytes
 
-    def result(self) -> SentWeights:
-        return SentWeights((self._digests,), self._bytes)
+    def result(self) -> SentDigests:
+        return SentDigests((self._digests,), self._bytes)
 
 
-def plain_digests(weights: Iterable[tuple[str, Tensor]]) -> SentWeights:
+def plain_digests(weights: Iterable[tuple[str, Tensor]]) -> SentDigests:
     """Those of ``weights``."""
     digester = PlainDigester()
     for name, tensor in weights:

@@ -40,9 +40,9 @@ class Offload:
         self._blocks: list[Tensor] = []
         self._copied: list[Tensor] = []
         """The bytes of each storage whose copy is on the host, in the order of the host's bytes."""
-        self._dropped: list[Tensor] = []
+        self._freed_gradients: list[Tensor] = []
         """The bytes of each storage of gradients, while it has no memory."""
-        self._weights_left = False
+        self._weights_offloaded = False
         """Whether the weights, too, have no memory."""
 
     @property
@@ -52,7 +52,7 @@ class Offload:
 
     def check_loaded(self, what: str, weights_alone: bool = False) -> None:
         """RuntimeError if memory is given up that ``what`` would read: any, or that of weights alone."""
-        if self._weights_left or ((self._copied or self._dropped) and not weights_alone):
+        if self._weights_offloaded or ((self._copied or self._freed_gradients) and not weights_alone):
             raise RuntimeError(f"{what}: the policy is offloaded; call reload() first")
 
     def offload(self, keep_weights: bool = False) -> int:
@@ -60,11 +60,11 @@ class Offload:
 
         Does nothing where that is given up already.
         """
-        if self._weights_left:
+        if self._weights_offloaded:
             return 0
         if not self._copied:
             self._optimizer.zero_grad()
-        stays = {_key(data) for data in (*self._copied, *self._dropped)}  # without memory, most of it
+        stays = {_key(data) for data in (*self._copied, *self._freed_gradients)}  # without memory, most of it
         if keep_weights:
             stays |= {_key(tensor) for tensor in _weights(self._model)}
         leaving = _storages(state_tensors(self._model, self._optimizer, self._device), stays)
@@ -72,8 +72,8 @@ class Offload:
             block.copy_(data, non_blocking=True)
         self._synchronize()
         dropped = _storages(_gradients(self._model), stays)
-        self._copied, self._dropped = [*self._copied, *leaving], [*self._dropped, *dropped]
-        self._weights_left = not keep_weights
+        self._copied, self._freed_gradients = [*self._copied, *leaving], [*self._freed_gradients, *dropped]
+        self._weights_offloaded = not keep_weights
         for data in (*leaving, *dropped):
             data.untyped_storage().resize_(0)
         parallel_state.get_global_memory_buffer().buffer.clear()
@@ -85,12 +85,12 @@ class Offload:
 
         torch.OutOfMemoryError if the device has not enough; then it may be called again.
         """
-        for data in (*self._copied, *self._dropped):
+        for data in (*self._copied, *self._freed_gradients):
             data.untyped_storage().resize_(data.numel())
         for data, block in self._pieces(self._copied):
             data.copy_(block, non_blocking=True)
         self._synchronize()
-        self._copied, self._dropped, self._weights_left = [], [], False
+        self._copied, self._freed_gradients, self._weights_offloaded = [], [], False
 
     def _pieces(self, storages: Sequence[Tensor], first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """The bytes of the storages from ``first`` on, piece by piece, each with its place on the host."""

@@ -75,7 +75,7 @@ def cut(start: int, end: int, size: int) -> tuple[Piece, ...]:
     )
 
 
-def share_among_ranks(optimizer: Any) -> None:
+def shard_over_ranks(optimizer: Any) -> None:
     """Have a ``DistributedOptimizer`` make its sharded state here, in place of the gathering in megatron."""
     optimizer.sharded_param_state_fully_reshardable = partial(_sharded_state, optimizer)
 
@@ -86,7 +86,7 @@ def _sharded_state(
     """The sharded state of the parameters that this rank writes, or that it needs parts of. Collective."""
     del metadata
     shards = shards_of_parameters(model_state)
-    tensors = _wanted(optimizer) if is_loading else _owned(optimizer)
+    tensors = _load_buffers(optimizer) if is_loading else _owned_states(optimizer)
     rank = optimizer.data_parallel_group.rank()
     found: dict[int, dict[str, Any]] = {}
     for placement, name, tensor in tensors:
@@ -114,7 +114,7 @@ def shards_of_parameters(model_state: dict[str, Any]) -> dict[torch.nn.Parameter
     return {shard.data: shard for shard in nested_values(shards)}
 
 
-def _wanted(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
+def _load_buffers(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
     """Room for the states of each parameter that this rank keeps a piece of, whole, on the CPU."""
     rank = optimizer.data_parallel_group.rank()
     for placement in placements(optimizer):
@@ -124,7 +124,7 @@ def _wanted(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
                 yield placement, name, room
 
 
-def _owned(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
+def _owned_states(optimizer: Any) -> Iterator[tuple[Placement, str, Tensor]]:
     """The states of each parameter that this rank owns, whole and flat. Collective.
 
     Where this rank keeps all of a parameter they are the optimizer's own tensors, not copies.

@@ -10,17 +10,17 @@ from typing import Any, TypeVar
 from bapo_megatron.config import EngineConfig
 from bapo_megatron.interfaces import ReceivesBroadcast
 from bapo_megatron.rollout.engines.backend import EngineError
-from bapo_megatron.rollout.engines.digest_quorum import Disagreement, IsSent
+from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch, IsSent
 from bapo_megatron.rollout.engines.pool import EnginePool
-from bapo_megatron.rollout.engines.sent_weights import SentWeights
+from bapo_megatron.rollout.engines.sent_weights import SentDigests
 from bapo_megatron.types import BroadcastGroup, BucketSpec
 
 T = TypeVar("T")
 
-_SOONER = 0.9
+_TIMEOUT_SHARE = 0.9
 """Share of the sender's timeout: the receivers' error comes first, because it names the engine."""
 
-_MORE_REASONS_S = 0.5
+_ERROR_GRACE_S = 0.5
 
 
 class WeightReceivers:
@@ -45,43 +45,43 @@ class WeightReceivers:
     async def join(self, group: BroadcastGroup) -> None:
         """Join the sender's group, and first leave one of that name, which a failure has left behind."""
         self._group_name = group.name
-        await self._everywhere(lambda engine: engine.leave_group(group.name, self._timeout_s))
+        await self._on_all_engines(lambda engine: engine.leave_group(group.name, self._timeout_s))
         first_ranks, rank = {}, 1
         for engine in self.engines:
             first_ranks[engine.name] = rank
             rank += engine.broadcast_ranks
-        await self._everywhere(
+        await self._on_all_engines(
             lambda engine: engine.join_group(group, first_ranks[engine.name], self._timeout_s)
         )
 
     async def begin(self) -> None:
         """Stop sampling and be ready to receive."""
-        await self._everywhere(lambda engine: engine.begin_update())
+        await self._on_all_engines(lambda engine: engine.begin_update())
 
     async def receive(self, bucket: BucketSpec) -> None:
         """Take and load one bucket."""
-        await self._everywhere(lambda engine: engine.receive(bucket, self._group_name, self._timeout_s))
+        await self._on_all_engines(lambda engine: engine.receive(bucket, self._group_name, self._timeout_s))
 
     async def finish(self, version: int, is_sent: IsSent | None = None) -> str:
         """End the update, and sample again with weights of ``version``. Returns the digest of the weights.
 
         EngineError if the engines' weights differ, or are not those sent; then none samples from them.
         """
-        digests = await self._everywhere(lambda engine: engine.end_update(self._timeout_s))
+        digests = await self._on_all_engines(lambda engine: engine.end_update(self._timeout_s))
         for engine, digest in zip(self.engines, digests, strict=True):
             try:
                 if is_sent is not None:
                     is_sent(engine.name, digest)
-            except Disagreement as error:
+            except DigestMismatch as error:
                 raise EngineError(f"{engine.name}: {error}") from error
         if len(set(digests)) != 1:
             all_digests = ", ".join(f"{e.name}: {d[:12]}" for e, d in zip(self.engines, digests, strict=True))
             raise EngineError(f"the engines have different weights after version {version}: {all_digests}")
-        await self._everywhere(lambda engine: engine.set_version(version))
-        await self._everywhere(lambda engine: engine.resume_after_update())
+        await self._on_all_engines(lambda engine: engine.set_version(version))
+        await self._on_all_engines(lambda engine: engine.resume_after_update())
         return str(digests[0])  # without those of single tensors, which go no further
 
-    async def _everywhere(self, call: Callable[[ReceivesBroadcast], Coroutine[Any, Any, T]]) -> list[T]:
+    async def _on_all_engines(self, call: Callable[[ReceivesBroadcast], Coroutine[Any, Any, T]]) -> list[T]:
         """Run ``call`` on all engines; their results.
 
         The first error ends the wait; errors of other engines that come with it are named.
@@ -89,7 +89,7 @@ class WeightReceivers:
         tasks = [asyncio.create_task(call(engine)) for engine in self.engines]
         _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if waiting:
-            _, waiting = await asyncio.wait(waiting, timeout=_MORE_REASONS_S)
+            _, waiting = await asyncio.wait(waiting, timeout=_ERROR_GRACE_S)
         for task in waiting:
             task.cancel()
         if errors := [error for task in tasks if task not in waiting and (error := task.exception())]:
@@ -105,10 +105,10 @@ class PoolBroadcast:
     """
 
     def __init__(self, pool: EnginePool, config: EngineConfig) -> None:
-        self._pool, self._timeout_s = pool, _SOONER * 60 * config.update_minutes
+        self._pool, self._timeout_s = pool, _TIMEOUT_SHARE * 60 * config.update_minutes
         self._receivers = WeightReceivers([])
         self._is_joined = False
-        self._comings = 0
+        self._ready_transitions = 0
 
     async def gather(self) -> tuple[int, bool]:
         """How many ranks the engines that will receive have together, and whether they are in a group.
@@ -116,7 +116,7 @@ class PoolBroadcast:
         One that has come back is perhaps another process: then all join anew.
         """
         found = await self._pool.gather()
-        if found != self._receivers.engines or self._comings != self._pool.comings:
+        if found != self._receivers.engines or self._ready_transitions != self._pool.ready_transitions:
             self._is_joined = False
         if not self._is_joined:
             self._receivers = WeightReceivers(found, self._timeout_s)
@@ -135,14 +135,14 @@ class PoolBroadcast:
         """Take one bucket."""
         await self._receivers.receive(bucket)
 
-    async def finish(self, version: int, sent: SentWeights | None = None) -> str:
+    async def finish(self, version: int, sent: SentDigests | None = None) -> str:
         """Confirm that all engines have the weights ``sent``, and resume sampling; returns their digest."""
         digest = await self._receivers.finish(version, partial(self._pool.sent_check.is_sent, sent))
-        self._pool.adopt(version)
-        self._comings = self._pool.comings
+        self._pool.broadcast_succeeded(version)
+        self._ready_transitions = self._pool.ready_transitions
         return digest
 
     async def fail(self, reason: str) -> None:
         """The weights did not arrive: the engines are lost until they have others."""
         self._is_joined = False
-        self._pool.disown(reason)
+        self._pool.broadcast_failed(reason)

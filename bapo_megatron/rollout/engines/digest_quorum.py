@@ -7,12 +7,12 @@ from collections.abc import Callable
 from contextlib import suppress
 
 
-class Disagreement(RuntimeError):
+class DigestMismatch(RuntimeError):
     """An engine's weights are not those of the others, or not those that were sent."""
 
 
 IsSent = Callable[[str, str], bool]
-"""Whether it is known that an engine, with this digest, has the weights that were sent. Disagreement if it is
+"""Whether it is known that an engine, with this digest, has the weights that were sent. DigestMismatch if it is
 known to have others (``sent_weights.SentCheck``)."""
 
 
@@ -50,7 +50,7 @@ class DigestQuorum:
             self._changed.notify_all()
 
     async def confirm(self, engine: str, digest: str) -> None:
-        """Return when ``digest`` is known to be right. Disagreement if it is not."""
+        """Return when ``digest`` is known to be right. DigestMismatch if it is not."""
         if self.is_sent is not None and self.is_sent(engine, digest):
             self._digest = digest
         self._reported[engine] = digest
@@ -64,4 +64,4 @@ class DigestQuorum:
             self._digest = digest
         if self._digest != digest:
             reported = ", ".join(f"{name}: {one[:12]}" for name, one in self._reported.items())
-            raise Disagreement(f"the engines have different weights: {reported}")
+            raise DigestMismatch(f"the engines have different weights: {reported}")

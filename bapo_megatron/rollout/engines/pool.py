@@ -19,7 +19,7 @@ from bapo_megatron.interfaces import Engine, ReceivesBroadcast
 from bapo_megatron.rollout.engines.clock import LoopLagClock
 from bapo_megatron.rollout.engines.current_weights import CurrentWeights
 from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum
-from bapo_megatron.rollout.engines.sent_weights import SentCheck, SentWeights
+from bapo_megatron.rollout.engines.sent_weights import SentCheck, SentDigests
 from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot, choose
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts, load_seconds
 from bapo_megatron.types import GenerateRequest, Generation
@@ -27,10 +27,10 @@ from bapo_megatron.types import GenerateRequest, Generation
 Report = Callable[..., None]
 """``report(kind, **fields)`` records an event of the run."""
 
-_STEADY_S = 60.0
+_STABLE_S = 60.0
 """An engine that has worked for so long is no longer one that comes only to go."""
 
-_LONGEST_PAUSE_S = 60.0
+_MAX_BACKOFF_S = 60.0
 _LATE_S = 1.0
 """Event loop lag, in seconds, above which a deadline may have passed unnoticed."""
 
@@ -38,9 +38,9 @@ _LATE_S = 1.0
 class EngineLost(Exception):
     """The engine that a request was given to is in quarantine now. Ask another."""
 
-    def __init__(self, message: str, with_this: bool = False) -> None:
+    def __init__(self, message: str, by_this_request: bool = False) -> None:
         super().__init__(message)
-        self.with_this = with_this
+        self.by_this_request = by_this_request
         """Whether this request itself failed, not another one at the same engine."""
 
 
@@ -62,7 +62,7 @@ class EnginePool:
         """``prefix_cache``: engines keep the keys and values of a request for one that continues it, until
         their weights change."""
         self._clock = LoopLagClock()
-        self._slots = [EngineSlot(engine, heard_at=self._clock.now()) for engine in engines]
+        self._slots = [EngineSlot(engine, last_answer_at=self._clock.now()) for engine in engines]
         self._most = most
         self._report = report
         self.sent_check = SentCheck(report)
@@ -70,19 +70,19 @@ class EnginePool:
         self._timeouts = timeouts or EngineTimeouts()
         self._prefix_cache = prefix_cache
         self._weights: CurrentWeights | None = None
-        self._gathered: list[EngineSlot] = []
+        self._receiving: list[EngineSlot] = []
         self.changed = asyncio.Event()
         """Set when an engine has come back or was lost."""
         self._worked_at = self._clock.now()
         """When a request was last answered, or all was well for a while."""
-        self.comings = 0
+        self.ready_transitions = 0
         """How often an engine has come, or come back."""
         self.down_since: float | None = self._clock.now()
         """Since when no engine works; None if one does, or all are held."""
-        self._monitors = [asyncio.create_task(self._watch(slot)) for slot in self._slots]
+        self._monitors = [asyncio.create_task(self._monitor(slot)) for slot in self._slots]
 
     @property
-    def places(self) -> int:
+    def capacity(self) -> int:
         """Most requests that all engines together may have in flight."""
         return len(self._slots) * self._most
 
@@ -97,12 +97,12 @@ class EnginePool:
             reasons = "; ".join(f"{slot.engine.name}: {slot.reason}" for slot in self._slots)
             raise EnginesGone(f"no engine has worked for {minutes:g} minutes: {reasons}")
 
-    def reserve(self, beyond: bool = False, cached: CachedPrefix | None = None) -> EngineSlot | None:
+    def reserve(self, over_capacity: bool = False, cached: CachedPrefix | None = None) -> EngineSlot | None:
         """The engine for a request (``slot.choose``), with one more counted for it; None if none has room.
 
-        ``beyond``: what the trainer waits for need not wait for room. ``cached``: of the last segment.
+        ``over_capacity``: what the trainer waits for need not wait for room. ``cached``: of the last segment.
         """
-        most = math.inf if beyond else self._most
+        most = math.inf if over_capacity else self._most
         free = [slot for slot in self._slots if slot.is_up and not slot.is_held and slot.load < most]
         if not free:
             return None
@@ -123,7 +123,7 @@ class EnginePool:
         slot.inflight.add(request_task)
         try:
             answer = await request_task
-            self._worked_at = slot.heard_at = self._clock.now()
+            self._worked_at = slot.last_answer_at = self._clock.now()
             return answer
         except asyncio.CancelledError:
             this = asyncio.current_task()
@@ -133,21 +133,21 @@ class EnginePool:
         except ValueError:
             raise
         except Exception as error:  # a failing engine may raise anything; the run goes on without it
-            self.lose(slot, str(error) or repr(error))
-            raise EngineLost(f"{slot.engine.name}: {error}", with_this=True) from error
+            self.quarantine(slot, str(error) or repr(error))
+            raise EngineLost(f"{slot.engine.name}: {error}", by_this_request=True) from error
         finally:
             request_task.cancel()
             slot.inflight.discard(request_task)
 
-    def lose(self, slot: EngineSlot, reason: str) -> None:
+    def quarantine(self, slot: EngineSlot, reason: str) -> None:
         """Put it in quarantine. Its requests end with EngineLost."""
         if not slot.is_up:
             return
         slot.is_up, slot.reason = False, reason
         for request_task in slot.inflight:
             request_task.cancel()
-        soon = self._clock.now() - slot.came_at < _STEADY_S
-        slot.pause_s = min(_LONGEST_PAUSE_S, 2 * slot.pause_s + self._timeouts.heartbeat_s) if soon else 0.0
+        soon = self._clock.now() - slot.ready_since < _STABLE_S
+        slot.backoff_s = min(_MAX_BACKOFF_S, 2 * slot.backoff_s + self._timeouts.heartbeat_s) if soon else 0.0
         if self.up == 0:  # one that comes only to go has not helped
             self.down_since = self._worked_at
         self._report("engine_lost", engine=slot.engine.name, reason=reason, engines=self.up)
@@ -156,12 +156,12 @@ class EnginePool:
     async def abort(self) -> None:
         """End everything in flight; it returns what it has."""
         up, limit_s = [slot for slot in self._slots if slot.is_up], self._timeouts.abort_s
-        await asyncio.gather(*(self._or_lose(slot, slot.engine.abort(), limit_s) for slot in up))
+        await asyncio.gather(*(self._or_quarantine(slot, slot.engine.abort(), limit_s) for slot in up))
 
     async def update(self, folder: Path, version: int) -> None:
         """Bring the weights in ``folder`` to every engine that works; to the others as they come back."""
         load_s = load_seconds(folder, self._timeouts.update_s)
-        quorum = self._quorum(version, SentWeights.read(folder))
+        quorum = self._quorum(version, SentDigests.read(folder))
         self._weights = CurrentWeights(folder, version, quorum, load_s)
         up = [slot for slot in self._slots if slot.is_up]
         await asyncio.gather(*(self._update(slot) for slot in up or self._slots))
@@ -174,26 +174,26 @@ class EnginePool:
         for slot, answers in zip(self._slots, alive, strict=True):
             if answers and not slot.is_busy and isinstance(slot.engine, ReceivesBroadcast):
                 found[slot] = slot.engine
-        self._gathered = list(found)
+        self._receiving = list(found)
         return list(found.values())
 
-    def adopt(self, version: int) -> None:
+    def broadcast_succeeded(self, version: int) -> None:
         """The engines that were gathered have new weights now, which are in no folder."""
         for slot in self._slots:
-            if slot in self._gathered:
-                self._welcome(slot, version)
+            if slot in self._receiving:
+                self._mark_ready(slot, version)
             else:
-                self.lose(slot, "missed a broadcast of weights")
-        self._gathered = []
+                self.quarantine(slot, "missed a broadcast of weights")
+        self._receiving = []
 
-    def disown(self, reason: str) -> None:
+    def broadcast_failed(self, reason: str) -> None:
         """Lose the engines that were gathered: what weights they have is unknown."""
-        for slot in self._gathered:
-            self.lose(slot, reason)
-        self._gathered = []
+        for slot in self._receiving:
+            self.quarantine(slot, reason)
+        self._receiving = []
 
     @property
-    def wants_weights(self) -> bool:
+    def needs_weights(self) -> bool:
         """Whether no engine works and only the trainer can bring one the weights that it needs."""
         return self.up == 0 and self._weights is None
 
@@ -210,51 +210,51 @@ class EnginePool:
         """Bring the weights to one engine. One that is up keeps its requests; one that was lost, none."""
         if slot.is_busy or slot.is_held:
             return
-        weights = self._expect(slot)
+        weights = self._begin_load(slot)
         try:
             if not slot.is_up and not await slot.engine.is_alive():
                 return
-            loaded = await self._or_lose(slot, weights.load(slot), weights.load_s)
+            loaded = await self._or_quarantine(slot, weights.load(slot), weights.load_s)
         finally:
-            await self._loaded(slot, weights)
+            await self._end_load(slot, weights)
         if loaded and self._weights is weights and not slot.is_held:  # else newer ones came meanwhile
-            self._welcome(slot, weights.version)
+            self._mark_ready(slot, weights.version)
 
-    def _quorum(self, _version: int, sent: SentWeights | None) -> DigestQuorum:
+    def _quorum(self, _version: int, sent: SentDigests | None) -> DigestQuorum:
         """The quorum on the digest of a version."""
         return DigestQuorum(self._timeouts.silent_s, partial(self.sent_check.is_sent, sent))
 
-    def _expect(self, slot: EngineSlot) -> CurrentWeights:
+    def _begin_load(self, slot: EngineSlot) -> CurrentWeights:
         """The current weights, which are on their way to an engine from now on."""
         assert self._weights is not None
         slot.is_busy = True
         self._weights.quorum.expect(slot.engine.name)
         return self._weights
 
-    async def _loaded(self, slot: EngineSlot, weights: CurrentWeights) -> None:
+    async def _end_load(self, slot: EngineSlot, weights: CurrentWeights) -> None:
         """The weights are no longer on their way, whether they have come or not."""
         slot.is_busy = False
         await weights.quorum.release(slot.engine.name)
 
-    def _welcome(self, slot: EngineSlot, version: int) -> None:
+    def _mark_ready(self, slot: EngineSlot, version: int) -> None:
         """Let an engine that has the current weights take requests."""
         slot.loads += 1
         if not slot.is_up:
             slot.is_up, self.down_since = True, None
-            slot.heard_at = slot.came_at = self._clock.now()
-            self.comings += 1
-            slot.hang_reported_at, slot.hang_silence_s = -math.inf, 0.0
+            slot.last_answer_at = slot.ready_since = self._clock.now()
+            self.ready_transitions += 1
+            slot.hang_reported_at, slot.hang_report_backoff_s = -math.inf, 0.0
             self._report("engine_ready", engine=slot.engine.name, version=version, engines=self.up)
             self.changed.set()
 
-    async def _or_lose(self, slot: EngineSlot, call: Coroutine[Any, Any, Any], limit_s: float) -> bool:
+    async def _or_quarantine(self, slot: EngineSlot, call: Coroutine[Any, Any, Any], limit_s: float) -> bool:
         """Whether ``call`` succeeded in time, at an engine that did not fall silent. If not, it is lost."""
         task = asyncio.create_task(call)
         reason = await self._failure(slot, task, limit_s)
         if reason is None:
             return True
         if slot.is_up:
-            self.lose(slot, reason)
+            self.quarantine(slot, reason)
         elif reason != slot.reason:
             slot.reason = reason
             self._report("engine_refused", engine=slot.engine.name, reason=reason, engines=self.up)
@@ -264,20 +264,20 @@ class EnginePool:
         """The failure of ``call`` as text; None if it succeeded. A call to a silent engine ends early."""
         began = self._clock.now()
         before_s = late_s = self._clock.late_s
-        slot.heard_at = began
+        slot.last_answer_at = began
         while not call.done():
             before_s, late_s = late_s, self._clock.late_s
             await asyncio.wait({call}, timeout=self._timeouts.heartbeat_s)
             if call.done():
                 break
-            await self._listen(slot)
+            await self._check_health(slot)
             now = self._clock.now()
-            if (silent_s := now - slot.heard_at) > self._timeouts.silent_s:
+            if (silent_s := now - slot.last_answer_at) > self._timeouts.silent_s:
                 call.cancel()
                 return f"no answer for {silent_s:.0f} s"
             if now - began > limit_s:
                 call.cancel()
-                self._hangs(slot, reason := f"not done in {limit_s:g} s")
+                self._report_hang(slot, reason := f"not done in {limit_s:g} s")
                 return reason
         if call.cancelled():
             return "the call was given up"
@@ -290,43 +290,43 @@ class EnginePool:
         is_ours = self._clock.late_s - before_s > _LATE_S
         timed_out = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
         if timed_out and not is_ours:
-            self._hangs(slot, reason)
+            self._report_hang(slot, reason)
         return reason
 
-    async def _listen(self, slot: EngineSlot) -> bool:
+    async def _check_health(self, slot: EngineSlot) -> bool:
         """Whether the engine answers."""
         began, late_s = self._clock.now(), self._clock.late_s
         if not await slot.engine.is_alive():
             if self._clock.late_s - late_s > _LATE_S:  # so its answer may have come too late by our fault
-                slot.heard_at += self._clock.now() - began
+                slot.last_answer_at += self._clock.now() - began
             return False
-        slot.heard_at = self._clock.now()
+        slot.last_answer_at = self._clock.now()
         return True
 
-    def _hangs(self, slot: EngineSlot, reason: str) -> None:
+    def _report_hang(self, slot: EngineSlot, reason: str) -> None:
         """Report that it hangs and is to be ended; again and again, at ever longer intervals."""
         now = self._clock.now()
-        if now - slot.hang_reported_at >= slot.hang_silence_s:
+        if now - slot.hang_reported_at >= slot.hang_report_backoff_s:
             slot.hang_reported_at = now
-            slot.hang_silence_s = max(self._timeouts.hang_s, 2 * slot.hang_silence_s)
+            slot.hang_report_backoff_s = max(self._timeouts.hang_s, 2 * slot.hang_report_backoff_s)
             self._report("engine_hangs", engine=slot.engine.name, reason=reason)
 
-    async def _watch(self, slot: EngineSlot) -> None:
+    async def _monitor(self, slot: EngineSlot) -> None:
         """Check the engine's health again and again; bring it back when it answers."""
         timeouts = self._timeouts
         while True:
-            await asyncio.sleep(timeouts.heartbeat_s + (0.0 if slot.is_up else slot.pause_s))
+            await asyncio.sleep(timeouts.heartbeat_s + (0.0 if slot.is_up else slot.backoff_s))
             if slot.is_held:
                 continue
-            answers = await self._listen(slot)
-            silent_s = self._clock.now() - slot.heard_at
+            answers = await self._check_health(slot)
+            silent_s = self._clock.now() - slot.last_answer_at
             if slot.is_up:
-                if answers and slot.heard_at - slot.came_at > _STEADY_S:
-                    self._worked_at = slot.heard_at
+                if answers and slot.last_answer_at - slot.ready_since > _STABLE_S:
+                    self._worked_at = slot.last_answer_at
                 elif silent_s > timeouts.silent_s:
-                    self.lose(slot, f"no answer for {timeouts.silent_s:g} s")
+                    self.quarantine(slot, f"no answer for {timeouts.silent_s:g} s")
             elif silent_s > timeouts.hang_s:
-                self._hangs(slot, f"no answer for {silent_s:.0f} s")
+                self._report_hang(slot, f"no answer for {silent_s:.0f} s")
             elif answers:
                 await self._bring_back(slot)
 

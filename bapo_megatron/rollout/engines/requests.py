@@ -82,7 +82,7 @@ def _problems(request: GenerateRequest, limits: ModelLimits) -> Iterator[str]:
         yield f"prefix_tokens={request.prefix_tokens} must be between 0 and the {len(ids)} input tokens"
 
 
-def nothing(request: GenerateRequest) -> Generation:
+def empty_generation(request: GenerateRequest) -> Generation:
     """The answer to a request that was aborted before it began."""
     empty = np.zeros(0, np.int32)
     return Generation(request.request_id, empty, np.zeros(0, np.float32), empty, "abort")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from bapo_megatron.rollout.engines.digest_quorum import Disagreement
+from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch
 
 FILE_NAME = "sent_digests.json"
 """In a folder of weights, beside them."""
@@ -40,7 +40,7 @@ class TensorDigests(str):
 
 
 @dataclass(frozen=True)
-class SentWeights:
+class SentDigests:
     """The digests that an engine reports if it has what the trainer sent."""
 
     ranks: tuple[Mapping[str, str], ...] = ()
@@ -55,7 +55,7 @@ class SentWeights:
         (folder / FILE_NAME).write_text(json.dumps(content))
 
     @classmethod
-    def read(cls, folder: Path) -> SentWeights | None:
+    def read(cls, folder: Path) -> SentDigests | None:
         """Those of a folder of weights; None if it has none, because no trainer wrote it."""
         path = folder / FILE_NAME
         if not path.is_file():
@@ -70,7 +70,7 @@ class WeightDigester(Protocol):
     def add(self, name: str, tensor: Tensor) -> None:
         """Take a whole tensor by its Hugging Face name. ValueError if it has no known digest."""
 
-    def result(self) -> SentWeights:
+    def result(self) -> SentDigests:
         """The digests, after the last tensor. ValueError if they are not known."""
 
 
@@ -86,12 +86,12 @@ class UnknownDigests:
     def add(self, name: str, tensor: Tensor) -> None:
         """Nothing to do."""
 
-    def result(self) -> SentWeights:
+    def result(self) -> SentDigests:
         """The reason."""
-        return SentWeights(unknown=self.reason)
+        return SentDigests(unknown=self.reason)
 
 
-class Watched:
+class DigestingIterator:
     """Weights as they pass, and their digests. An error of these ends none of the passing: other ranks take
     part in it."""
 
@@ -111,14 +111,14 @@ class Watched:
                     self._error = str(error) or repr(error)
             yield name, tensor
 
-    def sent(self) -> SentWeights | None:
+    def sent(self) -> SentDigests | None:
         """The digests of all; None where nothing is compared."""
         if self._digester is None:
             return None
         try:
-            return SentWeights(unknown=self._error) if self._error else self._digester.result()
+            return SentDigests(unknown=self._error) if self._error else self._digester.result()
         except Exception as error:
-            return SentWeights(unknown=str(error) or repr(error))
+            return SentDigests(unknown=str(error) or repr(error))
 
 
 class SentCheck:
@@ -130,8 +130,8 @@ class SentCheck:
         self._told = set[str]()
         self._has_matched = False
 
-    def is_sent(self, sent: SentWeights | None, engine: str, digest: str) -> bool:
-        """Whether it is known that an engine has the weights ``sent``. Disagreement if it has others.
+    def is_sent(self, sent: SentDigests | None, engine: str, digest: str) -> bool:
+        """Whether it is known that an engine has the weights ``sent``. DigestMismatch if it has others.
 
         Until a digest has matched, an engine of which none does is taken to compute them another way.
         """
@@ -141,12 +141,12 @@ class SentCheck:
             self._tell(reason, engine)
             return False
         assert isinstance(digest, TensorDigests)
-        found = _Difference.between(sent.ranks, digest.ranks)
+        found = _DigestDiff.between(sent.ranks, digest.ranks)
         if not self._has_matched and not found.matching:
             self._tell("no tensor's digest is that of what was sent: they are computed another way", engine)
             return False
         if problem := found.problem():
-            raise Disagreement(f"not the weights that were sent: {problem}")
+            raise DigestMismatch(f"not the weights that were sent: {problem}")
         if not self._has_matched:
             self._has_matched = True
             size = {"tensors": found.matching, "hashed_bytes": sent.hashed_bytes}
@@ -162,7 +162,7 @@ class SentCheck:
 
 
 @dataclass(frozen=True)
-class _Difference:
+class _DigestDiff:
     """The difference of two lists of digests: names with their ranks, and how many are equal."""
 
     matching: int
@@ -173,7 +173,7 @@ class _Difference:
     """On the engine, and not sent."""
 
     @classmethod
-    def between(cls, sent: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]]) -> _Difference:
+    def between(cls, sent: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]]) -> _DigestDiff:
         pairs = list(enumerate(zip(sent, found, strict=True)))
         common = [
             (name, rank, ours[name] == theirs[name])
@@ -206,7 +206,7 @@ class _Difference:
         return "; ".join(parts)
 
 
-def _incomparable(digest: str, sent: SentWeights) -> str:
+def _incomparable(digest: str, sent: SentDigests) -> str:
     """Why an engine's digest cannot be compared; empty if it can."""
     if not isinstance(digest, TensorDigests):
         return "the engine tells no digests of single tensors"

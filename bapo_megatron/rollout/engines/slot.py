@@ -31,18 +31,18 @@ class EngineSlot:
     load: int = 0
     """Requests in flight."""
     inflight: set[asyncio.Task[Generation]] = field(default_factory=set)
-    heard_at: float = -math.inf
+    last_answer_at: float = -math.inf
     """When it last answered, by the pool's clock as all times here."""
-    hang_silence_s: float = 0.0
+    hang_report_backoff_s: float = 0.0
     """Seconds after ``hang_reported_at`` during which the engine's hanging is not reported again."""
     hang_reported_at: float = -math.inf
-    came_at: float = 0.0
+    ready_since: float = 0.0
     """When it came, or came back."""
     is_busy: bool = False
     """Weights are on their way to it."""
     is_held: bool = False
     """It takes no request and no weights: the GPU is the policy's (time-sharing)."""
-    pause_s: float = 0.0
+    backoff_s: float = 0.0
     """Extra wait before the engine is tried again: it failed soon after it had come."""
     loads: int = 0
     """How often it has taken weights, which empties its prefix cache."""

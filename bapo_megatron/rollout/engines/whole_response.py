@@ -13,10 +13,10 @@ from bapo_megatron.rollout.engines.requests import request_seed
 from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot
 from bapo_megatron.types import FinishReason, GenerateRequest, Prompt, SamplingParams
 
-MOST_LOSSES = 20
+MAX_ENGINE_LOSSES = 20
 """A problem may be what ends its engines; after so many the evaluation stops."""
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 """Between two looks for an engine with room."""
 
 
@@ -39,20 +39,20 @@ async def whole_response(
     name: str,
     seed_place: tuple[int, int, int],
     slot: EngineSlot | None = None,
-    beyond: bool = False,
+    over_capacity: bool = False,
 ) -> tuple[np.ndarray, FinishReason]:
     """Sample a response: its token ids, and the reason why they end.
 
     ``name``: unique prefix of the request ids. ``seed_place``: see `request_seed`. ``slot``: an engine
-    that is reserved already. ``beyond``: see `EnginePool.reserve`. RunStopped if it loses too many engines
+    that is reserved already. ``over_capacity``: see `EnginePool.reserve`. RunStopped if it loses too many engines
     or is refused.
     """
     made, losses = np.zeros(0, np.int32), 0
     cached: CachedPrefix | None = None
     seed = request_seed(sampling.seed, *seed_place)
     while True:
-        while slot is None and (slot := pool.reserve(beyond, cached)) is None:
-            await asyncio.sleep(_LOOK_S)
+        while slot is None and (slot := pool.reserve(over_capacity, cached)) is None:
+            await asyncio.sleep(_POLL_S)
         left = sampling.max_response_tokens - len(made)
         params = SamplingParams(
             sampling.temperature, min(left, sampling.segment_tokens or left), sampling.stop_token_ids, seed
@@ -62,8 +62,8 @@ async def whole_response(
             answer = await pool.generate(slot, GenerateRequest(f"{name}-{len(made)}", ids, params, len(made)))
             cached = pool.cached_at(slot)
         except EngineLost as lost:
-            losses += lost.with_this
-            if losses >= MOST_LOSSES:
+            losses += lost.by_this_request
+            if losses >= MAX_ENGINE_LOSSES:
                 raise RunStopped(f"{losses} engines were lost with request {name!r}: {lost}") from lost
             continue
         except ValueError as error:  # any engine would refuse it

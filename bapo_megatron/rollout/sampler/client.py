@@ -15,9 +15,9 @@ from typing import Any
 
 from bapo_megatron.errors import ConfigError, RunStopped, StorageFailed
 from bapo_megatron.interfaces import Need
-from bapo_megatron.rollout.engines.sent_weights import SentWeights
-from bapo_megatron.rollout.sampler.heartbeat import ALIVE, Heartbeat
-from bapo_megatron.rollout.sampler.process import WAKING, Setup
+from bapo_megatron.rollout.engines.sent_weights import SentDigests
+from bapo_megatron.rollout.sampler.heartbeat import ALIVE, HeartbeatWatchdog
+from bapo_megatron.rollout.sampler.process import WAKE_CALLS, Setup
 from bapo_megatron.rollout.sampler.step_batches import read_step
 from bapo_megatron.runtime.out_of_memory import death
 from bapo_megatron.types import StepBatch
@@ -57,7 +57,7 @@ class SamplerClient:
         self._start_arguments: tuple[int, dict[str, Any] | None] = (1, None)
         """The arguments of ``start`` for the next process."""
         self._weights: tuple[Path, int, int] | None = None
-        self._handed: tuple[int, int] | None = None
+        self._ipc_weights: tuple[int, int] | None = None
         """The version and step of weights that colocated engines get by handles, if no folder holds them."""
         self._is_admitted = False
         """Whether colocated engines may sample: a new process holds them until it is told."""
@@ -87,7 +87,7 @@ class SamplerClient:
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:
         """Sample from the weights in ``folder``, which the updates of ``step`` have made."""
-        self._weights, self._handed = (folder, version, step), None
+        self._weights, self._ipc_weights = (folder, version, step), None
         self._call("load_weights", folder, version, step)
 
     def keep_weights(self, step: int) -> None:
@@ -127,7 +127,7 @@ class SamplerClient:
 
     def expect_handles(self, version: int, step: int) -> None:
         """Sample from weights that colocated engines get by handles when they wake, those of ``step``."""
-        self._weights, self._handed = None, (version, step)
+        self._weights, self._ipc_weights = None, (version, step)
         self._call("expect_handles", version, step)
 
     # Instead of `wake`, for such weights: names of engines that can go on; none if the process dies.
@@ -141,7 +141,7 @@ class SamplerClient:
         return self._call("receive_handles", handles) or []
 
     def confirm_weights(
-        self, names: Sequence[str], version: int, sent: SentWeights | None = None
+        self, names: Sequence[str], version: int, sent: SentDigests | None = None
     ) -> list[str]:
         """Compare the digests of engines that have all weights of ``version`` with those ``sent``."""
         return self._call("confirm_weights", names, version, sent) or []
@@ -170,7 +170,7 @@ class SamplerClient:
     def close(self) -> None:
         """End the process; it keeps the tokens of requests in flight."""
         try:
-            with Heartbeat(self._process, self._pipe, _CLOSE_S):
+            with HeartbeatWatchdog(self._process, self._pipe, _CLOSE_S):
                 self._pipe.send(None)
                 while self._pipe.recv() == ALIVE:
                     pass
@@ -186,11 +186,11 @@ class SamplerClient:
                 return self._exchange(method, *arguments)
             except SamplerDied as death:
                 self._restart(str(death))
-                if method in ("start", "load_weights") or method in WAKING:
+                if method in ("start", "load_weights") or method in WAKE_CALLS:
                     return None  # the first two are part of a restart
 
     def _exchange(self, method: str, *arguments: Any) -> Any:
-        watch = Heartbeat(self._process, self._pipe, self._silent_s)
+        watch = HeartbeatWatchdog(self._process, self._pipe, self._silent_s)
         try:
             with watch:
                 if not self._is_set_up:
@@ -224,8 +224,8 @@ class SamplerClient:
                 self._exchange("start", *self._start_arguments)
                 if self._weights is not None:
                     self._exchange("load_weights", *self._weights)
-                if self._handed is not None:
-                    self._exchange("expect_handles", *self._handed)  # engines that sample have them
+                if self._ipc_weights is not None:
+                    self._exchange("expect_handles", *self._ipc_weights)  # engines that sample have them
                 if self._is_admitted:
                     self._exchange("admit")
                 return

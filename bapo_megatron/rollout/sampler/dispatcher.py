@@ -19,13 +19,13 @@ from bapo_megatron.rollout.sampler.event_log.events import Segment
 from bapo_megatron.rollout.sampler.event_log.state import OpenGroup, SamplerState
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, SamplingParams
 
-Key = tuple[int, int]
+ResponseKey = tuple[int, int]
 """The number of a group, and the position of a response in it."""
 
-_FEW = 128
+_BURST = 128
 """Requests that are sent to servers before results of others are processed."""
 
-_MOST_LOSSES = 20
+_MAX_ENGINE_LOSSES = 20
 """Engine losses after which a response is given up with its group: its request may be what ends engines."""
 
 
@@ -42,16 +42,16 @@ class Dispatcher:
     ) -> None:
         self._config, self._dataset = config, dataset
         self._state, self._admission, self._pool = sampler_state, admission, pool
-        self._ready: list[Key] = []
+        self._ready: list[ResponseKey] = []
         """The heap of responses that wait for an engine."""
-        self._parked: list[Key] = []
+        self._parked: list[ResponseKey] = []
         """Responses that have spent their budget under the present weights."""
-        self._running: dict[Key, asyncio.Task[None]] = {}
+        self._running: dict[ResponseKey, asyncio.Task[None]] = {}
         self._segments: list[Segment] = []
         self._refusals: list[tuple[OpenGroup, str]] = []
-        self._cached: dict[Key, CachedPrefix] = {}
+        self._cached: dict[ResponseKey, CachedPrefix] = {}
         """Where the last segment of a response is cached, unless it was the response's last."""
-        self._losses: Counter[Key] = Counter()
+        self._losses: Counter[ResponseKey] = Counter()
         """Number of engines lost with each response."""
         self._next_version: int | None = None
         """The version of the weights that engines are loading."""
@@ -99,7 +99,7 @@ class Dispatcher:
         for sent in count(1):
             if not self._send_one():
                 return
-            if sent == _FEW and not at_once:
+            if sent == _BURST and not at_once:
                 self._pool.changed.set()
                 await asyncio.sleep(0)
                 return
@@ -141,7 +141,7 @@ class Dispatcher:
         for task in self._running.values():
             task.cancel()
 
-    async def _sample(self, slot: EngineSlot, group: OpenGroup, key: Key, tokens: int) -> None:
+    async def _sample(self, slot: EngineSlot, group: OpenGroup, key: ResponseKey, tokens: int) -> None:
         """Request one segment of one response, and keep the result."""
         request = self._request(group, key[1], tokens)
         try:
@@ -156,12 +156,12 @@ class Dispatcher:
             else:
                 self.add(group, key[1])
         except EngineLost as lost:
-            if lost.with_this:
+            if lost.by_this_request:
                 self._losses[key] += 1
-            if self._losses[key] < _MOST_LOSSES:
+            if self._losses[key] < _MAX_ENGINE_LOSSES:
                 self.add(group, key[1])
             else:
-                why = f"{_MOST_LOSSES} engines were lost with request {request.request_id!r}"
+                why = f"{_MAX_ENGINE_LOSSES} engines were lost with request {request.request_id!r}"
                 self._refusals.append((group, why))
         except ValueError as error:  # the same request would be refused again
             self._refusals.append((group, str(error)))
@@ -184,7 +184,7 @@ class Dispatcher:
         """Whether all tokens come from weights that the engines were given. If not, the engine is lost."""
         for version in np.unique(answer.versions_R).tolist():
             if version != self._next_version and self._state.step_of(version) is None:
-                self._pool.lose(slot, f"answers with tokens of weights {version}, which nobody gave it")
+                self._pool.quarantine(slot, f"answers with tokens of weights {version}, which nobody gave it")
                 return False
         return True
 

@@ -92,7 +92,7 @@ class GroupSampler:
     @property
     def needs_weights(self) -> bool:
         """Whether no engine works, and only the trainer can bring the weights that one needs."""
-        return self._pool.wants_weights
+        return self._pool.needs_weights
 
     async def next_batch(self, step: int, wait_s: float) -> Path | None:
         """The file of the batch of ``step``; None if it cannot be formed within ``wait_s`` seconds.

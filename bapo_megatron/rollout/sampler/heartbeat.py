@@ -24,7 +24,7 @@ BEAT_S = 5.0
 """Seconds between two heartbeats."""
 
 _WAITS = 20
-"""Waits that the limit of a ``Heartbeat`` is divided into."""
+"""Waits that the limit of a ``HeartbeatWatchdog`` is divided into."""
 
 
 async def with_heartbeats(pipe: Connection, work: Coroutine[Any, Any, T]) -> T:
@@ -46,7 +46,7 @@ def send(pipe: Connection, message: Any) -> None:
         os._exit(0)
 
 
-class Heartbeat:
+class HeartbeatWatchdog:
     """A watch that kills ``process`` if, in the block, ``beat`` is not called for ``limit_s`` seconds.
 
     Reads and writes of ``pipe`` fail then, also if the process cannot be killed. The time is counted in many

@@ -106,7 +106,7 @@ class HeldOut:
             for sample in range(samples)
         ]
         try:
-            room = asyncio.Semaphore(max(1, self._pool.places // 2))  # the rest is for the training
+            room = asyncio.Semaphore(max(1, self._pool.capacity // 2))  # the rest is for the training
             async with asyncio.TaskGroup() as group:
                 rows = [group.create_task(self._scored(step, item, room)) for item in items]
         except ExceptionGroup as failed:
@@ -125,7 +125,7 @@ class HeldOut:
         place = (_EPOCH, item.problem, item.sample)
         async with room:
             ids, finish_reason = await whole_response(
-                self._pool, self._sampling, prompt, name, place, beyond=True
+                self._pool, self._sampling, prompt, name, place, over_capacity=True
             )
         [text] = await asyncio.to_thread(self._dataset.texts, [ids])
         result = await self._scorer.score(prompt, text, len(ids))

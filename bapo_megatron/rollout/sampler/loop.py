@@ -28,9 +28,9 @@ from bapo_megatron.rollout.sampler.event_log.events import (
 from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal
 from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, OpenGroup, SamplerState
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
-from bapo_megatron.rollout.sampler.scoring import FirstScores, GroupScorer
+from bapo_megatron.rollout.sampler.scoring import FirstStepScores, GroupScorer
 
-MOST_RESAMPLES = 3
+MAX_RESAMPLES = 3
 """Times that a prompt is sampled once more because its group was stale, before it is given up."""
 
 _DRAIN_S = 5.0
@@ -62,7 +62,7 @@ class SamplerLoop:
         self._events: list[Record] = []
         """Events that wait for their commit."""
         self._next_number = 0
-        self._first_scores = FirstScores(config.prompts_per_step)
+        self._first_scores = FirstStepScores(config.prompts_per_step)
         self._scoring: dict[int, asyncio.Task[None]] = {}
         self._dropping: set[int] = set()
         """Numbers of groups whose drop waits for its commit."""
@@ -132,7 +132,7 @@ class SamplerLoop:
         for group in list(groups):
             if self._admission.must_drop(group, step) and self._drop(group, "stale"):
                 place = (group.epoch, group.index)
-                if self._config.on_stale == "resample" and self._resampled[place] < MOST_RESAMPLES:
+                if self._config.on_stale == "resample" and self._resampled[place] < MAX_RESAMPLES:
                     self._resampled[place] += 1
                     self._open_groups([place], None)
 

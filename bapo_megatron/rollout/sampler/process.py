@@ -39,7 +39,7 @@ from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
 from bapo_megatron.rollout.engines.pool import EnginePool, EnginesGone
 from bapo_megatron.rollout.engines.registry import engine_backend, open_pool
 from bapo_megatron.rollout.engines.requests import Dataset, stop_token_ids
-from bapo_megatron.rollout.engines.sent_weights import SentWeights
+from bapo_megatron.rollout.engines.sent_weights import SentDigests
 from bapo_megatron.rollout.sampler.group_sampler import GroupSampler
 from bapo_megatron.rollout.sampler.heartbeat import send, with_heartbeats
 from bapo_megatron.rollout.sampler.held_out import HeldOut
@@ -66,7 +66,7 @@ _SENT_ERRORS = (ConfigError, RunStopped, EnginesGone, EngineError, OSError)
 """Errors that are sent to the trainer; any other ends this process, and the trainer starts it again."""
 
 
-WAKING = ("wake", "begin_wake", "receive_handles", "confirm_weights", "finish_wake")
+WAKE_CALLS = ("wake", "begin_wake", "receive_handles", "confirm_weights", "finish_wake")
 """Calls that return names of colocated engines (``ColocatedPool``). After a death of this process nobody
 knows what state those are in, so the calls are not repeated."""
 
@@ -104,7 +104,7 @@ class Service:
             "fail": self._broadcast.fail,
         }
         if isinstance(self._pool, ColocatedPool):
-            methods |= {name: getattr(self._pool, name) for name in ("release", "admit", *WAKING)}
+            methods |= {name: getattr(self._pool, name) for name in ("release", "admit", *WAKE_CALLS)}
             methods["expect_handles"] = partial(self._expect_handles, self._pool)
         try:
             reply: tuple[Any, ...] = ("ok", await methods[method](*arguments))
@@ -119,14 +119,14 @@ class Service:
         await self._sampler.start(first_step, state)
 
     async def _next_batch(self, step: int, wait_s: float) -> Path | Need | None:
-        return self._or_weights(await self._sampler.next_batch(step, wait_s))
+        return self._path_or_need(await self._sampler.next_batch(step, wait_s))
 
     async def _evaluated(self, step: int, wait_s: float) -> Path | Need | None:
         path = await self._held_out.responses(step, wait_s)
         self._sampler.check_engines()
-        return self._or_weights(path)
+        return self._path_or_need(path)
 
-    def _or_weights(self, path: Path | None) -> Path | Need | None:
+    def _path_or_need(self, path: Path | None) -> Path | Need | None:
         return Need.WEIGHTS if path is None and self._sampler.needs_weights else path
 
     async def _load_weights(self, folder: Path, version: int, step: int) -> None:
@@ -148,7 +148,7 @@ class Service:
         self._sampler.expect_weights(version)
         await self._broadcast.begin()
 
-    async def _finish(self, version: int, step: int, sent: SentWeights | None) -> str:
+    async def _finish(self, version: int, step: int, sent: SentDigests | None) -> str:
         digest = await self._broadcast.finish(version, sent)
         self._held_out.expect(step)
         self._sampler.record_weights(version, step)
@@ -177,7 +177,7 @@ def main() -> None:
         if setup is None:  # the trainer has ended before it called anything
             return
         use_threads(setup.config.threads)
-        collect_seldom()
+        collect_garbage_rarely()
         uvloop.run(_serve(pipe, setup))
     except (EOFError, ConnectionResetError, BrokenPipeError):
         os._exit(0)  # the trainer is gone; threads may still decode
@@ -192,7 +192,7 @@ def use_threads(of_a_rank: int | None) -> None:
         torch.set_num_threads(of_a_rank * int(ranks))
 
 
-def collect_seldom() -> None:
+def collect_garbage_rarely() -> None:
     """Run Python's cyclic collector rarely: with tens of thousands of requests it takes half a core.
 
     The objects of a sampler have few cycles (errors with their tracebacks); they are collected later.
@@ -206,7 +206,7 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
     async with AsyncExitStack() as opened:
         try:
             sampler, pool, held_out = await with_heartbeats(
-                pipe, _open(setup, opened, partial(_note, events))
+                pipe, _open(setup, opened, partial(_record_event, events))
             )
         except (ConfigError, RunStopped) as error:  # after any other the trainer tries again
             await asyncio.to_thread(pipe.recv)  # whatever the trainer calls first
@@ -249,7 +249,7 @@ async def _open(
     return sampler, pool, held_out
 
 
-def _note(events: list[dict[str, Any]], kind: str, **fields: Any) -> None:
+def _record_event(events: list[dict[str, Any]], kind: str, **fields: Any) -> None:
     """Keep an event for the trainer, and print it at once."""
     events.append({"kind": kind, **fields})
     shown = {name: f"\n{text}" if "\n" in (text := str(value)) else text for name, value in fields.items()}

@@ -57,7 +57,7 @@ ScoredGroup = tuple[OpenGroup, list[RewardResult]]
 """A complete group and the results of its responses."""
 
 
-class FirstScores:
+class FirstStepScores:
     """The scores of a run's first step: groups whose scores all failed wait until another score succeeds.
 
     If none does, the run ends before its first update. The journal holds the groups without rewards then: the

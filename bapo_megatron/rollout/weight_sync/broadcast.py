@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bapo_megatron.config import EngineConfig
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.rollout.engines.sent_weights import MakeDigester, Watched
+from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
 from bapo_megatron.rollout.weight_sync.disk import DiskSync
 from bapo_megatron.rollout.weight_sync.process_group import SendingGroup
@@ -26,11 +26,11 @@ from bapo_megatron.runtime.distributed import broadcast_from_main
 from bapo_megatron.types import BroadcastGroup, BucketSpec
 
 T = TypeVar("T")
-Tell = Callable[[T], "Future[Any]"]
+StartCall = Callable[[T], "Future[Any]"]
 """Begin a call to all servers; done when they all have done it, or one has failed. It must not block."""
 
 _GROUP_NAME = "bapo_weights"
-_MORE_REASONS_S = 2.0
+_ERROR_GRACE_S = 2.0
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
@@ -62,7 +62,7 @@ class WeightBroadcast:
         """Whether there is a group to send in."""
         return self._group is not None
 
-    def open(self, receivers: int, join: Tell[BroadcastGroup]) -> None:
+    def open(self, receivers: int, join: StartCall[BroadcastGroup]) -> None:
         """Make a group with ``receivers`` ranks besides this one. BroadcastError if one does not ``join``."""
         self.close()
         try:
@@ -73,11 +73,11 @@ class WeightBroadcast:
         try:
             parts = {"the servers": join(group.place), "the group": group.form()}
         except BaseException:
-            self._give_up()
+            self._drop_group()
             raise
-        self._finish(parts, self._deadline())
+        self._wait_for(parts, self._deadline())
 
-    def send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: Tell[BucketSpec]) -> int:
+    def send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: StartCall[BucketSpec]) -> int:
         """Send all ``weights``; returns their bytes. BroadcastError, within the timeout, if a server fails.
 
         ``weights`` is always run to its end, because other ranks take part in it. Servers hear of a
@@ -86,7 +86,7 @@ class WeightBroadcast:
         try:
             return self._send(weights, on_bucket)
         except BaseException:
-            self._give_up()  # servers wait for bytes that nobody will send
+            self._drop_group()  # servers wait for bytes that nobody will send
             raise
         finally:
             # CUDA's allocator keeps the memory at hand. On a CPU to get it anew takes as long as to fill it.
@@ -95,16 +95,16 @@ class WeightBroadcast:
             for _ in weights:
                 pass
 
-    def close(self, leave: Tell[BroadcastGroup] | None = None) -> None:
+    def close(self, leave: StartCall[BroadcastGroup] | None = None) -> None:
         """End the group, if there is one. ``leave`` tells the servers, at the same time."""
         group, self._group = self._group, None
         self._buckets.release()
         if group is None:
             return
         left = {"the servers": leave(group.place)} if leave else {}
-        self._finish({"the group": group.close(), **left}, self._deadline())
+        self._wait_for({"the group": group.close(), **left}, self._deadline())
 
-    def _send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: Tell[BucketSpec]) -> int:
+    def _send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: StartCall[BucketSpec]) -> int:
         if self._group is None:
             raise BroadcastError("there is no group: open one first")
         sent_bytes = 0
@@ -121,28 +121,28 @@ class WeightBroadcast:
             in_flight()
         return sent_bytes
 
-    def _begin(self, bucket: Bucket, on_bucket: Tell[BucketSpec]) -> Callable[[], None]:
+    def _begin(self, bucket: Bucket, on_bucket: StartCall[BucketSpec]) -> Callable[[], None]:
         """Begin to broadcast ``bucket``; returns the function that waits for its end."""
         assert self._group is not None
         deadline = self._deadline()
         received = on_bucket(bucket.spec)
         parts = {"the servers": received, "the broadcast": self._group.broadcast(bucket.payload_B)}
-        return lambda: self._finish(parts, deadline)
+        return lambda: self._wait_for(parts, deadline)
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_s
 
-    def _finish(self, parts: Mapping[str, Future[Any]], deadline: float) -> None:
+    def _wait_for(self, parts: Mapping[str, Future[Any]], deadline: float) -> None:
         """Wait for all; the first that fails ends the group."""
         wait(parts.values(), max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
         if all(_outcome(part) == "done" for part in parts.values()):
             return
-        self._give_up()
+        self._drop_group()
         # One of them fails first, and the other often says which server it was.
-        wait(parts.values(), min(_MORE_REASONS_S, max(0.0, deadline - time.monotonic())))
+        wait(parts.values(), min(_ERROR_GRACE_S, max(0.0, deadline - time.monotonic())))
         raise BroadcastError("; ".join(f"{name}: {_outcome(part)}" for name, part in parts.items()))
 
-    def _give_up(self) -> None:
+    def _drop_group(self) -> None:
         group, self._group = self._group, None
         self._buckets.release()  # a broadcast that hangs still reads from them
         if group is not None:
@@ -208,7 +208,7 @@ class BroadcastSync:
             if not (are_joined and broadcast.is_open):
                 broadcast.open(ranks, lambda group: engines.tell("join", group))
             engines.tell("begin", version).result()
-            watched = Watched(weights, self._make_digester)
+            watched = DigestingIterator(weights, self._make_digester)
             broadcast.send(iter(watched), lambda bucket: engines.tell("receive", bucket))
             engines.tell("finish", version, step, watched.sent()).result()
         except Exception as error:  # whatever it is, there is another way

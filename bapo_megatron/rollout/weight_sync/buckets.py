@@ -38,7 +38,7 @@ class Bucket:
         return found
 
 
-Empty = Callable[[int], Tensor]
+Allocate = Callable[[int], Tensor]
 """Makes a tensor of so many bytes (uint8), with any values."""
 
 
@@ -46,13 +46,13 @@ class Buckets:
     """The cutter of weights into buckets of at most ``nbytes``, in buffers of ``device``."""
 
     def __init__(
-        self, nbytes: int, device: torch.device, empty: Empty | None = None, buffers: int = 2
+        self, nbytes: int, device: torch.device, allocate: Allocate | None = None, buffers: int = 2
     ) -> None:
-        """``empty`` makes the memory of every bucket. None: torch does, and a tensor that is larger than a
+        """``allocate`` makes the memory of every bucket. None: torch does, and a tensor that is larger than a
         bucket is not copied."""
-        self._nbytes, self._device, self._owns = nbytes, device, empty is not None
-        self._empty = empty or partial(torch.empty, dtype=torch.uint8, device=device)
-        self._buffers = [_Buffer(nbytes, self._empty) for _ in range(buffers)]
+        self._nbytes, self._device, self._owns = nbytes, device, allocate is not None
+        self._allocate = allocate or partial(torch.empty, dtype=torch.uint8, device=device)
+        self._buffers = [_Buffer(nbytes, self._allocate) for _ in range(buffers)]
 
     def cut(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
         """``weights`` in order.
@@ -71,7 +71,7 @@ class Buckets:
                 yield buffer.take()
                 buffer = next(buffers)
             if is_large:
-                yield self._alone(name, tensor)
+                yield self._oversized(name, tensor)
             else:
                 buffer.add(name, tensor)
         if buffer.names:
@@ -82,10 +82,10 @@ class Buckets:
         for buffer in self._buffers:
             buffer.release()
 
-    def _alone(self, name: str, tensor: Tensor) -> Bucket:
+    def _oversized(self, name: str, tensor: Tensor) -> Bucket:
         """The bucket of a tensor that is larger than a buffer."""
         if self._owns:
-            buffer = _Buffer(tensor.nbytes, self._empty)
+            buffer = _Buffer(tensor.nbytes, self._allocate)
             buffer.add(name, tensor)
             return buffer.take()
         payload_B = tensor.detach().to(self._device).contiguous().view(-1).view(torch.uint8)
@@ -96,8 +96,8 @@ class Buckets:
 class _Buffer:
     """One bucket's worth of memory, which exists from the first tensor on."""
 
-    def __init__(self, nbytes: int, empty: Empty) -> None:
-        self._nbytes, self._empty = nbytes, empty
+    def __init__(self, nbytes: int, allocate: Allocate) -> None:
+        self._nbytes, self._allocate = nbytes, allocate
         self._memory_B: Tensor | None = None
         self.begin()
 
@@ -143,7 +143,7 @@ class _Buffer:
 
     def _copy(self, tensor: Tensor, place: slice) -> None:
         if self._memory_B is None:
-            self._memory_B = self._empty(self._nbytes)
+            self._memory_B = self._allocate(self._nbytes)
         self._memory_B[place].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
     def release(self) -> None:

@@ -20,7 +20,7 @@ from bapo_megatron.errors import ConfigError
 from bapo_megatron.hf.stream_writer import write_shards
 from bapo_megatron.hf.weight_check import checked_weights
 from bapo_megatron.interfaces import Policy, Sampler
-from bapo_megatron.rollout.engines.sent_weights import MakeDigester, SentWeights, Watched
+from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester, SentDigests
 from bapo_megatron.runtime.distributed import all_gather, is_main, on_all_ranks
 from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.storage import writing
@@ -73,13 +73,13 @@ class DiskSync:
             replicas = all_gather(policy.data_rank)
             self._writers = [rank for rank, replica in enumerate(replicas) if replica == 0]
         on_all_ranks(lambda: staging.prepare(version) if is_main() else None)
-        sent: list[SentWeights | None] = [None]
+        sent: list[SentDigests | None] = [None]
 
         def write_share() -> dict[str, int]:
             if policy.data_rank != 0:
                 return {}
             weights = policy.hf_weights()
-            watched = Watched(weights, self._make_digester if is_main() else None)
+            watched = DigestingIterator(weights, self._make_digester if is_main() else None)
             try:
                 writer = self._writers.index(dist.get_rank())
                 written = staging.write_share(watched, version, writer, len(self._writers))
@@ -163,7 +163,7 @@ class WeightStaging:
         """``weights`` as they come. ValueError, at the latest at their end, if they are not the model's."""
         return checked_weights(weights, self._shapes, self._aliases)
 
-    def publish(self, version: int, files: Mapping[str, int], sent: SentWeights | None = None) -> None:
+    def publish(self, version: int, files: Mapping[str, int], sent: SentDigests | None = None) -> None:
         """Give the folder its name, if it holds all ``files`` with so many bytes each.
 
         ``sent``: the digests that engines must report when they have loaded it."""

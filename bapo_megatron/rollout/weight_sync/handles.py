@@ -86,8 +86,8 @@ def _reduced(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         return rebuild, arguments
     named = dict(zip(_ARGUMENTS, arguments, strict=True))
     device = named["storage_device"]
-    _lower(named["ref_counter_handle"], named["ref_counter_offset"])
-    counter = _unread_counter(device)
+    _release_reader(named["ref_counter_handle"], named["ref_counter_offset"])
+    counter = _dummy_counter(device)
     named |= {
         "storage_device": str(torch.cuda.get_device_properties(device).uuid),
         "ref_counter_handle": counter["ref_counter_handle"],
@@ -97,13 +97,13 @@ def _reduced(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
     return rebuild, tuple(named.values())
 
 
-def _lower(handle: bytes, offset: int) -> None:
+def _release_reader(handle: bytes, offset: int) -> None:
     """Count a reader as done, as it would itself."""
     torch.UntypedStorage._release_ipc_counter_cuda(handle, offset)
 
 
 @cache
-def _unread_counter(device: int) -> dict[str, Any]:
+def _dummy_counter(device: int) -> dict[str, Any]:
     """The counter of a tensor that is never freed, and lies in no growing segment: it is exported, too."""
     tensor = shareable(4, torch.device("cuda", device))
     _never_freed.append(tensor)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from bapo_megatron.errors import ConfigError
 from bapo_megatron.interfaces import Policy
-from bapo_megatron.rollout.engines.sent_weights import MakeDigester, SentWeights, Watched
+from bapo_megatron.rollout.engines.sent_weights import DigestingIterator, MakeDigester, SentDigests
 from bapo_megatron.rollout.weight_sync.buckets import Bucket, Buckets
 from bapo_megatron.rollout.weight_sync.disk import DiskSync
 from bapo_megatron.rollout.weight_sync.handles import handles_of, remove_leftovers, shareable
@@ -53,7 +53,7 @@ class HandleReceivers(Protocol):
     def receive_handles(self, handles: Mapping[str, Sequence[bytes]]) -> list[str]:
         """Let each of the engines named load a bucket: a pickle of handles for each of its GPUs."""
 
-    def confirm_weights(self, names: Sequence[str], version: int, sent: SentWeights | None) -> list[str]:
+    def confirm_weights(self, names: Sequence[str], version: int, sent: SentDigests | None) -> list[str]:
         """Compare the digests of engines that have all weights of ``version`` with those ``sent``."""
 
 
@@ -92,7 +92,7 @@ class IpcSync:
         """Note that ``step`` has made the weights that engines are to wake with."""
         self._step = step
         self._disk.discard()
-        self._ask(lambda engines: engines.expect_handles(policy.version, step))
+        self._call_engines(lambda engines: engines.expect_handles(policy.version, step))
 
     def write(self, policy: Policy) -> None:
         """Write the weights to disk, for engines that load them from there."""
@@ -111,37 +111,41 @@ class IpcSync:
             taken = self._hand_over(policy, names)
         except Exception as error:  # whatever it is, there is another way
             taken = []
-            self._tell({"kind": "handover_failed", "version": policy.version, "reason": str(error)})
+            self._record_event({"kind": "handover_failed", "version": policy.version, "reason": str(error)})
         for name in self._failures:
             self._failures[name] += self._failures[name] < 0
         for name in names:
             self._failures[name] = 0 if name in taken else self._failures[name] + 1
             if self._failures[name] == _MOST_FAILURES:
                 self._failures[name] = -_PAUSE
-                self._tell({"kind": "handover_given_up", "engine": name, "reason": "its weights go by disk"})
+                self._record_event(
+                    {"kind": "handover_given_up", "engine": name, "reason": "its weights go by disk"}
+                )
         return taken
 
     def _hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
-        going = self._ask(lambda engines: engines.begin_wake(names))
+        going = self._call_engines(lambda engines: engines.begin_wake(names))
         if not going:
             return []
         readers = self._readers(going)
         weights = policy.hf_weights()
         try:
-            watched = Watched(weights, self._make_digester)
-            lent = _lent(self._buckets.cut(self._disk.checked(iter(watched))), readers)
+            watched = DigestingIterator(weights, self._make_digester)
+            lent = _handles_by_bucket(self._buckets.cut(self._disk.checked(iter(watched))), readers)
             while going and (found := on_all_ranks(lambda: next(lent, None)))[0] is not None:
                 handles = {reader: one for some in found for reader, one in (some or {}).items()}
-                going = self._ask(partial(self._deliver, going, handles))
+                going = self._call_engines(partial(self._deliver, going, handles))
             if not going:
                 return []
-            return self._ask(lambda engines: engines.confirm_weights(going, policy.version, watched.sent()))
+            return self._call_engines(
+                lambda engines: engines.confirm_weights(going, policy.version, watched.sent())
+            )
         finally:
             self._buckets.release()
             for _ in weights:  # the other ranks take part in the gathering
                 pass
 
-    def _tell(self, event: dict[str, Any]) -> None:
+    def _record_event(self, event: dict[str, Any]) -> None:
         """Record an event. All ranks raise if rank 0 cannot."""
         on_all_ranks(lambda: self._on_event(event))
 
@@ -153,7 +157,7 @@ class IpcSync:
             {name: [handles[name, index] for index in range(len(self._gpus[name]))] for name in names}
         )
 
-    def _ask(self, call: Callable[[HandleReceivers], T]) -> T:
+    def _call_engines(self, call: Callable[[HandleReceivers], T]) -> T:
         """What rank 0's ``call`` returns, on every rank; all raise if it fails."""
         engines = self._engines
         found: list[Any] = on_all_ranks(lambda: call(engines) if engines is not None else None)
@@ -184,7 +188,9 @@ class IpcSync:
         ]
 
 
-def _lent(buckets: Iterator[Bucket], readers: Sequence[_Reader]) -> Iterator[dict[_Reader, bytes]]:
+def _handles_by_bucket(
+    buckets: Iterator[Bucket], readers: Sequence[_Reader]
+) -> Iterator[dict[_Reader, bytes]]:
     """Handles of one bucket after the other, for each of the ``readers`` of its own.
 
     The memory of a bucket lasts until the next but one is asked for. All processes of an engine have read it

@@ -57,7 +57,7 @@ class SendingGroup:
         self.place = BroadcastGroup(address, self._store.port, name, receivers + 1, backend)
         self._device, self._timeout_s = device, timeout_s
         self._group: dist.ProcessGroup | None = None
-        self._given_up = threading.Event()
+        self._closing = threading.Event()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def form(self) -> Future[None]:
@@ -71,7 +71,7 @@ class SendingGroup:
 
     def close(self) -> Future[None]:
         """End the group, also in the middle of a broadcast; receivers that wait for its data fail."""
-        self._given_up.set()
+        self._closing.set()
         return in_thread(self._close, "weights-close")
 
     def _form(self) -> None:
@@ -88,7 +88,7 @@ class SendingGroup:
             )
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(place.world_size)}
         self._group = group
-        if self._given_up.is_set():  # the last one joined too late
+        if self._closing.is_set():  # the last one joined too late
             self._close()
 
     def _broadcast(self, payload_B: Tensor, ready: torch.cuda.Event | None) -> None:
@@ -104,7 +104,7 @@ class SendingGroup:
             sent = self._stream.record_event()
         deadline = time.monotonic() + self._timeout_s
         while not sent.query():
-            if self._given_up.is_set():
+            if self._closing.is_set():
                 raise RuntimeError("the group was closed")
             if time.monotonic() > deadline:
                 group.abort()  # not left to the caller, who may wait for work of the GPU that is behind this

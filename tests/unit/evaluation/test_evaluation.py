@@ -38,7 +38,7 @@ from bapo_megatron.hf.tokenizer import load_tokenizer
 from bapo_megatron.reward.pool import RewardResult
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.timeouts import EngineTimeouts
-from bapo_megatron.rollout.engines.whole_response import MOST_LOSSES, Sampling
+from bapo_megatron.rollout.engines.whole_response import MAX_ENGINE_LOSSES, Sampling
 from bapo_megatron.trainer.sampling import load_suites
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, Prompt
 from checkpoints_tools.formats.locate import Format
@@ -384,7 +384,7 @@ def test_a_problem_that_ends_every_engine(monkeypatch: pytest.MonkeyPatch) -> No
         raise OSError("it fell over")
 
     monkeypatch.setattr("bapo_megatron.rollout.engines.pool._LONGEST_PAUSE_S", 0.0)
-    with pytest.raises(RunStopped, match=f"{MOST_LOSSES} engines were lost with request '0-0'"):
+    with pytest.raises(RunStopped, match=f"{MAX_ENGINE_LOSSES} engines were lost with request '0-0'"):
         ask(Scripted(answer), ["9"], [(0, 0)])
 
 

@@ -13,7 +13,7 @@ import torch
 
 from bapo_megatron.config import OptimizerConfig
 from bapo_megatron.policy import host_optimizer
-from bapo_megatron.policy.host_optimizer import HostAdamW, _Copies, _Shard, buckets_of, own_cores
+from bapo_megatron.policy.host_optimizer import HostAdamW, _Copies, _Shard, buckets_of, rank_threads
 
 
 def shard(values: list[float], dtype: torch.dtype = torch.float32) -> _Shard:
@@ -154,9 +154,9 @@ def test_cores_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", said.append)
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(48)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with own_cores():
+    with rank_threads():
         assert said == [6]
     assert said == [6, 1]
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    with own_cores():
+    with rank_threads():
         assert said == [6, 1]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum, Disagreement
+from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch, DigestQuorum
 
 Told = tuple[str, str]
 """An engine and its digest."""
@@ -35,7 +35,7 @@ def test_two_of_three_are_right(order: tuple[int, int, int]) -> None:
     (found,) = told([engines[place] for place in order])
     assert [engines[place][0] for place, one in zip(order, found, strict=True) if one] == ["b"]
     (wrong,) = filter(None, found)
-    assert isinstance(wrong, Disagreement)
+    assert isinstance(wrong, DigestMismatch)
     assert "a: x" in str(wrong)
     assert "b: y" in str(wrong)
 
@@ -76,7 +76,7 @@ def test_but_not_for_ever() -> None:
         quorum.expect("a")
         quorum.expect("hangs")
         await asyncio.wait_for(quorum.confirm("a", "x"), 10)
-        with pytest.raises(Disagreement, match="the engines have different weights: a: x, hangs: y"):
+        with pytest.raises(DigestMismatch, match="the engines have different weights: a: x, hangs: y"):
             await quorum.confirm("hangs", "y")
 
     asyncio.run(check())

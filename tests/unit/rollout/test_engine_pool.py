@@ -399,7 +399,7 @@ def test_an_engine_that_answers_requests_is_not_silent(
 
 def test_requests_go_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the answers to the first are not read only when the last is sent."""
-    monkeypatch.setattr(dispatcher, "_FEW", 5)
+    monkeypatch.setattr(dispatcher, "_BURST", 5)
     at_once: list[int] = []
 
     async def check(rounds: bool) -> None:
@@ -499,7 +499,7 @@ def test_a_limit_may_be_told_one_look_after_the_sampler_was_late(heartbeats: int
             raise TimeoutError("no answer within 60 s")
 
         [slot] = pool._slots
-        assert not await pool._or_lose(slot, call(), 1000.0)
+        assert not await pool._or_quarantine(slot, call(), 1000.0)
         assert slot.reason == "no answer within 60 s"
 
     run(check())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.rollout.engines.sent_weights import SentWeights, UnknownDigests
+from bapo_megatron.rollout.engines.sent_weights import SentDigests, UnknownDigests
 from bapo_megatron.rollout.engines.sglang.fused_weights import (
     FusedDigests,
     FusedLayout,
@@ -55,7 +55,7 @@ def sha(tensor: Tensor) -> str:
 
 def digests(
     tensor: int = 1, names: Sequence[str] = tuple(WEIGHTS), tied: bool = False, kv_heads: int = KV_HEADS
-) -> SentWeights:
+) -> SentDigests:
     found = FusedDigests(FusedLayout(kv_heads, tied, tensor), "cpu")
     for name in names:
         found.add(name, WEIGHTS[name])

@@ -128,7 +128,7 @@ class Gpu:
         self.counts: dict[tuple[bytes, int], int] = {}
         """By the file and place of each counter."""
         self.calls: list[str] = []
-        handles._unread_counter.cache_clear()
+        handles._dummy_counter.cache_clear()
         patch.setattr(handles, "_never_freed", [])
         patch.setattr(reductions, "reduce_tensor", self._share)
         patch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", self.lower, raising=False)
@@ -160,7 +160,7 @@ def test_the_counter_that_nobody_looks_at_can_be_opened(monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     plain, made = torch.empty, list[str]()
     monkeypatch.setattr(torch, "empty", lambda *a, **k: (made.append(segments[-1]), plain(*a, **k))[1])
-    handles._unread_counter(0)
+    handles._dummy_counter(0)
     assert made == ["expandable_segments:False"]
     assert segments[-1] == "expandable_segments:True"
 

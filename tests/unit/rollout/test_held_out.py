@@ -186,7 +186,7 @@ def test_a_problem_that_ends_its_engines(
     tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines come back; after so many losses with one response the evaluation fails."""
-    monkeypatch.setattr(whole_response, "MOST_LOSSES", 3)
+    monkeypatch.setattr(whole_response, "MAX_ENGINE_LOSSES", 3)
     made = world(tmp_path)
     left = failures
 

@@ -12,7 +12,7 @@ import pytest
 
 from bapo_megatron.interfaces import ReceivesHandles
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
-from bapo_megatron.rollout.engines.sent_weights import SentWeights, TensorDigests
+from bapo_megatron.rollout.engines.sent_weights import SentDigests, TensorDigests
 from bapo_megatron.rollout.sampler.held_out import HeldOut
 from bapo_megatron.rollout.sampler.process import Service
 from bapo_megatron.types import StepBatch
@@ -66,7 +66,7 @@ def versions(batch: StepBatch) -> set[int]:
 
 
 async def hand_over(
-    world: HandleWorld, names: Collection[str], version: int, sent: SentWeights | None = None
+    world: HandleWorld, names: Collection[str], version: int, sent: SentDigests | None = None
 ) -> list[str]:
     """All calls but the last, as the trainer makes them: weights in two buckets."""
     going = await world.call("begin_wake", names)
@@ -335,9 +335,9 @@ def test_an_engine_that_was_lost_comes_back_with_the_weights_that_it_has(tmp_pat
             await world.call("finish_wake", await hand_over(world, released, 1))
             await world.call("admit")
             for slot in pool._slots:
-                pool.lose(slot, "a request failed")
+                pool.quarantine(slot, "a request failed")
             assert pool.up == 0
-            assert not pool.wants_weights, "they may have the weights still"
+            assert not pool.needs_weights, "they may have the weights still"
             await until(lambda: pool.up == 2)
             assert versions(await world.batch(2)) == {1}
         assert [engine.folders for engine in both] == [[Path("v0")]] * 2
@@ -356,21 +356,21 @@ def test_who_can_bring_weights_when_no_engine_has_them(tmp_path: Path) -> None:
             await world.begin(pool)
             await world.batch(1)
             released = await world.call("release")
-            assert not pool.wants_weights, "those of the folder"
+            assert not pool.needs_weights, "those of the folder"
             await world.weights(1)
             await world.call("finish_wake", await hand_over(world, released, 1))
             await world.call("admit")
             both[0].restart()
-            pool.lose(pool._slots[0], "its server has ended")
+            pool.quarantine(pool._slots[0], "its server has ended")
             await until(lambda: "one: has weights 0, and 1 are in no folder" in world.refusals())
-            assert not pool.wants_weights, "the other works"
+            assert not pool.needs_weights, "the other works"
             both[1].restart()
-            pool.lose(pool._slots[1], "its server has ended")
-            await until(lambda: pool.wants_weights)
+            pool.quarantine(pool._slots[1], "its server has ended")
+            await until(lambda: pool.needs_weights)
             assert world.sampler.needs_weights
             assert [engine.folders for engine in both] == [[Path("v0")]] * 2
             await world.in_folder(1)
-            assert not pool.wants_weights
+            assert not pool.needs_weights
             await until(lambda: pool.up == 2)
             assert versions(await world.batch(2)) == {1}
 
@@ -401,7 +401,7 @@ async def taken_over(world: HandleWorld, after_death: Sequence[SleepingEngine]) 
         assert pool.up == 0, "an engine samples before the trainer has admitted it"
         await world.call("admit")
         have = len(world.engines) - len(after_death)
-        await until(lambda: pool.up == have and (have > 0 or pool.wants_weights))
+        await until(lambda: pool.up == have and (have > 0 or pool.needs_weights))
         if have:
             assert versions(await world.batch(2)) == {1}
         return [slot.engine.name for slot in pool._slots if slot.is_up]
@@ -450,7 +450,7 @@ def test_engines_that_all_lack_the_same_tensor_are_ended(tmp_path: Path) -> None
         async with sampling_in_turns(world, admitted=False) as pool:
             await world.begin(pool)
             whole, lacking = {"a": "1", "norm": "2"}, {"a": "1", "norm": "0"}
-            sent = SentWeights((whole,))
+            sent = SentDigests((whole,))
             for step, found in ((1, whole), (2, lacking), (3, whole)):
                 for one in both:
                     one.digest = TensorDigests(str(found), [found])

@@ -188,11 +188,11 @@ def test_an_engine_lost_after_a_long_training_is_not_lost_since_before_it(tmp_pa
             await world.batch(1)
             await pool.release()
             await world.weights(1)
-            pool._worked_at = pool._slots[0].heard_at = -3600.0  # an hour of training
+            pool._worked_at = pool._slots[0].last_answer_at = -3600.0  # an hour of training
             assert await pool.wake(["one"]) == ["one"]
             await pool.admit()
             engine.ready = False
-            pool.lose(pool._slots[0], "it has ended")
+            pool.quarantine(pool._slots[0], "it has ended")
             pool.check(minutes=30)
             await asyncio.sleep(0.1)
         assert "engine_hangs" not in world.event_kinds()

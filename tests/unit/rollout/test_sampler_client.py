@@ -20,7 +20,7 @@ from bapo_megatron.rollout.sampler.client import SamplerClient
 from bapo_megatron.rollout.sampler.heartbeat import ALIVE, with_heartbeats
 
 SILENT_S = 5.0
-WAKING = [
+WAKE_CALLS = [
     ("begin_wake", (["one"],)),
     ("receive_handles", ({"one": [b"7"]},)),
     ("confirm_weights", (["one"], 7)),
@@ -170,7 +170,7 @@ def test_a_folder_that_came_after_handles_is_what_a_new_process_loads(told: Told
     assert told.told[1] == ["start 1 None", "load_weights v7 7 3", "state"]
 
 
-@pytest.mark.parametrize(("method", "arguments"), WAKING)
+@pytest.mark.parametrize(("method", "arguments"), WAKE_CALLS)
 def test_a_wake_in_which_the_process_dies_is_not_repeated(
     told: Told, method: str, arguments: tuple[Any, ...]
 ) -> None:

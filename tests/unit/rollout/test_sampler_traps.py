@@ -186,7 +186,7 @@ def test_an_engine_that_misses_a_broadcast_is_lost(tmp_path: Path) -> None:
             assert await world.pool.gather() == [here]
             sampler.expect_weights(1)
             here.version = 1
-            world.pool.adopt(1)
+            world.pool.broadcast_succeeded(1)
             sampler.record_weights(1, 1)
             away.ready = True
             assert world.pool.up == 1

@@ -16,14 +16,14 @@ from torch import Tensor
 from bapo_megatron.config import EngineConfig
 from bapo_megatron.rollout.engines.backend import EngineError
 from bapo_megatron.rollout.engines.broadcast_receivers import PoolBroadcast, WeightReceivers
-from bapo_megatron.rollout.engines.digest_quorum import DigestQuorum, Disagreement
+from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch, DigestQuorum
 from bapo_megatron.rollout.engines.pool import EnginePool
 from bapo_megatron.rollout.engines.sent_weights import (
+    DigestingIterator,
     SentCheck,
-    SentWeights,
+    SentDigests,
     TensorDigests,
     UnknownDigests,
-    Watched,
 )
 from bapo_megatron.types import BucketSpec
 from tests.support.receiving_engine import ReceivingEngine
@@ -47,7 +47,7 @@ class Events:
         self.all: list[dict[str, Any]] = []
         self.check = SentCheck(self.report)
         if proven:
-            assert self.check.is_sent(SentWeights((OLD,)), "first", told(OLD))
+            assert self.check.is_sent(SentDigests((OLD,)), "first", told(OLD))
             self.all.clear()
 
     def report(self, kind: str, **fields: Any) -> None:
@@ -57,7 +57,7 @@ class Events:
 def test_equal_digests_are_known_and_the_cost_is_told_once() -> None:
     events = Events(proven=False)
     for engine in ("a", "b"):
-        assert events.check.is_sent(SentWeights((SENT, OLD), 4000), engine, told(SENT, OLD))
+        assert events.check.is_sent(SentDigests((SENT, OLD), 4000), engine, told(SENT, OLD))
     (event,) = events.all
     assert event == {
         "kind": "digests_compared",
@@ -79,17 +79,17 @@ def test_equal_digests_are_known_and_the_cost_is_told_once() -> None:
     ],
 )
 def test_the_first_that_differ_are_named(found: list[dict[str, str]], message: str) -> None:
-    with pytest.raises(Disagreement, match=f"{NOT_SENT}: {message}"):
-        Events().check.is_sent(SentWeights((SENT, SENT)), "a", told(*found))
+    with pytest.raises(DigestMismatch, match=f"{NOT_SENT}: {message}"):
+        Events().check.is_sent(SentDigests((SENT, SENT)), "a", told(*found))
 
 
 def test_a_buffer_that_engines_compute_is_left_out_and_another_is_told() -> None:
     events = Events()
     rotary = {**SENT, "layers.0.rotary_emb.cos_sin_cache": "77", "layers.0.inv_freq": "78"}
-    assert events.check.is_sent(SentWeights((SENT,)), "a", told(rotary))
+    assert events.check.is_sent(SentDigests((SENT,)), "a", told(rotary))
     assert not events.all
     for engine in ("a", "b"):  # what is not known is left to the comparison of engines with each other
-        assert not events.check.is_sent(SentWeights((SENT,)), engine, told({**rotary, "scale": "9"}))
+        assert not events.check.is_sent(SentDigests((SENT,)), engine, told({**rotary, "scale": "9"}))
     reason = "tensors that were not sent: scale on rank 0"
     assert events.all == [{"kind": "digests_not_compared", "engine": "a", "reason": reason}]
 
@@ -97,12 +97,12 @@ def test_a_buffer_that_engines_compute_is_left_out_and_another_is_told() -> None
 @pytest.mark.parametrize(
     ("sent", "digest", "reason"),
     [
-        (SentWeights(unknown="the model is quantized"), told(SENT), "the model is quantized"),
-        (SentWeights((SENT,)), "plain", "the engine tells no digests of single tensors"),
-        (SentWeights((SENT,)), told(SENT, SENT), "the engine has 2 ranks, and not 1"),
+        (SentDigests(unknown="the model is quantized"), told(SENT), "the model is quantized"),
+        (SentDigests((SENT,)), "plain", "the engine tells no digests of single tensors"),
+        (SentDigests((SENT,)), told(SENT, SENT), "the engine has 2 ranks, and not 1"),
     ],
 )
-def test_what_cannot_be_compared_is_told_once(sent: SentWeights, digest: str, reason: str) -> None:
+def test_what_cannot_be_compared_is_told_once(sent: SentDigests, digest: str, reason: str) -> None:
     events = Events()
     for engine in ("a", "b", "a"):
         assert not events.check.is_sent(sent, engine, digest)
@@ -112,11 +112,11 @@ def test_what_cannot_be_compared_is_told_once(sent: SentWeights, digest: str, re
 def test_hashes_of_another_kind_are_no_other_weights() -> None:
     """A trainer on a CPU, and servers on GPUs, say. Once digests have matched, such an engine is wrong."""
     events = Events(proven=False)
-    assert not events.check.is_sent(SentWeights((SENT,)), "a", told(OLD))
+    assert not events.check.is_sent(SentDigests((SENT,)), "a", told(OLD))
     assert "computed another way" in events.all[0]["reason"]
-    assert events.check.is_sent(SentWeights((SENT,)), "a", told(SENT))
-    with pytest.raises(Disagreement, match=NOT_SENT):
-        events.check.is_sent(SentWeights((SENT,)), "a", told(OLD))
+    assert events.check.is_sent(SentDigests((SENT,)), "a", told(SENT))
+    with pytest.raises(DigestMismatch, match=NOT_SENT):
+        events.check.is_sent(SentDigests((SENT,)), "a", told(OLD))
 
 
 def test_a_digest_goes_to_another_process_with_those_of_tensors() -> None:
@@ -128,15 +128,15 @@ def test_a_digest_goes_to_another_process_with_those_of_tensors() -> None:
 
 def test_nothing_was_sent_for_a_folder_of_somebody_elses(tmp_path: Path) -> None:
     events = Events()
-    assert SentWeights.read(tmp_path) is None
+    assert SentDigests.read(tmp_path) is None
     assert not events.check.is_sent(None, "a", "plain")
     assert not events.all
 
 
 def test_they_go_with_the_folder(tmp_path: Path) -> None:
-    for sent in (SentWeights((SENT, OLD), 12), SentWeights(unknown="why")):
+    for sent in (SentDigests((SENT, OLD), 12), SentDigests(unknown="why")):
         sent.write(tmp_path)
-        assert SentWeights.read(tmp_path) == sent
+        assert SentDigests.read(tmp_path) == sent
 
 
 # --- while weights pass --------------------------------------------------------------------------
@@ -154,8 +154,8 @@ class Digester:
             raise ValueError(f"{name} is not known")
         self.names.append(name)
 
-    def result(self) -> SentWeights:
-        return SentWeights((dict.fromkeys(self.names, "1"),))
+    def result(self) -> SentDigests:
+        return SentDigests((dict.fromkeys(self.names, "1"),))
 
 
 def weights() -> Iterator[tuple[str, Tensor]]:
@@ -164,15 +164,15 @@ def weights() -> Iterator[tuple[str, Tensor]]:
 
 def test_weights_pass_whatever_becomes_of_their_digests() -> None:
     found = {
-        refused: Watched(weights(), lambda refused=refused: Digester(refused))  # type: ignore[misc]
+        refused: DigestingIterator(weights(), lambda refused=refused: Digester(refused))  # type: ignore[misc]
         for refused in ("", "b")
     }
     for watched in found.values():
         assert [name for name, _ in watched] == ["a", "b", "c"]
-    assert found[""].sent() == SentWeights(({"a": "1", "b": "1", "c": "1"},))
-    assert found["b"].sent() == SentWeights(unknown="b is not known")
-    assert Watched(weights(), None).sent() is None
-    assert Watched(weights(), lambda: UnknownDigests("why")).sent() == SentWeights(unknown="why")
+    assert found[""].sent() == SentDigests(({"a": "1", "b": "1", "c": "1"},))
+    assert found["b"].sent() == SentDigests(unknown="b is not known")
+    assert DigestingIterator(weights(), None).sent() is None
+    assert DigestingIterator(weights(), lambda: UnknownDigests("why")).sent() == SentDigests(unknown="why")
 
 
 # --- each way: all engines lack the same tensor --------------------------------------------------
@@ -193,13 +193,13 @@ def by_quorum(is_sent: Callable[[str, str], bool] | None, *digests: str) -> list
 
 def test_a_quorum_does_not_make_it_right() -> None:
     check = Events().check
-    sent = SentWeights((SENT,))
+    sent = SentDigests((SENT,))
     assert by_quorum(None, told(LACKING), told(LACKING)) == [None, None], "engines agree"
     found = by_quorum(lambda *of: check.is_sent(sent, *of), told(LACKING), told(LACKING), told(SENT))
-    assert [isinstance(one, Disagreement) for one in found] == [True, True, False]
+    assert [isinstance(one, DigestMismatch) for one in found] == [True, True, False]
     assert "other values in norm on rank 0" in str(found[0])
     (alone,) = by_quorum(lambda *of: check.is_sent(sent, *of), told(LACKING))
-    assert isinstance(alone, Disagreement)
+    assert isinstance(alone, DigestMismatch)
 
 
 def test_by_a_folder(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_by_a_folder(tmp_path: Path) -> None:
         engines = [ScriptedEngine(mixed, name) for name in ("a", "b")]
         pool = EnginePool(engines, 4, events.report)
         pool.sent_check = events.check
-        SentWeights((SENT,)).write(tmp_path)
+        SentDigests((SENT,)).write(tmp_path)
         for engine in engines:
             engine.digest = told(LACKING)
         await pool.update(tmp_path, 1)
@@ -231,7 +231,7 @@ def test_by_broadcast() -> None:
         events = Events()
         engines = [ReceivingEngine("a"), ReceivingEngine("b")]
         receivers = WeightReceivers(engines)
-        sent = SentWeights((SENT,))
+        sent = SentDigests((SENT,))
 
         def is_sent(engine: str, digest: str) -> bool:
             return events.check.is_sent(sent, engine, digest)
@@ -262,12 +262,12 @@ def test_a_broadcast_to_a_pool_is_held_to_what_was_sent() -> None:
         await broadcast.gather()
         engine.digest = told(LACKING)
         with pytest.raises(EngineError, match=NOT_SENT):
-            await broadcast.finish(1, SentWeights((SENT,)))
+            await broadcast.finish(1, SentDigests((SENT,)))
         await broadcast.fail("other weights")
         assert pool.up == 0
         await broadcast.gather()
         engine.digest = told(SENT)
-        await broadcast.finish(2, SentWeights((SENT,)))
+        await broadcast.finish(2, SentDigests((SENT,)))
         assert pool.up == 1
         await pool.close()
 

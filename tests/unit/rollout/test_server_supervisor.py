@@ -31,7 +31,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ready).serve_forever()
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    monkeypatch.setattr(servers, "_LOOK_S", 0.1)
+    monkeypatch.setattr(servers, "_POLL_S", 0.1)
 
     def command(python: Path, hf_path: Path, host: str, port: int, *_: Any) -> list[str]:
         return [sys.executable, "-c", READY, str(port)]
@@ -74,7 +74,7 @@ def test_a_server_that_hangs_is_ended_and_started_again(
     """It is stopped, so that it does not end when it is asked to."""
     run_servers = RunServers([supervisor.url], [supervisor], events.append)
     first = pid_of(supervisor)
-    until(lambda: supervisor._may_hang)
+    until(lambda: supervisor._can_hang)
     os.killpg(first, signal.SIGSTOP)
     run_servers.heed({"kind": "engine_hangs", "engine": supervisor.url, "reason": "not done in 600 s"})
     until(lambda: pid_of(supervisor) != first)
@@ -90,7 +90,7 @@ def test_one_that_has_come_back_meanwhile_is_left_alone(
     supervisor: ServerSupervisor, events: list[dict[str, Any]]
 ) -> None:
     run_servers = RunServers([supervisor.url], [supervisor], events.append)
-    until(lambda: supervisor._may_hang)
+    until(lambda: supervisor._can_hang)
     for kind in ("engine_hangs", "engine_ready"):
         run_servers.heed({"kind": kind, "engine": supervisor.url, "reason": "slow"})
     first = pid_of(supervisor)
@@ -115,7 +115,7 @@ def test_a_server_that_still_starts_does_not_hang(
     time.sleep(0.5)
     assert pid_of(supervisor) == first
     supervisor._start_s = 0.0  # now it has had its time
-    until(lambda: supervisor._may_hang)
+    until(lambda: supervisor._can_hang)
     supervisor.restart("no answer for 900 s")
     until(lambda: pid_of(supervisor) != first)
     supervisor.stop()

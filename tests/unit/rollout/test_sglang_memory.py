@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.colocated_pool import ColocatedPool
-from bapo_megatron.rollout.engines.digest_quorum import Disagreement
+from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch
 from bapo_megatron.rollout.engines.requests import limits_of
 from bapo_megatron.rollout.engines.sglang.engine import Deadlines, SglangEngine
 from bapo_megatron.rollout.engines.sglang.http_client import HttpSessions, ServerError, SglangServer
@@ -246,7 +246,7 @@ def test_a_server_that_says_it_has_read_and_has_not_gives_another_digest(
     async def confirm(digest: str) -> None:
         digests.append(digest)
         if len(digests) > 1 and len(set(digests)) > 1:
-            raise Disagreement(digest)
+            raise DigestMismatch(digest)
 
     async def check() -> None:
         servers[1].loads_nothing = True
@@ -254,7 +254,7 @@ def test_a_server_that_says_it_has_read_and_has_not_gives_another_digest(
             engine = engine_on(server, model)
             await engine.release_memory()
             if server.loads_nothing:
-                with pytest.raises(Disagreement, match="of unset"):
+                with pytest.raises(DigestMismatch, match="of unset"):
                     await wake_by_handles(engine, confirm=confirm)
             else:
                 await wake_by_handles(engine, confirm=confirm)
@@ -269,12 +269,12 @@ def test_nothing_is_sampled_from_weights_that_are_not_confirmed(
     servers: list[SleepingServer], model: Path, folder: Path
 ) -> None:
     async def refuse(digest: str) -> None:
-        raise Disagreement(digest)
+        raise DigestMismatch(digest)
 
     async def check() -> None:
         engine = engine_on(servers[0], model)
         await engine.release_memory()
-        with pytest.raises(Disagreement, match="of 7"):
+        with pytest.raises(DigestMismatch, match="of 7"):
             await engine.wake(folder, 7, refuse)
 
     asyncio.run(check())

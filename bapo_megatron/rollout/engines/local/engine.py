@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bapo_megatron.interfaces import Confirm
 from bapo_megatron.rollout.engines.local.model import LocalModel
-from bapo_megatron.rollout.engines.requests import check_request, nothing
+from bapo_megatron.rollout.engines.requests import check_request, empty_generation
 from bapo_megatron.types import GenerateRequest, Generation
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class LocalEngine:
     def __init__(self, model: LocalModel) -> None:
         self._model = model
         self._waiting: list[tuple[GenerateRequest, asyncio.Future[Generation]]] = []
-        self._wake = asyncio.Event()
+        self._requests_waiting = asyncio.Event()
         self._threads = ThreadPoolExecutor(thread_name_prefix="local-engine")
         self._runner = asyncio.create_task(self._run())
         self._closed = False
@@ -54,7 +54,7 @@ class LocalEngine:
         check_request(request, self._model.limits)
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, answer))
-        self._wake.set()
+        self._requests_waiting.set()
         return await answer
 
     async def abort(self) -> None:
@@ -63,7 +63,7 @@ class LocalEngine:
         await self._in_thread(self._model.abort)
         for request, answer in waiting:
             if not answer.done():
-                answer.set_result(nothing(request))
+                answer.set_result(empty_generation(request))
 
     async def pause(self) -> None:
         """Stop sampling after the token in hand. Requests in flight keep their place."""
@@ -88,8 +88,8 @@ class LocalEngine:
 
     async def _run(self) -> None:
         while True:
-            await self._wake.wait()
-            self._wake.clear()
+            await self._requests_waiting.wait()
+            self._requests_waiting.clear()
             batch, self._waiting = self._waiting, []
             requests = [request for request, _ in batch]
             try:

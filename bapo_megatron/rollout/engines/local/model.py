@@ -50,8 +50,8 @@ class LocalModel:
         self._max_batch = max_batch
         self._version = 0
         self._gate = threading.Condition()
-        self._one_call = threading.Lock()
-        self._one_update = threading.Lock()
+        self._call_lock = threading.Lock()
+        self._update_lock = threading.Lock()
         self._paused = False
         self._update_waits = False
         self._abort_ticket = object()
@@ -71,7 +71,7 @@ class LocalModel:
         # Rows of like length decode together: less padding.
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].input_ids))
         answers: dict[int, Generation] = {}
-        with self._one_call:
+        with self._call_lock:
             for start in range(0, len(order), self._max_batch):
                 chunk = order[start : start + self._max_batch]
                 answers.update(zip(chunk, self._decode([requests[i] for i in chunk], ticket), strict=True))
@@ -119,12 +119,12 @@ class LocalModel:
         All tensors are copied and checked before the first is taken over: if ``weights`` raises, or is not
         exactly the model (ValueError), the engine keeps what it has.
         """
-        with self._one_update:
+        with self._update_lock:
             return self._weights.stage(weights)
 
     def commit(self, staged: dict[str, Tensor], version: int) -> None:
         """Take over new weights between two tokens. Requests in flight keep their key-value cache."""
-        with self._one_update:
+        with self._update_lock:
             self._update_waits = True
             with self._gate:
                 self._update_waits = False
@@ -135,7 +135,7 @@ class LocalModel:
     def close(self) -> None:
         """Abort what runs and release the model."""
         self.abort()
-        with self._one_call, self._one_update:
+        with self._call_lock, self._update_lock:
             self._model = None
             self._weights.release()
 

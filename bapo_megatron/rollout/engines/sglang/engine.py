@@ -13,8 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bapo_megatron.interfaces import Confirm
-from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, nothing
-from bapo_megatron.rollout.engines.sglang.http_client import Crossed, PauseMode, ServerError, SglangServer
+from bapo_megatron.rollout.engines.requests import ModelLimits, check_request, empty_generation
+from bapo_megatron.rollout.engines.sglang.http_client import (
+    KeptConnectionClosed,
+    PauseMode,
+    ServerError,
+    SglangServer,
+)
 from bapo_megatron.rollout.engines.sglang.inflight import InflightRequest, InflightRequests
 from bapo_megatron.rollout.engines.sglang.requirements import IN_PLACE
 from bapo_megatron.rollout.engines.timeouts import load_seconds
@@ -60,7 +65,7 @@ class SglangEngine:
         self._paused_at: int | None = None
         """The weight version at the caller's pause."""
         self._version: int | None = None
-        self._fruitless_since: float | None = None
+        self._no_tokens_since: float | None = None
         """When a request first got no token in its whole time, if none has got any since."""
 
     async def weight_version(self) -> int:
@@ -80,18 +85,18 @@ class SglangEngine:
         try:
             try:
                 answer = await self._send(request, pending)
-            except Crossed:
+            except KeptConnectionClosed:
                 pending.renew()
                 answer = await self._send(request, pending, again=True)
             if answer is None:
-                return nothing(request)
+                return empty_generation(request)
             if answer.finish_reason == "abort" and not pending.aborted and not len(answer.token_ids_R):
                 raise ServerError(f"{self.name}: ended a request that nobody aborted")
             if len(answer.token_ids_R) and not 0 <= answer.token_ids_R.min() <= answer.token_ids_R.max() < (
                 self._limits.vocabulary
             ):
                 raise ServerError(f"{self.name}: answers with token ids outside the vocabulary")
-            return _up_to(answer, pending.newest)
+            return _truncated_after(answer, pending.newest)
         finally:
             self._inflight.all.discard(pending)
 
@@ -125,7 +130,9 @@ class SglangEngine:
             await self._check_settings()
             self._inflight.close_gate()
             await self.server.pause(self._on_update)
-            await self._take(folder, version, confirm, timeout, flush=self._on_update == "retract")
+            await self._load_and_confirm(
+                folder, version, confirm, timeout, flush=self._on_update == "retract"
+            )
             if self._paused_at is None:
                 await self._resume()
 
@@ -149,7 +156,7 @@ class SglangEngine:
         async with self._one_control:
             await self.server.resume_model_memory(timeout)
             # The cache is empty since the release, and to empty it again would write to memory that is gone.
-            await self._take(folder, version, confirm, timeout, flush=False)
+            await self._load_and_confirm(folder, version, confirm, timeout, flush=False)
             await self._finish_wake(timeout)
 
     async def begin_wake(self) -> None:
@@ -219,7 +226,9 @@ class SglangEngine:
     async def close(self) -> None:
         """Nothing to release: the server keeps running."""
 
-    async def _take(self, folder: Path, version: int, confirm: Confirm, timeout: float, flush: bool) -> None:
+    async def _load_and_confirm(
+        self, folder: Path, version: int, confirm: Confirm, timeout: float, flush: bool
+    ) -> None:
         """Load weights into the paused server, and have them confirmed."""
         await self.server.update_from_disk(folder, version, flush, timeout)
         await self._confirm(version, confirm, timeout)
@@ -269,7 +278,7 @@ class SglangEngine:
         overdue: list[asyncio.Task[None]] = []
 
         def end() -> None:
-            overdue.append(asyncio.create_task(self._end(pending, timeouts)))
+            overdue.append(asyncio.create_task(self._abort_overdue(pending, timeouts)))
 
         timer = loop.call_later(limits.request_s, end)
         try:
@@ -285,22 +294,22 @@ class SglangEngine:
             for task in overdue:
                 task.cancel()
         if len(answer.token_ids_R):
-            self._fruitless_since = None
+            self._no_tokens_since = None
         elif overdue:
-            self._note_fruitless(loop.time())
+            self._note_without_tokens(loop.time())
         return answer
 
-    def _note_fruitless(self, now: float) -> None:
+    def _note_without_tokens(self, now: float) -> None:
         """Note an overdue request without tokens. ServerError if no request gets a token for ``abort_s``.
 
         Before that, other requests may have been ahead of it in the server's queue.
         """
-        if self._fruitless_since is None:
-            self._fruitless_since = now
-        elif now - self._fruitless_since > self._deadlines.abort_s:
+        if self._no_tokens_since is None:
+            self._no_tokens_since = now
+        elif now - self._no_tokens_since > self._deadlines.abort_s:
             raise ServerError(f"{self.name}: no token for any request within {self._deadlines.request_s:g} s")
 
-    async def _end(self, pending: InflightRequest, timeouts: asyncio.Timeout) -> None:
+    async def _abort_overdue(self, pending: InflightRequest, timeouts: asyncio.Timeout) -> None:
         """Abort one request until it is answered or overdue. A paused server would not answer."""
         while True:
             await self._inflight.until_open()
@@ -338,7 +347,7 @@ class SglangEngine:
             await self._inflight.open_gate()
 
 
-def _up_to(found: Generation, newest: int | None) -> Generation:
+def _truncated_after(found: Generation, newest: int | None) -> Generation:
     """The generation without tokens of weights newer than version ``newest``."""
     if newest is None:
         return found

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bapo_megatron.rollout.engines.sent_weights import SentWeights, UnknownDigests
+from bapo_megatron.rollout.engines.sent_weights import SentDigests, UnknownDigests
 from bapo_megatron.rollout.engines.sglang.tensor_hash import HASHES, TensorHash
 
 FUSED_MODELS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
@@ -167,11 +167,11 @@ class FusedDigests:
             for digests, one in zip(self._digests, fused.hashes, strict=True):
                 digests[place.name] = one.digest()
 
-    def result(self) -> SentWeights:
+    def result(self) -> SentDigests:
         """The digests, when all tensors were there. ValueError if a part is lacking."""
         if self._pending:
             raise ValueError(f"{min(self._pending)} was not sent whole")
-        return SentWeights(tuple(self._digests), self._hashed_bytes)
+        return SentDigests(tuple(self._digests), self._hashed_bytes)
 
     def _hash(self, fused: _Fused, cut: Cut, tensor: Tensor) -> None:
         for rank, one in enumerate(fused.hashes):

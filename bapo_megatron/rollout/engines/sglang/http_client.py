@@ -27,7 +27,7 @@ _MODEL_MEMORY, _CACHE_MEMORY = ("weights", "cuda_graph"), "kv_cache"
 
 _KEEP_IDLE_S = 2.0
 """A connection is used again for so long. Less than the 5 s after which a server of uvicorn closes it: a
-request that is sent at that moment fails as if the server had died (`Crossed`)."""
+request that is sent at that moment fails as if the server had died (`KeptConnectionClosed`)."""
 
 _CONNECT_S = 60.0
 """A machine that is gone is noticed earlier, by its silence (``pool.py``)."""
@@ -44,7 +44,7 @@ class HttpSessions:
     def __init__(self) -> None:
         """Within an event loop. As many connections as there are requests in flight."""
         kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S)
-        self.kept = aiohttp.ClientSession(connector=kept, trace_configs=[_reuse_noted()])
+        self.kept = aiohttp.ClientSession(connector=kept, trace_configs=[_reuse_trace()])
         self.new = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
 
     async def close(self) -> None:
@@ -53,7 +53,7 @@ class HttpSessions:
         await self.new.close()
 
 
-def _reuse_noted() -> aiohttp.TraceConfig:
+def _reuse_trace() -> aiohttp.TraceConfig:
     """Tells a request, by its ``trace_request_ctx``, whether it went over a connection of an earlier one."""
 
     async def note(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
@@ -69,7 +69,7 @@ class ServerError(EngineError):
     """An SGLang server refused, hung, or answered nonsense. The message names it."""
 
 
-class Crossed(ServerError):
+class KeptConnectionClosed(ServerError):
     """A kept connection ended while a request was under way over it, before anything of the answer came.
 
     Most often the server has ended an idle connection and has not seen the request: on a busy machine the
@@ -79,7 +79,7 @@ class Crossed(ServerError):
     """
 
 
-class Refused(ServerError):
+class BadRequest(ServerError):
     """The server says that the request is wrong, not that it fails."""
 
 
@@ -102,7 +102,7 @@ class SglangServer:
     async def generate(self, request: GenerateRequest, rid: str, again: bool = False) -> Generation:
         """Answer one request under the id ``rid``. An aborted one returns what it has.
 
-        ``again``: over a new connection. Else Crossed if a kept one ended.
+        ``again``: over a new connection. Else KeptConnectionClosed if a kept one ended.
         """
         session, payload = (
             self._sessions.new if again else self._sessions.kept,
@@ -110,7 +110,7 @@ class SglangServer:
         )
         try:
             body = await self._call(session, "POST", "/generate", payload, None)
-        except Refused as error:  # any other server would refuse it too
+        except BadRequest as error:  # any other server would refuse it too
             raise ValueError(f"request {request.request_id!r}: {error}") from error
         try:
             if len(body) < _LONG_REPLY_BYTES:
@@ -192,10 +192,10 @@ class SglangServer:
     async def leave_weight_group(self, name: str, timeout: float) -> None:
         """Leave the group, if it is in one of that name."""
         call = self._post("/destroy_weights_update_group", {"group_name": name}, timeout)
-        await _unless(call, "does not exist")
+        await _ignoring(call, "does not exist")
 
     async def begin_update(self) -> None:
-        """Be ready to ``receive``. Refused during an update; waits for all requests unless it is paused."""
+        """Be ready to ``receive``. BadRequest during an update; waits for all requests unless it is paused."""
         await self._post("/begin_weight_update", {})
 
     async def receive(self, bucket: BucketSpec, group_name: str, timeout: float) -> None:
@@ -224,10 +224,10 @@ class SglangServer:
 
     async def end_update(self) -> None:
         """Make the weights that came ready for use. Nothing happens if no update was begun."""
-        await _unless(self._post("/end_weight_update", {}), "no weight-update session is open")
+        await _ignoring(self._post("/end_weight_update", {}), "no weight-update session is open")
 
     async def flush_cache(self) -> None:
-        """Empty the prefix cache. Refused while a request runs; those that were retracted do not count."""
+        """Empty the prefix cache. BadRequest while a request runs; those that were retracted do not count."""
         await self._post("/flush_cache", {})
 
     async def release_memory(self, timeout: float) -> None:
@@ -305,7 +305,7 @@ class SglangServer:
             raise ServerError(f"{url}: no answer within {timeout:g} s") from error
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             self._forget()
-            kind = Crossed if connection["reused"] else ServerError
+            kind = KeptConnectionClosed if connection["reused"] else ServerError
             raise kind(f"{url}: {type(error).__name__}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             self._forget()
@@ -334,7 +334,7 @@ class SglangServer:
             if status == 401:
                 message = f"{message}: {self._authorization.refusal()}"
                 self._authorization.forget()
-        return Refused(message) if status == 400 else ServerError(message)
+        return BadRequest(message) if status == 400 else ServerError(message)
 
 
 def _with_tensors(digest: str, ranks: Any) -> str:
@@ -346,7 +346,7 @@ def _with_tensors(digest: str, ranks: Any) -> str:
         return digest
 
 
-async def _unless(call: Awaitable[Any], says: str) -> None:
+async def _ignoring(call: Awaitable[Any], says: str) -> None:
     """``call``, which may be refused with those words: there was nothing to do."""
     try:
         await call

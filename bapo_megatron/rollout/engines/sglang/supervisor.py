@@ -25,8 +25,8 @@ from bapo_megatron.runtime.distributed import free_port
 from bapo_megatron.runtime.run_paths import RunPaths
 
 _HOST = "127.0.0.1"
-_LOOK_S = 1.0
-_LONGEST_PAUSE_S = 60.0
+_POLL_S = 1.0
+_MAX_BACKOFF_S = 60.0
 """A server that ends again and again is started at ever longer intervals, up to this."""
 
 
@@ -127,7 +127,7 @@ class ServerSupervisor:
         self._log = RunPaths(config.directory).server_log(number)
         self._start_s = 60 * sglang.start_minutes
         self._on_event = on_event
-        self._ends = threading.Event()
+        self._stopping = threading.Event()
         self._tried = threading.Event()
         """A start was tried since it was last asked for."""
         self._may_start = threading.Event()
@@ -136,11 +136,11 @@ class ServerSupervisor:
         self._server: ServerProcess | None = None
         self._refused = ""
         """Why it could not be started."""
-        self._hangs: str | None = None
+        self._hang_reason: str | None = None
         """Why it is to be ended and started again."""
-        self._may_hang = False
+        self._can_hang = False
         """Whether silence means that the server hangs: it has started, or the time to start has passed."""
-        self._thread = threading.Thread(target=self._keep, name=f"server-{number}", daemon=True)
+        self._thread = threading.Thread(target=self._supervise, name=f"server-{number}", daemon=True)
         self._thread.start()
 
     def start(self) -> None:
@@ -176,30 +176,30 @@ class ServerSupervisor:
 
     def restart(self, reason: str | None) -> None:
         """End it soon, because it hangs, and start it again; not while it still starts. None: it is well."""
-        self._hangs = reason if self._may_hang else None
+        self._hang_reason = reason if self._can_hang else None
 
     def stop(self) -> None:
         """End it, and do not start it again."""
-        self._ends.set()
+        self._stopping.set()
         self._may_start.set()
         self._thread.join()
 
-    def _keep(self) -> None:
-        pause = _LOOK_S
+    def _supervise(self) -> None:
+        pause = _POLL_S
         while self._start_when_allowed():
             started = time.monotonic()
             if self._server is not None:
                 self._watch(self._server, started)
             lived_s = time.monotonic() - started
-            pause = _LOOK_S if lived_s > 10 * pause else min(2 * pause, _LONGEST_PAUSE_S)
-            self._ends.wait(pause)
+            pause = _POLL_S if lived_s > 10 * pause else min(2 * pause, _MAX_BACKOFF_S)
+            self._stopping.wait(pause)
 
     def _start_when_allowed(self) -> bool:
         """Start the server when it is not held. False if it is not to be started any more."""
-        while not self._ends.is_set():
+        while not self._stopping.is_set():
             self._may_start.wait()
             with self._starting:
-                if self._may_start.is_set() and not self._ends.is_set():
+                if self._may_start.is_set() and not self._stopping.is_set():
                     self._start()
                     return True
         return False
@@ -209,22 +209,26 @@ class ServerSupervisor:
             self._server = ServerProcess(self._command, self._environment, self.url, self._log)
         except OSError as error:  # no memory for a process, a full disk: it may be over later
             self._server, self._refused = None, str(error)
-            self._tell("server_refused", reason=self._refused)
+            self._report("server_refused", reason=self._refused)
         self._tried.set()
 
     def _watch(self, server: ServerProcess, started: float) -> None:
         """Wait until the server has ended or hangs; then kill what is left of it."""
-        self._may_hang, self._hangs = False, None
-        while (code := server.process.poll()) is None and not self._hangs and not self._ends.wait(_LOOK_S):
-            self._may_hang = self._may_hang or time.monotonic() - started > self._start_s or server.is_ready()
-        self._may_hang = False
+        self._can_hang, self._hang_reason = False, None
+        while (
+            (code := server.process.poll()) is None
+            and not self._hang_reason
+            and not self._stopping.wait(_POLL_S)
+        ):
+            self._can_hang = self._can_hang or time.monotonic() - started > self._start_s or server.is_ready()
+        self._can_hang = False
         if code is not None:
-            self._tell("server_ended", exit_code=code)
-        elif self._hangs and not self._ends.is_set():
-            self._tell("server_ended", reason=f"it hangs, and is started again: {self._hangs}")
+            self._report("server_ended", exit_code=code)
+        elif self._hang_reason and not self._stopping.is_set():
+            self._report("server_ended", reason=f"it hangs, and is started again: {self._hang_reason}")
         server.stop()  # and what is left of its children
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def _report(self, kind: str, **fields: Any) -> None:
         try:
             self._on_event({"kind": kind, "server": self.url, **fields})
         except RunStopped as stopped:  # the disk is full; the server is kept all the same

@@ -27,6 +27,6 @@ if __name__ == "__main__":
     from sglang.srt.utils import kill_process_tree
 
     try:
-        run_server(access.ask_for_key(prepare_server_args(sys.argv[1:])))
+        run_server(access.require_key(prepare_server_args(sys.argv[1:])))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

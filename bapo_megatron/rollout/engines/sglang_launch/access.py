@@ -100,7 +100,7 @@ def _redacting(make: Callable[..., logging.LogRecord], key: str) -> Callable[...
     return redacted
 
 
-def ask_for_key(arguments: Any) -> Any:
+def require_key(arguments: Any) -> Any:
     """Settings of a server (``ServerArgs``) that make it ask for the key; as they were if there is none."""
     if _key is None:
         return arguments

@@ -19,6 +19,6 @@ if __name__ == "__main__":
 
     load_plugins()
     try:
-        run_server(access.ask_for_key(prepare_server_args(sys.argv[1:])))
+        run_server(access.require_key(prepare_server_args(sys.argv[1:])))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)

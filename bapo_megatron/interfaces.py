@@ -1,4 +1,4 @@
-"""The protocols of a run (policy, engine, sampler, weight sync): what may be replaced, and its contract."""
+"""The protocols of a run's replaceable parts, with their contracts: policy, engine, sampler, weight sync."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bapo_megatron.types import (
 )
 
 NamedTensors = Iterator[tuple[str, Tensor]]
-"""Weights under their Hugging Face names."""
+"""An iterator over weights: Hugging Face name and whole tensor."""
 
 Confirm = Callable[[str], Awaitable[None]]
 """A digest check: takes the digest of an engine's weights, raises if other engines have other weights."""
@@ -37,11 +37,11 @@ class Saving(Protocol):
         """Whether this rank's part is on disk, or has failed."""
 
     def finish(self) -> None:
-        """Make the parts a checkpoint, when all are written. Collective; raises if one has failed."""
+        """Commit the checkpoint, when all ranks' parts are written. Collective; raises if one failed."""
 
 
 class Policy(Protocol):
-    """The trained model behind its parallelism: callers see packs, sums and updates."""
+    """The trained model (the actor). Its parallelism is hidden: callers see packs, sums and updates."""
 
     version: int
     """Optimizer steps made since the run began."""
@@ -55,10 +55,10 @@ class Policy(Protocol):
         """The constraints of this rank's packs."""
 
     def token_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
-        """``fn`` summed over the packs of all ranks by a forward pass: float64, equal on every rank."""
+        """Forward pass: the sum of ``fn`` over the packs of all ranks, float64, equal on every rank."""
 
     def old_sums(self, batches: Sequence[MicroBatch], fn: TokenFn) -> Tensor:
-        """``token_sums`` of pi_old's log-probs, which the packs hold: no pass of the model."""
+        """``token_sums`` at pi_old, whose log-probs are a column of the packs: no forward pass."""
 
     def log_probs(self, batches: Sequence[MicroBatch], trained_only: bool = False) -> list[TokenStats]:
         """Log-probs and entropies of this rank's packs, at the rollout temperature.
@@ -67,9 +67,9 @@ class Policy(Protocol):
         """
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
-        """``values`` added up over the model's replicas, on the CPU, equal on every rank. Collective.
+        """All-reduce (sum) over data parallel ranks; the result is on the CPU of every rank. Collective.
 
-        The ranks of one replica give the same values, and each replica is counted once.
+        The ranks of one replica must give the same ``values``.
         """
 
     def update(self, batches: Sequence[MicroBatch], loss: TokenFn | SearchedLoss) -> UpdateResult:
@@ -80,30 +80,31 @@ class Policy(Protocol):
         """Learning rate of the last update, 0 before the first."""
 
     def state_digest(self) -> dict[str, list[str]]:
-        """Digests of the bits of weights and optimizer, the same at every layout; equal on every rank.
+        """Digests of the bits of weights and optimizer, equal at every layout and on every rank. Collective.
 
-        A name has one digest where all copies agree, else also those of the copies that differ. Collective.
+        A name has one digest if all copies agree, else one for each different copy.
         """
 
     def hf_weights(self) -> NamedTensors:
-        """All weights, whole, tensor by tensor. Every rank of a replica must run the iterator to its end."""
+        """All-gather of the weights, one whole tensor at a time. Collective within a replica: each of its
+        ranks must run the iterator to its end, also after an error."""
 
     def offload(self, keep_weights: bool = False) -> int:
-        """Give up the device's memory while engines sample on it; the bytes that are freed.
+        """Offload weights and optimizer to the host and free the gradients; returns the device bytes freed.
 
-        The host keeps what is needed. Until ``reload`` whatever reads weights or optimizer raises
-        RuntimeError. ``keep_weights``: ``hf_weights`` still works, until a second call without it. A
-        checkpoint that is being written is not disturbed. Does nothing where the memory is given up already.
+        Until ``reload`` a method that reads weights or optimizer raises RuntimeError. ``keep_weights``: the
+        weights stay, and ``hf_weights`` works, until a second call without it. A checkpoint write in progress
+        is not disturbed. No effect if all is offloaded already.
         """
 
     def reload(self) -> None:
-        """Undo ``offload``, bit for bit. Does nothing if it was not called."""
+        """Bring the state back from the host, bit for bit. No effect if nothing is offloaded."""
 
     def save(self, path: Path) -> Saving:
-        """Begin to write a checkpoint of model, optimizer and schedule as they are now. Collective."""
+        """Begin an asynchronous checkpoint of model, optimizer and schedule. Collective."""
 
     def load(self, path: Path, version: int) -> None:
-        """Read what ``save`` wrote at ``version``, at any layout. Collective."""
+        """Load a checkpoint that ``save`` wrote at ``version``, at any layout. Collective."""
 
 
 class Engine(Protocol):
@@ -114,16 +115,16 @@ class Engine(Protocol):
     """
 
     name: str
-    """Address of the server, or another name that tells the engine from others."""
+    """Unique name: the address of the server, if there is one."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample the answer to one request. ValueError, before it is sent, if it is malformed."""
 
     async def abort(self) -> None:
-        """Abort the requests in flight: they return what they have, with finish reason ``abort``."""
+        """Abort the requests in flight: each returns its tokens so far, with finish reason ``abort``."""
 
     async def pause(self) -> None:
-        """Stop sampling after the token in hand; requests in flight wait."""
+        """Stop sampling at the next token boundary; requests in flight wait."""
 
     async def resume(self) -> None:
         """Continue to sample after ``pause``."""
@@ -131,130 +132,127 @@ class Engine(Protocol):
     async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
         """Load the weights of an HF folder. Requests in flight continue; later tokens carry ``version``.
 
-        No token is sampled from the new weights before ``confirm`` has returned.
+        The engine awaits ``confirm`` with the weights' digest before it samples from them.
         """
 
     async def weight_version(self) -> int:
-        """The version given with the weights that were loaded last; 0 for those it started with."""
+        """The version of the weights that were loaded last; 0 before any load."""
 
     async def is_alive(self) -> bool:
-        """Health check: whether it answers, also while it is paused. Never raises, never takes long."""
+        """Health check: whether the engine answers, also while paused. Never raises, never takes long."""
 
     async def close(self) -> None:
-        """Release what it holds in this process. A server keeps running."""
+        """Release the client's resources in this process. A server keeps running."""
 
 
 @runtime_checkable
 class ReceivesBroadcast(Engine, Protocol):
-    """An ``Engine`` that can also take weights by broadcast, bucket by bucket, from a process group's rank 0.
+    """A receiver of weight broadcasts: an ``Engine`` that is some ranks of the trainer's broadcast group.
 
     In order: ``join_group`` once; then for each version ``begin_update``, ``receive`` for every bucket,
-    ``end_update``, ``set_version``, ``resume_after_update``. What fails raises; its weights are unknown then.
+    ``end_update``, ``set_version``, ``resume_after_update``. After an error its weights are unknown.
     """
 
     broadcast_ranks: int
-    """Ranks that it has in the group: its tensor parallel size."""
+    """Number of the engine's ranks in the group: its tensor-parallel size."""
 
     async def leave_group(self, name: str, timeout_s: float) -> None:
-        """Leave the group, if it is in one of that name."""
+        """Leave the group of that name, if the engine is in one."""
 
     async def join_group(self, group: BroadcastGroup, first_rank: int, timeout_s: float) -> None:
-        """Join the sender's group as ``first_rank`` and those that follow. Done when all have joined."""
+        """Join the sender's group as the ranks from ``first_rank`` on. Returns when all ranks have joined."""
 
     async def begin_update(self) -> None:
-        """Stop sampling and be ready to receive. An update that a failure has left open is ended first."""
+        """Pause sampling and open a weight update. An update that a failure left open is closed first."""
 
     async def receive(self, bucket: BucketSpec, group_name: str, timeout_s: float) -> None:
-        """Take and load one bucket."""
+        """Receive one bucket by broadcast, and load it."""
 
     async def end_update(self, timeout_s: float) -> str:
-        """End an update after all buckets: the digest of the weights, as ``load`` gives it to ``confirm``."""
+        """Close the update after the last bucket; returns the digest of the weights, as for ``confirm``."""
 
     async def set_version(self, version: int) -> None:
-        """The weights that came have this version."""
+        """Set the version of the received weights."""
 
     async def resume_after_update(self) -> None:
-        """Sample again, unless ``pause`` holds. Requests in flight continue under the new weights."""
+        """Resume sampling, unless ``pause`` holds. Requests in flight continue under the new weights."""
 
 
 @runtime_checkable
 class ReleasesMemory(Engine, Protocol):
-    """An ``Engine`` that gives up its GPU memory while the policy trains on the same GPU (time-sharing).
+    """A colocated ``Engine``: it releases its GPU memory while the policy trains on the same GPU.
 
-    After an error of either call what it holds is unknown: its server must be ended.
+    After an error of either call its memory is in an unknown state, and its server must be ended.
     """
 
     async def release_memory(self) -> None:
-        """End the requests in flight and give up the memory. It may return before the memory is free."""
+        """Abort the requests in flight and release the memory. It may return before the memory is free."""
 
     async def wake(self, folder: Path, version: int, confirm: Confirm) -> None:
-        """Take the memory back, with the weights of an HF folder as by ``load``, and sample again."""
+        """Reclaim the memory, ``load`` the weights of an HF folder, and resume sampling."""
 
 
 @runtime_checkable
 class ReceivesHandles(ReleasesMemory, Protocol):
-    """An engine that can also wake with weights that it reads from the trainer's memory.
+    """A receiver of weights by CUDA IPC: a colocated engine that reads them from the trainer's memory.
 
-    In order, instead of ``wake``: ``begin_wake``; ``receive_handles`` until it has all weights;
-    ``confirm_weights``; ``finish_wake``. After an error its server must be ended.
+    In order, instead of ``wake``: ``begin_wake``; ``receive_handles`` for every bucket; ``confirm_weights``;
+    ``finish_wake``. After an error its server must be ended.
     """
 
     async def begin_wake(self) -> None:
-        """Take back the memory of the weights, and be ready to receive them."""
+        """Reclaim the memory of the weights, and open a weight update."""
 
     async def receive_handles(self, handles: Sequence[bytes]) -> None:
-        """Load some weights: for each tensor-parallel rank a pickle of (name, tensor) pairs, which names
-        memory of the trainer and holds no data. That memory may change when the next call has returned."""
+        """Load one bucket by its memory handles: for each tensor-parallel rank a pickle of (name, tensor)
+        pairs without data. The trainer may reuse that memory when the next call has returned."""
 
     async def confirm_weights(self, version: int, confirm: Confirm) -> None:
-        """The weights are whole, and of ``version``: give ``confirm`` their digest, as ``load`` does."""
+        """Close the update: the weights are complete, and of ``version``. Awaits ``confirm`` as ``load``."""
 
     async def finish_wake(self) -> None:
-        """Take back the rest of the memory, and sample again."""
+        """Reclaim the rest of the memory, and resume sampling."""
 
 
 class Need(Enum):
-    """What a sampler cannot go on without, in place of its answer."""
+    """A sampler's request to the trainer, in place of its answer."""
 
     WEIGHTS = "weights"
-    """The present weights: no engine has them."""
+    """The current weights once more: no engine has them."""
 
 
 class Sampler(Protocol):
     """The rollout sampler: turns prompts into finished, rewarded groups. Lives on rank 0."""
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:
-        """Begin before ``first_step``, at the ``state`` of the checkpoint before it, if there is one."""
+        """Start sampling for ``first_step``. ``state``: the sampler's part of the checkpoint before it."""
 
     def next_batch(self, step: int, wait_s: float) -> StepBatch | Need | None:
-        """The training batch of ``step``; None if it does not exist yet after ``wait_s`` seconds.
+        """The training batch of ``step``; None if it is not ready within ``wait_s`` seconds.
 
-        ``Need.WEIGHTS``: no engine works, and one needs the present weights once more.
-
-        The same step gets the same groups however often it is asked for, also after a restart.
+        ``Need.WEIGHTS``: no engine works, and one needs the current weights once more. A repeated call for
+        the same step, also after a restart, gets the same groups.
         """
 
     def evaluated(self, step: int, wait_s: float) -> Path | Need | None:
         """The file of the responses to held-out problems at the weights of ``step``, like ``next_batch``."""
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:
-        """Have the engines sample from the weights in ``folder``, which the updates of ``step`` have made."""
+        """Load the weights in ``folder``, made by the updates of ``step``, into the engines."""
 
     def state(self) -> dict[str, Any]:
         """The sampler's part of a checkpoint, plain JSON."""
 
     def checkpointed(self, oldest: int) -> None:
-        """Note that a checkpoint is durable, and that the oldest that is kept is of step ``oldest``.
-
-        The sampler may delete what no continuation from there needs.
-        """
+        """Garbage collection after a checkpoint: delete journal files that a resume from step ``oldest``, the
+        oldest checkpoint that is kept, does not need."""
 
     def close(self) -> None:
-        """Stop sampling and release everything."""
+        """Stop sampling and release all resources."""
 
 
 class WeightSync(Protocol):
-    """Weight synchronization: brings the policy's weights to the engines."""
+    """Weight synchronization: the transport of the policy's weights to the engines."""
 
     def push(self, policy: Policy, step: int) -> None:
-        """Have every working engine sample from ``policy.version``, which ``step`` has made. Collective."""
+        """Update every working engine to ``policy.version``, made by the updates of ``step``. Collective."""

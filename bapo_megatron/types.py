@@ -34,7 +34,7 @@ class Prompt:
     data_source: str
     extra_info: dict[str, Any] = field(default_factory=dict)
     opens_thinking: bool = False
-    """Whether the chat template ends with ``<think>``: the response begins within its thinking part."""
+    """Whether the chat template ends with ``<think>``, so that the response begins inside the thinking."""
     source: str = ""
     """Name of the source among ``data.sources``; empty for that of ``data.path``."""
     reward: str = ""
@@ -54,7 +54,7 @@ class SamplingParams:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     seed: int | None = None
-    """Same seed, prefix and weights give the same tokens; engines that cannot promise that ignore it."""
+    """Seed of the draws: same seed, prefix and weights give the same tokens. SGLang ignores it."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class GenerateRequest:
     input_ids: np.ndarray
     params: SamplingParams
     prefix_tokens: int = 0
-    """Number of last input ids that are an earlier part of the response (they shift the seeded draws)."""
+    """Number of trailing input ids that are the response so far: the offset into the seeded draws."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class TokenStats(NamedTuple):
 
 
 class Column(NamedTuple):
-    """The dtype of a per-token column of a pack, and the value of the tokens that are not trained on."""
+    """The dtype of a per-token column of a pack, and its fill value for tokens that are not trained on."""
 
     dtype: torch.dtype
     fill: int = 0
@@ -180,8 +180,8 @@ class MicroBatch:
     """The source of each of the ``sequences``, by its number among ``data.sources``; -1 for none of them.
     Empty in a run of one file."""
     trained_tokens: tuple[int, ...] = ()
-    """Number of trained tokens of each of the ``sequences``, so that every rank knows the same groups of them
-    (``algo/search_groups.py``). Empty in a pack that was not made by ``pack_samples``."""
+    """Number of trained tokens of each of the ``sequences``, from which every rank computes the same search
+    groups (``algo/search_groups.py``). Empty in a pack that was not made by ``pack_samples``."""
 
     @classmethod
     def of(
@@ -230,7 +230,7 @@ COLUMNS: dict[str, Column] = {
 
 @dataclass(frozen=True)
 class PackLayout:
-    """The packing constraints of a data-parallel rank: which packs are its own, and rules for their shape."""
+    """The packing constraints of a data-parallel rank: its share of the packs, and rules for their shape."""
 
     data_rank: int = 0
     """The data-parallel rank: which replica of the model this process belongs to."""
@@ -259,7 +259,7 @@ class PackLayout:
 
 @dataclass(frozen=True)
 class BroadcastGroup:
-    """The process group of a weight broadcast: where the receivers meet the sender, which is its rank 0."""
+    """The process group of a weight broadcast: rendezvous address, size, backend. Rank 0 is the sender."""
 
     address: str
     """Host of the sender, as the receivers reach it."""
@@ -283,7 +283,7 @@ class BucketSpec:
 
 
 TokenFn = Callable[[TokenStats, MicroBatch], Tensor]
-"""A loss or a measurement: a function of tokens whose vector is additive over tokens, packs and ranks."""
+"""A loss or a measurement: a function from tokens to a vector that is additive over tokens, packs, ranks."""
 
 
 @dataclass(frozen=True)
@@ -295,12 +295,12 @@ class SearchedLoss:
     loss_of: Callable[[Tensor], TokenFn]
     """The loss, from the sums of ``measure``."""
     over: Literal["update", "micro_batch"]
-    """Over which tokens ``measure`` is summed: all of the update, with every forward pass held until the
-    sums are known, or the packs that the replicas process at the same time."""
+    """The tokens that ``measure`` is summed over: those of the update (all activations are held until the
+    sums are known), or those of the micro-batches that the replicas process at the same time."""
 
 
 class UpdateResult(NamedTuple):
-    """The report of an optimizer step, equal on every rank."""
+    """The result of an optimizer step, equal on every rank: metrics, gradient norm, learning rate."""
 
     sums: Tensor
     """float64: the loss function's additive vector summed over the update; element 0 is the loss sum."""

@@ -1,6 +1,6 @@
-"""The rollout backend: how a run checks, starts and reaches the engines of one kind, such as SGLang's.
+"""The rollout backend: the factory of one kind of inference engine (checks, servers, clients), e.g. SGLang.
 
-A backend is a folder of this room, or a user's own class that `rollout.engine` names by its path.
+A backend is a subfolder here, or a user's own class that `rollout.engine` names by its import path.
 """
 
 from __future__ import annotations
@@ -18,78 +18,78 @@ from bapo_megatron.interfaces import Engine
 from bapo_megatron.rollout.engines.sent_weights import MakeDigester, UnknownDigests
 
 OnEvent = Callable[[dict[str, Any]], None]
-"""Takes note of an event: a kind and its fields."""
+"""A callback for events: a kind and its fields."""
 
 
 class EngineError(RuntimeError):
-    """An engine refused, hung, or answered nonsense. The message names it."""
+    """An engine refused, hung, or answered nonsense. The message names the engine."""
 
 
 class EngineServers:
-    """The servers behind a run's engines; none where engines are in the sampler's process."""
+    """The server processes behind a run's engines; none if the engine is in the sampler's process."""
 
     urls: Sequence[str] = ()
-    """Their addresses."""
+    """Addresses of the servers."""
     gpus: Mapping[str, Sequence[int]] = MappingProxyType({})
-    """The GPUs of each that the run has started, by its address: numbers on this machine."""
+    """GPU numbers on this machine of each server that the run has started, by its address."""
 
     def heed(self, event: dict[str, Any]) -> None:
-        """Act on an event of the sampler's process, such as ``engine_hangs``."""
+        """React to an event of the sampler's process, such as ``engine_hangs``: restart the server."""
 
-    # Time-sharing: colocated servers are held from the beginning, until `start`.
+    # Colocated servers take turns with the policy on their GPUs: they are held at first, until `start`.
 
     def hold(self) -> None:
-        """Start none again that ends, until ``start``: its GPU is the policy's now."""
+        """Suspend restarts until ``start``: the policy has the GPUs."""
 
     def running(self) -> list[str]:
-        """Addresses of those whose process lives; while they are held none is a new process."""
+        """Addresses of the servers whose process lives; none is restarted while they are held."""
         return list(self.urls)
 
     def end(self, spared: Collection[str] = ()) -> None:
-        """End all but those at the addresses ``spared``, and wait until they are gone."""
+        """Kill all servers but those at the addresses ``spared``, and wait until they are gone."""
 
     def start(self) -> None:
-        """Start those that do not run, and keep them running. Waits for them only the first time."""
+        """Start the servers that do not run, and resume restarts. Waits until they are ready only once."""
 
 
 class EngineBackend(ABC):
-    """How a run uses the engines of one kind. The defaults are those of an engine in the sampler's process.
+    """The factory of a run's engines. The defaults are those of an engine in the sampler's process.
 
-    Its settings are ``rollout.engine_config``: the field of ``RolloutConfig`` that has the backend's name, or
-    ``custom_engine`` for one that is given by its path.
+    Its settings are ``rollout.engine_config``: the field of ``RolloutConfig`` with the backend's name, or
+    ``custom_engine`` for a backend that is named by its import path.
     """
 
     rounds = False
-    """Sample in rounds: new groups are begun only when no other is in the making, so that an engine whose
-    tokens depend on its batch always forms the same batches."""
+    """Synchronous rounds: new groups are opened only when no group is open, so that an engine whose tokens
+    depend on its batch always forms the same batches."""
 
     def check(  # noqa: B027 (most engines have nothing to check)
         self, rollout: RolloutConfig, gpus: int = 0, training: int = 0
     ) -> None:
-        """Raise ConfigError if engines cannot be had; called before anything starts.
+        """Raise ConfigError if the engines cannot be started or used; called before anything starts.
 
-        ``gpus``: those of this machine. ``training``: processes that train, one on each of the first GPUs.
+        ``gpus``: number of this machine's GPUs. ``training``: number of training processes, one on each of
+        the first GPUs.
         """
 
     def serve(
         self, config: RunConfig, cuda: bool, on_event: OnEvent
     ) -> AbstractContextManager[EngineServers]:
-        """The servers, ready for requests; those that the run starts end with the context. On rank 0."""
+        """The servers, ready for requests; those that the run starts end with the context. Rank 0 only."""
         return nullcontext(EngineServers())
 
     def max_in_flight(self, rollout: RolloutConfig) -> int:
-        """Requests at one engine at a time."""
+        """Most requests in flight at one engine."""
         return rollout.engine_config.max_in_flight
 
     def has_prefix_cache(self, rollout: RolloutConfig) -> bool:
-        """Whether an engine keeps the keys and values of a request for one that continues it."""
+        """Whether engines keep a request's keys and values for its continuation (prefix cache)."""
         return False
 
     def weight_digester(self, rollout: RolloutConfig, hf_path: Path, device: str) -> MakeDigester | None:
-        """Makes what computes, while weights pass, the digests that engines must report.
+        """The factory of the digests that engines must report after a weight sync; None: none are compared.
 
-        ``hf_path``: the model's folder. ``device``: the kind that the trainer is on. None: nothing is to be
-        compared.
+        ``hf_path``: the model's folder. ``device``: the kind of device that the trainer is on.
         """
         return partial(UnknownDigests, f"{type(self).__name__} defines no weight_digester")
 
@@ -97,7 +97,7 @@ class EngineBackend(ABC):
     async def open(
         self, config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack
     ) -> list[Engine]:
-        """The engines, in the event loop that they are used in. What must be closed goes to ``opened``.
+        """The engines, made in the event loop that uses them. Resources to close are pushed onto ``opened``.
 
-        ``urls``: of the servers. ``device``: where an engine in this process computes.
+        ``urls``: addresses of the servers. ``device``: the device of an engine in this process.
         """

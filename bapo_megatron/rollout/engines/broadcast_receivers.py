@@ -1,4 +1,4 @@
-"""The engines' side of a weight broadcast: which engines take part, and every step on all of them at once."""
+"""The receivers of a weight broadcast: control calls to all engines in lockstep, and their membership."""
 
 from __future__ import annotations
 
@@ -18,33 +18,35 @@ from bapo_megatron.types import BroadcastGroup, BucketSpec
 T = TypeVar("T")
 
 _TIMEOUT_SHARE = 0.9
-"""Share of the sender's timeout: the receivers' error comes first, because it names the engine."""
+"""The receivers' timeout as a share of the sender's: their error, which names the engine, must come first."""
 
 _ERROR_GRACE_S = 0.5
+"""Wait for the errors of other engines, after the first."""
 
 
 class WeightReceivers:
-    """Engines that receive one broadcast together.
+    """The engines of one broadcast group.
 
     In order: ``join`` once; then for each version ``begin``, ``receive`` for every bucket, ``finish``. All
-    raise EngineError, which names the engines. After an error weights may be mixed. Engines that hang must be
-    ended: they pass data on, and others may wait for them. The pool finds them when they do not take weights
-    from disk (``engine_hangs``). Then let new receivers ``join`` anew.
+    raise EngineError, which names the engines. After an error weights may be mixed. An engine that hangs must
+    be ended: a broadcast passes data through it, so others may wait for it. The pool detects it when it does
+    not load weights from disk (``engine_hangs``). Then new receivers must ``join`` a new group.
     """
 
     def __init__(self, engines: Sequence[ReceivesBroadcast], timeout_s: float = 120.0) -> None:
-        """``timeout_s``: longest wait for one bucket."""
+        """``timeout_s``: longest wait for one bucket, in seconds."""
         self.engines, self._timeout_s = list(engines), timeout_s
         self._group_name = ""
 
     @property
     def ranks(self) -> int:
-        """Number of the engines' ranks in the broadcast group."""
+        """Number of ranks of all engines in the broadcast group."""
         return sum(engine.broadcast_ranks for engine in self.engines)
 
     async def join(self, group: BroadcastGroup) -> None:
-        """Join the sender's group, and first leave one of that name, which a failure has left behind."""
+        """Join the sender's group on all engines."""
         self._group_name = group.name
+        # Leave first: a failed broadcast may have left a group of that name.
         await self._on_all_engines(lambda engine: engine.leave_group(group.name, self._timeout_s))
         first_ranks, rank = {}, 1
         for engine in self.engines:
@@ -55,18 +57,19 @@ class WeightReceivers:
         )
 
     async def begin(self) -> None:
-        """Stop sampling and be ready to receive."""
+        """Pause sampling and open a weight update on all engines."""
         await self._on_all_engines(lambda engine: engine.begin_update())
 
     async def receive(self, bucket: BucketSpec) -> None:
-        """Take and load one bucket."""
+        """Receive and load one bucket on all engines."""
         await self._on_all_engines(lambda engine: engine.receive(bucket, self._group_name, self._timeout_s))
 
     async def finish(self, version: int, is_sent: IsSent | None = None) -> str:
-        """End the update, and sample again with weights of ``version``. Returns the digest of the weights.
+        """Close the update, verify the digests, and resume sampling with ``version``; returns the digest.
 
         EngineError if the engines' weights differ, or are not those sent; then none samples from them.
         """
+        # All digests are compared before any engine resumes: no token may come from wrong weights.
         digests = await self._on_all_engines(lambda engine: engine.end_update(self._timeout_s))
         for engine, digest in zip(self.engines, digests, strict=True):
             try:
@@ -79,12 +82,12 @@ class WeightReceivers:
             raise EngineError(f"the engines have different weights after version {version}: {all_digests}")
         await self._on_all_engines(lambda engine: engine.set_version(version))
         await self._on_all_engines(lambda engine: engine.resume_after_update())
-        return str(digests[0])  # without those of single tensors, which go no further
+        return str(digests[0])  # without the digests of single tensors, which nobody needs any more
 
     async def _on_all_engines(self, call: Callable[[ReceivesBroadcast], Coroutine[Any, Any, T]]) -> list[T]:
-        """Run ``call`` on all engines; their results.
+        """Run ``call`` on all engines at once; returns their results.
 
-        The first error ends the wait; errors of other engines that come with it are named.
+        EngineError at the first error, with those of other engines that follow within ``_ERROR_GRACE_S``.
         """
         tasks = [asyncio.create_task(call(engine)) for engine in self.engines]
         _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -98,10 +101,10 @@ class WeightReceivers:
 
 
 class PoolBroadcast:
-    """The engine pool as the receiver of a weight broadcast.
+    """The engine pool as receiver of weight broadcasts: selects the engines, and updates their state.
 
-    In order: ``gather``; ``join`` if the engines are others than before; ``begin``; ``receive`` for every
-    bucket; ``finish``. After an error ``fail``.
+    In order: ``gather``; ``join`` if the engines are not in a group; ``begin``; ``receive`` for every bucket;
+    ``finish``. After an error ``fail``.
     """
 
     def __init__(self, pool: EnginePool, config: EngineConfig) -> None:
@@ -111,11 +114,9 @@ class PoolBroadcast:
         self._ready_transitions = 0
 
     async def gather(self) -> tuple[int, bool]:
-        """How many ranks the engines that will receive have together, and whether they are in a group.
-
-        One that has come back is perhaps another process: then all join anew.
-        """
+        """Select the receiving engines; returns their number of ranks, and whether they are in a group."""
         found = await self._pool.gather()
+        # An engine that became ready again may be another process, which is in no group: all join anew.
         if found != self._receivers.engines or self._ready_transitions != self._pool.ready_transitions:
             self._is_joined = False
         if not self._is_joined:
@@ -128,21 +129,21 @@ class PoolBroadcast:
         self._is_joined = True
 
     async def begin(self) -> None:
-        """Pause sampling on all engines."""
+        """Pause sampling and open a weight update on all engines."""
         await self._receivers.begin()
 
     async def receive(self, bucket: BucketSpec) -> None:
-        """Take one bucket."""
+        """Receive and load one bucket on all engines."""
         await self._receivers.receive(bucket)
 
     async def finish(self, version: int, sent: SentDigests | None = None) -> str:
-        """Confirm that all engines have the weights ``sent``, and resume sampling; returns their digest."""
+        """Verify the engines' weights against those ``sent``, and resume sampling; returns their digest."""
         digest = await self._receivers.finish(version, partial(self._pool.sent_check.is_sent, sent))
         self._pool.broadcast_succeeded(version)
         self._ready_transitions = self._pool.ready_transitions
         return digest
 
     async def fail(self, reason: str) -> None:
-        """The weights did not arrive: the engines are lost until they have others."""
+        """Put the engines in quarantine after a failed broadcast, until they have loaded weights."""
         self._is_joined = False
         self._pool.broadcast_failed(reason)

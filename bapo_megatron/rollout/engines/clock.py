@@ -1,7 +1,7 @@
-"""A clock that leaves the event loop's lag out: it stands still while this process is late.
+"""The lag-free clock of engine timeouts: it stands still while this process's event loop lags.
 
-Whether an engine is silent is measured by it: an answer that lies unread for half a minute, because ten
-thousand others came with it or the process was stopped, is no silence of the engine's.
+An answer that lies unread for half a minute, because ten thousand others came with it or the process was
+stopped, must not count as an engine's silence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _TICK_S = 0.5
 
 
 class LoopLagClock:
-    """Seconds of one event loop, without its lag. Make it within the loop."""
+    """A monotonic clock of one event loop, without its lag, in seconds. Make it within the loop."""
 
     def __init__(self) -> None:
         self._late_s = 0.0
@@ -30,7 +30,7 @@ class LoopLagClock:
         return self._late_s + max(0.0, time.monotonic() - self._due)
 
     def close(self) -> None:
-        """Stand still from now on."""
+        """Stop the clock."""
         self._ticking.cancel()
 
     async def _tick(self) -> None:

@@ -1,4 +1,4 @@
-"""The pool of engines that share their GPUs with the policy: it holds them back while the policy trains."""
+"""The pool of colocated engines, which share GPUs with the policy: sleep, wake-up and weight transfer."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ from bapo_megatron.rollout.engines.slot import EngineSlot
 
 
 class ColocatedPool(EnginePool):
-    """An ``EnginePool`` whose engines are ``ReleasesMemory``. All are held back at first.
+    """An ``EnginePool`` of colocated engines (``ReleasesMemory``), all held at first.
 
-        admit -> sample -> release -> (the policy trains; new weights are told) -> wake -> admit -> ...
+        admit -> sample -> release -> (the policy trains; new weights are announced) -> wake -> admit -> ...
 
-    A held engine gets no request and no weights. A release or a wake that fails leaves it held: nobody knows
-    what memory it has, and its server must be ended before ``admit``.
+    A held engine gets no requests and no weights. If a release or a wake fails the engine stays held: its
+    memory is in an unknown state, and its server must be ended before ``admit``.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         for slot in self._slots:
             slot.is_held = True
-        self.down_since = None  # held is not down
+        self.down_since = None  # held engines do not count as lost
         self._ipc_weights: tuple[int, DigestQuorum] | None = None
-        """The version whose weights engines get by handles, and the quorum on its digest."""
+        """The version of the weights that come by memory handles (CUDA IPC), and its digest quorum."""
         self._without_weights = set[str]()
-        """Engines that do not work, and have other weights than those."""
+        """Names of engines in quarantine that were found to have other weights than those."""
 
     async def release(self) -> list[str]:
-        """Hold every engine back, and have those that work give up their memory: names of those that have.
+        """Put engines to sleep: hold all, and have the working ones release their memory; names of those
+        that have. The others must be ended: their memory is in an unknown state.
 
-        Requests in flight end with the tokens that they have. Of the other engines nobody knows what memory
-        they hold: they must be ended.
+        Requests in flight return their tokens so far.
         """
+        # All are held before the first await: no request may be sent to, and no weights loaded into, an
+        # engine that is releasing its memory.
         for slot in self._slots:
             slot.is_held = True
         up = [slot for slot in self._slots if slot.is_up]
@@ -49,37 +51,39 @@ class ColocatedPool(EnginePool):
         return [slot.engine.name for slot, done in zip(up, released, strict=True) if done]
 
     async def wake(self, names: Collection[str]) -> list[str]:
-        """Let engines that have released their memory take it back, with the current weights, and sample.
+        """Wake sleeping engines with the current weights, from their folder; names of those that sample.
 
-        Names of those that do; the others of ``names`` must be ended. The rest waits for ``admit``.
+        The others of ``names`` must be ended. Engines that are not named wait for ``admit``.
         """
         sleeping = [slot for slot in self._slots if slot.engine.name in names]
+        # All are expected before the first loads: the digest quorum waits for those that still load.
         for slot in sleeping:
             self._begin_load(slot)
         woken = await asyncio.gather(*(self._wake(slot) for slot in sleeping))
         return [slot.engine.name for slot, done in zip(sleeping, woken, strict=True) if done]
 
     def expect_handles(self, version: int) -> None:
-        """Note that the weights of ``version`` are in no folder: engines get them when they wake."""
+        """Announce weights by memory handles: ``version`` is in no folder, and comes at the wake-up."""
         self._weights = None
         self._ipc_weights = version, DigestQuorum(self._timeouts.silent_s)
         self._without_weights.clear()
 
-    # Instead of `wake`, for weights that come by handles. Each returns the names of the engines that can go
-    # on; the others must be ended.
+    # Instead of `wake`, for weights that come by handles. Each returns the names of the engines on which it
+    # succeeded; the others must be ended. The weights' memory comes back first, that of the KV cache last:
+    # meanwhile the trainer still holds its own weights on the same GPU.
 
     async def begin_wake(self, names: Collection[str]) -> list[str]:
-        """Let engines that have released their memory take back that of the weights."""
+        """Let sleeping engines reclaim the memory of the weights."""
         return await self._on_engines(names, lambda engine: engine.begin_wake())
 
     async def receive_handles(self, handles: Mapping[str, Sequence[bytes]]) -> list[str]:
-        """Let each of these engines load weights by its handles."""
+        """Let engines load a bucket of weights by their memory handles."""
         return await self._on_engines(handles, lambda engine: engine.receive_handles(handles[engine.name]))
 
     async def confirm_weights(
         self, names: Collection[str], version: int, sent: SentDigests | None = None
     ) -> list[str]:
-        """Compare the digests of engines that have all weights of ``version`` with those ``sent``."""
+        """Verify the digests of engines that have all weights of ``version``, against those ``sent``."""
         quorum = self._quorum(version, sent)
         for name in names:
             quorum.expect(name)
@@ -92,12 +96,12 @@ class ColocatedPool(EnginePool):
 
         confirmed = await self._on_engines(names, confirm)
         for name in names:
-            if name not in confirmed:  # its digest counts no more: others may load from a folder
+            if name not in confirmed:  # its digest must not count in the quorum of later loads by disk
                 quorum.withdraw(name)
         return confirmed
 
     async def finish_wake(self, names: Collection[str]) -> list[str]:
-        """Let engines whose weights are confirmed take back the rest of their memory, and sample."""
+        """Let engines with verified weights reclaim the rest of their memory, and sample."""
         woken = await self._on_engines(names, lambda engine: engine.finish_wake())
         for slot in self._slots:
             if slot.engine.name in woken:
@@ -105,27 +109,25 @@ class ColocatedPool(EnginePool):
         return woken
 
     async def admit(self) -> None:
-        """Hold no engine back any more: each comes when it answers and has loaded the current weights."""
+        """End the hold of all engines: each takes requests after a health check and a load of the weights."""
         for slot in self._slots:
             slot.is_held = False
             self._restart_timeouts(slot)
         self.down_since = None if self.up else self._clock.now()
 
     def _restart_timeouts(self, slot: EngineSlot) -> None:
-        """Count silence, and time without engines, from now: while the policy trains nobody is to answer."""
+        """Restart an engine's timeouts: the time in which it slept must not count as silence."""
         self._worked_at = slot.last_answer_at = self._clock.now()
         slot.hang_reported_at, slot.hang_report_backoff_s = -math.inf, 0.0
 
     @property
     def needs_weights(self) -> bool:
-        """Whether no engine works, and each was found to lack the weights that came by handles."""
+        """Whether no engine works, and each was found without the weights that came by handles."""
         return super().needs_weights and self._without_weights >= {slot.engine.name for slot in self._slots}
 
     async def _bring_back(self, slot: EngineSlot) -> None:
-        """Also without a folder: an engine that was lost while it sampled may still have the current weights.
-
-        A server that was started since has others. So it is after a death of the sampler's process, too.
-        """
+        """Recover an engine that answers again, also without a folder of weights: it may still have those
+        that came by handles. A restarted server has others."""
         if self._weights is not None or self._ipc_weights is None:
             await super()._bring_back(slot)
             return
@@ -137,14 +139,15 @@ class ColocatedPool(EnginePool):
             self._without_weights.add(slot.engine.name)
 
     async def _check(self, slot: EngineSlot, version: int) -> None:
-        """End what the engine does for nobody. EngineError if it has other weights than ``version``."""
+        """Abort an engine's orphaned requests. EngineError if its weights are not of ``version``."""
         if (found := await slot.engine.weight_version()) != version:
             raise EngineError(f"{slot.engine.name}: has weights {found}, and {version} are in no folder")
+        # Abort before resume: orphaned requests, which were sent again to other engines, must not sample on.
         await slot.engine.abort()
         await slot.engine.resume()
 
     async def _wake(self, slot: EngineSlot) -> bool:
-        """Whether an engine has its memory and the weights again. It may sample at once if so."""
+        """Wake one engine with the weights in their folder; returns whether it samples again."""
         assert isinstance(slot.engine, ReleasesMemory)
         assert self._weights is not None
         weights = self._weights
@@ -168,7 +171,7 @@ class ColocatedPool(EnginePool):
     async def _on_engines(
         self, names: Collection[str], call: Callable[[ReceivesHandles], Coroutine[Any, Any, None]]
     ) -> list[str]:
-        """Run ``call`` on the engines named; the names of those on which it succeeds."""
+        """Run ``call`` on the named engines at once; returns the names of those on which it succeeds."""
 
         async def succeeds(slot: EngineSlot) -> bool:
             assert isinstance(slot.engine, ReceivesHandles)
@@ -179,7 +182,7 @@ class ColocatedPool(EnginePool):
         return [slot.engine.name for slot, succeeded in zip(slots, done, strict=True) if succeeded]
 
     def _quorum(self, version: int, sent: SentDigests | None) -> DigestQuorum:
-        """That of the engines which get the version by handles, too."""
+        """The digest quorum of a version, shared between transfers by handles and loads by disk."""
         if self._ipc_weights is not None and self._ipc_weights[0] == version:
             if sent is not None:
                 self._ipc_weights[1].is_sent = partial(self.sent_check.is_sent, sent)
@@ -187,7 +190,7 @@ class ColocatedPool(EnginePool):
         return super()._quorum(version, sent)
 
     async def _release(self, slot: EngineSlot) -> bool:
-        """Whether a working engine has released its memory. It does not work any more, either way."""
+        """Put one engine to sleep; returns whether it has released its memory."""
         assert isinstance(slot.engine, ReleasesMemory)
         released = await self._or_quarantine(slot, slot.engine.release_memory(), self._timeouts.update_s)
         if released:

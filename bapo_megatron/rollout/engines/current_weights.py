@@ -1,4 +1,4 @@
-"""The current weights of a run's engines, where they are in a folder, and how one engine gets them."""
+"""The current weights of the engine pool, as an HF folder, and their load into one engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bapo_megatron.rollout.engines.slot import EngineSlot
 
 @dataclass(frozen=True, eq=False)
 class CurrentWeights:
-    """The current weight version, as an HF folder."""
+    """The current weight version: its HF folder, its digest quorum, and the deadline of a load."""
 
     folder: Path
     version: int
@@ -21,10 +21,12 @@ class CurrentWeights:
     """Deadline of an engine's load."""
 
     async def load(self, slot: EngineSlot) -> None:
-        """Load them into an engine. Raises unless it then has the right ones."""
+        """Load the weights into an engine, and verify version and digest; raises if they are wrong."""
         engine = slot.engine
         if not slot.is_up:
-            await engine.abort()  # what it still does for nobody
+            # Orphaned requests of an engine in quarantine: they were sent again to other engines, and nobody
+            # waits for their answers.
+            await engine.abort()
         await engine.load(self.folder, self.version, partial(self.quorum.confirm, engine.name))
         if (found := await engine.weight_version()) != self.version:
             raise RuntimeError(f"says it has weights {found} after it was sent {self.version}")

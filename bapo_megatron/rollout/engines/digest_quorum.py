@@ -1,4 +1,4 @@
-"""The quorum on a weight version: do engines that loaded the same weights report the digest that is right?"""
+"""The digest quorum of a weight version: which digest is right when engines report different ones."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from contextlib import suppress
 
 
 class DigestMismatch(RuntimeError):
-    """An engine's weights are not those of the others, or not those that were sent."""
+    """A wrong digest: an engine's weights differ from the others', or from those that were sent."""
 
 
 IsSent = Callable[[str, str], bool]
-"""Whether it is known that an engine, with this digest, has the weights that were sent. DigestMismatch if it is
-known to have others (``sent_weights.SentCheck``)."""
+"""A check of an engine's digest against those sent (``sent_weights.SentCheck``): True if equal, False if they
+cannot be compared, DigestMismatch if they differ."""
 
 
 class DigestQuorum:
-    """The quorum on the digest of one weight version: that of what was sent, else the one that two engines
-    report.
+    """The digest quorum of one weight version.
 
-    Where it is not known what digest the sent weights have, an engine whose digest nobody shares waits for
-    those that still load; its digest counts if no other was reported. Where no two agree nobody knows which
-    is right: all must load again.
+    The right digest is that of the sent weights. Where that is unknown, it is the first that two engines
+    report; an engine alone with its digest waits for those that still load, and is right if no other digest
+    was reported. If no two agree, no engine is right: all must load again.
     """
 
     def __init__(self, wait_s: float, is_sent: IsSent | None = None) -> None:
-        """``wait_s``: the longest that an engine waits for others that load."""
+        """``wait_s``: the longest wait of an engine for others that still load."""
         self._wait_s = wait_s
         self.is_sent = is_sent
         self._digest: str | None = None
@@ -35,22 +34,22 @@ class DigestQuorum:
         self._changed = asyncio.Condition()
 
     def expect(self, engine: str) -> None:
-        """Note that the engine begins to load."""
+        """Note that the engine begins to load: others wait for its digest."""
         self._loading.add(engine)
         self._reported.pop(engine, None)
 
     def withdraw(self, engine: str) -> None:
-        """Forget the digest of an engine that is not used."""
+        """Remove the digest of an engine that failed afterwards."""
         self._reported.pop(engine, None)
 
     async def release(self, engine: str) -> None:
-        """Stop waiting for the engine, whether it has reported its digest or not."""
+        """Note that the engine's load is over, whether or not it has reported a digest."""
         self._loading.discard(engine)
         async with self._changed:
             self._changed.notify_all()
 
     async def confirm(self, engine: str, digest: str) -> None:
-        """Return when ``digest`` is known to be right. DigestMismatch if it is not."""
+        """Report the engine's ``digest``; returns when it is known to be right. DigestMismatch if wrong."""
         if self.is_sent is not None and self.is_sent(engine, digest):
             self._digest = digest
         self._reported[engine] = digest

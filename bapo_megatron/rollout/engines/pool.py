@@ -1,8 +1,8 @@
-"""The engine pool: which engines take requests, which are in quarantine, and how one comes back.
+"""The engine pool: load balancing, health checks, quarantine and recovery of a run's inference engines.
 
-An engine that fails in any way (refuses, hangs, dies, answers nonsense, lies about its weights) is put in
-quarantine: its requests fail at once and go elsewhere. It comes back when it answers again and has loaded and
-confirmed the present weights. All of this happens in one event loop.
+An engine that fails in any way (refuses, hangs, crashes, answers nonsense, reports wrong weights) is put in
+quarantine: its requests fail at once, and the caller sends them to other engines. It takes requests again
+after a health check and a verified load of the current weights. All of this happens in one event loop.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ Report = Callable[..., None]
 """``report(kind, **fields)`` records an event of the run."""
 
 _STABLE_S = 60.0
-"""An engine that has worked for so long is no longer one that comes only to go."""
+"""Crash loop: an engine that is lost within this time of its recovery is tried again with growing backoff."""
 
 _MAX_BACKOFF_S = 60.0
 _LATE_S = 1.0
-"""Event loop lag, in seconds, above which a deadline may have passed unnoticed."""
+"""Event loop lag, in seconds, from which on a missed deadline is this process's fault, not the engine's."""
 
 
 class EngineLost(Exception):
-    """The engine that a request was given to is in quarantine now. Ask another."""
+    """A request failed because its engine was put in quarantine; it may be sent to another engine."""
 
     def __init__(self, message: str, by_this_request: bool = False) -> None:
         super().__init__(message)
         self.by_this_request = by_this_request
-        """Whether this request itself failed, not another one at the same engine."""
+        """Whether this request itself failed, and not another one at the same engine."""
 
 
 class EnginesGone(Exception):
-    """Error of a run without engines: none has worked for ``lost_minutes``."""
+    """The run has no engines: none has worked for ``lost_minutes``."""
 
 
 class EnginePool:
-    """All engines of a run, with at most ``most`` requests in flight at each."""
+    """The engines of a run, each with at most ``most`` requests in flight."""
 
     def __init__(
         self,
@@ -59,48 +59,50 @@ class EnginePool:
         timeouts: EngineTimeouts | None = None,
         prefix_cache: bool = False,
     ) -> None:
-        """``prefix_cache``: engines keep the keys and values of a request for one that continues it, until
+        """``prefix_cache``: whether engines keep a request's keys and values for its continuation, until
         their weights change."""
         self._clock = LoopLagClock()
         self._slots = [EngineSlot(engine, last_answer_at=self._clock.now()) for engine in engines]
         self._most = most
         self._report = report
         self.sent_check = SentCheck(report)
-        """Compares the digests of engines with those of what was sent."""
+        """Compares the engines' digests with those of the sent weights."""
         self._timeouts = timeouts or EngineTimeouts()
         self._prefix_cache = prefix_cache
         self._weights: CurrentWeights | None = None
         self._receiving: list[EngineSlot] = []
+        """The engines that take part in the current broadcast."""
         self.changed = asyncio.Event()
-        """Set when an engine has come back or was lost."""
+        """Set when an engine becomes ready, is lost, or has room again."""
         self._worked_at = self._clock.now()
-        """When a request was last answered, or all was well for a while."""
+        """Time of the last answer to a request, or of the last health check of a stable engine."""
         self.ready_transitions = 0
-        """How often an engine has come, or come back."""
+        """Number of times that an engine became ready: at first, or again after quarantine."""
         self.down_since: float | None = self._clock.now()
-        """Since when no engine works; None if one does, or all are held."""
+        """Time since which no engine works; None if one does, or all are held."""
         self._monitors = [asyncio.create_task(self._monitor(slot)) for slot in self._slots]
 
     @property
     def capacity(self) -> int:
-        """Most requests that all engines together may have in flight."""
+        """Most requests in flight at all engines together."""
         return len(self._slots) * self._most
 
     @property
     def up(self) -> int:
-        """Engines that take requests."""
+        """Number of engines that take requests."""
         return sum(slot.is_up for slot in self._slots)
 
     def check(self, minutes: float) -> None:
-        """EnginesGone if no engine has worked for so long."""
+        """Raise EnginesGone if no engine has worked for ``minutes``."""
         if self.down_since is not None and self._clock.now() - self.down_since > 60 * minutes:
             reasons = "; ".join(f"{slot.engine.name}: {slot.reason}" for slot in self._slots)
             raise EnginesGone(f"no engine has worked for {minutes:g} minutes: {reasons}")
 
     def reserve(self, over_capacity: bool = False, cached: CachedPrefix | None = None) -> EngineSlot | None:
-        """The engine for a request (``slot.choose``), with one more counted for it; None if none has room.
+        """Reserve an engine for a request (``slot.choose``); None if none has room.
 
-        ``over_capacity``: what the trainer waits for need not wait for room. ``cached``: of the last segment.
+        ``over_capacity``: admit it also at full engines, because the trainer waits for it. ``cached``: the
+        prefix cache of its last segment.
         """
         most = math.inf if over_capacity else self._most
         free = [slot for slot in self._slots if slot.is_up and not slot.is_held and slot.load < most]
@@ -111,13 +113,13 @@ class EnginePool:
         return slot
 
     def cached_at(self, slot: EngineSlot) -> CachedPrefix | None:
-        """Where the next segment of a sequence finds what ``slot`` has computed; None without a cache."""
+        """The prefix cache that a sequence's last segment has left at ``slot``; None without a cache."""
         return CachedPrefix(slot, slot.loads) if self._prefix_cache else None
 
     async def generate(self, slot: EngineSlot, request: GenerateRequest) -> Generation:
-        """The answer to a request for which ``slot`` was reserved.
+        """Send a request to its reserved engine; returns the answer.
 
-        EngineLost if the engine fails, now or in another request; ValueError if the request is malformed.
+        EngineLost if the engine fails, in this or another request; ValueError if the request is malformed.
         """
         request_task = asyncio.ensure_future(slot.engine.generate(request))
         slot.inflight.add(request_task)
@@ -140,34 +142,37 @@ class EnginePool:
             slot.inflight.discard(request_task)
 
     def quarantine(self, slot: EngineSlot, reason: str) -> None:
-        """Put it in quarantine. Its requests end with EngineLost."""
+        """Put an engine in quarantine. Its requests end with EngineLost."""
         if not slot.is_up:
             return
+        # The state first: the cancelled requests read the reason, and must not be sent here again.
         slot.is_up, slot.reason = False, reason
         for request_task in slot.inflight:
             request_task.cancel()
         soon = self._clock.now() - slot.ready_since < _STABLE_S
         slot.backoff_s = min(_MAX_BACKOFF_S, 2 * slot.backoff_s + self._timeouts.heartbeat_s) if soon else 0.0
-        if self.up == 0:  # one that comes only to go has not helped
+        if self.up == 0:  # not from now on: an engine in a crash loop has sampled nothing since then
             self.down_since = self._worked_at
         self._report("engine_lost", engine=slot.engine.name, reason=reason, engines=self.up)
         self.changed.set()
 
     async def abort(self) -> None:
-        """End everything in flight; it returns what it has."""
+        """Abort all requests in flight; each returns its tokens so far."""
         up, limit_s = [slot for slot in self._slots if slot.is_up], self._timeouts.abort_s
         await asyncio.gather(*(self._or_quarantine(slot, slot.engine.abort(), limit_s) for slot in up))
 
     async def update(self, folder: Path, version: int) -> None:
-        """Bring the weights in ``folder`` to every engine that works; to the others as they come back."""
+        """Load the weights in ``folder`` into every working engine; into the others when they recover."""
         load_s = load_seconds(folder, self._timeouts.update_s)
         quorum = self._quorum(version, SentDigests.read(folder))
+        # Before the loads: an engine that recovers meanwhile must get these weights, not those before.
         self._weights = CurrentWeights(folder, version, quorum, load_s)
         up = [slot for slot in self._slots if slot.is_up]
         await asyncio.gather(*(self._update(slot) for slot in up or self._slots))
 
     async def gather(self) -> list[ReceivesBroadcast]:
-        """The engines that can take a broadcast of weights now. None comes back with older ones."""
+        """Select the receivers of a weight broadcast: the engines that answer and can take part."""
+        # First, so that no engine recovers with the folder of an older version during the broadcast.
         self._weights = None
         alive = await asyncio.gather(*(slot.engine.is_alive() for slot in self._slots))
         found: dict[EngineSlot, ReceivesBroadcast] = {}
@@ -178,7 +183,7 @@ class EnginePool:
         return list(found.values())
 
     def broadcast_succeeded(self, version: int) -> None:
-        """The engines that were gathered have new weights now, which are in no folder."""
+        """Mark the receivers of a broadcast ready with ``version``; put the other engines in quarantine."""
         for slot in self._slots:
             if slot in self._receiving:
                 self._mark_ready(slot, version)
@@ -187,27 +192,27 @@ class EnginePool:
         self._receiving = []
 
     def broadcast_failed(self, reason: str) -> None:
-        """Lose the engines that were gathered: what weights they have is unknown."""
+        """Put the receivers of a failed broadcast in quarantine: their weights are unknown."""
         for slot in self._receiving:
             self.quarantine(slot, reason)
         self._receiving = []
 
     @property
     def needs_weights(self) -> bool:
-        """Whether no engine works and only the trainer can bring one the weights that it needs."""
+        """Whether no engine works and the trainer must push the weights once more: they are in no folder."""
         return self.up == 0 and self._weights is None
 
     async def close(self) -> None:
-        """Stop watching and let go of the engines."""
+        """Stop the health checks and close the engines."""
         self._clock.close()
         for monitor in self._monitors:
             monitor.cancel()
         for slot in self._slots:
-            with suppress(Exception):  # one that is lost cannot be closed properly
+            with suppress(Exception):  # an engine in quarantine may not close properly
                 await asyncio.wait_for(slot.engine.close(), self._timeouts.abort_s)
 
     async def _update(self, slot: EngineSlot) -> None:
-        """Bring the weights to one engine. One that is up keeps its requests; one that was lost, none."""
+        """Load the current weights into one engine, and mark it ready. One that is up keeps its requests."""
         if slot.is_busy or slot.is_held:
             return
         weights = self._begin_load(slot)
@@ -217,28 +222,29 @@ class EnginePool:
             loaded = await self._or_quarantine(slot, weights.load(slot), weights.load_s)
         finally:
             await self._end_load(slot, weights)
-        if loaded and self._weights is weights and not slot.is_held:  # else newer ones came meanwhile
+        # Newer weights, or a hold for the policy's turn, may have come during the load.
+        if loaded and self._weights is weights and not slot.is_held:
             self._mark_ready(slot, weights.version)
 
     def _quorum(self, _version: int, sent: SentDigests | None) -> DigestQuorum:
-        """The quorum on the digest of a version."""
+        """A new digest quorum for a version."""
         return DigestQuorum(self._timeouts.silent_s, partial(self.sent_check.is_sent, sent))
 
     def _begin_load(self, slot: EngineSlot) -> CurrentWeights:
-        """The current weights, which are on their way to an engine from now on."""
+        """Note that an engine begins to load the current weights; returns them."""
         assert self._weights is not None
         slot.is_busy = True
         self._weights.quorum.expect(slot.engine.name)
         return self._weights
 
     async def _end_load(self, slot: EngineSlot, weights: CurrentWeights) -> None:
-        """The weights are no longer on their way, whether they have come or not."""
+        """Note that an engine's load is over, whether it succeeded or not."""
         slot.is_busy = False
         await weights.quorum.release(slot.engine.name)
 
     def _mark_ready(self, slot: EngineSlot, version: int) -> None:
         """Let an engine that has the current weights take requests."""
-        slot.loads += 1
+        slot.loads += 1  # also if it was up: its prefix cache is of the old weights
         if not slot.is_up:
             slot.is_up, self.down_since = True, None
             slot.last_answer_at = slot.ready_since = self._clock.now()
@@ -248,7 +254,10 @@ class EnginePool:
             self.changed.set()
 
     async def _or_quarantine(self, slot: EngineSlot, call: Coroutine[Any, Any, Any], limit_s: float) -> bool:
-        """Whether ``call`` succeeded in time, at an engine that did not fall silent. If not, it is lost."""
+        """Await a control call, with a deadline and health checks; quarantine the engine if it fails.
+
+        Returns whether it succeeded.
+        """
         task = asyncio.create_task(call)
         reason = await self._failure(slot, task, limit_s)
         if reason is None:
@@ -261,7 +270,7 @@ class EnginePool:
         return False
 
     async def _failure(self, slot: EngineSlot, call: asyncio.Task[Any], limit_s: float) -> str | None:
-        """The failure of ``call`` as text; None if it succeeded. A call to a silent engine ends early."""
+        """The failure of a control call as text; None if it succeeded. A silent engine ends it early."""
         began = self._clock.now()
         before_s = late_s = self._clock.late_s
         slot.last_answer_at = began
@@ -280,13 +289,13 @@ class EnginePool:
                 self._report_hang(slot, reason := f"not done in {limit_s:g} s")
                 return reason
         if call.cancelled():
-            return "the call was given up"
+            return "the call was cancelled"
         error = call.exception()
         if error is None:
             return None
         reason = str(error) or repr(error)
-        # Since the look before the last, so about when the limit passed: this process may look once more,
-        # after it was late, before it comes to the limits that have passed meanwhile.
+        # Lag since the look before the last, not the last: after a lag the loop may run one look before the
+        # deadlines that passed meanwhile fire.
         is_ours = self._clock.late_s - before_s > _LATE_S
         timed_out = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
         if timed_out and not is_ours:
@@ -294,17 +303,17 @@ class EnginePool:
         return reason
 
     async def _check_health(self, slot: EngineSlot) -> bool:
-        """Whether the engine answers."""
+        """Health check: whether the engine answers. A failure during event loop lag does not count."""
         began, late_s = self._clock.now(), self._clock.late_s
         if not await slot.engine.is_alive():
-            if self._clock.late_s - late_s > _LATE_S:  # so its answer may have come too late by our fault
+            if self._clock.late_s - late_s > _LATE_S:  # this process may have read the answer too late
                 slot.last_answer_at += self._clock.now() - began
             return False
         slot.last_answer_at = self._clock.now()
         return True
 
     def _report_hang(self, slot: EngineSlot, reason: str) -> None:
-        """Report that it hangs and is to be ended; again and again, at ever longer intervals."""
+        """Report that an engine hangs, so that its server is ended; repeated with growing backoff."""
         now = self._clock.now()
         if now - slot.hang_reported_at >= slot.hang_report_backoff_s:
             slot.hang_reported_at = now
@@ -312,7 +321,7 @@ class EnginePool:
             self._report("engine_hangs", engine=slot.engine.name, reason=reason)
 
     async def _monitor(self, slot: EngineSlot) -> None:
-        """Check the engine's health again and again; bring it back when it answers."""
+        """The health-check loop of one engine: quarantine when it is silent, recovery when it answers."""
         timeouts = self._timeouts
         while True:
             await asyncio.sleep(timeouts.heartbeat_s + (0.0 if slot.is_up else slot.backoff_s))
@@ -331,6 +340,6 @@ class EnginePool:
                 await self._bring_back(slot)
 
     async def _bring_back(self, slot: EngineSlot) -> None:
-        """Bring the current weights, if they are in a folder, to an engine that answers again."""
+        """Recover an engine that answers again: load the current weights, if they are in a folder."""
         if self._weights is not None:
             await self._update(slot)

@@ -1,4 +1,4 @@
-"""The registry of rollout backends: the values of `rollout.engine`, and the engine pool of a run."""
+"""The registry of rollout backends (`rollout.engine`: a name or an import path), and the pool's factory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BACKENDS = {
     "local": "bapo_megatron.rollout.engines.local.backend:LocalBackend",
     "sglang": "bapo_megatron.rollout.engines.sglang.backend:SglangBackend",
 }
-"""The built-in ones. Each is imported when it is chosen: transformers alone takes seconds."""
+"""The built-in backends by name. Imported only when chosen: transformers alone takes seconds."""
 
 
 def engine_backend(engine: str, field: str = "rollout.engine") -> EngineBackend:
-    """The backend that `rollout.engine` names. ConfigError that says why it cannot be had."""
+    """The backend that `rollout.engine` names. ConfigError if there is none, or it is incomplete."""
     path = BACKENDS.get(engine, engine)
     if ":" not in path:
         raise ConfigError(
@@ -48,9 +48,9 @@ async def open_pool(
     opened: AsyncExitStack,
     max_in_flight: int | None = None,
 ) -> EnginePool:
-    """The chosen engines in a pool, which ``opened`` closes; see `EngineBackend.open`.
+    """The engine pool of a run; ``opened`` closes it. Arguments as of `EngineBackend.open`.
 
-    ``max_in_flight``: requests at each, where it is not what the engine's settings say.
+    ``max_in_flight``: most requests in flight at each engine, in place of the engine's setting.
     """
     rollout = config.rollout
     backend = engine_backend(rollout.engine)

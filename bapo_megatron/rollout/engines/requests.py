@@ -1,6 +1,6 @@
-"""Requests to engines: the dataset that they come from, seeds, stop tokens, and their validation.
+"""Generation requests: their dataset, seeds, stop tokens, and validation.
 
-Requests are checked before they are sent, because a bad id can take an engine down.
+Requests are validated before they are sent, because an invalid token id can crash an engine.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from bapo_megatron.types import GenerateRequest, Generation, Prompt
 
 @dataclass(frozen=True)
 class Dataset:
-    """The tokenized prompts of a run, with the tokenizer that reads the responses."""
+    """The tokenized prompts of a run, with the tokenizer that decodes the responses."""
 
     prompts: Sequence[Prompt]
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
     sources: tuple[MixedSource, ...] = ()
-    """The sources of the prompts, in their order; none for the only file of a run."""
+    """The sources of the prompts, in order; empty in a run of one file."""
 
     def texts(self, ids: Sequence[np.ndarray]) -> list[str]:
         """Responses as text, without special tokens."""
@@ -38,10 +38,10 @@ class Dataset:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Limits of a model on its requests."""
+    """The limits of a model on requests: vocabulary and context length."""
 
     vocabulary: int
-    """Token ids are below it."""
+    """Vocabulary size: token ids are below it."""
     context: int
     """Most tokens of prompt and response together."""
 
@@ -53,7 +53,7 @@ def limits_of(hf_path: Path) -> ModelLimits:
 
 
 def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
-    """Raise ValueError that names the request and its first mistake."""
+    """Validate a request. ValueError names it and its first mistake."""
     for problem in _problems(request, limits):
         raise ValueError(f"request {request.request_id!r}: {problem}")
 
@@ -83,23 +83,23 @@ def _problems(request: GenerateRequest, limits: ModelLimits) -> Iterator[str]:
 
 
 def empty_generation(request: GenerateRequest) -> Generation:
-    """The answer to a request that was aborted before it began."""
+    """The answer without tokens: of a request that was aborted before it began."""
     empty = np.zeros(0, np.int32)
     return Generation(request.request_id, empty, np.zeros(0, np.float32), empty, "abort")
 
 
 @lru_cache(1 << 16)  # every segment of a response asks again
 def request_seed(run_seed: int, epoch: int, index: int, sample: int) -> int:
-    """63 bits that depend on all four, the same on every machine."""
+    """The seed of a response: a 63-bit hash of the arguments, equal on every machine."""
     entropy = np.random.SeedSequence([run_seed % 2**64, epoch, index, sample])
     return int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a response: the ends of sequence of the tokenizer and of the model's two files.
+    """The stop tokens: the end-of-sequence ids of the tokenizer, generation_config.json and config.json.
 
-    Those are generation_config.json (chat models have several) and config.json. SGLang stops at all that the
-    files name, also where a request does not ask for it, so every engine must.
+    Chat models have several. SGLang stops at all that these files name, whatever a request says, so every
+    engine must.
     """
     stops = {tokenizer.eos_token_id}
     for name in ("config.json", "generation_config.json"):
@@ -111,7 +111,7 @@ def stop_token_ids(hf_path: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def identity(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
-    """The settings that a journal is bound to: under others its records cannot be used."""
+    """The identity of a journal: the settings that its records depend on; a resume must not change them."""
     rollout = config.rollout
     return {
         **mixture_settings(dataset.sources),

@@ -1,6 +1,6 @@
-"""Do engines have the weights that the trainer sent? Their digests, tensor by tensor, beside the trainer's.
+"""Verification of a weight sync: each engine's tensor digests against those of the weights that were sent.
 
-Engines that all lack the same tensor agree with each other: only what was sent tells it.
+Engines that all lack the same tensor agree with each other: only the trainer's digests show it.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from torch import Tensor
 from bapo_megatron.rollout.engines.digest_quorum import DigestMismatch
 
 FILE_NAME = "sent_digests.json"
-"""In a folder of weights, beside them."""
+"""The file of the digests in a folder of weights."""
 _NO_WEIGHTS = ("cos_sin_cache", "cos_cache", "sin_cache", "inv_freq")
-"""Parts of names of buffers that an engine computes itself."""
+"""Parts of the names of buffers that an engine computes itself, such as RoPE tables."""
 _NAMED = 3
-"""Tensors that a message names."""
+"""Most tensors that a message names."""
 
 
 class TensorDigests(str):
-    """An engine's digest of all its weights, which also knows that of each tensor on each of its ranks."""
+    """An engine's digest of all its weights, with the digest of each tensor on each of its ranks."""
 
     ranks: Sequence[Mapping[str, str]]
 
     def __new__(cls, digest: str, ranks: Sequence[Mapping[str, str]]) -> TensorDigests:
-        """``digest``: of all together."""
+        """``digest``: of all weights together."""
         made = super().__new__(cls, digest)
         made.ranks = ranks
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickles: it may go to another process."""
+        """Pickle support: it may be sent to another process."""
         return TensorDigests, (str(self), self.ranks)
 
 
 @dataclass(frozen=True)
 class SentDigests:
-    """The digests that an engine reports if it has what the trainer sent."""
+    """The digests of the sent weights, which an engine must report after it has loaded them."""
 
     ranks: tuple[Mapping[str, str], ...] = ()
-    """Of each tensor by the engine's name for it, on each of the engine's ranks."""
+    """For each of the engine's ranks: its name of each tensor, to the digest."""
     hashed_bytes: int = 0
     unknown: str = ""
-    """Why they are not known; empty if they are."""
+    """Why the digests are unknown; empty if they are known."""
 
     def write(self, folder: Path) -> None:
-        """Write them into a folder of weights."""
+        """Write the digests into a folder of weights."""
         content = {"ranks": self.ranks, "hashed_bytes": self.hashed_bytes, "unknown": self.unknown}
         (folder / FILE_NAME).write_text(json.dumps(content))
 
     @classmethod
     def read(cls, folder: Path) -> SentDigests | None:
-        """Those of a folder of weights; None if it has none, because no trainer wrote it."""
+        """The digests in a folder of weights; None if it has none, because no trainer wrote it."""
         path = folder / FILE_NAME
         if not path.is_file():
             return None
@@ -65,13 +65,13 @@ class SentDigests:
 
 
 class WeightDigester(Protocol):
-    """Computes the digests of the weights of one version while they pass."""
+    """A streaming hash of the weights of one version, tensor by tensor, in the engine's layout."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a whole tensor by its Hugging Face name. ValueError if it has no known digest."""
+        """Add a whole tensor by its Hugging Face name. ValueError if its layout on the engine is unknown."""
 
     def result(self) -> SentDigests:
-        """The digests, after the last tensor. ValueError if they are not known."""
+        """The digests, after the last tensor. ValueError if they are unknown."""
 
 
 MakeDigester = Callable[[], WeightDigester]
@@ -79,21 +79,21 @@ MakeDigester = Callable[[], WeightDigester]
 
 @dataclass(frozen=True)
 class UnknownDigests:
-    """The ``WeightDigester`` of engines whose digests cannot be known, and why."""
+    """The ``WeightDigester`` of engines whose digests cannot be computed here, with the reason."""
 
     reason: str
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def result(self) -> SentDigests:
-        """The reason."""
+        """Unknown digests, with the reason."""
         return SentDigests(unknown=self.reason)
 
 
 class DigestingIterator:
-    """Weights as they pass, and their digests. An error of these ends none of the passing: other ranks take
-    part in it."""
+    """An iterator over weights that computes their digests as they pass. A failing digest does not stop it:
+    other ranks take part in the all-gathers."""
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]], make: MakeDigester | None) -> None:
         """``make``: None where nothing is compared."""
@@ -102,17 +102,17 @@ class DigestingIterator:
         self._error = ""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """``weights``."""
+        """The weights, unchanged."""
         for name, tensor in self._weights:
             if self._digester is not None and not self._error:
                 try:
                     self._digester.add(name, tensor)
-                except Exception as error:  # whatever it is, the weights must reach the engines
+                except Exception as error:  # of any kind: the weights must reach the engines
                     self._error = str(error) or repr(error)
             yield name, tensor
 
     def sent(self) -> SentDigests | None:
-        """The digests of all; None where nothing is compared."""
+        """The digests of all weights; None where nothing is compared."""
         if self._digester is None:
             return None
         try:
@@ -122,7 +122,7 @@ class DigestingIterator:
 
 
 class SentCheck:
-    """The comparison of engines' digests with the trainer's. What cannot be compared is told, once each."""
+    """The comparison of engines' digests with the trainer's. Each reason not to compare is reported once."""
 
     def __init__(self, report: Callable[..., None]) -> None:
         """``report(kind, **fields)`` records an event."""
@@ -131,9 +131,10 @@ class SentCheck:
         self._has_matched = False
 
     def is_sent(self, sent: SentDigests | None, engine: str, digest: str) -> bool:
-        """Whether it is known that an engine has the weights ``sent``. DigestMismatch if it has others.
+        """Whether an engine has the weights ``sent``; False if unknown, DigestMismatch if it has others.
 
-        Until a digest has matched, an engine of which none does is taken to compute them another way.
+        Before the first match of any tensor a complete mismatch counts as another hash function, not as other
+        weights.
         """
         if sent is None:
             return False
@@ -143,7 +144,7 @@ class SentCheck:
         assert isinstance(digest, TensorDigests)
         found = _DigestDiff.between(sent.ranks, digest.ranks)
         if not self._has_matched and not found.matching:
-            self._tell("no tensor's digest is that of what was sent: they are computed another way", engine)
+            self._tell("no tensor's digest matches those sent: the engine uses another hash", engine)
             return False
         if problem := found.problem():
             raise DigestMismatch(f"not the weights that were sent: {problem}")
@@ -163,14 +164,14 @@ class SentCheck:
 
 @dataclass(frozen=True)
 class _DigestDiff:
-    """The difference of two lists of digests: names with their ranks, and how many are equal."""
+    """The difference of sent and reported digests: names with their ranks, and the number of equal ones."""
 
     matching: int
     differing: list[str]
     missing: list[str]
-    """Sent, and not on the engine."""
+    """Sent, but not on the engine."""
     unknown: list[str]
-    """On the engine, and not sent."""
+    """On the engine, but not sent."""
 
     @classmethod
     def between(cls, sent: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, str]]) -> _DigestDiff:
@@ -197,7 +198,7 @@ class _DigestDiff:
         )
 
     def problem(self) -> str:
-        """What is wrong; empty if nothing is."""
+        """The mismatch in words; empty if there is none."""
         parts = []
         if self.differing:
             parts.append(f"other values in {_some(self.differing)}")
@@ -209,7 +210,7 @@ class _DigestDiff:
 def _incomparable(digest: str, sent: SentDigests) -> str:
     """Why an engine's digest cannot be compared; empty if it can."""
     if not isinstance(digest, TensorDigests):
-        return "the engine tells no digests of single tensors"
+        return "the engine reports no digests of single tensors"
     if len(digest.ranks) != len(sent.ranks):
         return f"the engine has {len(digest.ranks)} ranks, and not {len(sent.ranks)}"
     return ""

@@ -1,4 +1,5 @@
-"""An engine slot: one engine of the pool, and the choice of one for a request."""
+"""Engine slots and routing: the state of one engine in the pool, and the choice of an engine for a request
+by prefix affinity and load."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from bapo_megatron.interfaces import Engine
 from bapo_megatron.types import Generation
 
 AFFINITY_SURPLUS = 0.25
-"""How many more requests than the least loaded engine the one that holds a sequence's prefix may have, as a
-share of an engine's places.
+"""Prefix affinity: the extra load that the engine with a sequence's cached prefix may have over the least
+loaded engine, as a share of an engine's capacity (most requests in flight).
 
 The prefix cache of that engine saves the prefill of all tokens so far, up to 57k of 65k with segments of 8k:
 seconds in which all requests of another engine would wait. A request more makes a decoding step longer by its
@@ -24,7 +25,7 @@ would stay empty.
 
 @dataclass(eq=False)
 class EngineSlot:
-    """One engine of the pool, its requests and its health."""
+    """The state of one engine in the pool: its requests in flight, health and quarantine."""
 
     engine: Engine
     is_up: bool = False
@@ -32,43 +33,44 @@ class EngineSlot:
     """Requests in flight."""
     inflight: set[asyncio.Task[Generation]] = field(default_factory=set)
     last_answer_at: float = -math.inf
-    """When it last answered, by the pool's clock as all times here."""
+    """Time of its last answer; all times here are those of the pool's clock."""
     hang_report_backoff_s: float = 0.0
-    """Seconds after ``hang_reported_at`` during which the engine's hanging is not reported again."""
+    """Seconds after ``hang_reported_at`` before a hang is reported again."""
     hang_reported_at: float = -math.inf
     ready_since: float = 0.0
-    """When it came, or came back."""
+    """Time since which it takes requests: its last return from quarantine."""
     is_busy: bool = False
-    """Weights are on their way to it."""
+    """Whether it is loading weights."""
     is_held: bool = False
-    """It takes no request and no weights: the GPU is the policy's (time-sharing)."""
+    """Whether it gets no requests and no weights, because the policy has its GPU (colocated)."""
     backoff_s: float = 0.0
-    """Extra wait before the engine is tried again: it failed soon after it had come."""
+    """Extra wait before its next health check in quarantine: it is in a crash loop."""
     loads: int = 0
-    """How often it has taken weights, which empties its prefix cache."""
+    """Number of weight loads; each empties the prefix cache."""
     reason: str = "it has no weights yet"
     """Why it is in quarantine."""
 
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
-    """Where the keys and values of a sequence are cached: an engine, since its latest weights."""
+    """The location of a sequence's prefix cache: an engine, and the weight load that the cache belongs to."""
 
     slot: EngineSlot
     loads: int
 
     @property
     def is_warm(self) -> bool:
-        """Whether the engine has had the same weights since, and so the same cache."""
+        """Whether the cache still exists: the engine has not loaded weights since."""
         return self.slot.loads == self.loads
 
 
-def choose(free: Sequence[EngineSlot], places: int, cached: CachedPrefix | None) -> EngineSlot:
-    """The engine of ``free`` for a request: the least loaded, or that of its prefix if not far more loaded.
+def choose(free: Sequence[EngineSlot], capacity: int, cached: CachedPrefix | None) -> EngineSlot:
+    """The engine of ``free`` for a request: that of its cached prefix, unless it is far more loaded than the
+    least loaded one (``AFFINITY_SURPLUS``).
 
-    ``places``: most requests at an engine. See ``AFFINITY_SURPLUS``.
+    ``capacity``: most requests in flight at an engine.
     """
     least = min(free, key=lambda one: one.load)
     if cached is None or cached.slot not in free or not cached.is_warm:
         return least
-    return cached.slot if cached.slot.load <= least.load + AFFINITY_SURPLUS * places else least
+    return cached.slot if cached.slot.load <= least.load + AFFINITY_SURPLUS * capacity else least

@@ -1,4 +1,4 @@
-"""The timeouts of the engine pool."""
+"""The timeouts of the engine pool: health checks, aborts, weight loads, hangs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LEAST_BYTES_PER_S = 100e6
-"""The slowest disk that engines are not declared hung for: bytes a second with which one engine reads a
-version of the weights while all the others read it, too. For 65.5 GB (32B in bfloat16) that is 11 minutes."""
+"""The slowest disk that a load's deadline allows: bytes a second for one engine while all others read, too.
+The 65.5 GB of a 32B model in bfloat16 may then take 11 minutes."""
 
 
 @dataclass(frozen=True)
@@ -15,25 +15,22 @@ class EngineTimeouts:
     """Timeouts of the engine pool, in seconds."""
 
     heartbeat_s: float = 5.0
-    """Interval between two health checks of an engine."""
+    """Interval of an engine's health checks."""
     silent_s: float = 20.0
-    """An engine that has not answered for so long is lost."""
+    """Longest time without an answer; then the engine is put in quarantine."""
     abort_s: float = 60.0
     """Longest abort of all requests."""
     update_s: float = 600.0
-    """Longest weight update, with all that belongs to it, beside the reading of the weights' bytes."""
+    """Longest weight update, without the time to read the weights' bytes."""
     hang_s: float = 120.0
-    """An engine that has not answered for so long, or not taken weights in time, hangs: it is to be ended."""
+    """Longest time without an answer in quarantine; then the engine hangs, and its server must be ended."""
 
 
 def load_seconds(folder: Path, base_s: float) -> float:
-    """Deadline of a load of the weights in ``folder``: ``base_s``, and the time for their bytes.
-
-    deadline = base_s + bytes / LEAST_BYTES_PER_S
-    """
+    """deadline = base_s + bytes / LEAST_BYTES_PER_S: of a load of the weights in ``folder``, in seconds."""
     return base_s + read_seconds(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
 
 
 def read_seconds(weight_bytes: float) -> float:
-    """Time to read so many bytes of weights from the slowest disk."""
+    """Time to read the bytes of weights from the slowest disk, in seconds."""
     return weight_bytes / LEAST_BYTES_PER_S

@@ -1,4 +1,4 @@
-"""Sampling of one whole response, for evaluations: segment by segment, on whichever engine is up."""
+"""Sampling of one whole response for an evaluation: segment by segment, with retries on other engines."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from bapo_megatron.rollout.engines.slot import CachedPrefix, EngineSlot
 from bapo_megatron.types import FinishReason, GenerateRequest, Prompt, SamplingParams
 
 MAX_ENGINE_LOSSES = 20
-"""A problem may be what ends its engines; after so many the evaluation stops."""
+"""Engines lost with one response after which the evaluation stops: its request may be what crashes them."""
 
 _POLL_S = 1.0
-"""Between two looks for an engine with room."""
+"""Interval of polling for an engine with room, in seconds."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of an evaluation's responses."""
+    """The sampling parameters of an evaluation's responses."""
 
     temperature: float
     max_response_tokens: int
     seed: int
     stop_token_ids: tuple[int, ...]
     segment_tokens: int | None = None
-    """Most tokens of one request; None for the whole response."""
+    """Most tokens of one request; None: one request for the whole response."""
 
 
 async def whole_response(
@@ -41,11 +41,12 @@ async def whole_response(
     slot: EngineSlot | None = None,
     over_capacity: bool = False,
 ) -> tuple[np.ndarray, FinishReason]:
-    """Sample a response: its token ids, and the reason why they end.
+    """Sample a response; returns its token ids and its finish reason.
 
     ``name``: unique prefix of the request ids. ``seed_place``: see `request_seed`. ``slot``: an engine
-    that is reserved already. ``over_capacity``: see `EnginePool.reserve`. RunStopped if it loses too many engines
-    or is refused.
+    that is reserved already. ``over_capacity``: see `EnginePool.reserve`.
+
+    RunStopped if the request is refused, or ``MAX_ENGINE_LOSSES`` engines fail with it.
     """
     made, losses = np.zeros(0, np.int32), 0
     cached: CachedPrefix | None = None

@@ -1,8 +1,9 @@
-"""Admission control: how many groups may be open at a time, and which responses may be sampled now.
+"""Admission control (back-pressure of staleness): how many groups may be outstanding, and which may sample.
 
-With S = ``max_staleness`` and B = ``prompts_per_step``: when the engines have the weights of step w and the
-trainer has the groups of step p, at most (S + 1 + w - p) B groups may be outstanding (sampled, scored, or
-waiting for their step). While the policy trains, p = w + 1: S B groups; when it waits for groups, p = w:
+    outstanding groups <= (S + 1 + w - p) B      S = max_staleness, B = prompts_per_step
+
+w: step of the engines' weights; p: last step whose groups the trainer has; outstanding: sampled, scored, or
+waiting for their step. While the policy trains, p = w + 1: S B groups; when it waits for groups, p = w:
 (S + 1) B. So no group is opened that would have to wait for more than S steps, and S = 0 samples nothing
 during training. (AReaL bounds staleness in the same way, arXiv 2505.24298, with samples for groups.)
 """
@@ -14,7 +15,7 @@ from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, OpenGro
 
 
 class AdmissionController:
-    """The admission rules, applied to the sampler's state. Nothing may be sampled before ``open``."""
+    """The admission rules over the sampler's state. Nothing may be sampled before ``open``."""
 
     def __init__(self, config: RolloutConfig, sampler_state: SamplerState) -> None:
         self._config = config
@@ -24,9 +25,10 @@ class AdmissionController:
         self._is_open = False
 
     def open(self) -> None:
-        """Admit requests from now on: this process has brought weights to the engines.
+        """Admit requests from now on: this process has loaded weights into the engines.
 
-        The state may know newer weights, of a trainer that was killed and continues from an older checkpoint.
+        The state alone does not tell: it may know newer weights, of a trainer that was killed and resumed
+        from an older checkpoint.
         """
         self._is_open = True
 
@@ -36,13 +38,13 @@ class AdmissionController:
 
     @property
     def trainer_waits(self) -> bool:
-        """Whether the trainer has no groups to train on: it waits for those of the next step."""
+        """Whether the trainer waits for the groups of its next step."""
         return self._trainer_step == self._state.weights_step
 
     @property
     def _steps_ahead(self) -> int:
-        """Steps that sampling may still run ahead of the weights; negative if none may be sampled."""
-        given = max(self._trainer_step, self._state.served)  # served is ahead while old steps are repeated
+        """Steps by which sampling may still run ahead of the weights; negative if it may not sample."""
+        given = max(self._trainer_step, self._state.served)  # served is ahead while old steps are replayed
         return self._config.max_staleness + self._state.weights_step - given
 
     @property
@@ -52,7 +54,7 @@ class AdmissionController:
 
     @property
     def room(self) -> int:
-        """Groups that may be opened now."""
+        """Number of groups that may be opened now."""
         if not self.may_sample:
             return 0
         replaced = (self._config.max_oversampling - 1) * self._config.prompts_per_step
@@ -61,7 +63,7 @@ class AdmissionController:
         return max(0, most - beyond - self._state.outstanding)
 
     def allowance(self, group: OpenGroup, sample: int) -> int:
-        """The most tokens that may be requested for a response now; 0 if it is complete or must wait."""
+        """Most tokens to request for a response now; 0 if it is complete or must wait for new weights."""
         config, response = self._config, group.responses[sample]
         if response.finish_reason:
             return 0

@@ -1,4 +1,4 @@
-"""The batch builder: which finished groups a step trains on, and the file that makes them the step's."""
+"""The batch builder: selects the finished groups of a training step, and writes the step's file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bapo_megatron.types import StepBatch
 
 
 class BatchBuilder:
-    """Forms the batch of a step from the finished groups that were opened first."""
+    """The builder of a step's batch: the finished groups that were opened first, without stale ones."""
 
     def __init__(
         self,
@@ -29,14 +29,14 @@ class BatchBuilder:
         folder: Path,
         rounds: bool,
     ) -> None:
-        """``folder``: where the files of the steps are. ``rounds``: see ``GroupSampler``."""
+        """``folder``: of the step files. ``rounds``: see ``GroupSampler``."""
         self._config, self._state, self._admission, self._pool = config, sampler_state, admission, pool
         self._folder, self._rounds = folder, rounds
 
     def choose(self, step: int, is_last: bool) -> list[FinishedGroup] | None:
-        """The groups of ``step``; None if there are too few and more may come.
+        """Select the groups of ``step``; None if there are too few and more may come.
 
-        ``is_last``: nothing more can come, so that the step takes what there is, even nothing.
+        ``is_last``: no more can come, so the step takes what there is, even nothing.
         """
         count = self._config.rollout.prompts_per_step
         if not is_last and (self._rounds or len(self._state.finished) < count):
@@ -46,7 +46,11 @@ class BatchBuilder:
         return fresh[:count] if is_last or len(fresh) >= count else None
 
     async def write(self, step: int, groups: Sequence[FinishedGroup]) -> Record:
-        """Write the step's file, from which on the groups belong to it; the event that records it."""
+        """Write the step's file, and return the event that records it.
+
+        The file comes before the event: from then on the groups belong to the step, and after a kill in
+        between the next start makes the event from the file (``StepFiles.missing_records``).
+        """
         numbers = [group.number for group in groups]
         stale = sum(self._admission.is_stale(group, step) for group in groups)
         config = self._config

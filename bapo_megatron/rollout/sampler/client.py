@@ -1,4 +1,4 @@
-"""The trainer's client of the sampler's process, which it starts again if it dies."""
+"""The trainer's client of the sampler process: RPC through a pipe, and restart of a process that dies."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from bapo_megatron.runtime.out_of_memory import death
 from bapo_megatron.types import StepBatch
 
 _RESTARTS = 5
-"""Restarts in a row, without a batch between them; the next death ends the run."""
+"""Most restarts in a row without a batch between them (crash loop); the next death ends the run."""
 
 _SILENT_S = 300.0
-"""A process that sends no heartbeat for so long during a call is killed. Its event loop sends them every few
-seconds whatever engines do: loads of weights and long requests are no silence."""
+"""Longest time without a heartbeat during a call; then the process is killed. Its event loop sends
+heartbeats every few seconds, also during weight loads and long requests."""
 
 _END_S = 60.0
-"""The longest wait for the end of a process. One that waits for a file system that hangs cannot be killed."""
+"""Longest wait for a killed process. One that is blocked in a hanging file system cannot be killed."""
 
 _CLOSE_S = 30.0
-"""The longest wait for the end of a process that is asked to close."""
+"""Longest wait for a process that is asked to close."""
 
 _SERVICE = "bapo_megatron.rollout.sampler.process"
 
 _ERRORS: dict[str, type[Exception]] = {"ConfigError": ConfigError, "FailingDiskError": StorageFailed}
-"""The types of errors that the process sends by name; any other is a RunStopped."""
+"""Exception types by the names that the process sends; any other becomes a RunStopped."""
 
 Event = Callable[[dict[str, Any]], None]
 """A callback for events: a kind and its fields."""
@@ -49,33 +49,34 @@ class SamplerDied(Exception):
 
 
 class SamplerClient:
-    """A ``Sampler`` (see interfaces.py) whose work is done in a process beside this one."""
+    """The ``Sampler`` of the trainer: a proxy of the sampler in a process of its own."""
 
     def __init__(self, setup: Setup, on_event: Event, silent_s: float = _SILENT_S) -> None:
-        """Start the process. ``silent_s``: the longest time without a heartbeat during a call."""
+        """Start the process. ``silent_s``: longest time without a heartbeat during a call."""
         self._setup, self._on_event, self._silent_s = setup, on_event, silent_s
         self._start_arguments: tuple[int, dict[str, Any] | None] = (1, None)
-        """The arguments of ``start`` for the next process."""
+        """The arguments of ``start`` for a restarted process."""
         self._weights: tuple[Path, int, int] | None = None
         self._ipc_weights: tuple[int, int] | None = None
-        """The version and step of weights that colocated engines get by handles, if no folder holds them."""
+        """The version and step of weights that colocated engines get by memory handles; None for a folder."""
         self._is_admitted = False
-        """Whether colocated engines may sample: a new process holds them until it is told."""
+        """Whether colocated engines may sample: a restarted process holds them until it is told."""
         self._deaths = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")  # one call at a time
         self._is_set_up = False
         self._process, self._pipe = self._launch()
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:
-        """Begin before ``first_step``, at the ``state`` of the checkpoint before it, if there is one."""
+        """Start sampling for ``first_step``. ``state``: the sampler's part of the checkpoint before it."""
         self._start_arguments = (first_step, state)
         self._call("start", first_step, state)
 
     def next_batch(self, step: int, wait_s: float) -> StepBatch | Need | None:
-        """The groups that ``step`` trains on; None if they do not exist yet after ``wait_s`` seconds."""
+        """The training batch of ``step``; None if it is not ready within ``wait_s`` seconds."""
         path = self._call("next_batch", step, wait_s)
         if path is None or path is Need.WEIGHTS:
             return path  # type: ignore[no-any-return]
+        # The journal has this step: a restarted process needs no state of a checkpoint any more.
         self._deaths = 0
         self._start_arguments = (step + 1, None)
         return read_step(path.parent, step)
@@ -86,14 +87,15 @@ class SamplerClient:
         return found
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:
-        """Sample from the weights in ``folder``, which the updates of ``step`` have made."""
+        """Load the weights in ``folder``, made by the updates of ``step``, into the engines."""
+        # Noted before the call: if the process dies in it, the restart loads them.
         self._weights, self._ipc_weights = (folder, version, step), None
         self._call("load_weights", folder, version, step)
 
     def keep_weights(self, step: int) -> None:
-        """Sample for the next step from the same weights: ``step`` has not changed them. Nothing is loaded.
+        """Record that ``step`` made no update: engines sample on from the same weights, and load nothing.
 
-        For a run that trains nothing.
+        For a run that trains nothing (`--rollout-only`).
         """
         assert self._weights is not None
         folder, version, _ = self._weights
@@ -101,62 +103,64 @@ class SamplerClient:
         self._call("keep_weights", version, step)
 
     def tell(self, method: str, *arguments: Any) -> Future[Any]:
-        """Begin a call that is part of a broadcast of weights. The future fails if an engine does.
+        """Begin a call of a weight broadcast. The future fails if an engine does, or the process dies.
 
-        A process that dies meanwhile is not started again here, but by the next call.
+        A process that dies is restarted only by the next call.
         """
         if method == "begin":
-            self._weights = None  # no folder holds the weights that the engines will have
+            # The engines' next weights are in no folder: a restart must not load the folder of older ones.
+            self._weights = None
         return self._thread.submit(self._exchange, method, *arguments)
 
     def release(self) -> list[str]:
-        """Have colocated engines give up their memory, and hold all back; names of those that have.
+        """Put colocated engines to sleep; names of those that have released their memory.
 
-        Of the others, all if the process dies meanwhile, nobody knows what memory they hold.
+        The memory of the others, of all if the process dies meanwhile, is in an unknown state.
         """
-        self._is_admitted = False
+        self._is_admitted = False  # before the call: a process that is restarted in it must hold them, too
         names: list[str] = self._call("release")
         return names
 
     def wake(self, names: Sequence[str]) -> list[str]:
-        """Let engines that have released their memory sample again; names of those that do.
+        """Wake sleeping engines; names of those that sample again.
 
-        None of them if the process dies meanwhile: nobody knows then what memory they hold.
+        None if the process dies meanwhile: their memory is in an unknown state then.
         """
         return self._call("wake", names) or []
 
     def expect_handles(self, version: int, step: int) -> None:
-        """Sample from weights that colocated engines get by handles when they wake, those of ``step``."""
+        """Announce weights, made by ``step``, that colocated engines get by memory handles at wake-up."""
         self._weights, self._ipc_weights = None, (version, step)
         self._call("expect_handles", version, step)
 
-    # Instead of `wake`, for such weights: names of engines that can go on; none if the process dies.
+    # Instead of `wake`, for weights by handles. Each returns the names of the engines on which it succeeded;
+    # none if the process dies.
 
     def begin_wake(self, names: Sequence[str]) -> list[str]:
-        """Let engines that have released their memory take back that of the weights."""
+        """Let sleeping engines reclaim the memory of the weights."""
         return self._call("begin_wake", names) or []
 
     def receive_handles(self, handles: Mapping[str, Sequence[bytes]]) -> list[str]:
-        """Let each of these engines load a bucket of weights by its handles."""
+        """Let engines load a bucket of weights by their memory handles."""
         return self._call("receive_handles", handles) or []
 
     def confirm_weights(
         self, names: Sequence[str], version: int, sent: SentDigests | None = None
     ) -> list[str]:
-        """Compare the digests of engines that have all weights of ``version`` with those ``sent``."""
+        """Verify the digests of engines that have all weights of ``version``, against those ``sent``."""
         return self._call("confirm_weights", names, version, sent) or []
 
     def finish_wake(self, names: Sequence[str]) -> list[str]:
-        """Let engines whose weights are confirmed sample."""
+        """Let engines with verified weights reclaim the rest of their memory, and sample."""
         return self._call("finish_wake", names) or []
 
     def admit(self) -> None:
-        """Hold no engine back any more."""
+        """End the hold of colocated engines."""
         self._is_admitted = True
         self._call("admit")
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, needed if the journal is lost; empty if the sampler has ended."""
+        """The sampler's part of a checkpoint, for a fork or a lost journal; empty if the sampler has ended."""
         try:
             found: dict[str, Any] = self._call("state")
         except RunStopped:
@@ -164,32 +168,35 @@ class SamplerClient:
         return found
 
     def checkpointed(self, oldest: int) -> None:
-        """Delete what no continuation after step ``oldest``, the oldest checkpoint, needs."""
+        """Delete journal files that a resume from step ``oldest``, the oldest checkpoint, does not need."""
         self._call("checkpointed", oldest)
 
     def close(self) -> None:
-        """End the process; it keeps the tokens of requests in flight."""
+        """End the process, which first commits the tokens of requests in flight."""
         try:
             with HeartbeatWatchdog(self._process, self._pipe, _CLOSE_S):
                 self._pipe.send(None)
                 while self._pipe.recv() == ALIVE:
                     pass
         except (OSError, EOFError):
-            pass  # it is gone already
+            pass  # the process has ended already
         self._pipe.close()
         self._exit_code(10)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """The reply of the process, or of the next one if it dies meanwhile."""
+        """Call a method of the process, and repeat the call on a restarted one if it dies meanwhile."""
         while True:
             try:
                 return self._exchange(method, *arguments)
             except SamplerDied as death:
                 self._restart(str(death))
                 if method in ("start", "load_weights") or method in WAKE_CALLS:
-                    return None  # the first two are part of a restart
+                    # A restart includes the first two. A wake is not repeated: what state it left the
+                    # engines in is unknown, so the caller ends their servers.
+                    return None
 
     def _exchange(self, method: str, *arguments: Any) -> Any:
+        """One call and its reply. SamplerDied if the process ends, or sends no heartbeat."""
         watch = HeartbeatWatchdog(self._process, self._pipe, self._silent_s)
         try:
             with watch:
@@ -210,22 +217,24 @@ class SamplerClient:
         raise _ERRORS.get(name, RunStopped)(text)
 
     def _restart(self, why: str) -> None:
-        """Start the process again, with its last weights. RunStopped after too many deaths."""
+        """Restart the process with its last weights, with backoff. RunStopped in a crash loop."""
         while True:
             self._deaths += 1
             self._on_event({"kind": "sampler_died", "reason": why, "deaths": self._deaths})
-            print(f"the sampler's process has ended ({why}); starting it again", flush=True)
+            print(f"the sampler's process has ended ({why}); restarting it", flush=True)
             if self._deaths > _RESTARTS:
                 raise RunStopped(f"the sampler's process ended {self._deaths} times in a row: {why}")
             time.sleep(min(30, 2**self._deaths / 4))
             self._pipe.close()
             self._process, self._pipe = self._launch()
             try:
+                # The journal first, then the weights, then admission: an engine may sample only when the
+                # sampler knows its groups and which weights the engine must have.
                 self._exchange("start", *self._start_arguments)
                 if self._weights is not None:
                     self._exchange("load_weights", *self._weights)
                 if self._ipc_weights is not None:
-                    self._exchange("expect_handles", *self._ipc_weights)  # engines that sample have them
+                    self._exchange("expect_handles", *self._ipc_weights)  # engines that run have them already
                 if self._is_admitted:
                     self._exchange("admit")
                 return
@@ -233,7 +242,7 @@ class SamplerClient:
                 why = str(death)
 
     def _end(self, kill_reason: str | None) -> str:
-        """End the sampler process; returns why it ended. StorageFailed if it does not end."""
+        """Reap the process; returns why it ended. StorageFailed if it cannot even be killed."""
         if (code := self._exit_code(_END_S)) is None:
             raise StorageFailed(
                 f"the sampler's process {self._process.pid} cannot be ended; its file system may hang"
@@ -241,7 +250,7 @@ class SamplerClient:
         return kill_reason or death(code)
 
     def _exit_code(self, limit_s: float) -> int | None:
-        """The exit code of the process, which is killed after ``limit_s``; None if that does not end it."""
+        """The exit code of the process, which is killed after ``limit_s``; None if it cannot be killed."""
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(limit_s)
         self._process.kill()

@@ -1,4 +1,4 @@
-"""The dispatcher: sends responses to engines, one segment at a time, and collects what comes back."""
+"""The dispatcher: the scheduling of generation requests on engines, one segment of a response at a time."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from bapo_megatron.rollout.sampler.event_log.state import OpenGroup, SamplerStat
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation, SamplingParams
 
 ResponseKey = tuple[int, int]
-"""The number of a group, and the position of a response in it."""
+"""The key of a response: the number of its group, and its position in it."""
 
 _BURST = 128
-"""Requests that are sent to servers before results of others are processed."""
+"""Burst size: requests that are sent before results of others are processed."""
 
 _MAX_ENGINE_LOSSES = 20
-"""Engine losses after which a response is given up with its group: its request may be what ends engines."""
+"""Engines lost with one response after which its group is dropped: its request may be what crashes
+them."""
 
 
 class Dispatcher:
-    """Sends requests to engines that have room, the oldest groups first, and collects their results."""
+    """The scheduler of requests: sends them to engines with room, oldest group first; collects results."""
 
     def __init__(
         self,
@@ -43,40 +44,40 @@ class Dispatcher:
         self._config, self._dataset = config, dataset
         self._state, self._admission, self._pool = sampler_state, admission, pool
         self._ready: list[ResponseKey] = []
-        """The heap of responses that wait for an engine."""
+        """A heap of the responses that wait for an engine."""
         self._parked: list[ResponseKey] = []
-        """Responses that have spent their budget under the present weights."""
+        """Responses that have used up their token budget under the current weights."""
         self._running: dict[ResponseKey, asyncio.Task[None]] = {}
         self._segments: list[Segment] = []
         self._refusals: list[tuple[OpenGroup, str]] = []
         self._cached: dict[ResponseKey, CachedPrefix] = {}
-        """Where the last segment of a response is cached, unless it was the response's last."""
+        """The prefix cache of each unfinished response: the engine of its last segment."""
         self._losses: Counter[ResponseKey] = Counter()
-        """Number of engines lost with each response."""
+        """Number of engine losses of each response."""
         self._next_version: int | None = None
         """The version of the weights that engines are loading."""
 
     def expect_weights(self, version: int) -> None:
-        """Accept tokens of the weights ``version`` from now on: engines begin to load them."""
+        """Accept tokens of weight ``version`` from now on: engines begin to load it."""
         self._next_version = version
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is in flight or waits for an engine, or a result was not taken yet."""
+        """Whether a request is in flight or waits for an engine, or a result is not taken yet."""
         return bool(self._running or self._ready or self.has_results)
 
     @property
     def has_results(self) -> bool:
-        """Whether segments or refusals were not taken yet."""
+        """Whether there are segments or refusals that are not taken yet."""
         return bool(self._segments or self._refusals)
 
     def take_results(self) -> tuple[list[Segment], list[tuple[OpenGroup, str]]]:
-        """Results since the last call: segments, and groups that no engine can sample, with the reason."""
+        """Take the results since the last call: segments, and groups that cannot be sampled, with reasons."""
         results, self._segments, self._refusals = (self._segments, self._refusals), [], []
         return results
 
     def add(self, group: OpenGroup, sample: int) -> None:
-        """Queue a response for its next segment, unless it is complete or its group is gone."""
+        """Queue a response for its next segment, unless it is complete or its group is dropped."""
         if self._state.open.get(group.number) is group and not group.responses[sample].finish_reason:
             heapq.heappush(self._ready, (group.number, sample))
 
@@ -105,7 +106,7 @@ class Dispatcher:
                 return
 
     def _send_one(self) -> bool:
-        """Send the first request that is admitted; whether there was one, and an engine with room."""
+        """Send the first admitted request to an engine with room; returns whether one was sent."""
         while self._ready and self._admission.may_sample:
             key = self._ready[0]
             group = self._state.open.get(key[0])
@@ -121,12 +122,13 @@ class Dispatcher:
                 return False
             heapq.heappop(self._ready)
             self._running[key] = task = asyncio.create_task(self._sample(slot, group, key, tokens))
-            task.add_done_callback(partial(self._release, slot))  # also if it is cancelled before it begins
+            # A callback, no `finally` in the task: a task that is cancelled before it begins runs none.
+            task.add_done_callback(partial(self._release, slot))
             return True
         return False
 
     def _release(self, slot: EngineSlot, _task: asyncio.Task[None]) -> None:
-        """Free the request's place at its engine."""
+        """Free the request's reserved place at its engine."""
         slot.load -= 1
         self._pool.changed.set()
 
@@ -142,7 +144,7 @@ class Dispatcher:
             task.cancel()
 
     async def _sample(self, slot: EngineSlot, group: OpenGroup, key: ResponseKey, tokens: int) -> None:
-        """Request one segment of one response, and keep the result."""
+        """Request one segment of one response; keep the result, or queue the response again."""
         request = self._request(group, key[1], tokens)
         try:
             answer = await self._pool.generate(slot, request)
@@ -163,7 +165,7 @@ class Dispatcher:
             else:
                 why = f"{_MAX_ENGINE_LOSSES} engines were lost with request {request.request_id!r}"
                 self._refusals.append((group, why))
-        except ValueError as error:  # the same request would be refused again
+        except ValueError as error:  # malformed: any engine would refuse it
             self._refusals.append((group, str(error)))
         finally:
             if self._running.get(key) is asyncio.current_task():
@@ -181,10 +183,10 @@ class Dispatcher:
         )
 
     def _has_known_weights(self, slot: EngineSlot, answer: Generation) -> bool:
-        """Whether all tokens come from weights that the engines were given. If not, the engine is lost."""
+        """Check that all tokens come from weights that engines were given; quarantine the engine if not."""
         for version in np.unique(answer.versions_R).tolist():
             if version != self._next_version and self._state.step_of(version) is None:
-                self._pool.quarantine(slot, f"answers with tokens of weights {version}, which nobody gave it")
+                self._pool.quarantine(slot, f"answers with tokens of unknown weights {version}")
                 return False
         return True
 
@@ -192,5 +194,5 @@ class Dispatcher:
         """The finish reason of the whole response; None if it is not complete."""
         tokens = request.prefix_tokens + len(answer.token_ids_R)
         if len(answer.token_ids_R) and answer.token_ids_R[-1] in self._dataset.stop_token_ids:
-            return "stop"  # whatever it says: an abort may meet the last token
+            return "stop"  # whatever the engine reports: an abort may coincide with the stop token
         return "length" if tokens >= self._config.rollout.max_response_tokens else None

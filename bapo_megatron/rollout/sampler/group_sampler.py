@@ -1,4 +1,4 @@
-"""The sampler inside its process: what the trainer asks of it, and the parts that answer."""
+"""The group sampler: the facade of the sampler process over state, journal, loop, dispatcher and batches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bapo_megatron.rollout.engines.pool import EnginePool, Report
 from bapo_megatron.rollout.engines.requests import Dataset, identity
 from bapo_megatron.rollout.sampler.admission import AdmissionController
 from bapo_megatron.rollout.sampler.batch_builder import BatchBuilder
-from bapo_megatron.rollout.sampler.beginning import OUTSTANDING, beginning
 from bapo_megatron.rollout.sampler.dispatcher import Dispatcher
 from bapo_megatron.rollout.sampler.event_log.events import steps_rewound, weights_loaded
 from bapo_megatron.rollout.sampler.event_log.journal import SegmentJournal
 from bapo_megatron.rollout.sampler.event_log.state import FinishedGroup, SamplerState
 from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
+from bapo_megatron.rollout.sampler.journal_start import OUTSTANDING, journal_start
 from bapo_megatron.rollout.sampler.loop import SamplerLoop
 from bapo_megatron.rollout.sampler.scoring import GroupScorer, Scorer
 from bapo_megatron.rollout.sampler.step_batches import StepFiles, step_path
@@ -26,7 +26,7 @@ from bapo_megatron.runtime.run_paths import RunPaths
 
 
 class GroupSampler:
-    """Turns prompts into the batches of steps: groups of rewarded responses. Lives in one event loop."""
+    """The rollout sampler: prompts to step batches of rewarded groups. Lives in one event loop."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class GroupSampler:
         """Open the journal of the run. ConfigError if another process writes it.
 
         ``rounds``: open new groups, and form a batch, only when no group is open, so that an engine whose
-        answers depend on what it is asked at the same time always gets the same requests together.
-        ``is_held``: whether requests must wait, for such an engine has others to answer.
+        answers depend on its batch always gets the same batches. ``is_held``: whether requests must wait,
+        because such an engine has an evaluation's requests.
         """
         self._rollout, self._report, self._pool = config.rollout, report, pool
         self._folder = RunPaths(config.directory).journal
@@ -69,20 +69,22 @@ class GroupSampler:
         )
 
     async def start(self, first_step: int, state: dict[str, Any] | None) -> None:
-        """Replay the journal, and begin before ``first_step``; ``state`` is that of the last checkpoint."""
-        for damage in await asyncio.to_thread(self._journal.replay, self._state.apply):  # gigabytes of it
+        """Replay the journal, and resume for ``first_step``. ``state``: of the checkpoint before it."""
+        # In a thread: a journal has gigabytes, and the event loop must send heartbeats.
+        for damage in await asyncio.to_thread(self._journal.replay, self._state.apply):
             self._report("journal_damaged", detail=damage)
         opened: list[Record] = []
         if self._state.is_empty and state:
-            begun = beginning(state, self._identity, first_step - 1)
+            begun = journal_start(state, self._identity, first_step - 1)
             self._state.apply(begun.state)
             opened = begun.opened
             self._report(begun.kind, detail=begun.message)
+        # Snapshot and reopened groups in one commit: a kill between them would lose prompts.
         self._journal.rotate(self._state.snapshot(), *opened)
         for record in opened:
             self._state.apply(record)
         missing = await asyncio.to_thread(self._files.missing_records, self._state, first_step)
-        if missing:  # or the next process would count their groups once more
+        if missing:  # committed, or the next process would count their groups once more
             await asyncio.to_thread(self._journal.commit, missing)
         for record in missing:
             self._state.apply(record)
@@ -91,15 +93,16 @@ class GroupSampler:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether no engine works, and only the trainer can bring the weights that one needs."""
+        """Whether no engine works, and the trainer must push the weights once more."""
         return self._pool.needs_weights
 
     async def next_batch(self, step: int, wait_s: float) -> Path | None:
-        """The file of the batch of ``step``; None if it cannot be formed within ``wait_s`` seconds.
+        """The file of the batch of ``step``; None if it is not ready within ``wait_s`` seconds.
 
         EnginesGone if no engine has worked for too long. Raises the error that has ended the loop.
         """
         path = step_path(self._folder, step)
+        # Idempotent: a step that was served, before a kill or a resume, gets the same file again.
         if step <= self._state.served:
             if self._files.is_readable(step):
                 self._admission.trainer_has(step)
@@ -110,10 +113,12 @@ class GroupSampler:
         if not await self._loop.wait_for(lambda: self._choose(step) is not None, wait_s):
             self.check_engines()
             return None
+        # The groups are chosen again within the block: until then a commit may have dropped some.
         async with self._loop.between_commits():
             self._loop.post(await self._batches.write(step, self._choose(step) or []))
         self._admission.trainer_has(step)
         if self._rollout.max_staleness and not self._rollout.overlap:
+            # Nothing is sampled while the policy trains: unfinished responses continue under new weights.
             await self._pool.abort()
         return path
 
@@ -122,34 +127,37 @@ class GroupSampler:
         self._pool.check(self._rollout.engine_config.lost_minutes)
 
     async def load_weights(self, folder: Path, version: int, step: int) -> None:
-        """Load weights, which the updates of ``step`` made, from ``folder`` into every engine that works."""
+        """Load the weights in ``folder``, made by the updates of ``step``, into every working engine."""
+        # Expected before, recorded after the load: engines that are faster than others sample with the new
+        # weights already, and admission opens only when the load is over.
         self.expect_weights(version)
         await self._pool.update(folder, version)
         self.record_weights(version, step)
 
     def expect_weights(self, version: int) -> None:
-        """Accept tokens of the weights ``version`` from now on: engines begin to load them."""
+        """Accept tokens of weight ``version`` from now on: engines begin to load it."""
         self._dispatcher.expect_weights(version)
 
     def record_weights(self, version: int, step: int) -> None:
-        """Record that the engines have loaded the weights ``version``, which the updates of ``step`` made."""
+        """Record that the engines have loaded weight ``version``, made by the updates of ``step``."""
         self._loop.post(weights_loaded(version, step))
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, needed for a fork, or if the journal is lost: place in the dataset,
-        counts, and the prompts in the making."""
+        """The state for a checkpoint, used by a fork or after a lost journal: the position in the dataset,
+        counts, and the prompts of unfinished groups."""
         return {**self._state.snapshot().fields, OUTSTANDING: self._state.outstanding_places}
 
     async def checkpointed(self, oldest: int) -> None:
-        """Start a new log; delete the files that no continuation after step ``oldest`` needs."""
+        """Start a new log, and delete files that no resume from step ``oldest`` needs."""
         if (keep := self._rollout.keep_steps) is not None:
             await asyncio.to_thread(self._files.delete, min(oldest, self._state.served - keep))
         async with self._loop.between_commits():
+            # The snapshot first: only then are the older logs without unfinished groups superfluous.
             self._journal.rotate(self._state.snapshot())
             self._journal.delete_old([*self._state.open, *self._state.finished])
 
     async def close(self) -> None:
-        """Stop, and keep the tokens of requests in flight, but in ``rounds``."""
+        """Stop, and commit the tokens of requests in flight, unless it samples in ``rounds``."""
         await self._loop.close()
         self._journal.close()
 

@@ -1,6 +1,6 @@
-"""Heartbeats between two processes: one sends them while it works, the other kills it when they stop.
+"""Heartbeats and watchdog of the sampler process: it sends beats while it works, and is killed without them.
 
-A process that is stopped, or hangs, does not close its pipe: a reader without a limit would wait for ever.
+A process that is stopped, or hangs, does not close its pipe: a reader without a timeout would wait for ever.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any, Self, TypeVar
 T = TypeVar("T")
 
 ALIVE = ("alive",)
-"""The heartbeat: the message that is sent while a reply is computed."""
+"""The heartbeat message, sent while a reply is computed."""
 
 BEAT_S = 5.0
 """Seconds between two heartbeats."""
 
 _WAITS = 20
-"""Waits that the limit of a ``HeartbeatWatchdog`` is divided into."""
+"""Number of waits that make up the timeout of a ``HeartbeatWatchdog``."""
 
 
 async def with_heartbeats(pipe: Connection, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``; heartbeats are sent until it is done.
+    """Await ``work``, and send heartbeats until it is done; returns its result.
 
-    The event loop sends them, so that they stop when it hangs; whatever takes long must leave it free.
+    The event loop sends them, so that they stop when it hangs: long work must not block it.
     """
     task = asyncio.create_task(work)
     while not (await asyncio.wait({task}, timeout=BEAT_S))[0]:
@@ -39,7 +39,7 @@ async def with_heartbeats(pipe: Connection, work: Coroutine[Any, Any, T]) -> T:
 
 
 def send(pipe: Connection, message: Any) -> None:
-    """Send a message to the trainer. If the trainer is gone, this process ends."""
+    """Send a message to the trainer. If the trainer has ended, this process ends, too."""
     try:
         pipe.send(message)
     except OSError:
@@ -47,9 +47,9 @@ def send(pipe: Connection, message: Any) -> None:
 
 
 class HeartbeatWatchdog:
-    """A watch that kills ``process`` if, in the block, ``beat`` is not called for ``limit_s`` seconds.
+    """A watchdog that kills ``process`` if ``beat`` is not called for ``limit_s`` seconds within the block.
 
-    Reads and writes of ``pipe`` fail then, also if the process cannot be killed. The time is counted in many
+    Reads and writes of ``pipe`` fail then, also if the process cannot be killed. Time is counted in many
     short waits: if both processes are stopped for hours (a suspended job), that counts as one wait.
     """
 
@@ -79,8 +79,9 @@ class HeartbeatWatchdog:
         while not self._over.wait(self._limit_s / _WAITS):
             self._waits += 1
             if self._waits >= _WAITS:
-                self.kill_reason = f"no sign of life for {self._limit_s:g} s"
+                self.kill_reason = f"no heartbeat for {self._limit_s:g} s"
                 self._process.kill()
+                # The pipe, too: a process that is blocked in the kernel keeps its end open after the kill.
                 with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:
                     ours.shutdown(socket.SHUT_RDWR)
                 return

@@ -1,9 +1,9 @@
-"""Evaluation during training: held-out problems sampled at the weights of a step, and scored.
+"""Held-out evaluation during training: suites sampled at the weights of a step, and scored.
 
-    evaluation/step_000040.jsonl    a line for each response
+    evaluation/step_000040.jsonl    one line per response
 
-The requests run beside those for training. An evaluation that a kill interrupts begins anew; its file
-appears when it is whole.
+Its requests run beside those for training. The file is written atomically at the end; an evaluation that a
+kill interrupts begins anew.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from bapo_megatron.runtime.run_paths import RunPaths, step_entries
 from bapo_megatron.runtime.storage import writing
 
 _EPOCH = 2**32
-"""The epoch of the seeds, which training never reaches; equal at every step, for less noise between steps."""
+"""The epoch in evaluation seeds, beyond all of training's. It is equal at every step: common random numbers
+reduce the noise between steps."""
 
 
 @dataclass(frozen=True)
 class _Item:
-    """One response to sample: a problem of a suite, and which of its samples it is."""
+    """One response to sample: a problem of a suite, and the index of the sample."""
 
     suite: Suite
     problem: int
@@ -40,7 +41,7 @@ class _Item:
 
 
 class HeldOut:
-    """The evaluations of one run, on held-out suites, in the sampler's event loop."""
+    """The held-out evaluations of a run, in the sampler's event loop."""
 
     def __init__(
         self, config: RunConfig, suites: Sequence[Suite], dataset: Dataset, pool: EnginePool, scorer: Scorer
@@ -53,33 +54,33 @@ class HeldOut:
         self._paths = RunPaths(config.directory)
         self._task: asyncio.Task[None] | None = None
         self._step: int | None = None
-        """The step that is evaluated, or will be when its weights are loaded."""
+        """The step that is being evaluated, or will be when its weights are loaded."""
 
     def start(self, first_step: int) -> None:
-        """Delete the results of ``first_step`` and later: the run continues before them."""
+        """Delete the results of ``first_step`` and later steps: the run resumes before them."""
         for (step, _), path in step_entries(self._paths.evaluation, ".jsonl"):
             if step >= first_step:
                 path.unlink()
 
     def expect(self, step: int) -> None:
-        """Prepare the evaluation of ``step``, if it is due and not done: its weights are being loaded."""
+        """Prepare the evaluation of ``step``, if it is due and not done; its weights are being loaded."""
         self._step = step if self._config.evaluates(step) and not self._path(step).exists() else None
 
     def begin(self) -> None:
-        """Begin the evaluation that was prepared: the weights are loaded. Cancels an earlier one."""
+        """Begin the prepared evaluation, now that the weights are loaded. Cancels an earlier one."""
         self.close()
         if self._step is not None:
             self._task = asyncio.create_task(self._evaluate(self._step))
 
     @property
     def is_busy(self) -> bool:
-        """Whether an evaluation is running or prepared."""
+        """Whether an evaluation runs or is prepared."""
         return self._step is not None
 
     async def responses(self, step: int, wait_s: float) -> Path | None:
-        """The file of ``step``; None if it does not exist after ``wait_s`` seconds.
+        """The file of ``step``; None if it is not ready within ``wait_s`` seconds.
 
-        Raises the error that has ended the evaluation.
+        Raises the error of a failed evaluation.
         """
         path = self._path(step)
         if not path.exists() and self._task is not None:
@@ -89,7 +90,7 @@ class HeldOut:
         return path if path.exists() else None
 
     def close(self) -> None:
-        """Cancel the evaluation that is running."""
+        """Cancel the running evaluation."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -106,7 +107,7 @@ class HeldOut:
             for sample in range(samples)
         ]
         try:
-            room = asyncio.Semaphore(max(1, self._pool.capacity // 2))  # the rest is for the training
+            room = asyncio.Semaphore(max(1, self._pool.capacity // 2))  # the other half is for training
             async with asyncio.TaskGroup() as group:
                 rows = [group.create_task(self._scored(step, item, room)) for item in items]
         except ExceptionGroup as failed:
@@ -119,7 +120,7 @@ class HeldOut:
         self._pool.changed.set()
 
     async def _scored(self, step: int, item: _Item, room: asyncio.Semaphore) -> dict[str, Any]:
-        """The row of one response in the file."""
+        """Sample and score one response; returns its row in the file."""
         prompt = item.suite.prompts[item.problem]
         name = f"evaluation.{step}.{item.suite.name}.{item.problem}-{item.sample}"
         place = (_EPOCH, item.problem, item.sample)

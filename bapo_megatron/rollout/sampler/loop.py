@@ -1,8 +1,8 @@
-"""The sampler's loop: it commits events to the write-ahead log, applies them, and acts on the new state.
+"""The sampler's event loop: commit events to the write-ahead log, apply them to the state, act on the change.
 
-One task advances whenever something has happened. It writes all events that wait, and the segments that
-engines returned, in one commit, and only then applies them; it opens new groups as ``admission.py`` allows,
-and sends requests to engines (``dispatcher.py``). Complete groups are scored (``scoring.py``).
+One task wakes up at every change. It writes all queued events and returned segments in one commit, and only
+then applies them. It opens new groups as admission allows (``admission.py``), and sends requests to engines
+(``dispatcher.py``). Complete groups are scored (``scoring.py``).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.rollout.sampler.scoring import FirstStepScores, GroupScorer
 
 MAX_RESAMPLES = 3
-"""Times that a prompt is sampled once more because its group was stale, before it is given up."""
+"""Most retries of a prompt whose group was stale; then it is dropped."""
 
 _DRAIN_S = 5.0
-"""The longest wait, at the end of a run, for the tokens of requests in flight."""
+"""Longest wait, at the end of a run, for the tokens of requests in flight, in seconds."""
 
 
 class SamplerLoop:
-    """Advances the event-sourced state. Events wait in a queue; a commit writes and applies all of them."""
+    """The event loop of the event-sourced state: events are queued, committed to the log, and applied."""
 
     def __init__(
         self,
@@ -54,20 +54,20 @@ class SamplerLoop:
         rounds: bool,
         is_held: Callable[[], bool],
     ) -> None:
-        """``changed``: wakes the loop; the engine pool sets it, too. ``rounds``, ``is_held``: see
+        """``changed``: wakes the loop; also set by the engine pool. ``rounds``, ``is_held``: see
         ``GroupSampler``."""
         self._config, self._order, self._state, self._journal = config, order, sampler_state, journal
         self._admission, self._dispatcher, self._scorer = admission, dispatcher, scorer
         self._changed, self._report, self._rounds, self._is_held = changed, report, rounds, is_held
         self._events: list[Record] = []
-        """Events that wait for their commit."""
+        """Events that are queued for the next commit."""
         self._next_number = 0
         self._first_scores = FirstStepScores(config.prompts_per_step)
         self._scoring: dict[int, asyncio.Task[None]] = {}
         self._dropping: set[int] = set()
-        """Numbers of groups whose drop waits for its commit."""
+        """Numbers of groups whose drop is queued."""
         self._resampled: Counter[tuple[int, int]] = Counter()
-        """Times that each (epoch, index) was sampled once more."""
+        """Number of retries of each (epoch, index)."""
         self._advanced = asyncio.Condition()
         self._error: Exception | None = None
         self._task: asyncio.Task[None] | None = None
@@ -75,7 +75,7 @@ class SamplerLoop:
     # --- for the sampler ---
 
     def start(self) -> None:
-        """Resume the open groups, and advance from now on."""
+        """Resume the open groups, and start the loop."""
         self._next_number = self._state.next_number
         self._first_scores.begin(self._state)
         for group in self._state.open.values():
@@ -101,7 +101,7 @@ class SamplerLoop:
 
     @asynccontextmanager
     async def between_commits(self) -> AsyncIterator[None]:
-        """Commit, hold the loop while the block runs, and commit what the block has posted."""
+        """A critical section: commit, hold the loop while the block runs, then commit what it has posted."""
         async with self._advanced:
             await self._commit()
             yield
@@ -109,13 +109,14 @@ class SamplerLoop:
         self._changed.set()
 
     async def close(self) -> None:
-        """Stop, and keep the tokens of requests in flight.
+        """Stop, and commit the tokens of requests in flight.
 
-        In ``rounds`` they are not kept: a round that continues from half of its tokens ends in other bits.
+        Not in ``rounds``: a round that is continued forms other batches, so its last bits would differ.
         """
         if self._task is not None and not self._error:
             async with self.between_commits():
-                self._task.cancel()  # nothing more is opened or requested
+                # Cancelled before the drain: aborted responses must not be sent again.
+                self._task.cancel()
                 if not self._rounds:
                     await self._dispatcher.drain(_DRAIN_S)
         self._dispatcher.cancel()
@@ -124,11 +125,11 @@ class SamplerLoop:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no group can be finished or opened before the next weights."""
+        """Whether no group can be finished or opened before the next weight update."""
         return not self._is_busy and self._admission.may_sample and self._admission.room == 0
 
     def drop_stale(self, groups: Iterable[OpenGroup | FinishedGroup], step: int) -> None:
-        """Drop groups that are too old for ``step``, and resample their prompts if ``on_stale`` says so."""
+        """Drop groups that are too stale for ``step``, and resample their prompts if ``on_stale`` says so."""
         for group in list(groups):
             if self._admission.must_drop(group, step) and self._drop(group, "stale"):
                 place = (group.epoch, group.index)
@@ -146,7 +147,7 @@ class SamplerLoop:
                 try:
                     if not self._error:
                         await self._advance()
-                except Exception as error:  # raised again when the trainer asks for its next batch
+                except Exception as error:  # raised by the trainer's next call
                     self._error = error
                 finally:
                     self._advanced.notify_all()
@@ -156,17 +157,19 @@ class SamplerLoop:
         if self._is_held():
             return
         self._admit_groups()
-        while self._events or self._dispatcher.has_results:  # request nothing for a dropped group
+        # Nothing is sent before all is committed: a queued event may drop the group of a request, and a new
+        # group must be in the journal before an engine samples for it.
+        while self._events or self._dispatcher.has_results:
             await self._commit()
         await self._dispatcher.send(at_once=self._rounds)
 
     @property
     def _is_busy(self) -> bool:
-        """Whether something is sampled, scored, or waits for its commit."""
+        """Whether anything is being sampled or scored, or is queued for a commit."""
         return bool(self._dispatcher.is_busy or self._scoring or self._events)
 
     async def _commit(self) -> None:
-        """Write everything that is new in one commit, then apply it and act on it."""
+        """Write all new events and segments in one commit, then apply them and act on them."""
         arrived, refusals = self._dispatcher.take_results()
         for group, why in refusals:
             if self._is_open(group) and self._drop(group, "refused"):
@@ -174,11 +177,13 @@ class SamplerLoop:
         segments = [one for one in arrived if self._is_open(one.group)]
         events, self._events = self._events, []
         if segments:
+            # First: applied after the drop of its group, which may be queued, a segment would reopen it.
             events.insert(0, segments_arrived(segments))
         if not events:
             return
         if self._journal.is_full:
             self._journal.rotate(self._state.snapshot())
+        # Write ahead: nothing is applied, answered or requested that a kill could take back.
         await asyncio.to_thread(self._journal.commit, events)
         for event in events:
             self._state.apply(event)
@@ -188,12 +193,13 @@ class SamplerLoop:
         for group in {one.group.number: one.group for one in segments}.values():
             self._score_if_complete(group)
         if any(event.kind == "weights" for event in events):
+            # After the events are applied: staleness and budgets depend on the step of the new weights.
             self.drop_stale(self._state.open.values(), self._state.weights_step + 1)
             self._dispatcher.unpark()
             self._admission.open()
 
     def _act_on(self, event: Record) -> None:
-        """Begin what a new group asks for, and end what a dropped one has left."""
+        """The side effects of an applied event: sample a new group, cancel the work of a dropped one."""
         if event.kind == "dropped":
             self._cancel(event.fields["number"])
             self._dropping.discard(event.fields["number"])
@@ -202,15 +208,15 @@ class SamplerLoop:
                 self._resume(self._state.open[number])
 
     def _is_open(self, group: OpenGroup) -> bool:
-        """Whether the group is still open: it may have been dropped while a request was in flight."""
+        """Whether the group is open: it may have been dropped while a request was in flight."""
         return self._state.open.get(group.number) is group
 
     # --- groups: opened, resumed, scored, dropped ---
 
     def _admit_groups(self) -> None:
-        """Open as many groups as there is room for.
+        """Open as many groups as admission allows.
 
-        In ``rounds`` only if no other is open, and the trainer waits: or new weights would come at any token.
+        In ``rounds`` only if no group is open, and the trainer waits: else new weights could come in a round.
         """
         if self._rounds and (self._is_busy or not self._admission.trainer_waits):
             return
@@ -223,13 +229,13 @@ class SamplerLoop:
         self.post(groups_opened(groups, taken))
 
     def _resume(self, group: OpenGroup) -> None:
-        """Sample what a group lacks, which is new or comes from the journal; score it if it lacks nothing."""
+        """Queue the unfinished responses of a group, new or from the journal; score a complete group."""
         for sample in range(len(group.responses)):
             self._dispatcher.add(group, sample)
         self._score_if_complete(group)
 
     def _score_if_complete(self, group: OpenGroup) -> None:
-        """Begin to score a group when all of its responses are finished."""
+        """Begin to score a group if all of its responses are finished."""
         if group.is_complete and self._is_open(group):
             self._scoring[group.number] = task = asyncio.create_task(self._score(group))
             task.add_done_callback(self._note_error)
@@ -244,13 +250,13 @@ class SamplerLoop:
                 self._drop(scored, "uniform")
 
     def _note_error(self, task: asyncio.Task[None]) -> None:
-        """End the loop if a group could not be scored: the next question of the trainer raises the error."""
+        """End the loop after an error of scoring: the trainer's next call raises it."""
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._error = error
             self._changed.set()
 
     def _drop(self, group: OpenGroup | FinishedGroup, reason: str) -> bool:
-        """Queue the drop of a group, which stays in the state until its commit; False if it is queued."""
+        """Queue the drop of a group; False if it is queued already. The state keeps it until the commit."""
         if group.number in self._dropping:
             return False
         self._dropping.add(group.number)

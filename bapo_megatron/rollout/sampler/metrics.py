@@ -1,4 +1,4 @@
-"""Metrics of a step's rollouts: rewards, lengths, and what became of all sampled tokens."""
+"""Rollout metrics of a step: rewards, lengths, truncation, and an account of all sampled tokens."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def sampler_metrics(
 ) -> Metrics:
     """The metrics of a step that trains on the groups ``chosen``, of which ``stale`` are too old.
 
-    ``sources``: names of the run's sources; each has those of ``rollout_metrics`` behind ``source/NAME/``.
-
-    ``sampler/tokens_*`` count from the beginning of the run: sampled = trained + dropped + kept, always.
+    Counts from the start of the run: sampled = trained + dropped + kept (``sampler/tokens_*``). ``sources``:
+    names of the run's sources; each has its own ``rollout_metrics`` under ``source/NAME/``.
     """
     trained = sum(group.tokens for group in chosen)
     dropped = sum(count for kind, count in sampler_state.tokens.items() if kind.startswith("dropped_"))
@@ -54,10 +53,11 @@ def _by_source(
 
 
 def rollout_metrics(scored: Sequence[GroupSummary], kept: int, reward: RewardConfig) -> Metrics:
-    """Statistics of all responses that were scored for the step, before uniform groups were dropped.
+    """Statistics of all responses scored for the step, before uniform groups are dropped: so the filter does
+    not bias them.
 
-    So neither the filter nor the number of groups biases them. A response is correct if its reward is nearer
-    to ``reward.correct`` than to ``reward.wrong``. A mean over nothing is None. Lengths are in tokens.
+    A response is correct if its reward is nearer to ``reward.correct`` than to ``reward.wrong``. A mean over
+    nothing is None. Lengths are in tokens.
     """
     groups = sorted(scored)
     rewards = np.array([value for group in groups for value in group.rewards])

@@ -1,10 +1,9 @@
-"""The sampler's process: engines, reward workers and the sampler in one event loop, called through a pipe.
+"""The sampler process: engines, reward workers and the sampler in one event loop, an RPC server on a pipe.
 
-``python -m bapo_megatron.rollout.sampler.process FD`` is what ``client.py`` starts. The first message is a
-``Setup``; then one call at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or
-``("error", kind, text, events)``, with heartbeats before it (``heartbeat.py``). When the pipe closes, because
-the trainer has ended in whatever way, this process ends too; the trainer knows of nothing that is not in the
-journal by then.
+``client.py`` starts ``python -m bapo_megatron.rollout.sampler.process FD``. The first message is a ``Setup``;
+then one call at a time, ``(method, arguments)``, answered by ``("ok", value, events)`` or ``("error", kind,
+text, events)``, with heartbeats before it (``heartbeat.py``). When the trainer ends the pipe closes, and this
+process ends, too: all that it has told the trainer is in the journal.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ from bapo_megatron.runtime.stop_signals import SIGNALS
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of the process: settings, dataset, and where the engines are."""
+    """The arguments of the process: settings, dataset, and the engines' addresses or device."""
 
     config: RunConfig
     problems: PromptSet
     urls: tuple[str, ...]
-    """Addresses of the engines' servers; none for an engine in this process."""
+    """Addresses of the engines' servers; empty for an engine in this process."""
     device: str
     """The device of an engine in this process."""
     held_out: tuple[Suite, ...] = ()
@@ -63,16 +62,16 @@ class Setup:
 
 
 _SENT_ERRORS = (ConfigError, RunStopped, EnginesGone, EngineError, OSError)
-"""Errors that are sent to the trainer; any other ends this process, and the trainer starts it again."""
+"""Errors that are sent to the trainer. Any other crashes this process, and the trainer restarts it."""
 
 
 WAKE_CALLS = ("wake", "begin_wake", "receive_handles", "confirm_weights", "finish_wake")
-"""Calls that return names of colocated engines (``ColocatedPool``). After a death of this process nobody
-knows what state those are in, so the calls are not repeated."""
+"""Wake-up calls of colocated engines (``ColocatedPool``). They are not repeated after a death of this
+process: the engines' state is unknown then."""
 
 
 class Service:
-    """The methods that the trainer calls through the pipe."""
+    """The RPC service: the methods that the trainer calls through the pipe."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class Service:
         self._events = events
 
     async def answer(self, method: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The reply to one call, with the events since the last one."""
+        """The reply to one call, with the events since the last reply."""
         methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "start": self._start,
             "next_batch": self._next_batch,
@@ -130,6 +129,8 @@ class Service:
         return Need.WEIGHTS if path is None and self._sampler.needs_weights else path
 
     async def _load_weights(self, folder: Path, version: int, step: int) -> None:
+        # Before the load: an engine that samples in rounds must not begin a round for training meanwhile
+        # (`is_held` in `_open`).
         self._held_out.expect(step)
         await self._sampler.load_weights(folder, version, step)
         self._held_out.begin()
@@ -149,6 +150,7 @@ class Service:
         await self._broadcast.begin()
 
     async def _finish(self, version: int, step: int, sent: SentDigests | None) -> str:
+        # Recorded only after the digests were verified: the record opens admission for the next step.
         digest = await self._broadcast.finish(version, sent)
         self._held_out.expect(step)
         self._sampler.record_weights(version, step)
@@ -164,40 +166,42 @@ def _failed(error: Exception) -> tuple[str, str, str]:
 
 
 def main() -> None:
-    """Run the process, from its setup to the end of the pipe."""
-    die_with_parent()  # also where it is stopped, or hangs
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides what Ctrl-C means
-    for number in SIGNALS:  # Slurm may tell every process of a job to stop
+    """Run the sampler process, until the pipe closes."""
+    die_with_parent()  # by the kernel: also if this process is stopped or hangs
+    # The trainer handles Ctrl-C and Slurm's signals to stop, which go to every process of a job: it needs the
+    # sampler until it has saved.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in SIGNALS:
         signal.signal(number, lambda *_: None)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each request in flight
     pipe = Connection(int(sys.argv[1]))
     try:
         setup: Setup | None = pipe.recv()
-        if setup is None:  # the trainer has ended before it called anything
+        if setup is None:  # the trainer closed the sampler before any call
             return
         use_threads(setup.config.threads)
         collect_garbage_rarely()
         uvloop.run(_serve(pipe, setup))
     except (EOFError, ConnectionResetError, BrokenPipeError):
-        os._exit(0)  # the trainer is gone; threads may still decode
-    except RunStopped as stopped:  # what engines had in hand at the end could not be written
+        os._exit(0)  # the trainer has ended; a clean exit would wait for decoding threads
+    except RunStopped as stopped:  # the last tokens could not be written
         sys.exit(f"sampler: {stopped}")
 
 
 def use_threads(of_a_rank: int | None) -> None:
-    """Give an engine in this process the threads of this machine's ranks, which wait while it computes."""
+    """Let an engine in this process use the threads of this machine's ranks, which wait meanwhile."""
     if of_a_rank is not None:
         ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or "1"
         torch.set_num_threads(of_a_rank * int(ranks))
 
 
 def collect_garbage_rarely() -> None:
-    """Run Python's cyclic collector rarely: with tens of thousands of requests it takes half a core.
+    """Make Python's cyclic garbage collection rare: with tens of thousands of requests it takes half a core.
 
-    The objects of a sampler have few cycles (errors with their tracebacks); they are collected later.
+    The sampler's objects have few cycles: errors with their tracebacks.
     """
-    gc.freeze()  # the dataset stays; collections need not traverse it
+    gc.freeze()  # the dataset stays: collections need not traverse it
     gc.set_threshold(100_000, 20, 100)
 
 
@@ -208,8 +212,8 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
             sampler, pool, held_out = await with_heartbeats(
                 pipe, _open(setup, opened, partial(_record_event, events))
             )
-        except (ConfigError, RunStopped) as error:  # after any other the trainer tries again
-            await asyncio.to_thread(pipe.recv)  # whatever the trainer calls first
+        except (ConfigError, RunStopped) as error:  # after any other error the trainer restarts this process
+            await asyncio.to_thread(pipe.recv)  # the trainer's first call, whose reply is the error
             send(pipe, (*_failed(error), events))
             return
         service = Service(sampler, pool, setup.config.rollout.engine_config, held_out, events)
@@ -217,7 +221,9 @@ async def _serve(pipe: Connection, setup: Setup) -> None:
             try:
                 call = await asyncio.to_thread(pipe.recv)
             except (EOFError, OSError):
-                os._exit(0)  # the trainer is gone: the next one must not wait for engines to answer an abort
+                # The trainer has ended. No clean exit: it would wait for engines to answer an abort, and the
+                # next run of this folder for the journal's lock.
+                os._exit(0)
             if call is None:
                 break
             reply = await with_heartbeats(pipe, service.answer(*call))
@@ -240,7 +246,8 @@ async def _open(
     stops, problems = stop_token_ids(config.model.hf_path, tokenizer), setup.problems
     dataset = Dataset(problems.prompts, tokenizer, stops, problems.sources)
     held_out = HeldOut(config, setup.held_out, dataset, pool, scorer)
-    # Where an engine samples in rounds, the last bits of its answers depend on what else it is asked.
+    # If an engine samples in rounds, the last bits of its answers depend on the other requests of a batch: an
+    # evaluation and training must not mix.
     sampler = GroupSampler(
         config, dataset, pool, scorer, report, rounds=rounds, is_held=lambda: rounds and held_out.is_busy
     )
@@ -250,7 +257,7 @@ async def _open(
 
 
 def _record_event(events: list[dict[str, Any]], kind: str, **fields: Any) -> None:
-    """Keep an event for the trainer, and print it at once."""
+    """Queue an event for the next reply, and print it at once."""
     events.append({"kind": kind, **fields})
     shown = {name: f"\n{text}" if "\n" in (text := str(value)) else text for name, value in fields.items()}
     text = ", ".join(f"{name}={value}" for name, value in shown.items())

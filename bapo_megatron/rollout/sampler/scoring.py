@@ -1,4 +1,4 @@
-"""Scoring: from the complete responses of a group to their rewards."""
+"""Scoring of complete groups: decode the responses, compute their rewards, check the run's first scores."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from bapo_megatron.types import Prompt
 
 
 class Scorer(Protocol):
-    """A reward function for one response. It never raises for what a response does."""
+    """A reward function for one response. It never raises because of a response's content."""
 
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-        """The reward of a response of so many tokens; the kind of failure if it could not be scored."""
+        """The reward of a response with ``tokens`` tokens; the kind of failure if it could not be scored."""
 
 
 class RobustScorer:
-    """A ``Scorer`` that reports failures, and whose score fails where the system lacks a process or file."""
+    """A ``Scorer`` that reports failures, and turns an OSError (no process, no file) into a failed score."""
 
     def __init__(self, scorer: Scorer, failed: float, report: Report) -> None:
         self._scorer, self._failed, self._reports = scorer, failed, FailureReports(report)
 
     async def score(self, prompt: Prompt, response: str, tokens: int) -> RewardResult:
-        """The reward that the inner scorer gives; ``failed`` if that raises OSError."""
+        """The inner scorer's reward; the reward ``failed`` if it raises OSError."""
         try:
             result = await self._scorer.score(prompt, response, tokens)
         except OSError as error:
@@ -38,13 +38,13 @@ class RobustScorer:
 
 
 class GroupScorer:
-    """The one step between complete responses and their rewards: decode, then score all at once."""
+    """The scorer of a complete group: decodes its responses, then scores all at once."""
 
     def __init__(self, dataset: Dataset, scorer: Scorer) -> None:
         self._dataset, self._scorer = dataset, scorer
 
     async def score(self, group: OpenGroup) -> list[RewardResult]:
-        """The results of a group whose responses are complete, in their order."""
+        """The results of a complete group, in the order of its responses."""
         prompt = self._dataset.prompts[group.index]
         ids = [response.arrays()[0] for response in group.responses]
         texts = await asyncio.to_thread(self._dataset.texts, ids)  # it takes a while for long responses
@@ -58,10 +58,10 @@ ScoredGroup = tuple[OpenGroup, list[RewardResult]]
 
 
 class FirstStepScores:
-    """The scores of a run's first step: groups whose scores all failed wait until another score succeeds.
+    """The check of a run's first scores: a reward function that always fails ends the run before any update.
 
-    If none does, the run ends before its first update. The journal holds the groups without rewards then: the
-    run that continues scores them again.
+    Groups whose scores all failed are held back until another score succeeds. If none does, the journal keeps
+    them without rewards, and a resumed run scores them again.
     """
 
     def __init__(self, groups_per_step: int) -> None:
@@ -70,14 +70,14 @@ class FirstStepScores:
         self._is_over = False
 
     def begin(self, sampler_state: SamplerState) -> None:
-        """Look whether the journal has a step, or a score that succeeded."""
+        """Skip the check if the journal has a step, or a score that succeeded."""
         succeeded = any(len(one.failures) < len(one.rewards) for one in sampler_state.scored)
         self._is_over = sampler_state.served > 0 or succeeded
 
     def passed(self, group: OpenGroup, results: list[RewardResult]) -> list[ScoredGroup]:
-        """The groups whose rewards now count, in the order in which they were scored.
+        """Add a scored group; returns the groups whose rewards now count, in the order of scoring.
 
-        ConfigError if all scores of as many groups as a step has have failed.
+        ConfigError if all scores of a whole step's groups have failed.
         """
         self._waiting.append((group, results))
         if self._is_over or any(one.failure is None for one in results):

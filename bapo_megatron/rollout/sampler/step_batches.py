@@ -1,9 +1,9 @@
-"""The batches of steps on disk: one file for what each step was trained on, whole or not there.
+"""The step files: one atomic .npz file with the training batch of each step, and replay from them.
 
     RUN/journal/step_000001.npz  step_000002.npz ...
 
-A file holds a JSON header and four arrays, in numpy's zip format: every bit comes back, and a damaged
-file is noticed by its checksums.
+A file holds a JSON header and four arrays (five with loss masks), in numpy's zip format: it is bit-exact, and
+checksums show damage.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from bapo_megatron.types import Group, Prompt, Rollout, StepBatch
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """The file of a step's batch."""
+    """The path of a step file."""
     return directory / f"{step_name(step)}.npz"
 
 
 def write_step(directory: Path, step: int, batch: StepBatch, numbers: Sequence[int] = ()) -> Path:
-    """Write the batch of ``step`` to its file. ``numbers``: those of its groups in the sampler's state.
+    """Write the batch of ``step`` atomically. ``numbers``: of its groups in the sampler's state.
 
-    RunStopped if the disk does not take it; the file is not there then.
+    RunStopped if the disk fails; no file remains then.
     """
     content = io.BytesIO()
     np.savez(content, allow_pickle=False, **_arrays(batch, numbers))
@@ -49,7 +49,7 @@ def write_step(directory: Path, step: int, batch: StepBatch, numbers: Sequence[i
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The steps that have a file there, in order."""
+    """The steps with a file in ``directory``, in order."""
     return sorted(step for (step, _), _ in step_entries(directory, ".npz"))
 
 
@@ -78,15 +78,16 @@ def _opened(directory: Path, step: int) -> Iterator[Any]:
 
 
 class StepFiles:
-    """The step files of ``folder``. Unreadable ones are put aside as ``*.lost``, and reported."""
+    """The step files in ``folder``: recovery and deletion. Unreadable ones are renamed to ``*.lost``."""
 
     def __init__(self, folder: Path, report: Report) -> None:
         self._folder, self._report = folder, report
 
     def missing_records(self, sampler_state: SamplerState, first_step: int) -> list[Record]:
-        """The batch records that ``sampler_state`` lacks: they are damaged, or a kill came before them.
+        """Batch records that ``sampler_state`` lacks, rebuilt from the step files.
 
-        The groups in a step's file belong to that step, and the steps before ``first_step`` have theirs.
+        A record is missing after damage, or after a kill between the file and the record. The file decides:
+        its groups belong to its step. Steps before ``first_step`` have been trained.
         """
         missing, served = [], sampler_state.served
         outstanding = {*sampler_state.open, *sampler_state.finished}
@@ -106,14 +107,14 @@ class StepFiles:
         return missing
 
     def delete(self, last: int) -> None:
-        """Delete the files of the steps up to ``last``, also those that were put aside."""
+        """Delete the files of the steps up to ``last``, the ``*.lost`` ones included."""
         for suffix in (".npz", ".lost"):
             for (step, _), path in step_entries(self._folder, suffix):
                 if step <= last:
                     path.unlink()
 
     def is_readable(self, step: int) -> bool:
-        """Whether the file of ``step`` can be read. If not, it and all later ones are put aside."""
+        """Whether the file of ``step`` can be read. If not, it and all later ones become ``*.lost``."""
         try:
             read_step(self._folder, step)
         except ConfigError as error:
@@ -138,27 +139,27 @@ class ReplaySampler:
             raise ConfigError(f"rollout.replay={run_dir}: no journal there; give the directory of a run")
 
     def start(self, first_step: int, state: dict[str, Any] | None) -> None:
-        """Do nothing: a step's number is enough to find its batch."""
+        """Do nothing: a step's number names its file."""
 
     def next_batch(self, step: int, wait_s: float) -> StepBatch:
         """The batch that the other run trained on in ``step``."""
         return read_step(self._directory, step)
 
     def evaluated(self, step: int, wait_s: float) -> None:
-        """Return None: there are no engines that could answer."""
+        """Return None: a replay has no engines."""
 
     def load_weights(self, folder: Path, version: int, step: int) -> None:
-        """Do nothing: nothing is sampled."""
+        """Do nothing: a replay samples nothing."""
 
     def state(self) -> dict[str, Any]:
-        """An empty state: there is nothing to continue."""
+        """An empty state: a replay continues by the step's number."""
         return {}
 
     def checkpointed(self, oldest: int) -> None:
-        """Do nothing: the other run keeps its files."""
+        """Do nothing: the files are the other run's."""
 
     def close(self) -> None:
-        """Do nothing: no file is open."""
+        """Do nothing: there are no resources."""
 
 
 def _arrays(batch: StepBatch, numbers: Sequence[int]) -> dict[str, np.ndarray]:

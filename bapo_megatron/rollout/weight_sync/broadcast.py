@@ -1,7 +1,7 @@
-"""Weight sync by broadcast: NCCL between GPUs, gloo on a CPU. The sending side, on the trainer's rank 0.
+"""Weight sync by broadcast (NCCL on GPUs, gloo on a CPU): the sender, on the trainer's rank 0.
 
-Every tensor-parallel rank of every engine receives. The engines are controlled another way (through the
-sampler's process, and then HTTP, say): each such call returns a future that is done when all have done it.
+Every tensor-parallel rank of every engine receives. Control calls to the engines go another way (the
+sampler's process, then HTTP): each returns a future that is done when all engines have answered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bapo_megatron.types import BroadcastGroup, BucketSpec
 
 T = TypeVar("T")
 StartCall = Callable[[T], "Future[Any]"]
-"""Begin a call to all servers; done when they all have done it, or one has failed. It must not block."""
+"""A non-blocking call to all engines; its future is done when all have answered, or one has failed."""
 
 _GROUP_NAME = "bapo_weights"
 _ERROR_GRACE_S = 2.0
@@ -35,11 +35,11 @@ _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 class BroadcastError(RuntimeError):
-    """The weights did not reach every server; some may have parts of them. The group is gone."""
+    """A failed broadcast: some engines may have parts of the weights. The process group is closed."""
 
 
 class WeightBroadcast:
-    """The sender of weight broadcasts, on the trainer's rank 0. After an error ``open`` makes a new group."""
+    """The sender of weight broadcasts, on the trainer's rank 0. After an error ``open`` a new group."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class WeightBroadcast:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a group to send in."""
+        """Whether the process group exists."""
         return self._group is not None
 
     def open(self, receivers: int, join: StartCall[BroadcastGroup]) -> None:
-        """Make a group with ``receivers`` ranks besides this one. BroadcastError if one does not ``join``."""
+        """Form the process group of this rank and ``receivers`` others. BroadcastError if one cannot join."""
         self.close()
         try:
             group = SendingGroup(self._address, _GROUP_NAME, receivers, self._device, self._timeout_s)
@@ -71,6 +71,7 @@ class WeightBroadcast:
             raise BroadcastError(f"no meeting point at {self._address}: {error}") from error
         self._group = group
         try:
+            # Both at once: the group forms only when the servers join, and they join only when it forms.
             parts = {"the servers": join(group.place), "the group": group.form()}
         except BaseException:
             self._drop_group()
@@ -78,25 +79,25 @@ class WeightBroadcast:
         self._wait_for(parts, self._deadline())
 
     def send(self, weights: Iterator[tuple[str, Tensor]], on_bucket: StartCall[BucketSpec]) -> int:
-        """Send all ``weights``; returns their bytes. BroadcastError, within the timeout, if a server fails.
+        """Broadcast all ``weights``; returns their bytes. BroadcastError, in time, if a server fails.
 
-        ``weights`` is always run to its end, because other ranks take part in it. Servers hear of a
-        bucket when all have loaded the one before.
+        ``weights`` is always run to its end, because other ranks take part in its all-gathers. A bucket is
+        announced to the servers when all have loaded the one before.
         """
         try:
             return self._send(weights, on_bucket)
         except BaseException:
-            self._drop_group()  # servers wait for bytes that nobody will send
+            self._drop_group()  # else the servers would wait in a broadcast that never comes
             raise
         finally:
-            # CUDA's allocator keeps the memory at hand. On a CPU to get it anew takes as long as to fill it.
+            # CUDA's allocator caches the memory. On a CPU allocating it anew takes as long as filling it.
             if self._device.type == "cuda":
                 self._buckets.release()
             for _ in weights:
                 pass
 
     def close(self, leave: StartCall[BroadcastGroup] | None = None) -> None:
-        """End the group, if there is one. ``leave`` tells the servers, at the same time."""
+        """Close the process group, if there is one. ``leave`` tells the servers, at the same time."""
         group, self._group = self._group, None
         self._buckets.release()
         if group is None:
@@ -114,7 +115,7 @@ class WeightBroadcast:
                 in_flight()
             in_flight = self._begin(bucket, on_bucket)
             sent_bytes += bucket.spec.nbytes
-            if bucket.is_borrowed:
+            if bucket.is_borrowed:  # its memory is the weight itself, which the next all-gather overwrites
                 in_flight()
                 in_flight = None
         if in_flight:
@@ -125,6 +126,7 @@ class WeightBroadcast:
         """Begin to broadcast ``bucket``; returns the function that waits for its end."""
         assert self._group is not None
         deadline = self._deadline()
+        # Both begin before either is awaited: a broadcast ends only when the servers take part in it.
         received = on_bucket(bucket.spec)
         parts = {"the servers": received, "the broadcast": self._group.broadcast(bucket.payload_B)}
         return lambda: self._wait_for(parts, deadline)
@@ -133,37 +135,37 @@ class WeightBroadcast:
         return time.monotonic() + self._timeout_s
 
     def _wait_for(self, parts: Mapping[str, Future[Any]], deadline: float) -> None:
-        """Wait for all; the first that fails ends the group."""
+        """Wait for all futures; the first that fails closes the group."""
         wait(parts.values(), max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
         if all(_outcome(part) == "done" for part in parts.values()):
             return
         self._drop_group()
-        # One of them fails first, and the other often says which server it was.
+        # When one has failed the other often fails, too, with the name of the server.
         wait(parts.values(), min(_ERROR_GRACE_S, max(0.0, deadline - time.monotonic())))
         raise BroadcastError("; ".join(f"{name}: {_outcome(part)}" for name, part in parts.items()))
 
     def _drop_group(self) -> None:
         group, self._group = self._group, None
-        self._buckets.release()  # a broadcast that hangs still reads from them
+        self._buckets.release()  # never reused: a broadcast that hangs still reads from them
         if group is not None:
             group.close()
 
 
 def sender_address(config: EngineConfig) -> str:
-    """This machine's address, as the engines' servers reach it: the loopback if all of them are here."""
+    """The sender's address, as servers reach it: the loopback address if all of them are on this machine."""
     hosts = {urlsplit(url).hostname for url in config.urls}
     return config.address or ("127.0.0.1" if hosts <= _LOOPBACK else socket.gethostname())
 
 
 class BroadcastReceivers(Protocol):
-    """The engines' side of a broadcast: ``SamplerClient``, which has the methods of ``PoolBroadcast``."""
+    """The engines' side of a broadcast: ``SamplerClient``, which forwards calls to ``PoolBroadcast``."""
 
     def tell(self, method: str, *arguments: Any) -> Future[Any]:
-        """Begin to call a method; the future fails if an engine does."""
+        """Begin a call of one of ``PoolBroadcast``'s methods; the future fails if an engine does."""
 
 
 class BroadcastSync:
-    """The ``WeightSync`` (see interfaces.py) by broadcast, and from disk if that fails.
+    """The ``WeightSync`` by broadcast, with the disk as fallback.
 
     On every rank but 0, ``engines`` and ``broadcast`` are None.
     """
@@ -176,19 +178,21 @@ class BroadcastSync:
         on_event: Callable[[dict[str, Any]], None],
         make_digester: MakeDigester | None = None,
     ) -> None:
-        """``make_digester``: of what engines must report; None: nothing is compared."""
+        """``make_digester``: makes the digests that engines must report; None: none are compared."""
         self._engines, self._broadcast, self._disk, self._on_event = engines, broadcast, disk, on_event
         self._make_digester = make_digester
 
     def push(self, policy: Policy, step: int) -> None:
-        """Send the weights to every engine that answers; to all of them from disk if one fails on the way."""
+        """Broadcast the weights to every engine that answers; if one fails, all of them load from disk."""
         failed = None
         if policy.data_rank == 0:
             weights = policy.hf_weights()
             if self._engines is not None and self._broadcast is not None:
                 failed = self._attempt(self._engines, self._broadcast, weights, policy.version, step)
-            for _ in weights:  # the other ranks take part in the gathering
+            # Also after a failure: the other ranks of the replica wait in the same all-gathers.
+            for _ in weights:
                 pass
+        # Writing to disk is collective, and only rank 0 knows whether the broadcast failed.
         if broadcast_from_main(failed):
             self._disk.push(policy, step)
 
@@ -207,14 +211,18 @@ class BroadcastSync:
                 raise BroadcastError("no engine answers that takes broadcasts")
             if not (are_joined and broadcast.is_open):
                 broadcast.open(ranks, lambda group: engines.tell("join", group))
+            # Sampling pauses before the first bucket, so that no token comes from mixed weights; engines
+            # resume in "finish", when their digests have been compared.
             engines.tell("begin", version).result()
             watched = DigestingIterator(weights, self._make_digester)
             broadcast.send(iter(watched), lambda bucket: engines.tell("receive", bucket))
             engines.tell("finish", version, step, watched.sent()).result()
-        except Exception as error:  # whatever it is, there is another way
+        except Exception as error:  # of any kind: the fallback is the disk
             reason = f"a broadcast of weights failed: {error}"
+            # The group first: the sampler answers one call at a time, and a `receive` that still waits for
+            # data ends with the group.
             broadcast.close()
-            engines.tell("fail", reason).exception()  # the sync from disk starts a dead sampler again
+            engines.tell("fail", reason).exception()  # the sync by disk restarts a dead sampler
             self._on_event({"kind": "broadcast_failed", "version": version, "reason": str(error)})
             print(f"{reason}; trying from disk", flush=True)
             return reason

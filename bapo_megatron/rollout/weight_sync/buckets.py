@@ -1,4 +1,4 @@
-"""Buckets of weights: runs of bytes of a stated size, each of which reaches the servers at once.
+"""Buckets of weights: flat byte buffers of bounded size, the unit of weight transport (broadcast, IPC).
 
 Shapes (suffix of a name): ``_B`` bytes of a bucket.
 """
@@ -19,13 +19,13 @@ from bapo_megatron.types import BucketSpec
 
 @dataclass(frozen=True)
 class Bucket:
-    """One bucket: some tensors as one run of bytes, with their names, types and shapes."""
+    """A bucket: some tensors flattened into one buffer, with their names, dtypes and shapes."""
 
     spec: BucketSpec
     payload_B: Tensor
     """uint8."""
     is_borrowed: bool
-    """The payload is not a copy: it is valid until the weights' iterator moves on."""
+    """Whether the payload is the weight itself, not a copy: valid until the weights' iterator moves on."""
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """The tensors, as views of the payload."""
@@ -39,11 +39,11 @@ class Bucket:
 
 
 Allocate = Callable[[int], Tensor]
-"""Makes a tensor of so many bytes (uint8), with any values."""
+"""An allocator: a number of bytes to an uninitialized uint8 tensor."""
 
 
 class Buckets:
-    """The cutter of weights into buckets of at most ``nbytes``, in buffers of ``device``."""
+    """The bucketing of weights: tensors are copied, in order, into reused buffers of ``nbytes`` bytes."""
 
     def __init__(
         self, nbytes: int, device: torch.device, allocate: Allocate | None = None, buffers: int = 2
@@ -55,16 +55,16 @@ class Buckets:
         self._buffers = [_Buffer(nbytes, self._allocate) for _ in range(buffers)]
 
     def cut(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-        """``weights`` in order.
+        """The buckets of ``weights``, in order.
 
-        A payload is valid until as many more buckets are asked for as there are buffers: of two, one is sent
-        while the other fills. A larger tensor is a bucket of its own. Receivers view each tensor in its type
-        where it lies, so a bucket also ends before a tensor that would not be aligned.
+        Double buffering: with two buffers a payload is valid until the next bucket but one is asked for, so
+        one is sent while the other fills. A larger tensor is a bucket of its own. Receivers view each tensor
+        in place, so a bucket also ends before a tensor that would not be aligned.
         """
         buffers = cycle(self._buffers)
         buffer = next(buffers)
         for each in self._buffers:
-            each.begin()  # a cut that was broken off has left something there
+            each.begin()  # a failed push may have left tensors there
         for name, tensor in weights:
             is_large = tensor.nbytes > self._nbytes
             if buffer.names and (is_large or not buffer.has_room(tensor)):
@@ -94,7 +94,7 @@ class Buckets:
 
 
 class _Buffer:
-    """One bucket's worth of memory, which exists from the first tensor on."""
+    """The memory of one bucket, allocated at its first tensor."""
 
     def __init__(self, nbytes: int, allocate: Allocate) -> None:
         self._nbytes, self._allocate = nbytes, allocate
@@ -115,7 +115,8 @@ class _Buffer:
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy ``tensor`` behind the others.
 
-        An error is ``take``'s: ranks that gather tensors together must cut alike, and meet at a bucket's end.
+        An error is kept, and raised by ``take``. The ranks all-gather each tensor together: one that stopped
+        within a bucket would leave the others waiting, and they compare errors at the bucket's end.
         """
         place = slice(self._end, self._end + tensor.nbytes)
         self.names.append(name)
@@ -128,9 +129,9 @@ class _Buffer:
                 self._error = error
 
     def take(self) -> Bucket:
-        """Take the bucket of the added tensors; the buffer is empty again, in the same memory.
+        """The bucket of the added tensors; the buffer begins an empty one in the same memory.
 
-        Raises the error with which one of them could not be copied.
+        Raises the error of a copy that failed.
         """
         if self._error is not None:
             raise self._error

@@ -1,7 +1,7 @@
-"""Weight sync through a folder that trainer and engines both see: one HF folder for each version.
+"""Weight sync by disk: one Hugging Face folder per version on a file system that engines read.
 
-All ranks of the first replica write: each has every tensor in its hands when the weights are gathered, and
-writes its share of them to files of its own. Rank 0 makes the folder before and gives it its name after.
+All ranks of the first replica write in parallel: the all-gather gives each of them every tensor, and each
+writes its share to files of its own. Rank 0 makes a temporary folder first, and renames it last.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from bapo_megatron.runtime.files import remove_folder
 from bapo_megatron.runtime.storage import writing
 
 _VERSION = re.compile(r"v\d+|\.v\d+\.tmp")
-"""The names of folders that hold a version, or become it."""
+"""The names of a version's folder, and of its temporary folder."""
 
 
 class DiskSync:
-    """The ``WeightSync`` (see interfaces.py) through files."""
+    """The ``WeightSync`` by disk: write the HF folder, then have the engines load it."""
 
     def __init__(
         self,
@@ -39,35 +39,36 @@ class DiskSync:
         make_digester: MakeDigester | None = None,
     ) -> None:
         """``sampler``: None on every rank but 0. ``staging``: None on all of them in a replay, where nothing
-        is sampled. ``make_digester``: of what engines must report; None: nothing is compared."""
+        is sampled. ``make_digester``: makes the digests that engines must report; None: none are compared."""
         self._sampler, self._staging = sampler, staging
         self._make_digester = make_digester
         self._writers: list[int] = []
-        """The ranks that write, once that is known."""
+        """The ranks of the first replica, which write; empty before the first push."""
 
     def push(self, policy: Policy, step: int) -> None:
-        """Gather the weights within rank 0's replica, write them, and have the engines load them."""
+        """All-gather the weights within rank 0's replica, write them, and have the engines load them."""
         if self._staging is None:
             return
         folder = self._write(self._staging, policy)
         on_all_ranks(lambda: self._load(folder, policy.version, step))
 
     def discard(self) -> None:
-        """Delete what was written: no engine is to load it any more."""
+        """Delete the folders of all versions: no engine may load them any more."""
         if self._staging is not None and self._sampler is not None:
             self._staging.keep_only(None)
 
     def checked(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """``weights`` as they come. ValueError, at the latest at their end, if they are not the model's."""
+        """``weights``, checked as they pass. ValueError, at their end at the latest, if not the model's."""
         return self._staging.checked(weights) if self._staging is not None else weights
 
     def _load(self, folder: Path, version: int, step: int) -> None:
         if self._sampler is not None and self._staging is not None:
             self._sampler.load_weights(folder, version, step)
+            # Only now: until the call above the pool brings engines back with the version before.
             self._staging.keep_only(folder)
 
     def _write(self, staging: WeightStaging, policy: Policy) -> Path:
-        """The folder of ``policy.version``, on every rank. All raise if one could not write its share."""
+        """Write ``policy.version``; returns its folder, on every rank. All raise if one rank cannot write."""
         version = policy.version
         if not self._writers:
             replicas = all_gather(policy.data_rank)
@@ -86,12 +87,14 @@ class DiskSync:
                 sent[0] = watched.sent()
                 return written
             finally:
-                for _ in weights:  # the other ranks take part in the gathering, also if this one has failed
+                # Also after an error of this rank: the others wait in the same all-gathers.
+                for _ in weights:
                     pass
 
         try:
             shares = on_all_ranks(write_share)
             files = {name: size for share in shares for name, size in share.items()}
+            # After every rank has written: engines may load a folder as soon as it has its name.
             on_all_ranks(lambda: staging.publish(version, files, sent[0]) if is_main() else None)
         finally:
             if is_main():
@@ -100,9 +103,9 @@ class DiskSync:
 
 
 class WeightStaging:
-    """HF folders of the model's versions, in ``folder``: each is whole, or not there.
+    """Atomic writes of HF folders, one per weight version, in ``folder``.
 
-    In order: ``prepare``; ``write_share`` by every writer; ``publish``. ``write`` is all of them.
+    In order: ``prepare``; ``write_share`` by every writer; ``publish``. ``write`` is all three.
     """
 
     def __init__(self, folder: Path, hf_path: Path) -> None:
@@ -118,13 +121,13 @@ class WeightStaging:
             self._shapes.pop("lm_head.weight", None)  # some folders hold it twice
 
     def folder(self, version: int) -> Path:
-        """Where the weights of a version are once they are whole."""
+        """The folder of a version, which exists once it is published."""
         return self._folder / f"v{version}"
 
     def write(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Path:
-        """The folder with exactly the model's tensors. ValueError if they are not; then nothing remains.
+        """Write all weights alone; returns their folder. No folder remains after an error.
 
-        RunStopped if the disk does not take them; nothing remains then either.
+        ValueError if ``weights`` are not exactly the model's tensors. RunStopped if the disk fails.
         """
         self.prepare(version)
         try:
@@ -134,7 +137,7 @@ class WeightStaging:
         return self.folder(version)
 
     def prepare(self, version: int) -> None:
-        """Make the folder that the writers write to, and no loader reads from."""
+        """Make the temporary folder that the writers write to."""
         temporary, final = self._temporary(version), self.folder(version)
         with writing(f"weights of version {version}", final):
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -146,9 +149,9 @@ class WeightStaging:
     def write_share(
         self, weights: Iterable[tuple[str, Tensor]], version: int, writer: int = 0, writers: int = 1
     ) -> dict[str, int]:
-        """Check all ``weights``, and write the share of one of ``writers``; the bytes of its files by name.
+        """Write the share of one of ``writers``, and check all ``weights``; returns its files' sizes by name.
 
-        ValueError if they are not exactly the model's tensors. RunStopped if the disk does not take them.
+        ValueError if they are not exactly the model's tensors. RunStopped if the disk fails.
         """
         temporary = self._temporary(version)
         if not temporary.is_dir():
@@ -160,11 +163,11 @@ class WeightStaging:
             return write_shards(self.checked(weights), temporary, writer=writer, writers=writers)
 
     def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """``weights`` as they come. ValueError, at the latest at their end, if they are not the model's."""
+        """``weights``, checked as they pass. ValueError, at their end at the latest, if not the model's."""
         return checked_weights(weights, self._shapes, self._aliases)
 
     def publish(self, version: int, files: Mapping[str, int], sent: SentDigests | None = None) -> None:
-        """Give the folder its name, if it holds all ``files`` with so many bytes each.
+        """Rename the temporary folder, after a check that all ``files`` are there with these sizes in bytes.
 
         ``sent``: the digests that engines must report when they have loaded it."""
         temporary, final = self._temporary(version), self.folder(version)
@@ -178,16 +181,17 @@ class WeightStaging:
                         f"{path} {seen} on rank 0's machine: the run directory must be on a disk that the "
                         f"machines of all ranks share"
                     )
+            # The rename comes last: a folder with the version's name is whole, its digests included.
             if sent is not None:
                 sent.write(temporary)
             temporary.rename(final)
 
     def discard(self, version: int) -> None:
-        """Delete what was written and not published."""
+        """Delete the temporary folder of a version that was not published."""
         remove_folder(self._temporary(version), ignore_errors=True)
 
     def keep_only(self, folder: Path | None) -> None:
-        """Delete the other versions; None: all of them."""
+        """Delete the folders of all other versions; None: of all versions."""
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
             if path != folder and _VERSION.fullmatch(path.name):
                 remove_folder(path, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""Weight sync through the trainer's own memory, for engines that share its GPUs: CUDA IPC, or shared memory.
+"""Weight sync by CUDA IPC for colocated engines (shared memory on a CPU): no copy over network or disk.
 
-When weights are gathered every rank sees each tensor of its replica whole. It copies a bucket of them to
-memory that other processes may read, and the engine on its GPU loads them from there:
+The all-gather of the weights gives each rank every whole tensor. Each rank copies a bucket of them to
+shareable memory, and the engine on its GPU loads it through memory handles:
 
     rank of GPU g    bucket -> handles -> rank 0 -> the sampler's process -> the engine's process on GPU g
 
-Nothing is written to disk unless an engine did not get its weights so: then all are, once, for it to load.
+Fallback: if an engine fails to receive, the weights are written to disk once, and it loads them from there.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from bapo_megatron.runtime.distributed import all_gather, broadcast_from_main, o
 T = TypeVar("T")
 
 _MOST_FAILURES = 2
-"""An engine that so many times in a row did not get its weights by handles gets them by disk for a while."""
+"""Consecutive failed IPC transfers after which an engine gets its weights by disk for a while."""
 
 _PAUSE = 20
-"""Hand-overs until such an engine is tried again."""
+"""Hand-overs by disk until IPC is tried again with such an engine."""
 
 
 _Reader = tuple[str, int]
-"""A process of an engine that reads this one's memory: the engine's name, and its tensor-parallel rank."""
+"""A reader of this process's memory: an engine's name, and one of its tensor-parallel ranks."""
 
 
 class HandleReceivers(Protocol):
-    """The engines' side: ``SamplerClient``. Names that a call returns are those of engines that can go on;
-    the others must be ended."""
+    """The engines' side of the transfer, implemented by ``SamplerClient``. Each call returns the names of the
+    engines on which it succeeded; the others must be ended."""
 
     def expect_handles(self, version: int, step: int) -> None:
-        """Note that the weights of ``version``, which ``step`` has made, come by handles."""
+        """Announce that the weights of ``version``, made by ``step``, come by handles."""
 
     def begin_wake(self, names: Sequence[str]) -> list[str]:
-        """Let sleeping engines take back the memory of their weights."""
+        """Let sleeping engines reclaim the memory of their weights."""
 
     def receive_handles(self, handles: Mapping[str, Sequence[bytes]]) -> list[str]:
-        """Let each of the engines named load a bucket: a pickle of handles for each of its GPUs."""
+        """Let engines load a bucket: for each engine, by name, one pickle of handles for each of its GPUs."""
 
     def confirm_weights(self, names: Sequence[str], version: int, sent: SentDigests | None) -> list[str]:
         """Compare the digests of engines that have all weights of ``version`` with those ``sent``."""
 
 
 class IpcSync:
-    """The ``WeightSync`` (see interfaces.py) of colocated engines, which get the weights when they wake.
+    """The ``WeightSync`` of colocated engines, whose weights arrive when they wake up.
 
-    ``push`` notes that there are new weights. ``hand_over``, and ``write`` for engines that it left out, come
-    when the GPUs change hands (``trainer/gpu_handover.py``). All are collective.
+    ``push`` only announces new weights. The GPU hand-over (``trainer/gpu_handover.py``) calls ``hand_over``
+    for the transfer by IPC, then ``write`` for engines on which that failed. All are collective.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class IpcSync:
         on_event: Callable[[dict[str, Any]], None],
         make_digester: MakeDigester | None = None,
     ) -> None:
-        """``engines`` and ``gpus``, those of each engine by its name, are rank 0's. ``make_digester``: of
-        what engines must report; None: nothing is compared."""
+        """``engines``, and ``gpus`` of each engine by its name, are known on rank 0 alone. ``make_digester``:
+        makes the digests that engines must report; None: nothing is compared."""
         self._make_digester = make_digester if engines is not None else None
         self._disk, self._engines, self._gpus, self._on_event = disk, engines, gpus, on_event
         self._device = device
@@ -84,32 +84,33 @@ class IpcSync:
         empty = partial(shareable, device=device)
         self._buckets = Buckets(int(bucket_mb * 2**20), device, empty)
         self._failures = Counter[str]()
-        """How often in a row an engine went without, less than nothing where it is not to be tried. Equal on
-        all ranks."""
+        """Consecutive failed transfers of each engine; negative: hand-overs until IPC is tried again. Equal
+        on all ranks."""
         self._step = 0
 
     def push(self, policy: Policy, step: int) -> None:
-        """Note that ``step`` has made the weights that engines are to wake with."""
+        """Announce the weights that engines will wake with, made by ``step``."""
         self._step = step
+        # Engines are held while the policy trains: none loads the folder of an earlier version any more.
         self._disk.discard()
         self._call_engines(lambda engines: engines.expect_handles(policy.version, step))
 
     def write(self, policy: Policy) -> None:
-        """Write the weights to disk, for engines that load them from there."""
+        """Fallback: write the weights to disk, and have the engines load them from there."""
         self._disk.push(policy, self._step)
 
     def takers(self, names: Sequence[str]) -> list[str]:
-        """Those of the engines that are to get the weights by handles."""
+        """The engines that take part in the IPC transfer: all but those that failed too often."""
         return [name for name in names if self._failures[name] >= 0]
 
     def hand_over(self, policy: Policy, names: Sequence[str]) -> list[str]:
-        """Give the weights to sleeping engines; the names of those that have them, on every rank.
+        """Transfer the weights to sleeping engines; returns the names of those that have them, on every rank.
 
         They do not sample yet. The others must be ended.
         """
         try:
             taken = self._hand_over(policy, names)
-        except Exception as error:  # whatever it is, there is another way
+        except Exception as error:  # of any kind: the fallback is the disk
             taken = []
             self._record_event({"kind": "handover_failed", "version": policy.version, "reason": str(error)})
         for name in self._failures:
@@ -132,6 +133,7 @@ class IpcSync:
         try:
             watched = DigestingIterator(weights, self._make_digester)
             lent = _handles_by_bucket(self._buckets.cut(self._disk.checked(iter(watched))), readers)
+            # In lockstep on all ranks: a server loads a bucket with the handles of all its GPUs at once.
             while going and (found := on_all_ranks(lambda: next(lent, None)))[0] is not None:
                 handles = {reader: one for some in found for reader, one in (some or {}).items()}
                 going = self._call_engines(partial(self._deliver, going, handles))
@@ -142,7 +144,8 @@ class IpcSync:
             )
         finally:
             self._buckets.release()
-            for _ in weights:  # the other ranks take part in the gathering
+            # To the end, also after an error: the other ranks wait in the same all-gathers.
+            for _ in weights:
                 pass
 
     def _record_event(self, event: dict[str, Any]) -> None:
@@ -152,21 +155,21 @@ class IpcSync:
     def _deliver(
         self, names: Sequence[str], handles: Mapping[_Reader, bytes], engines: HandleReceivers
     ) -> list[str]:
-        """Send the engines their processes' handles; the names of those that took them."""
+        """Send the engines the handles of their ranks; returns the names of those that loaded them."""
         return engines.receive_handles(
             {name: [handles[name, index] for index in range(len(self._gpus[name]))] for name in names}
         )
 
     def _call_engines(self, call: Callable[[HandleReceivers], T]) -> T:
-        """What rank 0's ``call`` returns, on every rank; all raise if it fails."""
+        """``call`` on rank 0, its result broadcast to every rank; all raise if it fails."""
         engines = self._engines
         found: list[Any] = on_all_ranks(lambda: call(engines) if engines is not None else None)
         return found[0]  # type: ignore[no-any-return]
 
     def _readers(self, names: Sequence[str]) -> list[_Reader]:
-        """The engines' processes that read this rank's memory: those on its GPU, or on a CPU of its number.
+        """The readers of this rank's memory: the engine processes on its GPU; on a CPU, with its number.
 
-        ConfigError, on every rank, if a GPU of an engine has no rank.
+        ConfigError, on every rank, if no rank trains on an engine's GPU.
         """
         gpus = broadcast_from_main(dict(self._gpus))
         own = self._device.index if self._device.type == "cuda" else dist.get_rank()
@@ -191,10 +194,10 @@ class IpcSync:
 def _handles_by_bucket(
     buckets: Iterator[Bucket], readers: Sequence[_Reader]
 ) -> Iterator[dict[_Reader, bytes]]:
-    """Handles of one bucket after the other, for each of the ``readers`` of its own.
+    """Handles of bucket after bucket, separate ones for each of the ``readers``.
 
-    The memory of a bucket lasts until the next but one is asked for. All processes of an engine have read it
-    when they have answered for the next one: one may answer for the others before they are done.
+    The memory of a bucket is kept until the next bucket has been received. A server's first rank answers for
+    all its ranks, and others may still read; they have finished when they take part in the next call.
     """
     before: Bucket | None = None
     for bucket in buckets:

@@ -55,7 +55,7 @@ def test_a_process_that_is_stopped_is_ended_and_started_again(
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
     (event,) = events
-    assert event == {"kind": "sampler_died", "reason": "no sign of life for 5 s", "deaths": 1}
+    assert event == {"kind": "sampler_died", "reason": "no heartbeat for 5 s", "deaths": 1}
 
 
 def test_a_long_answer_with_signs_of_life_is_waited_for(

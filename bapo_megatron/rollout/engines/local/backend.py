@@ -13,17 +13,19 @@ from bapo_megatron.rollout.engines.backend import EngineBackend
 
 
 class LocalBackend(EngineBackend):
-    """A Hugging Face model on the trainer's kind of device. Its tokens depend, in their last bits, on the
-    batch that they are decoded in."""
+    """The backend of the embedded engine: a Hugging Face model in the sampler's process.
+
+    Its log-probs depend, in their last bits, on the batch: so it samples in rounds.
+    """
 
     rounds = True
 
     def max_in_flight(self, rollout: RolloutConfig) -> int:
-        """Requests that the engine decodes at a time."""
+        """The batch size of the embedded engine."""
         return rollout.max_batch
 
     def weight_digester(self, rollout: RolloutConfig, hf_path: Path, device: str) -> None:
-        """Nothing to compare: the engine reads all weights of a folder, by name, in the sampler's process."""
+        """None, nothing to compare: the engine checks names and shapes of all weights that it loads."""
 
     async def open(
         self, config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack

@@ -1,4 +1,4 @@
-"""Batched decoding of a set of requests, one token per step.
+"""Batched autoregressive decoding of a set of requests, one token per step.
 
 Shapes: ``_N`` requests, ``_B`` rows still in the batch, ``_U`` distinct prompts, ``_L`` padded prompt,
 ``_R`` longest response.
@@ -18,14 +18,14 @@ from bapo_megatron.rollout.engines.local.sampling import draws_R, sample
 from bapo_megatron.types import FinishReason, GenerateRequest, Generation
 
 NO_TOKEN = -1
-"""Fills the stop lists of requests that have fewer stop tokens than others."""
+"""Padding of the stop-token lists."""
 
 COMPACT_BELOW = 0.75
-"""Finished rows leave the batch when no more than this share is open: each leaving copies the cache."""
+"""Compaction threshold: finished rows are removed when at most this share is open. It copies the KV cache."""
 
 
 class Decoding:
-    """Requests that are decoded together. Prompts are padded on the left, so all rows stand at one column."""
+    """The decoding of one batch of requests, with left-padded prompts, so that all rows are at one column."""
 
     def __init__(self, model: Any, requests: Sequence[GenerateRequest]) -> None:
         self._model = model
@@ -78,12 +78,12 @@ class Decoding:
 
     @property
     def done(self) -> bool:
-        """Whether every request has met a stop token or its limit."""
+        """Whether every request has reached a stop token or its limit."""
         return not self._open_B.any()
 
     @torch.inference_mode()
     def step(self, version: int) -> None:
-        """Sample one token for each open request; ``version`` is that of the weights in the model."""
+        """Decode step: sample one token for each open request. ``version``: of the model's weights."""
         logits_BV = self._forward()
         token_B, log_prob_B = sample(logits_BV, self._temperature_B, self._draw_BR[:, self._made])
         self._record(token_B.cpu().numpy(), log_prob_B.cpu().numpy(), version)
@@ -100,7 +100,7 @@ class Decoding:
         return self._call(self._next_ids, mask_BT, self._next_positions)
 
     def _prefill(self, mask_BL: Tensor) -> Tensor:
-        """The logits behind the prompts. Equal prompts, a group's, go through the model once: the other rows
+        """The logits after the prompts. Equal prompts, such as a group's, are prefilled once; the other rows
         get copies of their keys, values and logits."""
         first = [self._prompt_B.index(place) for place in range(max(self._prompt_B) + 1)]
         rows = torch.tensor(first, device=self._device)
@@ -150,7 +150,7 @@ class Decoding:
         self._next_ids, self._next_positions = self._next_ids[kept], self._next_positions[kept]
 
     def results(self) -> list[Generation]:
-        """Generations of all requests so far; unfinished ones have the finish reason ``abort``."""
+        """The generations of all requests so far; unfinished ones have the finish reason ``abort``."""
         return [self._result(index) for index in range(len(self._requests))]
 
     def _result(self, index: int) -> Generation:

@@ -1,7 +1,7 @@
-"""The ``local`` engine: a model in this process behind ``interfaces.Engine``.
+"""The ``local`` engine: the embedded Hugging Face model behind ``interfaces.Engine``, with request batching.
 
-Requests that are made in one turn of the event loop decode together, so a run without overlap always forms
-the same batches and samples the same tokens.
+Requests that arrive in one turn of the event loop are one batch, so a run without overlap always forms the
+same batches and samples the same tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class LocalEngine:
-    """An ``Engine`` (see interfaces.py) around a ``LocalModel``. Make it inside the event loop."""
+    """The ``Engine`` of a ``LocalModel``. Make it inside the event loop."""
 
     name = "local"
 
@@ -40,15 +40,15 @@ class LocalEngine:
         self._closed = False
 
     async def weight_version(self) -> int:
-        """The version given with the last weights that were taken over."""
+        """The version of the weights that were loaded last."""
         return self._model.weight_version
 
     async def is_alive(self) -> bool:
-        """Always: it is this process."""
+        """True: the engine is this process."""
         return True
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Answer one request. ValueError, before it is queued, if it is malformed."""
+        """Queue one request, and await its answer. ValueError, before it is queued, if it is malformed."""
         if self._closed:
             raise RuntimeError("the engine is closed")
         check_request(request, self._model.limits)
@@ -58,7 +58,7 @@ class LocalEngine:
         return await answer
 
     async def abort(self) -> None:
-        """End the requests in flight: they return what they have; what has not begun returns no token."""
+        """Abort the requests: those in flight return their tokens so far, those in the queue none."""
         waiting, self._waiting = self._waiting, []
         await self._in_thread(self._model.abort)
         for request, answer in waiting:
@@ -66,21 +66,22 @@ class LocalEngine:
                 answer.set_result(empty_generation(request))
 
     async def pause(self) -> None:
-        """Stop sampling after the token in hand. Requests in flight keep their place."""
+        """Stop sampling at the next token boundary. Requests in flight keep their place."""
         await self._in_thread(self._model.pause)
 
     async def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Resume sampling after ``pause``."""
         await self._in_thread(self._model.resume)
 
     async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
-        """Take over the weights of an HF folder between two tokens. Those in flight continue under them."""
+        """Load the weights of an HF folder between two tokens. Requests in flight continue under them."""
+        # Staged, confirmed, then committed: a folder with wrong weights leaves the model as it was.
         staged = await self._in_thread(lambda: self._model.stage(_weights_in(folder)))
         await confirm(await self._in_thread(partial(_digest, staged)))
         await self._in_thread(partial(self._model.commit, staged, version))
 
     async def close(self) -> None:
-        """Abort what runs and release the model."""
+        """Abort all requests and release the model."""
         self._closed = True
         await self.abort()
         await self._in_thread(self._model.close)
@@ -94,7 +95,7 @@ class LocalEngine:
             requests = [request for request, _ in batch]
             try:
                 found = await self._in_thread(partial(self._model.generate, requests))
-            except Exception as error:  # whatever it is, those who wait must hear of it
+            except Exception as error:  # of any kind: the waiting callers must get it
                 for _, answer in batch:
                     if not answer.done():
                         answer.set_exception(error)
@@ -115,7 +116,7 @@ def _weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names and bytes."""
+    """SHA-256 of the weights' names and bytes."""
     found = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         found.update(name.encode())

@@ -1,7 +1,7 @@
-"""A key-value cache that grows by blocks.
+"""The KV cache of the embedded engine, which grows by blocks of tokens.
 
 ``DynamicCache`` copies all its keys and values to append one token: half the time of a decode step of a
-small model at batch 256. Here a layer keeps room for ``BLOCK`` more tokens and copies only when it is full.
+small model at batch 256. Here a layer allocates ``BLOCK`` tokens at a time, and copies only when it is full.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 BLOCK = 64
-"""Tokens of room that are added at a time."""
+"""Tokens that are allocated at a time."""
 
 
 def block_cache(model_config: Any) -> DynamicCache:
-    """An empty cache for a model; sliding-window layers keep the kind that transformers gives them."""
+    """An empty KV cache for a model; sliding-window layers keep transformers' own kind."""
     cache = DynamicCache(config=model_config)
     cache.layers = [BlockLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 class BlockLayer(DynamicLayer):  # type: ignore[misc]
-    """``keys`` and ``values`` [batch, kv_heads, tokens, head_dim] are views of rooms with more tokens."""
+    """The KV cache of one layer: ``keys``, ``values`` [batch, kv_heads, tokens, head_dim] are views of larger
+    buffers."""
 
     keys: Tensor
     values: Tensor
@@ -33,7 +34,7 @@ class BlockLayer(DynamicLayer):  # type: ignore[misc]
     value_room: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values; return all of them."""
+        """Append keys and values; returns all of them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
@@ -48,7 +49,7 @@ class BlockLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def _append(room: Tensor | None, past: Tensor, new: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Write ``new`` behind the ``start`` tokens of ``past``; return the room and its filled part."""
+    """Write ``new`` after the ``start`` tokens of ``past``; returns the buffer and its filled part."""
     end = start + new.shape[-2]
     if room is None or room.shape[-2] < end:
         batch, heads, _, head_dim = new.shape

@@ -1,8 +1,7 @@
-"""The embedded engine: Hugging Face's own model in this process, with the contract of a server.
+"""The model of the embedded engine: ``AutoModelForCausalLM`` with pause, abort and weight replacement.
 
-Nothing has to be installed or started, and any causal language model of transformers works. It is meant
-for small models. Sampled tokens depend on the request (seed, prefix) and the weights, not on what else is
-in the batch, up to the rounding of a matrix product whose shape is the batch's.
+Any causal language model of transformers works; it is meant for small ones. Sampled tokens depend on the
+request (seed, prefix) and the weights, and on the batch only through the rounding of matrix products.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from bapo_megatron.types import GenerateRequest, Generation
 
 
 class LocalModel:
-    """The model of ``LocalEngine``: ``AutoModelForCausalLM``, called from several threads.
+    """The thread-safe model of ``LocalEngine``.
 
-    Threads: each step of decoding holds ``_gate``. Who wants it first sets a flag and then waits for the
-    lock; decoding looks at the flags before each step. Without them a thread that decodes would take
-    the lock again before any waiter wakes up.
+    Locking: each decode step holds ``_gate``. A pause, an abort or a weight replacement first sets a flag,
+    then waits for the lock; decoding checks the flags before each step. Without the flags the decoding thread
+    would take the lock again before a waiter wakes up.
     """
 
     def __init__(
@@ -58,17 +57,17 @@ class LocalModel:
 
     @property
     def weight_version(self) -> int:
-        """The version given with the last weights that were taken over; 0 before any."""
+        """The version of the weights that were loaded last; 0 before any load."""
         return self._version
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Answer every request, in their order. Raises ValueError, before any runs, if one is malformed."""
+        """Answers to all requests, in order. ValueError, before any is decoded, if one is malformed."""
         if self._model is None:
             raise RuntimeError("the engine is closed")
         for request in requests:
             check_request(request, self.limits)
         ticket = self._abort_ticket
-        # Rows of like length decode together: less padding.
+        # Rows of similar length decode together: less padding.
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].input_ids))
         answers: dict[int, Generation] = {}
         with self._call_lock:
@@ -84,7 +83,7 @@ class LocalModel:
         return decoding.results()
 
     def _step(self, decoding: Decoding, ticket: object) -> bool:
-        """One decode step: samples one token for each open request; False if the call was aborted."""
+        """One decode step, unless the call was aborted; returns whether it was made."""
         with self._gate:
             self._gate.wait_for(lambda: self._abort_ticket is not ticket or self._may_sample())
             if self._abort_ticket is not ticket:
@@ -96,34 +95,34 @@ class LocalModel:
         return not (self._paused or self._update_waits)
 
     def abort(self) -> None:
-        """End the calls in flight: they return what they have; what has not begun returns no token."""
+        """Abort the calls in flight: they return their tokens so far."""
         self._abort_ticket = object()
         with self._gate:
             self._gate.notify_all()
 
     def pause(self) -> None:
-        """Stop sampling. When it returns, no token is in the making."""
+        """Stop sampling. When it returns, no decode step is running."""
         self._paused = True
         with self._gate:
             pass
 
     def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Resume sampling after ``pause``."""
         with self._gate:
             self._paused = False
             self._gate.notify_all()
 
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies of new weights, for ``commit``. Meanwhile the model's are held twice.
+        """Copy and check new weights, for ``commit``; until then the memory holds two sets of weights.
 
-        All tensors are copied and checked before the first is taken over: if ``weights`` raises, or is not
-        exactly the model (ValueError), the engine keeps what it has.
+        All tensors are checked before the first is replaced: if ``weights`` raises, or they are not exactly
+        the model's (ValueError), the model stays as it is.
         """
         with self._update_lock:
             return self._weights.stage(weights)
 
     def commit(self, staged: dict[str, Tensor], version: int) -> None:
-        """Take over new weights between two tokens. Requests in flight keep their key-value cache."""
+        """Replace the weights between two tokens. Requests in flight keep their KV cache."""
         with self._update_lock:
             self._update_waits = True
             with self._gate:
@@ -133,7 +132,7 @@ class LocalModel:
                 self._gate.notify_all()
 
     def close(self) -> None:
-        """Abort what runs and release the model."""
+        """Abort all calls and release the model."""
         self.abort()
         with self._call_lock, self._update_lock:
             self._model = None

@@ -1,4 +1,6 @@
-"""Drawing one token per row from a softmax, the same way whatever else is in the batch.
+"""Token sampling by inverse CDF, one token per row: independent of the other rows of the batch.
+
+    token = min { v : sum_{u <= v} p_u >= draw },  p = softmax(logits / temperature),  draw in (0, 1]
 
 Shapes: ``_B`` rows of the batch, ``_V`` vocabulary.
 """
@@ -13,10 +15,10 @@ from bapo_megatron.types import GenerateRequest
 
 
 def draws_R(request: GenerateRequest) -> np.ndarray:
-    """The request's uniform draws in (0, 1], float64, one for each token that it may still make.
+    """The request's uniform draws in (0, 1], float64, one for each token that it may sample.
 
-    The stream belongs to the whole response; a later segment starts behind the draws of its prefix. So a
-    response that was cut and continued equals the one that was not. Without a seed the draws are fresh.
+    A seed makes one stream for the whole response, and a later segment skips the draws of its prefix: so a
+    response that was cut and continued equals an uncut one. Without a seed the draws are random.
     """
     params = request.params
     uniform = np.random.default_rng(params.seed).random(request.prefix_tokens + params.max_new_tokens)
@@ -24,11 +26,10 @@ def draws_R(request: GenerateRequest) -> np.ndarray:
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, draw_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's token (int64) and its natural log-prob (float32) under softmax(logits / temperature).
+    """Each row's sampled token (int64) and its log-prob (float32, nats) under softmax(logits / temperature).
 
-    Tokens come from the inverse of the cumulative distribution, in float64. Temperature 0 takes the most
-    probable token; its log-prob is the one at temperature 1, as in SGLang. Raises FloatingPointError where
-    the logits are not finite.
+    The CDF is float64. Temperature 0 is greedy, and its log-prob is that at temperature 1, as in SGLang.
+    FloatingPointError if the logits are not finite.
     """
     greedy_B = temperature_B == 0
     scale_B = torch.where(greedy_B, 1.0, temperature_B)

@@ -1,4 +1,4 @@
-"""Replacing a model's weights as a whole or not at all."""
+"""Atomic weight replacement of the embedded engine's model: stage and check all tensors, then commit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bapo_megatron.hf.weight_check import checked_weights
 
 
 class ModelWeights:
-    """The parameters of a Hugging Face model under their names; tied ones count once."""
+    """The parameters of a Hugging Face model by name; tied ones count once."""
 
     def __init__(self, model: Any) -> None:
         self._own: dict[str, Tensor] = dict(model.named_parameters())
@@ -21,7 +21,7 @@ class ModelWeights:
         self._aliases = {name: names[id(every[name])] for name in every.keys() - self._own.keys()}
 
     def stage(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copies of all tensors, in the model's type and place. ValueError if they are not its own."""
+        """Copies of new weights in the model's dtype and device. ValueError if names or shapes differ."""
         shapes = {name: tuple(tensor.shape) for name, tensor in self._own.items()}
         return {
             name: tensor.detach().to(self._own[name].device, self._own[name].dtype, copy=True)
@@ -30,10 +30,10 @@ class ModelWeights:
 
     @torch.no_grad()
     def commit(self, staged: dict[str, Tensor]) -> None:
-        """Write what ``stage`` returned into the model."""
+        """Copy staged weights into the model."""
         for name, tensor in staged.items():
             self._own[name].copy_(tensor)
 
     def release(self) -> None:
-        """Forget the model."""
+        """Drop the references to the model's parameters."""
         self._own.clear()

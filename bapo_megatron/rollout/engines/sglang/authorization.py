@@ -1,4 +1,4 @@
-"""Authorization at SGLang servers: which key a run has, and which of its servers are sent it."""
+"""Authorization at SGLang servers: the run's API key, and the decision which servers may be sent it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _PROOF_S = 5.0
 
 @dataclass(frozen=True)
 class KnownKey:
-    """The key that a run knows."""
+    """The API key of a run, and whether the user gave it."""
 
     key: ApiKey
     is_given: bool
-    """A file that the user names holds it: it is sent to every server of the recipe. A run's own key is sent
-    to servers alone that prove that they have it."""
+    """Whether it is in a file that the user names: it is sent to every server of the recipe. A run's own key
+    is sent only to servers that prove that they have it."""
 
 
 def known_key(sglang: SglangConfig, directory: Path) -> KnownKey | None:
-    """The key of the file that the recipe or the environment names, else the run's own; None if it has none.
+    """The key in the file that the recipe or the environment names, else the run's own; None without either.
 
-    ConfigError, which never shows what is in the file, if the file holds no key or others may read it.
+    ConfigError, without the file's content, if the file holds no key or others may read it.
     """
     given = _given_file(sglang)
     path = given or RunPaths(directory).api_key
@@ -52,7 +52,7 @@ def known_key(sglang: SglangConfig, directory: Path) -> KnownKey | None:
 
 
 def servers_key_file(config: RunConfig) -> Path:
-    """The file of the key that servers of the run ask for; the run's own is made if there is none yet."""
+    """The file of the key that the run's servers require; the run's own is made if there is none yet."""
     sglang, directory = config.rollout.sglang, config.directory
     if _given_file(sglang) is None:
         path = RunPaths(directory).api_key
@@ -70,8 +70,10 @@ def servers_key_file(config: RunConfig) -> Path:
 
 
 def check_keys_asked(sglang: SglangConfig) -> None:
-    """With ``require_api_key``: ConfigError if a server of ``urls`` serves who sends no key. One that is
-    silent now is asked again before it gets requests."""
+    """Check ``require_api_key``: ConfigError if a server of ``urls`` needs no key.
+
+    A server that does not answer now is checked again before it gets requests.
+    """
     if not (sglang.require_api_key and sglang.urls):
         return
 
@@ -89,15 +91,15 @@ def check_keys_asked(sglang: SglangConfig) -> None:
 
 
 class Authorization:
-    """What one server is sent with every call. Used within one event loop.
+    """The authorization headers of calls to one server. Lives in one event loop.
 
-    The run's own key goes to a server that has proved that it has it (``api_key.ask_proof``), and must prove
-    it anew once a connection has failed: another program may have taken its address.
+    The run's own key is sent only after the server has proved that it has it (``api_key.ask_proof``). The
+    proof is repeated after a failed connection: another program may have taken the address.
     """
 
     def __init__(self, url: str, look: Callable[[], KnownKey | None], is_required: bool = False) -> None:
-        """``look`` finds the key, now or later: a server of the run may be the first to make it.
-        ``is_required``: a server that asks for no key is refused."""
+        """``look`` finds the key, now or later: a server of the run may make it first.
+        ``is_required``: refuse a server that needs no key."""
         self._url, self._look, self._is_required = url.rstrip("/"), look, is_required
         self._known = look()
         self._lock = asyncio.Lock()
@@ -105,7 +107,7 @@ class Authorization:
         self._is_warned = False
 
     async def headers(self) -> dict[str, str]:
-        """The headers of a call. EngineError if the server must not be called, OSError if it is silent."""
+        """The headers of a call. EngineError if the server must not be called, OSError without an answer."""
         if self._headers is None:
             async with self._lock:
                 if self._headers is None:
@@ -113,15 +115,15 @@ class Authorization:
         return self._headers
 
     def forget(self) -> None:
-        """A connection has failed: who answers next is not known."""
+        """Discard the proof after a failed connection: another program may answer next."""
         self._headers = None
 
     def without_key(self, text: str) -> str:
-        """``text`` for a log or an error, should a server have sent the key back."""
+        """``text`` with the key redacted, for a log or an error: a server may send the key back."""
         return text.replace(self._known.key.value, "***") if self._known else text
 
     def refusal(self) -> str:
-        """Why the server answered 401, for a person."""
+        """The error text for a server's status 401, with the fix."""
         if self._known is None:
             return f"it asks for an API key; name its file with rollout.sglang.api_key_file or {VARIABLE}"
         return (
@@ -136,7 +138,7 @@ class Authorization:
             if not (self._known.is_given and await self._is_open()):
                 return sent
         elif not await self._is_open():
-            return {}  # it asks for a key that is not known here: its 401 says so
+            return {}  # it needs a key that this run does not have: its 401 is reported
         else:
             sent = {}
         if self._is_required:

@@ -1,4 +1,4 @@
-"""The ``sglang`` backend: SGLang servers that the run starts, or that run already, and their clients."""
+"""The ``sglang`` backend: SGLang servers, started by the run or running already, and their HTTP clients."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from bapo_megatron.rollout.engines.sglang.supervisor import servers_of
 
 
 class SglangBackend(EngineBackend):
-    """SGLang servers, reached over HTTP. SGLang itself is never imported."""
+    """The factory of SGLang engines: servers reached over HTTP."""
 
     def check(self, rollout: RolloutConfig, gpus: int = 0, training: int = 0) -> None:
-        """SGLang is installed, there are GPUs for the servers that the run is to start, and one NCCL for them
-        and the trainer if weights go by broadcast. Servers that run elsewhere are taken to have the NCCL of
-        the environment that is named here."""
+        """Check SGLang's installation, API keys, GPU placement and, for sync=broadcast, NCCL's version.
+
+        Servers that run elsewhere are assumed to have the NCCL of the environment that is named here.
+        """
         python = _interpreter(rollout)
         check_keys_asked(rollout.sglang)
         if gpus and python and rollout.sglang.sync == "broadcast":
@@ -44,15 +45,15 @@ class SglangBackend(EngineBackend):
     def serve(
         self, config: RunConfig, cuda: bool, on_event: OnEvent
     ) -> AbstractContextManager[EngineServers]:
-        """The servers that the recipe names, or servers of the run's own on this machine."""
+        """The servers that the recipe names, or servers that the run starts on this machine."""
         return servers_of(config, cuda, on_event)
 
     def has_prefix_cache(self, rollout: RolloutConfig) -> bool:
-        """The radix cache of SGLang, where the flags leave it on."""
+        """Whether SGLang's radix cache is on."""
         return "--disable-radix-cache" not in more_flags(rollout.sglang)
 
     def weight_digester(self, rollout: RolloutConfig, hf_path: Path, device: str) -> MakeDigester | None:
-        """The digests of weights as servers hold them, which compute on the trainer's kind of device."""
+        """The factory of the digests of fused weights; servers must be on the trainer's kind of device."""
         sglang = rollout.sglang
         if not sglang.compare_digests:
             return partial(UnknownDigests, "rollout.sglang.compare_digests is false")
@@ -61,7 +62,7 @@ class SglangBackend(EngineBackend):
     async def open(
         self, config: RunConfig, urls: Sequence[str], device: str, opened: AsyncExitStack
     ) -> list[Engine]:
-        """A client of each server."""
+        """One engine client for each server."""
         sglang, limits = config.rollout.sglang, limits_of(config.model.hf_path)
         sessions = HttpSessions()
         opened.push_async_callback(sessions.close)
@@ -79,7 +80,7 @@ class SglangBackend(EngineBackend):
 
 
 def _interpreter(rollout: RolloutConfig) -> Path | None:
-    """SGLang's interpreter. ConfigError if a run that starts servers has none; None where it needs none."""
+    """SGLang's interpreter; None if there is none and the run starts no servers, else ConfigError."""
     try:
         return sglang_python(rollout.sglang.python)
     except ConfigError:

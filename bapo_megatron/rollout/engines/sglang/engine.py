@@ -1,7 +1,7 @@
-"""The ``sglang`` engine: one SGLang server behind ``interfaces.Engine``.
+"""The ``sglang`` engine: one SGLang server behind ``interfaces.Engine``: retries, deadlines, weight updates.
 
-What the server does not promise is kept here: a request that is not sent yet waits while the engine is paused
-and is ended by an abort, and weights change between two tokens also while requests are in flight.
+It adds what the server does not promise: unsent requests wait during a pause and obey an abort, and weights
+change between two tokens while requests are in flight.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from bapo_megatron.rollout.engines.timeouts import load_seconds
 from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Generation
 
 _ABORT_AGAIN_S, _ABORT_ALL_AGAIN_S = 1.0, 0.1
-"""A request that is between two states may miss an abort, of itself or of all."""
+"""Seconds between repeated aborts, of one request or of all: one that changes its state may miss an abort."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Longest waits for a server, in seconds."""
+    """The deadlines of calls to a server, in seconds."""
 
     request_s: float = 3600.0
-    """Deadline of one request; then it is aborted, and the tokens that it has are its answer."""
+    """Deadline of one request; then it is aborted, and its answer is the tokens so far."""
     abort_s: float = 60.0
     """Deadline of the abort of a request."""
     update_s: float = 600.0
-    """Deadline of a load of new weights, beside the reading of their bytes (``timeouts.load_seconds``)."""
+    """Deadline of a weight load, without the time to read the bytes (``timeouts.load_seconds``)."""
 
 
 class SglangEngine:
-    """An ``Engine`` (see interfaces.py) on one server. Everything happens in one event loop."""
+    """The ``Engine`` of one SGLang server. Lives in one event loop."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class SglangEngine:
         deadlines: Deadlines | None = None,
         tensor: int = 1,
     ) -> None:
-        """``on_update``: what becomes of requests in flight when weights change, see ``SglangConfig``.
-        ``tensor``: tensor parallel size of the server."""
+        """``on_update``: the treatment of requests in flight when weights change, see ``SglangConfig``.
+        ``tensor``: tensor-parallel size of the server."""
         self.name = server.url
         self.broadcast_ranks = tensor
         self.server = server
@@ -63,13 +63,13 @@ class SglangEngine:
         self._inflight = InflightRequests()
         self._one_control = asyncio.Lock()
         self._paused_at: int | None = None
-        """The weight version at the caller's pause."""
+        """The weight version at the caller's pause; None if the caller has not paused."""
         self._version: int | None = None
         self._no_tokens_since: float | None = None
-        """When a request first got no token in its whole time, if none has got any since."""
+        """Time of the first overdue request without tokens since the last token of any request."""
 
     async def weight_version(self) -> int:
-        """The version that the server says it has."""
+        """The weight version that the server reports."""
         self._version = await self.server.weight_version()
         return self._version
 
@@ -78,14 +78,14 @@ class SglangEngine:
         return await self.server.is_alive()
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Answer one request. ValueError, before it is sent, if it is malformed; ServerError if it fails."""
+        """Send one request, and await its answer. ValueError if it is malformed; ServerError if it fails."""
         check_request(request, self._limits)
         pending = InflightRequest()
         self._inflight.all.add(pending)
         try:
             try:
                 answer = await self._send(request, pending)
-            except KeptConnectionClosed:
+            except KeptConnectionClosed:  # most likely the server has never seen the request: retry once
                 pending.renew()
                 answer = await self._send(request, pending, again=True)
             if answer is None:
@@ -101,33 +101,36 @@ class SglangEngine:
             self._inflight.all.discard(pending)
 
     async def abort(self) -> None:
-        """End the requests in flight: they return what they have; what has not begun returns no token."""
+        """Abort all requests: those in flight return their tokens so far, unsent ones none."""
         async with self._one_control:
             await self._abort()
 
     async def pause(self) -> None:
-        """Stop sampling after the token in hand. Requests in flight keep their place."""
+        """Stop sampling at the next token boundary. Requests in flight keep their place."""
         async with self._one_control:
             if self._paused_at is None:
                 self._paused_at = await self.weight_version() if self._version is None else self._version
+            # The gate first: a request that reached the server during the pause could not be aborted.
             self._inflight.close_gate()
             await self.server.pause()
 
     async def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Resume sampling after ``pause``."""
         async with self._one_control:
             self._paused_at = None
             await self._resume()
 
     async def load(self, folder: Path, version: int, confirm: Confirm) -> None:
-        """Take over the weights of an HF folder between two tokens. Requests in flight continue under them.
+        """Load the weights of an HF folder between two tokens. Requests in flight continue under them.
 
-        ServerError if the server does not take them, or says afterwards that it has others, and what
-        ``confirm`` raises. Its state is unknown then: it must not sample before a load has succeeded.
+        ServerError if the load fails or another version is reported, and the errors of ``confirm``. The
+        server's state is unknown then: it must not sample before a load has succeeded.
         """
         timeout = await asyncio.to_thread(load_seconds, folder, self._deadlines.update_s)
         async with self._one_control:
             await self._check_settings()
+            # The pause comes first and the resume last: no token is sampled from half-loaded weights, nor
+            # from weights whose digest is not confirmed.
             self._inflight.close_gate()
             await self.server.pause(self._on_update)
             await self._load_and_confirm(
@@ -137,94 +140,98 @@ class SglangEngine:
                 await self._resume()
 
     async def release_memory(self) -> None:
-        """End the requests in flight, and give up the GPU memory of weights and caches; ``wake`` ends it.
+        """Sleep: abort the requests in flight, and release the GPU memory of weights, graphs and KV cache.
 
         The server may answer before the memory is free: ask the driver.
         """
         async with self._one_control:
+            # Abort, then pause: an assertion kills a server that releases memory with a batch in it.
             await self._abort()
             self._inflight.close_gate()
             await self.server.pause("retract")
             await self.server.release_memory(self._deadlines.update_s)
 
     async def wake(self, folder: Path, version: int, confirm: Confirm) -> None:
-        """``load`` on a server that has released its memory. Nothing is sampled before ``confirm``.
+        """Wake a server that has released its memory: reclaim it, load weights, confirm them, sample.
 
-        After an error, end the server: what of its memory it has is unknown.
+        After an error the server must be ended: its memory is in an unknown state.
         """
         timeout = await asyncio.to_thread(load_seconds, folder, self._deadlines.update_s)
         async with self._one_control:
             await self.server.resume_model_memory(timeout)
-            # The cache is empty since the release, and to empty it again would write to memory that is gone.
+            # No flush: the cache is empty since the release, and a flush would write to released memory.
             await self._load_and_confirm(folder, version, confirm, timeout, flush=False)
             await self._finish_wake(timeout)
 
     async def begin_wake(self) -> None:
-        """Take back the memory of the weights, undefined as they are then, and be ready to receive some."""
+        """Reclaim the memory of the weights, whose values are undefined then, and open a weight update."""
         async with self._one_control:
             await self.server.resume_model_memory(self._deadlines.update_s)
+            # A failure may have left an update open, and a server refuses a second one.
             await self.server.end_update()
             await self.server.begin_update()
 
     async def receive_handles(self, handles: Sequence[bytes]) -> None:
-        """Load weights from the trainer's memory, by one pickle of handles for each tensor-parallel rank."""
+        """Load a bucket by its memory handles: one pickle for each tensor-parallel rank."""
         await self.server.receive_handles(handles, self._deadlines.update_s)
 
     async def confirm_weights(self, version: int, confirm: Confirm) -> None:
-        """End the update of weights that came by handles: they are of ``version``."""
+        """Close the update of weights that came by handles, set their ``version``, and confirm them."""
         async with self._one_control:
             await self.server.end_update()
             await self.server.set_version(version)
             await self._confirm(version, confirm, self._deadlines.update_s)
 
     async def finish_wake(self) -> None:
-        """Take back the memory of the cache, and sample again."""
+        """Reclaim the memory of the KV cache, and resume sampling."""
         async with self._one_control:
             await self._finish_wake(self._deadlines.update_s)
 
     async def leave_group(self, name: str, timeout_s: float) -> None:
-        """Leave the group, if the server is in one of that name."""
+        """Leave the broadcast group of that name, if the server is in one."""
         await self.server.leave_weight_group(name, timeout_s)
 
     async def join_group(self, group: BroadcastGroup, first_rank: int, timeout_s: float) -> None:
-        """Join a broadcast's group; see ``SglangServer.join_weight_group``."""
+        """Join a broadcast group; see ``SglangServer.join_weight_group``."""
         await self.server.join_weight_group(group, first_rank, timeout_s)
 
     async def begin_update(self) -> None:
-        """Stop sampling for weights that come by broadcast. What no request here waits for is ended."""
+        """Pause sampling and open a weight update by broadcast. Orphaned requests are aborted."""
         async with self._one_control:
             await self._check_settings()
             self._inflight.close_gate()
-            if not self._inflight.all:
+            if not self._inflight.all:  # what the server still samples is orphaned: nobody waits for it
                 await self.server.abort_all()
             await self.server.pause(self._on_update)
+            # A failure may have left an update open, and a server refuses a second one.
             await self.server.end_update()
             await self.server.begin_update()
 
     async def receive(self, bucket: BucketSpec, group_name: str, timeout_s: float) -> None:
-        """Take one bucket from the sender of the group, and load it."""
+        """Receive one bucket from the group's sender, and load it."""
         await self.server.receive(bucket, group_name, timeout_s)
 
     async def end_update(self, timeout_s: float) -> str:
-        """End an update after all buckets: the digest of the weights that the server computes with."""
+        """Close the update after the last bucket; returns the digest of the weights in use."""
         await self.server.end_update()
+        # Only after a pause that retracts: no request is running, and its prefixes are of the old weights.
         if self._on_update == "retract":
             await self.server.flush_cache()
         return await self.server.checksum(timeout_s)
 
     async def set_version(self, version: int) -> None:
-        """The weights that came have this version."""
+        """Set the version of the received weights."""
         await self.server.set_version(version)
 
     async def resume_after_update(self) -> None:
-        """Sample again, unless the caller's pause holds."""
+        """Resume sampling, unless the caller's pause holds."""
         async with self._one_control:
             await self.weight_version()
             if self._paused_at is None:
                 await self._resume()
 
     async def close(self) -> None:
-        """Nothing to release: the server keeps running."""
+        """Do nothing: the server keeps running."""
 
     async def _load_and_confirm(
         self, folder: Path, version: int, confirm: Confirm, timeout: float, flush: bool
@@ -234,7 +241,7 @@ class SglangEngine:
         await self._confirm(version, confirm, timeout)
 
     async def _confirm(self, version: int, confirm: Confirm, timeout: float) -> None:
-        """Have the weights confirmed that the paused server should have now."""
+        """Verify version and digest of the paused server's weights."""
         found = await self.weight_version()
         if found != version:
             raise ServerError(f"{self.name}: says it has weights {found} after it was sent {version}")
@@ -246,10 +253,10 @@ class SglangEngine:
         await self._resume()
 
     async def _check_settings(self) -> None:
-        """ServerError if requests would be kept in place by a server that is not made for it.
+        """Check the server's flags for ``on_update=in_place``. ServerError names a missing one.
 
-        See ``server_process.server_flags``. A server that the run has not started may have other flags, and
-        so may the next one at the same address.
+        A server that the run has not started may have other flags than ``server_process.server_flags``, and
+        so may the next one at its address.
         """
         if self._on_update != "in_place":
             return
@@ -262,17 +269,17 @@ class SglangEngine:
     async def _send(
         self, request: GenerateRequest, pending: InflightRequest, again: bool = False
     ) -> Generation | None:
-        """Send the request when the gate is open, and wait for its answer. None if it is aborted before."""
+        """Send the request when the gate is open, and await its answer; None if it is aborted before."""
         if not await self._inflight.may_send(pending):
             return None
         pending.sent = True
         return await self._answer(request, pending, again)
 
     async def _answer(self, request: GenerateRequest, pending: InflightRequest, again: bool) -> Generation:
-        """The server's answer; what it has at the deadline. ``again``: see ``SglangServer.generate``.
+        """The server's answer; at the deadline the tokens so far. ``again``: see ``SglangServer.generate``.
 
-        ServerError if it does not answer the abort either, or if requests get no token in all their time, one
-        after the other: those whose deadlines lie ``abort_s`` apart, while no other gets any.
+        ServerError if the server does not answer the abort either, or no request gets a token any more
+        (``_note_without_tokens``).
         """
         loop, limits = asyncio.get_running_loop(), self._deadlines
         overdue: list[asyncio.Task[None]] = []
@@ -300,17 +307,16 @@ class SglangEngine:
         return answer
 
     def _note_without_tokens(self, now: float) -> None:
-        """Note an overdue request without tokens. ServerError if no request gets a token for ``abort_s``.
-
-        Before that, other requests may have been ahead of it in the server's queue.
-        """
+        """Note an overdue request without tokens. ServerError if there was another one ``abort_s`` before,
+        and no token of any request since: a single one may have waited in the server's queue."""
         if self._no_tokens_since is None:
             self._no_tokens_since = now
         elif now - self._no_tokens_since > self._deadlines.abort_s:
             raise ServerError(f"{self.name}: no token for any request within {self._deadlines.request_s:g} s")
 
     async def _abort_overdue(self, pending: InflightRequest, timeouts: asyncio.Timeout) -> None:
-        """Abort one request until it is answered or overdue. A paused server would not answer."""
+        """Abort one overdue request, repeatedly, until it is answered. Waits for the end of a pause: a paused
+        server answers no abort."""
         while True:
             await self._inflight.until_open()
             async with self._one_control:
@@ -329,18 +335,19 @@ class SglangEngine:
         await self._inflight.open_gate()
 
     async def _abort(self) -> None:
-        """Requests answer an abort at their next token, so a paused server runs for as long as that takes."""
+        """Abort all requests. They answer at their next token: a paused server must run until they have."""
         inflight = await self._inflight.abort()
         for pending in inflight:
             pending.newest = self._paused_at
         self._inflight.close_gate()
         if self._paused_at is not None and any(pending.sent for pending in inflight):
             await self.server.resume()
-            await asyncio.sleep(0.1)  # retracted requests run again, or their last tokens would be lost
+            # An abort of a retracted request that does not run yet would lose its last tokens.
+            await asyncio.sleep(0.1)
         await self.server.abort_all()
         while any(pending in self._inflight.all for pending in inflight):
             await asyncio.sleep(_ABORT_ALL_AGAIN_S)
-            await self.server.abort_all()  # the gate is closed: there are no others
+            await self.server.abort_all()  # the gate is closed, so this reaches no later request
         if self._paused_at is not None:
             await self.server.pause()
         else:
@@ -348,7 +355,7 @@ class SglangEngine:
 
 
 def _truncated_after(found: Generation, newest: int | None) -> Generation:
-    """The generation without tokens of weights newer than version ``newest``."""
+    """The generation, truncated before the first token of a weight version newer than ``newest``."""
     if newest is None:
         return found
     kept = int((found.versions_R <= newest).sum())

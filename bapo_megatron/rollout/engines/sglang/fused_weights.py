@@ -1,4 +1,4 @@
-"""The digests of a model's weights as an SGLang server holds them: fused, and cut for each of its ranks.
+"""Digests of fused weights: of an SGLang server's tensors, fused and sharded by tensor parallelism.
 
     Hugging Face              server                rank r of the server has
     q_proj, k_proj, v_proj    qkv_proj              rows: its query, key, and value heads; ranks share
@@ -8,7 +8,7 @@
     embed_tokens, lm_head     the same              rows: its share of a vocabulary that is padded with zeros
     norms                     the same              all
 
-A head that is tied to the embedding is no tensor of its own. So it is for Qwen2, Qwen3 and Llama.
+A tied output layer is no tensor of its own. This holds for Qwen2, Qwen3 and Llama.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ _OTHER_LAYOUTS = (
     *("--pipeline-parallel", "--speculative", "--json-model-override", "--weight-loader", "--cpu-offload"),
     *("--device", "--model-path", "--offload", "--attn-cp", "--attention-context", "--moe"),
 )
-"""Beginnings of flags by which a server holds its weights another way than is computed here."""
+"""Prefixes of flags that make a server's weight layout differ from the one computed here."""
 
 _LAYER = r"model\.layers\.\d+\."
 _PADDED_TO = 64
 
 Cut = Callable[[Tensor, int], list[Tensor]]
-"""The piece of a tensor that one rank has, as runs of rows that follow each other."""
+"""A sharding function: a tensor and a rank to the rank's piece, as consecutive runs of rows."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a Hugging Face tensor is on a server."""
+    """The place of a Hugging Face tensor on a server: the fused tensor, the part in it, and the sharding."""
 
     name: str
-    """The server's tensor."""
+    """Name of the server's tensor."""
     cut: Cut
     part: int = 0
     parts: int = 1
-    """How many tensors the server's consists of, and which this is."""
+    """Number of Hugging Face tensors that the server's tensor is fused from; ``part``: index of this one."""
 
 
 @dataclass(frozen=True)
 class FusedLayout:
-    """How servers of one model hold its weights."""
+    """The layout of a model's weights on a server: names, fusion and sharding."""
 
     kv_heads: int
     tied: bool
@@ -64,7 +64,7 @@ class FusedLayout:
     """Tensor-parallel size."""
 
     def place(self, name: str) -> Place | None:
-        """Where ``name`` is; None if the server has no such tensor. ValueError if that is not known."""
+        """The place of the tensor ``name``; None if the server has no such tensor. ValueError if unknown."""
         if name == "lm_head.weight" and self.tied:
             return None
         if found := re.fullmatch(rf"({_LAYER}self_attn\.)([qkv])_proj\.(weight|bias)", name):
@@ -97,19 +97,19 @@ class FusedLayout:
         return [_share(tensor, 1, rank, self.tensor)]
 
     def _heads(self, tensor: Tensor, rank: int) -> list[Tensor]:
-        """Keys or values: ranks that follow each other have the same head where there are too few."""
+        """Key or value heads: neighbouring ranks share a head if there are fewer heads than ranks."""
         shares = min(self.kv_heads, self.tensor)
         return [_share(tensor, 0, rank // (self.tensor // shares), shares)]
 
     def _vocabulary(self, tensor: Tensor, rank: int) -> list[Tensor]:
-        """Rows of tokens, then rows of zeros."""
+        """A rank's rows of the padded vocabulary: rows of tokens, then rows of zeros."""
         rows = padded_vocabulary(len(tensor), self.tensor) // self.tensor
         own = tensor[rank * rows : (rank + 1) * rows]
         return [own, own.new_zeros(rows - len(own), *tensor.shape[1:])]
 
 
 def padded_vocabulary(tokens: int, ranks: int) -> int:
-    """Rows of an embedding on all ranks together."""
+    """The padded vocabulary size: rows of an embedding on all ranks together."""
     to = _PADDED_TO
     if -(-tokens // to) * to % ranks:
         to *= ranks
@@ -125,7 +125,7 @@ def _share(tensor: Tensor, dim: int, index: int, shares: int) -> Tensor:
 
 @dataclass
 class _Fused:
-    """A server's tensor in the making: a hash for each rank, and parts that came before their turn."""
+    """The unfinished hash of a server's fused tensor: one hash per rank, and parts that came out of order."""
 
     hashes: list[TensorHash]
     next_part: int = 0
@@ -133,10 +133,10 @@ class _Fused:
 
 
 class FusedDigests:
-    """The ``WeightDigester`` (sent_weights.py) of weights that go to SGLang servers.
+    """The ``WeightDigester`` (sent_weights.py) of SGLang servers.
 
-    A tensor is hashed where it is, chunk by chunk. A part of a fused tensor that comes before its turn, such
-    as the keys before the queries, is copied until then: of one layer at a time.
+    A tensor is hashed on its device, chunk by chunk. A part of a fused tensor that comes out of order, such
+    as the keys before the queries, is copied until its turn: those of one layer at a time.
     """
 
     def __init__(self, layout: FusedLayout, device: str) -> None:
@@ -148,7 +148,7 @@ class FusedDigests:
 
     @torch.no_grad()
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one whole tensor. ValueError if it is not known how servers hold it."""
+        """Add one whole tensor. ValueError if its layout on servers is unknown."""
         place = self._layout.place(name)
         if place is None:
             return
@@ -168,7 +168,7 @@ class FusedDigests:
                 digests[place.name] = one.digest()
 
     def result(self) -> SentDigests:
-        """The digests, when all tensors were there. ValueError if a part is lacking."""
+        """The digests after the last tensor. ValueError if a part of a fused tensor is missing."""
         if self._pending:
             raise ValueError(f"{min(self._pending)} was not sent whole")
         return SentDigests(tuple(self._digests), self._hashed_bytes)
@@ -184,7 +184,7 @@ class FusedDigests:
 def fused_digests(
     hf_path: Path, tensor: int, device: str, flags: Sequence[str] = ()
 ) -> FusedDigests | UnknownDigests:
-    """The digests of weights of ``hf_path``'s model on servers with ``flags``, or why they are not known."""
+    """The digester for ``hf_path``'s model on servers with ``flags``, or the reason why there is none."""
     config: dict[str, Any] = json.loads((hf_path / "config.json").read_text())
     reason = None
     name, *_ = config.get("architectures") or ["model without a class"]

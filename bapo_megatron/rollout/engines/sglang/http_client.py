@@ -1,4 +1,4 @@
-"""The HTTP client of one SGLang server. Every call has a deadline, and says which server failed and how."""
+"""The HTTP client of one SGLang server: every call has a deadline, and its error names the server."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from bapo_megatron.types import BroadcastGroup, BucketSpec, GenerateRequest, Gen
 PauseMode = Literal["in_place", "retract"]
 
 _LONG_REPLY_BYTES = 500_000
-"""Bytes of some ten thousand tokens. A thread reads replies that long: it takes milliseconds."""
+"""Size from which on a reply is decoded in a thread, which takes milliseconds: some ten thousand tokens."""
 
 _MODEL_MEMORY, _CACHE_MEMORY = ("weights", "cuda_graph"), "kv_cache"
-"""The tags of SGLang's memory."""
+"""SGLang's memory tags."""
 
 _KEEP_IDLE_S = 2.0
-"""A connection is used again for so long. Less than the 5 s after which a server of uvicorn closes it: a
-request that is sent at that moment fails as if the server had died (`KeptConnectionClosed`)."""
+"""Keep-alive of an idle connection. Less than uvicorn's 5 s: a request that is sent when the server closes
+the connection fails as if the server had died (`KeptConnectionClosed`)."""
 
 _CONNECT_S = 60.0
-"""A machine that is gone is noticed earlier, by its silence (``pool.py``)."""
+"""Deadline of connecting. The pool's health checks notice a lost machine earlier (``pool.py``)."""
 
 
 class HttpSessions:
-    """The HTTP connections to servers: kept ones for requests, and a new one for every other call.
+    """The HTTP connections to servers: kept-alive ones for requests, and a new one for every control call.
 
-    A call over a kept connection may fail because the server ends the connection at that moment. A request
-    can be sent again then. Another call must not: to receive a bucket twice, say, would wait for ever for
-    data that nobody sends. There are few of them, and most come later than a connection is kept.
+    A call over a kept-alive connection may fail because the server closes the connection at that moment. A
+    generation request can be sent again; a control call cannot: receiving a bucket twice, for example, would
+    wait for ever. Control calls are few.
     """
 
     def __init__(self) -> None:
-        """Within an event loop. As many connections as there are requests in flight."""
+        """Make them within an event loop. There is no limit: one connection per request in flight."""
         kept = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_IDLE_S)
         self.kept = aiohttp.ClientSession(connector=kept, trace_configs=[_reuse_trace()])
         self.new = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
@@ -54,7 +54,7 @@ class HttpSessions:
 
 
 def _reuse_trace() -> aiohttp.TraceConfig:
-    """Tells a request, by its ``trace_request_ctx``, whether it went over a connection of an earlier one."""
+    """A trace that notes in a request's ``trace_request_ctx`` whether it reused a kept-alive connection."""
 
     async def note(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
         if context.trace_request_ctx is not None:
@@ -70,21 +70,20 @@ class ServerError(EngineError):
 
 
 class KeptConnectionClosed(ServerError):
-    """A kept connection ended while a request was under way over it, before anything of the answer came.
+    """A kept-alive connection was closed during a request, before any byte of the answer.
 
-    Most often the server has ended an idle connection and has not seen the request: on a busy machine the
-    request may be sent seconds late, which ``_KEEP_IDLE_S`` does not exclude. Or the server has died, or
-    something between here and there has dropped the connection. `SglangEngine` sends the request once more,
-    under another id and over a new connection, whose failure is the server's.
+    Most often the server has closed an idle connection and has not seen the request: on a busy machine the
+    request may be sent seconds late, which ``_KEEP_IDLE_S`` does not exclude. Or the server, or the network,
+    has failed. `SglangEngine` sends the request once more, under another id and over a new connection.
     """
 
 
 class BadRequest(ServerError):
-    """The server says that the request is wrong, not that it fails."""
+    """Status 400: the request is wrong; the server has not failed."""
 
 
 class SglangServer:
-    """Calls to the server at ``url``. Must be used within the event loop of ``sessions``."""
+    """The HTTP client of the server at ``url``. Lives in the event loop of ``sessions``."""
 
     def __init__(
         self,
@@ -93,16 +92,16 @@ class SglangServer:
         control_timeout: float = 60.0,
         authorization: Authorization | None = None,
     ) -> None:
-        """``authorization``: the key that goes with every call; None: it is called without one."""
+        """``authorization``: the API key of every call; None: no key."""
         self._authorization = authorization
         self.url = url.rstrip("/")
         self._sessions = sessions
         self._control = control_timeout
 
     async def generate(self, request: GenerateRequest, rid: str, again: bool = False) -> Generation:
-        """Answer one request under the id ``rid``. An aborted one returns what it has.
+        """Generate: send one request under the id ``rid``. An aborted one returns its tokens so far.
 
-        ``again``: over a new connection. Else KeptConnectionClosed if a kept one ended.
+        ``again``: use a new connection; else KeptConnectionClosed if a kept one was closed.
         """
         session, payload = (
             self._sessions.new if again else self._sessions.kept,
@@ -110,7 +109,7 @@ class SglangServer:
         )
         try:
             body = await self._call(session, "POST", "/generate", payload, None)
-        except BadRequest as error:  # any other server would refuse it too
+        except BadRequest as error:  # any other server would refuse it, too
             raise ValueError(f"request {request.request_id!r}: {error}") from error
         try:
             if len(body) < _LONG_REPLY_BYTES:
@@ -120,15 +119,15 @@ class SglangServer:
             raise ServerError(f"{self.url}: {error}") from error
 
     async def abort_all(self) -> None:
-        """End every request, running or waiting; they return what they have."""
+        """Abort every request, running or waiting; they return their tokens so far."""
         await self._post("/abort_request", {"abort_all": True})
 
     async def abort(self, rid: str) -> None:
-        """End one request; unknown ids are ignored."""
+        """Abort one request; unknown ids are ignored."""
         await self._post("/abort_request", {"rid": rid})
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
-        """Stop after the step in hand; requests keep their cache (``in_place``) or give it up."""
+        """Pause after the current step; requests keep their KV cache (``in_place``) or lose it."""
         await self._post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -136,7 +135,7 @@ class SglangServer:
         await self._post("/continue_generation", {})
 
     async def weight_version(self) -> int:
-        """The version of the weights that it says it has."""
+        """The weight version that the server reports."""
         info = await self._request("GET", "/model_info", None, self._control)
         try:
             return int(info["weight_version"])
@@ -146,12 +145,12 @@ class SglangServer:
             ) from error
 
     async def settings(self) -> dict[str, Any]:
-        """The settings that it was started with, by the names of SGLang's ``ServerArgs``."""
+        """The server's settings, by the names of SGLang's ``ServerArgs``."""
         info = await self._request("GET", "/server_info", None, self._control)
         return info if isinstance(info, dict) else {}
 
     async def is_alive(self) -> bool:
-        """Whether the server answers. ``/ready`` will not do: it fails while it is paused for weights."""
+        """Health check: whether the server answers. Not ``/ready``, which fails while weights are loaded."""
         try:
             await self._request("GET", "/model_info", None, 5.0)
         except ServerError:
@@ -159,10 +158,10 @@ class SglangServer:
         return True
 
     async def update_from_disk(self, folder: Path, version: int, flush: bool, timeout: float) -> None:
-        """Load the weights of an HF folder. A server that is not paused first ends all requests in flight.
+        """Load the weights of an HF folder. A server that is not paused aborts all requests first.
 
-        ``flush`` empties the prefix cache, which must hold no running request then. Without it the server
-        must have been started without one: keys and values of old weights would serve new requests.
+        ``flush`` empties the prefix cache; no request may be running then. Without it the server must have no
+        prefix cache: keys and values of old weights would serve new requests.
         """
         body = {
             "model_path": str(folder),
@@ -175,9 +174,9 @@ class SglangServer:
             raise ServerError(f"{self.url}: the weights in {folder} were not loaded: {str(reply)[:500]}")
 
     async def join_weight_group(self, group: BroadcastGroup, rank_offset: int, timeout: float) -> None:
-        """Join a broadcast's group: its tensor-parallel ranks become ``rank_offset`` and those that follow.
+        """Join a broadcast group: the server's tensor-parallel ranks become those from ``rank_offset`` on.
 
-        Until the sender answers the server does nothing else, and it waits longer than ``timeout``.
+        The server blocks until the sender answers, for longer than ``timeout``.
         """
         body = {
             "master_address": group.address,
@@ -190,16 +189,16 @@ class SglangServer:
         await self._post("/init_weights_update_group", body, timeout)
 
     async def leave_weight_group(self, name: str, timeout: float) -> None:
-        """Leave the group, if it is in one of that name."""
+        """Leave the broadcast group of that name, if the server is in one."""
         call = self._post("/destroy_weights_update_group", {"group_name": name}, timeout)
         await _ignoring(call, "does not exist")
 
     async def begin_update(self) -> None:
-        """Be ready to ``receive``. BadRequest during an update; waits for all requests unless it is paused."""
+        """Open a weight update. Refused during another one; waits for all requests unless paused."""
         await self._post("/begin_weight_update", {})
 
     async def receive(self, bucket: BucketSpec, group_name: str, timeout: float) -> None:
-        """Take one bucket from the sender of the group, and load it. The weights change at once."""
+        """Receive one bucket by broadcast, and load it. The weights change at once."""
         body = {
             "names": bucket.names,
             "dtypes": bucket.dtypes,
@@ -211,8 +210,8 @@ class SglangServer:
         await self._post("/update_weights_from_distributed", body, timeout)
 
     async def receive_handles(self, handles: Sequence[bytes], timeout: float) -> None:
-        """Load weights from another process's memory. The first rank answers; others may read on
-        until they take part in the next call.
+        """Load one bucket from another process's memory. The first rank answers; others may still read until
+        they take part in the next call.
 
         ``handles``: for each tensor-parallel rank a pickle by ``weight_sync/handles.py``.
         """
@@ -223,39 +222,39 @@ class SglangServer:
         await self._post("/update_weights_from_tensor", body, timeout)
 
     async def end_update(self) -> None:
-        """Make the weights that came ready for use. Nothing happens if no update was begun."""
+        """Close a weight update. No effect if none is open."""
         await _ignoring(self._post("/end_weight_update", {}), "no weight-update session is open")
 
     async def flush_cache(self) -> None:
-        """Empty the prefix cache. BadRequest while a request runs; those that were retracted do not count."""
+        """Empty the prefix cache. Refused while a request runs; retracted ones do not count."""
         await self._post("/flush_cache", {})
 
     async def release_memory(self, timeout: float) -> None:
-        """Give up the memory of weights, CUDA graphs and KV cache. It must be paused, and its batch empty: an
-        assertion of SGLang ends the server if not. It may answer before the memory is free."""
+        """Release the GPU memory of weights, CUDA graphs and KV cache. The server must be paused, with an
+        empty batch, or an assertion of SGLang ends it. It may answer before the memory is free."""
         await self._post("/release_memory_occupation", {"tags": [*_MODEL_MEMORY, _CACHE_MEMORY]}, timeout)
 
     async def resume_model_memory(self, timeout: float) -> None:
-        """Take back the memory of weights and CUDA graphs. What the weights are is undefined: load some.
+        """Reclaim the GPU memory of weights and CUDA graphs. The weights are undefined until they are loaded.
 
-        A server that has not released it, or has resumed it already, ends.
+        A server that has not released the memory, or has resumed it already, crashes.
         """
         await self._post("/resume_memory_occupation", {"tags": [*_MODEL_MEMORY]}, timeout)
 
     async def resume_cache_memory(self, timeout: float) -> None:
-        """Take back the memory of the KV cache, which is empty."""
+        """Reclaim the GPU memory of the KV cache, which is empty."""
         await self._post("/resume_memory_occupation", {"tags": [_CACHE_MEMORY]}, timeout)
 
     async def set_version(self, version: int) -> None:
-        """Say from now on that the weights are of ``version``; also of later tokens of requests in flight."""
+        """Set the version of the current weights, also for later tokens of requests in flight."""
         body = {"new_version": str(version), "abort_all_requests": False}
         await self._post("/update_weight_version", body)
 
     async def checksum(self, timeout: float) -> str:
-        """A digest of the weights that the server computes with, all its ranks; with those of single tensors
-        (``TensorDigests``) where it tells them.
+        """The digest of the weights in use on all ranks, with those of single tensors (``TensorDigests``) if
+        the server reports them.
 
-        Equal where weights, their layout in memory and the number of ranks are equal.
+        It depends on the weights, their layout in memory, and the number of ranks.
         """
         reply = await self._post("/weights_checker", {"action": "checksum"}, timeout)
         if not (isinstance(reply, dict) and reply.get("per_engine_checksum")):
@@ -281,7 +280,7 @@ class SglangServer:
         body: bytes | None,
         timeout: float | None,
     ) -> bytes:
-        """The bytes of the answer, whose status is 200. It is sent once, and redirects are not followed."""
+        """One HTTP call; returns the body of status 200. There are no retries, and no redirects."""
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_S)
         url, connection = self.url + path, {"reused": False}
         headers = {"Content-Type": "application/json", **await self._headers(url)}
@@ -338,7 +337,7 @@ class SglangServer:
 
 
 def _with_tensors(digest: str, ranks: Any) -> str:
-    """``digest`` with those of single tensors, if ``ranks`` has them in the form that SGLang gives them."""
+    """``digest`` with those of single tensors, if ``ranks`` has them in SGLang's format."""
     try:
         ordered = sorted(ranks, key=lambda rank: rank["parallelism_info"][0]["tp_rank"])
         return TensorDigests(digest, [dict(rank["checksums"]) for rank in ordered])
@@ -347,7 +346,7 @@ def _with_tensors(digest: str, ranks: Any) -> str:
 
 
 async def _ignoring(call: Awaitable[Any], says: str) -> None:
-    """``call``, which may be refused with those words: there was nothing to do."""
+    """Await ``call``, and ignore its refusal with the words ``says``: there was nothing to do."""
     try:
         await call
     except ServerError as error:

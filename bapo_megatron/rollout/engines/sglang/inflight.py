@@ -1,4 +1,4 @@
-"""The requests in flight at a server, and the gate that holds back those that are not sent yet."""
+"""The requests in flight at one SGLang server, and the gate that holds unsent requests during a pause."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import uuid
 
 
 class InflightRequest:
-    """One request in flight. An abort ends those that have begun before it, and no later one."""
+    """One request in flight: its server-side id, and whether it was sent or aborted."""
 
     def __init__(self) -> None:
         self.rid = uuid.uuid4().hex
         self.sent = False
         self.aborted = False
         self.newest: int | None = None
-        """The last weight version that its tokens may have, if it was aborted while sampling was paused."""
+        """The newest weight version that its tokens may have, if it was aborted during a pause; else None."""
 
     def renew(self) -> None:
-        """Make it a request that was not sent yet: the server may still know the id that it had."""
+        """Reset it for a retry, with a new id: the server may still know the old one."""
         self.rid, self.sent = uuid.uuid4().hex, False
 
 
 class InflightRequests:
-    """All requests in flight, and the gate before the server. Lives in one event loop."""
+    """The requests in flight at a server, and the gate before it. Lives in one event loop."""
 
     def __init__(self) -> None:
         self.all: set[InflightRequest] = set()
@@ -37,7 +37,7 @@ class InflightRequests:
 
     @property
     def are_held(self) -> bool:
-        """Whether requests are held back: the server is paused, or about to be."""
+        """Whether the gate is closed: the server is paused, or about to be."""
         return not self._open
 
     async def until_open(self) -> None:
@@ -46,7 +46,7 @@ class InflightRequests:
             await self._changed.wait_for(lambda: self._open)
 
     async def abort(self) -> list[InflightRequest]:
-        """Mark those that have begun; what of them waits at the gate is not sent any more."""
+        """Mark the current requests as aborted; returns them. Those that wait at the gate are not sent."""
         for pending in self.all:
             pending.aborted = True
         async with self._changed:
@@ -54,11 +54,11 @@ class InflightRequests:
         return list(self.all)
 
     def close_gate(self) -> None:
-        """Send no more requests."""
+        """Close the gate: new requests wait."""
         self._open = False
 
     async def open_gate(self) -> None:
-        """Send requests again."""
+        """Open the gate: waiting requests are sent."""
         self._open = True
         async with self._changed:
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""NCCL of the trainer and of its SGLang servers: weights go by broadcast only between equal versions.
+"""The check of NCCL versions: trainer and SGLang servers need the same one for a weight sync by broadcast.
 
 NCCL compares the versions of a group's ranks when it is formed, and refuses unequal ones ("Mismatched NCCL
 version detected"). torch's wheels name one version each: torch 2.13.0 wants 2.29.7, and torch 2.14.1,
@@ -26,13 +26,13 @@ else:
     import torch
     print(".".join(map(str, torch.cuda.nccl.version())))
 """
-"""Prints the version of the wheel that torch loads; that of torch's own NCCL where there is no wheel."""
+"""A program that prints NCCL's version: of the wheel that torch loads, else of torch's own build."""
 
 
 def check_nccl(servers: Path, trainer: Path | None = None) -> None:
-    """ConfigError if the two environments have different versions of NCCL, or one cannot tell its own.
+    """Check that two environments have one version of NCCL. ConfigError if not, or if one is unknown.
 
-    ``servers``, ``trainer``: their interpreters; the trainer's is this one if it is None.
+    ``servers``, ``trainer``: their interpreters; None: this one.
     """
     trainer = trainer or Path(sys.executable)
     ours, theirs = _nccl_of(trainer), _nccl_of(servers)

@@ -1,19 +1,19 @@
-"""The GPUs of SGLang servers that a run starts itself, as `bapo plan` and `bapo train` both ask for them."""
+"""GPU placement of the SGLang servers that a run starts: the check of `bapo plan` and `bapo train`."""
 
 from __future__ import annotations
 
 from bapo_megatron.config import RolloutConfig
 
 SHARED_FRACTION = 0.5
-"""Most of a GPU's memory that a server may take where the policy trains at the same time."""
+"""Largest share of a GPU's memory for a server on a GPU where the policy trains at the same time."""
 
 
 def placement_problem(rollout: RolloutConfig, gpus: int, training: int) -> str | None:
-    """Why the servers that a run starts find no GPUs on rank 0's node, or no memory on them; None if they do.
+    """The placement error, with the fix, of servers that a run starts on rank 0's node; None if they fit.
 
-    ``gpus``: of that node. ``training``: processes that train, one on each of the first GPUs. Servers that
-    run elsewhere already (``rollout.sglang.urls``) need none. Whether colocated ones, which take turns with
-    the policy, find memory is for `bapo plan` to say.
+    ``gpus``: number of that node's GPUs. ``training``: number of training processes, one on each of the first
+    GPUs. Servers that run already (``rollout.sglang.urls``) need none. The memory of colocated servers, which
+    take turns with the policy, is estimated by `bapo plan`.
     """
     sglang = rollout.sglang
     if sglang.urls:

@@ -1,8 +1,8 @@
-"""The library that SGLang preloads into schedulers of colocated servers, and the libraries that it needs.
+"""LD_LIBRARY_PATH of colocated SGLang servers, for torch_memory_saver's LD_PRELOAD (sglang issue 36533).
 
-torch_memory_saver is built for one CUDA runtime (``libcudart.so.13``), and says nowhere where that is. torch
-finds it in its own wheels; the loader, which comes first, does not: each scheduler ends with code 127. So the
-wheels' folder comes first in LD_LIBRARY_PATH (sglang issue 36533).
+torch_memory_saver needs one CUDA runtime (``libcudart.so.13``), without a path to it. torch finds it in its
+own wheels; the dynamic loader, which runs first, does not, and each scheduler ends with code 127. So the
+wheels' folder comes first in LD_LIBRARY_PATH.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ import subprocess, sys, torch_memory_saver
 with torch_memory_saver.configure_subprocess():
     sys.exit(subprocess.run([sys.executable, "-I", "-c", ""]).returncode)
 """
-"""What SGLang does before it starts a scheduler; the program in the scheduler's place does nothing."""
+"""The preload as SGLang makes it before it starts a scheduler, here with an empty program."""
 _ASK_S = 60.0
 
 
 def library_path(python: Path, current: str | None) -> str | None:
-    """LD_LIBRARY_PATH for a colocated server of that interpreter: the folders of its CUDA runtime first, then
-    ``current``. None: neither has any."""
+    """LD_LIBRARY_PATH for a colocated server: folders of the interpreter's CUDA runtime, then ``current``.
+
+    None if both are empty.
+    """
     return os.pathsep.join([*_runtime_folders(python), *([current] if current else [])]) or None
 
 
 def tried_preload(python: Path, environment: Mapping[str, str], deadline_s: float) -> CommandResult:
-    """The end of a program of SGLang's interpreter that has the library preloaded, as a scheduler has."""
+    """The result of an empty program of SGLang's interpreter, started with the preload as a scheduler is."""
     return run_command([str(python), "-c", _TRY], deadline_s, environment)
 
 
 @lru_cache
 def _runtime_folders(python: Path) -> tuple[str, ...]:
-    """The folders of wheels in the interpreter's environment that hold a CUDA runtime."""
+    """The folders of the interpreter's wheels that hold a CUDA runtime."""
     # Without PYTHONPATH, as servers run. Importing torch there would take seconds.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     child = run_command([str(python), "-I", "-c", _ASK], _ASK_S, environment)

@@ -1,6 +1,6 @@
-"""The temporary folder of one server: where SGLang puts its sockets, which unpickle whatever arrives.
+"""The private temporary folder (TMPDIR) of one SGLang server, for its ZMQ sockets, and its cleanup.
 
-In the machine's /tmp everybody can list their names, and they stay behind when the server is killed.
+The sockets unpickle what they receive. In /tmp every user could list them, and a killed server leaves them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bapo_megatron.runtime.processes import descendants
 
 
 def _host() -> str:
-    """What tells this machine, since its start, from others that may see the same folder: 6 characters."""
+    """The identity of this machine since its boot, 6 characters: several machines may share a folder."""
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -28,25 +28,26 @@ def _host() -> str:
 
 
 _PREFIX = f"bapo-{_host()}-"
-"""Locks of other machines are not seen on every network file system: only one's own folders are removed."""
+"""Prefix of this machine's folders. Only they are swept: on some network file systems the locks of other
+machines cannot be seen."""
 _UNLOCKED = "bapo-nolock-"
-"""Of folders where nothing can be locked: nobody knows when they are left, so they are never removed."""
+"""Prefix of folders on a file system without locks. They are never swept: stale ones cannot be told."""
 _LONGEST_BASE = 40
 """Longest path of the folder's parent. A socket's path has at most 107 bytes: SGLang and Python need 45
 (``sgl_ar_fd_.../rank_...``, ``pymp-.../listener-...``), the folder 21."""
 _YOUNG_S = 60.0
-"""Age under which a folder may not be locked yet."""
+"""Age under which a folder is not swept: its owner may not have locked it yet."""
 _SHARED = "/dev/shm/sglang_loads_"
-"""Beginning of the files in which a server's processes tell each other their loads: the rest is random."""
+"""Prefix of the shared-memory files with the loads of a server's processes; the rest of a name is random."""
 
 
 class ServerFolder:
-    """A folder with mode 0700, as TMPDIR. Who makes it, or becomes the server, holds a lock on it: folders
-    that nobody holds are removed when the next one is made."""
+    """A temporary folder with mode 0700, locked by its owner. Making one sweeps the unlocked folders that
+    killed servers have left."""
 
     def __init__(self, parent: str | None = None) -> None:
-        """``parent``: None for TMPDIR. /tmp is taken for one whose path is too long for sockets, that is not
-        there (TMPDIR of a Slurm job's node, inside a container), or that cannot be written to."""
+        """``parent``: None for TMPDIR. /tmp replaces a parent whose path is too long for sockets, that does
+        not exist (TMPDIR of a Slurm job's node, inside a container), or that is not writable."""
         base = parent or os.environ.get("TMPDIR") or "/tmp"
         if len(os.fsencode(base)) > _LONGEST_BASE or not os.path.isabs(base):
             base = "/tmp"
@@ -58,7 +59,7 @@ class ServerFolder:
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
-        except OSError:  # ENOLCK, ENOSYS: no next one may take it for left
+        except OSError:  # ENOLCK, ENOSYS: under its name the next sweep would remove it
             os.close(self._lock)
             os.rmdir(self.path)
             self.path = tempfile.mkdtemp(prefix=_UNLOCKED, dir=base)
@@ -67,22 +68,22 @@ class ServerFolder:
             _sweep(base)
 
     def hand_on(self) -> None:
-        """Let the program that this process becomes hold it."""
+        """Keep the lock across ``exec``: this process becomes the server."""
         os.set_inheritable(self._lock, True)
 
     def remove(self) -> None:
-        """Remove it with all that is in it."""
+        """Remove the folder and its content, and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def shared_files(pid: int) -> set[Path]:
-    """The files in shared memory, outside of its folder, that a server below process ``pid`` uses."""
+    """The shared-memory files of a server: those that the descendants of process ``pid`` have mapped."""
     return {Path(path) for one in descendants(pid) for path in _mapped(one) if path.startswith(_SHARED)}
 
 
 def remove_files(paths: Collection[Path]) -> None:
-    """Remove what a server that is gone has left."""
+    """Remove the shared-memory files of a server that has ended."""
     for path in paths:
         with suppress(OSError):
             path.unlink()
@@ -95,7 +96,7 @@ def _mapped(pid: int) -> Iterator[str]:
 
 
 def _sweep(base: str) -> None:
-    """Remove the folders of this user, made on this machine, that nobody holds."""
+    """Remove this user's stale folders: those that this machine made and no process has locked."""
     for path in Path(base).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another process was faster, or it is another user's
             about = path.lstat()

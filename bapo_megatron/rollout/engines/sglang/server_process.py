@@ -1,4 +1,4 @@
-"""The process of an SGLang server on this machine, in SGLang's own environment."""
+"""The process of an SGLang server on this machine: its flags, environment, start, readiness and end."""
 
 from __future__ import annotations
 
@@ -46,31 +46,31 @@ _CPU_LAUNCHER = Path(on_cpu.__file__).with_name("launch.py")
 _LAUNCHER = Path(with_key.__file__).with_name("launch.py")
 _CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    "--sleep-on-idle",  # else an idle server keeps a core busy
+    "--sleep-on-idle",  # an idle server would busy-wait on a core
 )
 _CPU_CACHE_TOKENS = 65_536
-"""Tokens of the KV cache on a CPU, unless one sequence is longer: other programs need memory, too."""
+"""Size of the KV cache on a CPU in tokens, unless one sequence is longer: other programs need memory, too."""
 _OTHER_ENVIRONMENT = ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_GRPC_PORT")
-"""Variables of this process's environment that are not the server's; the port would ask for no key."""
+"""Variables that a server must not inherit: the trainer's environment, and a port without authentication."""
 _LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
-"""Variables by which torchrun, or ``runtime/distributed.py``, tells a rank of the trainer its place. A server
-that inherits them joins the trainer's store in place of its own, and waits there for ever."""
+"""Rank variables of torchrun and ``runtime/distributed.py``. A server that inherited them would join the
+trainer's store, not its own, and wait there for ever."""
 _CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 _VARIABLES = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-"""A server whose context is longer than the model's (by ``RESERVED_TOKENS``, say) starts: no request that is
-longer than the model's is ever sent."""
+"""Lets a server start whose context is longer than the model's (by ``RESERVED_TOKENS``): no request is."""
 
 
 _RELEASED_GRAPHS = ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
-"""Else SGLang takes the tag ``cuda_graph`` and keeps the graphs' memory. With it the host has a copy."""
+"""Makes a release of the tag ``cuda_graph`` free the graphs' memory, with a copy on the host; without it
+SGLang accepts the tag and frees nothing."""
 
 
 def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[str]:
-    """The flags of ``sglang.launch_server`` that a recipe gives one of its servers."""
+    """The flags of ``sglang.launch_server`` for one of a recipe's servers."""
     sglang = config.rollout.sglang
     context = (sglang.context or config.longest_request) + RESERVED_TOKENS
     place = (
@@ -81,12 +81,12 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
     return [
         *place,
         *("--dtype", config.model.dtype),
-        # The trainer's logits are float32: rounded to bfloat16 they would give other log-probs.
+        # As in the trainer: logits that are rounded to bfloat16 give other log-probs.
         *((flag(FP32_HEAD),) if config.model.dtype == "bfloat16" else ()),
         *("--tp-size", str(sglang.tensor)),
         *("--mem-fraction-static", str(sglang.memory_fraction)),
         *("--context-length", str(context)),
-        # On a CPU nothing is saved: SGLang then plays what it would do on a GPU.
+        # Not on a CPU: there SGLang answers the release calls without it.
         *(("--enable-memory-saver",) if cuda and sglang.colocated else ()),
         *(NO_PREFILL_GRAPH if cuda and not _names(sglang.flags, NO_PREFILL_GRAPH[0]) else ()),
         *more_flags(sglang),
@@ -94,21 +94,21 @@ def server_flags(config: RunConfig, number: int = 0, cuda: bool = True) -> list[
 
 
 def _names(flags: Sequence[str], name: str) -> bool:
-    """Whether one of ``flags`` is ``name``, with its value behind it or after an equals sign.
+    """Whether ``flags`` contain the flag ``name``, with its value as the next item or after an equals sign.
 
-    ``--cuda-graph-config`` is no such flag: SGLang takes both, and what its JSON says of a phase is stronger.
+    ``--cuda-graph-config`` does not count: SGLang takes both, and its JSON has precedence.
     """
     return any(flag.partition("=")[0] == name for flag in flags)
 
 
 def gpus_of(sglang: SglangConfig, number: int) -> range:
-    """The GPUs of a server that the run starts: one for each tensor-parallel rank."""
+    """The GPUs of a server that the run starts, one per tensor-parallel rank."""
     first = sglang.first_gpu + number * sglang.tensor
     return range(first, first + sglang.tensor)
 
 
 def more_flags(sglang: SglangConfig) -> list[str]:
-    """The flags that `on_update` needs, and those that the recipe adds."""
+    """The flags that `on_update` needs, and the recipe's own."""
     in_place = [flag(setting) for setting in IN_PLACE]
     return [*(in_place if sglang.on_update == "in_place" else []), *sglang.flags]
 
@@ -116,9 +116,9 @@ def more_flags(sglang: SglangConfig) -> list[str]:
 def server_command(
     python: Path, hf_path: Path, host: str, port: int, cuda: bool, flags: Sequence[str] = ()
 ) -> list[str]:
-    """The command line of a server with weights of version 0, those of the model in ``hf_path``.
+    """The command line of a server that starts with the model in ``hf_path`` as weight version 0.
 
-    The key that it asks for is in a file that its environment names, see ``server_environment``.
+    The API key is in a file that the environment names (``server_environment``).
     """
     start = [str(_LAUNCHER if cuda else _CPU_LAUNCHER)]
     return [
@@ -126,14 +126,14 @@ def server_command(
         *start,
         *("--model-path", str(hf_path), "--host", host, "--port", str(port)),
         *("--weight-version", "0", "--skip-tokenizer-init"),
-        *(("--device", "cuda") if cuda else _CPU_FLAGS),  # never chosen by SGLang: it would take a CPU
+        *(("--device", "cuda") if cuda else _CPU_FLAGS),  # SGLang itself would fall back to a CPU
         *flags,
     ]
 
 
 @dataclass(frozen=True)
 class ServeCommand:
-    """The flags of ``bapo rollout-server``: the recipe's, without a prefix, and where to listen."""
+    """The flags of ``bapo rollout-server``: the recipe's, without a prefix, and the address to listen on."""
 
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
     host: str = "127.0.0.1"
@@ -143,7 +143,7 @@ class ServeCommand:
 
 
 def serve(command: ServeCommand, cuda: bool) -> NoReturn:
-    """Become the server: this process is replaced, so signals reach it and its exit code is the command's."""
+    """Replace this process by the server (exec): signals reach it, and its exit code is the command's."""
     run = command.run
     python, flags = sglang_python(run.rollout.sglang.python), server_flags(run, cuda=cuda)
     line = server_command(python, run.model.hf_path, command.host, command.port, cuda, flags)
@@ -162,11 +162,11 @@ def server_environment(
     colocated: bool = False,
     python: Path | None = None,
 ) -> dict[str, str]:
-    """Environment variables of the server's process: this one's without the trainer's own, and what a CPU, or
-    a colocated server, needs.
+    """The environment of a server's process: this one's without the trainer's own variables, and those that a
+    CPU or a colocated server needs.
 
-    ``key_file``: of the key that it asks for; None: it asks for none. ``python``: SGLang's interpreter; None:
-    that of ``sglang_python``, if there is one.
+    ``key_file``: of the API key; None: no authentication. ``python``: SGLang's interpreter; None: that of
+    ``sglang_python``, if there is one.
     """
     environment = os.environ | _VARIABLES
     for name in [*_OTHER_ENVIRONMENT, KEY_FILE_VARIABLE, *filter(_is_of_launcher, environment)]:
@@ -198,7 +198,7 @@ def _is_of_launcher(name: str) -> bool:
 
 
 def sglang_python(given: Path | None = None) -> Path:
-    """The interpreter of the environment that SGLang is installed in."""
+    """The interpreter of SGLang's environment. ConfigError if there is none."""
     named = given or (Path(os.environ[PYTHON_VARIABLE]) if PYTHON_VARIABLE in os.environ else None)
     own = Path(".venv-cluster-sglang" if should_have_gpu() else ".venv-sglang")
     path = named or own / "bin/python"
@@ -217,16 +217,16 @@ def _installed_python() -> Path | None:
 
 
 class ServerProcess(ChildProcess):
-    """A server in a process group of its own, which ends with this process however that ends, and with it all
-    that it has started: SGLang's schedulers tie themselves to it only when they have imported everything.
+    """A running server: a process group with a private temporary folder, which ends with this process.
 
-    Its temporary folder is its own, and is removed with it."""
+    Its children end with it, too: SGLang's schedulers tie themselves to it only after their imports.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str, log: Path) -> None:
-        """Start it; its output goes to the end of ``log``. OSError if it cannot be started."""
+        """Start the server; its output is appended to ``log``. OSError if it cannot be started."""
         self.url, self.log = url, log
         self._shared: set[Path] = set()
-        """Its files in shared memory, which have its name nowhere."""
+        """Its shared-memory files, whose names do not tell their owner."""
         self._cleaning, self._is_clean = threading.Lock(), False
         log.parent.mkdir(parents=True, exist_ok=True)
         self._folder = ServerFolder(environment.get("TMPDIR"))
@@ -239,7 +239,7 @@ class ServerProcess(ChildProcess):
             raise
 
     def wait_ready(self, seconds: float = 300.0) -> None:
-        """Wait until the server takes requests. RuntimeError with its log's end if it ends or is too slow."""
+        """Wait until the server is ready. RuntimeError with the end of its log if it ends or is too slow."""
         deadline = time.monotonic() + seconds
         while not self.is_ready():
             if self.process.poll() is not None:
@@ -252,7 +252,7 @@ class ServerProcess(ChildProcess):
             time.sleep(0.2)
 
     def stop(self, seconds: float = 10.0) -> None:
-        """End it and all its children: first asked, then killed."""
+        """End the server and its children: SIGTERM, then SIGKILL after ``seconds``."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -267,12 +267,13 @@ class ServerProcess(ChildProcess):
         except (urllib.error.URLError, OSError):
             return False
         if is_ready and not self._shared:
-            self._shared = shared_files(self.pid)  # known while it lives alone
+            self._shared = shared_files(self.pid)  # only a living process has them mapped
         return is_ready
 
     def close(self) -> None:
-        """Kill it, collect it, and remove what it leaves behind."""
+        """Kill and reap the server, and remove its temporary folder and shared-memory files."""
         with self._cleaning:
+            # Before the kill: the files are found by the mappings of living processes.
             self._shared |= shared_files(self.pid)
             super().close()
             if not self._is_clean:

@@ -1,4 +1,4 @@
-"""The servers of a run: those that the recipe names, or some that live as long as the run."""
+"""The supervisors of a run's SGLang servers: start, restart with backoff, hold during training, and end."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from bapo_megatron.runtime.run_paths import RunPaths
 _HOST = "127.0.0.1"
 _POLL_S = 1.0
 _MAX_BACKOFF_S = 60.0
-"""A server that ends again and again is started at ever longer intervals, up to this."""
+"""Largest restart backoff of a server in a crash loop."""
 
 
 class RunServers(EngineServers):
-    """The SGLang servers of a run, and the supervisors of those that it has started itself."""
+    """The SGLang servers of a run; those that it has started itself have supervisors."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class RunServers(EngineServers):
         on_event: OnEvent,
         start_s: float = 0.0,
     ) -> None:
-        """``start_s``: longest wait for servers that are started."""
+        """``start_s``: longest wait for a server to become ready, in seconds."""
         self.urls = list(urls)
         self._supervisors = {supervisor.url: supervisor for supervisor in supervisors}
         self.gpus = {supervisor.url: supervisor.gpus for supervisor in supervisors}
@@ -48,7 +48,7 @@ class RunServers(EngineServers):
         self._was_ready = False
 
     def heed(self, event: dict[str, Any]) -> None:
-        """Start a server of the run again that the sampler says hangs; others are for a person to end."""
+        """Restart a server that the sampler reports as hanging; report one that the run has not started."""
         if event["kind"] not in ("engine_hangs", "engine_ready"):
             return
         url, reason = event["engine"], event["reason"] if event["kind"] == "engine_hangs" else None
@@ -60,24 +60,24 @@ class RunServers(EngineServers):
             print(f"the server at {url} hangs ({reason}); {advice}", flush=True)
 
     def hold(self) -> None:
-        """Start none again that ends, until ``start``."""
+        """Suspend restarts until ``start``."""
         for supervisor in self._supervisors.values():
             supervisor.hold()
 
     def running(self) -> list[str]:
-        """Addresses of those whose process lives."""
+        """Addresses of the servers whose process lives."""
         return [url for url, supervisor in self._supervisors.items() if supervisor.is_running]
 
     def end(self, spared: Collection[str] = ()) -> None:
-        """Kill all but those at the addresses ``spared``, at the same time, and wait until they are gone."""
+        """Kill all servers but those at the addresses ``spared``, in parallel, and wait for their end."""
         others = [supervisor for url, supervisor in self._supervisors.items() if url not in spared]
         with ThreadPoolExecutor(max(1, len(others))) as threads:
             list(threads.map(ServerSupervisor.end, others))
 
     def start(self) -> None:
-        """Start those that do not run, and keep them running. Waits for them only the first time.
+        """Start the servers that do not run, and resume restarts. Waits until they are ready only once.
 
-        RuntimeError with the log's end if one is not ready then: what is wrong will not mend itself.
+        RuntimeError with the end of the log if one is not ready then: a configuration error, most likely.
         """
         for supervisor in self._supervisors.values():
             supervisor.start()
@@ -89,7 +89,7 @@ class RunServers(EngineServers):
 
 @contextmanager
 def servers_of(config: RunConfig, cuda: bool, on_event: OnEvent) -> Iterator[RunServers]:
-    """Servers that take requests; colocated ones are held. Those that the run starts itself end with it."""
+    """The run's servers, ready for requests; colocated ones are held. The run's own end with the context."""
     sglang = config.rollout.sglang
     if sglang.urls:
         yield RunServers([url.rstrip("/") for url in sglang.urls], [], on_event)
@@ -107,13 +107,13 @@ def servers_of(config: RunConfig, cuda: bool, on_event: OnEvent) -> Iterator[Run
 
 
 class ServerSupervisor:
-    """One server of the run, started again at the same address whenever it ends, or is said to hang.
+    """The supervisor of one server: a thread that restarts it, at the same address, when it ends or hangs.
 
-    It is held at first, and after ``hold``: then it is not started.
+    The server is held, which means not started, at first and after ``hold``.
     """
 
     def __init__(self, config: RunConfig, number: int, cuda: bool, on_event: OnEvent) -> None:
-        """On this machine. Its log is in the run directory."""
+        """Prepare the server on this machine, with its log in the run directory."""
         port = free_port()
         self.url = f"http://{_HOST}:{port}"
         sglang = config.rollout.sglang
@@ -129,57 +129,58 @@ class ServerSupervisor:
         self._on_event = on_event
         self._stopping = threading.Event()
         self._tried = threading.Event()
-        """A start was tried since it was last asked for."""
+        """Set when the server was started, or could not be, since the last ``start``."""
         self._may_start = threading.Event()
         self._starting = threading.Lock()
-        """Held while it is decided whether to start it, and while it is started."""
+        """Lock around the decision to start the server, and its start."""
         self._server: ServerProcess | None = None
         self._refused = ""
-        """Why it could not be started."""
+        """Why the server could not be started."""
         self._hang_reason: str | None = None
-        """Why it is to be ended and started again."""
+        """Why the server must be restarted; None if it is not known to hang."""
         self._can_hang = False
         """Whether silence means that the server hangs: it has started, or the time to start has passed."""
         self._thread = threading.Thread(target=self._supervise, name=f"server-{number}", daemon=True)
         self._thread.start()
 
     def start(self) -> None:
-        """Start it, unless it runs, and keep it running."""
+        """Start the server, unless it runs, and resume restarts."""
         with self._starting:
             if not self._may_start.is_set():
                 self._tried.clear()
                 self._may_start.set()
 
     def hold(self) -> None:
-        """Do not start it again when it ends."""
+        """Suspend restarts."""
         with self._starting:
             self._may_start.clear()
 
     @property
     def is_running(self) -> bool:
-        """Whether its process lives."""
+        """Whether the server's process lives."""
         return self._server is not None and self._server.process.poll() is None
 
     def end(self) -> None:
-        """Kill it, with all that it has started, and wait until it is gone. Unless held it starts again."""
-        with self._starting:
+        """Kill the server and its children, and wait until they are gone. Unless held it is restarted."""
+        with self._starting:  # a start in progress ends first, or its process would be missed
             server = self._server
         if server is not None:
             server.close()
 
     def wait_ready(self, limit_s: float) -> None:
-        """Wait until the server takes requests. RuntimeError with its log's end if it ends or is too slow."""
+        """Wait until the server is ready. RuntimeError with the end of its log if it ends or is too slow."""
         self._tried.wait()
         if self._server is None:
             raise RuntimeError(f"{self._command[0]} could not be started: {self._refused}")
         self._server.wait_ready(limit_s)
 
     def restart(self, reason: str | None) -> None:
-        """End it soon, because it hangs, and start it again; not while it still starts. None: it is well."""
+        """Request a restart, because the server hangs; no effect while it starts. None: it is healthy."""
         self._hang_reason = reason if self._can_hang else None
 
     def stop(self) -> None:
-        """End it, and do not start it again."""
+        """End the server for good."""
+        # In this order: the thread that `_may_start` wakes must see that it is to stop.
         self._stopping.set()
         self._may_start.set()
         self._thread.join()
@@ -195,7 +196,7 @@ class ServerSupervisor:
             self._stopping.wait(pause)
 
     def _start_when_allowed(self) -> bool:
-        """Start the server when it is not held. False if it is not to be started any more."""
+        """Start the server when it is not held; False after ``stop``."""
         while not self._stopping.is_set():
             self._may_start.wait()
             with self._starting:
@@ -207,13 +208,13 @@ class ServerSupervisor:
     def _start(self) -> None:
         try:
             self._server = ServerProcess(self._command, self._environment, self.url, self._log)
-        except OSError as error:  # no memory for a process, a full disk: it may be over later
+        except OSError as error:  # no memory for a process, or a full disk: retried later
             self._server, self._refused = None, str(error)
             self._report("server_refused", reason=self._refused)
         self._tried.set()
 
     def _watch(self, server: ServerProcess, started: float) -> None:
-        """Wait until the server has ended or hangs; then kill what is left of it."""
+        """Wait until the server has ended, hangs, or must stop; then kill it and its children."""
         self._can_hang, self._hang_reason = False, None
         while (
             (code := server.process.poll()) is None
@@ -225,11 +226,11 @@ class ServerSupervisor:
         if code is not None:
             self._report("server_ended", exit_code=code)
         elif self._hang_reason and not self._stopping.is_set():
-            self._report("server_ended", reason=f"it hangs, and is started again: {self._hang_reason}")
-        server.stop()  # and what is left of its children
+            self._report("server_ended", reason=f"it hangs, and is restarted: {self._hang_reason}")
+        server.stop()  # also after it has ended: its children may live
 
     def _report(self, kind: str, **fields: Any) -> None:
         try:
             self._on_event({"kind": kind, "server": self.url, **fields})
-        except RunStopped as stopped:  # the disk is full; the server is kept all the same
+        except RunStopped as stopped:  # a full disk must not end the supervisor
             print(f"{kind} {self.url} {fields}: {stopped}", flush=True)

@@ -1,4 +1,4 @@
-"""The digest of a tensor as SGLang's `/weights_checker` computes it, from its bytes in order, piece by piece.
+"""Streaming tensor hashes, equal to those of SGLang's `/weights_checker`: a tensor's bytes, piece by piece.
 
 CPU  the first 8 bytes of SHA-256.
 GPU  each 32-bit word is mixed with its place and summed by tiles of 8,192 words, in two variants of 32 bits;
@@ -31,13 +31,13 @@ _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 
 
 class TensorHash(Protocol):
-    """The digest of one tensor that comes in pieces."""
+    """The streaming hash of one tensor that comes in pieces."""
 
     def add(self, piece: Tensor) -> None:
-        """Take the elements that follow, in row-major order."""
+        """Add the next elements, in row-major order."""
 
     def digest(self) -> str:
-        """16 hexadecimal digits, when all pieces are there."""
+        """The digest after all pieces: 16 hexadecimal digits."""
 
 
 class CpuHash:
@@ -47,13 +47,13 @@ class CpuHash:
         self._sha = hashlib.sha256()
 
     def add(self, piece: Tensor) -> None:
-        """Take the elements that follow."""
+        """Add the next elements."""
         for chunk_B in _chunks(piece):
-            # A copy: what numpy has seen can no longer be resized, as an offload does with storages.
+            # A copy: a storage that numpy has seen cannot be resized any more, which the offload does.
             self._sha.update(chunk_B.to("cpu", copy=True).numpy().data)
 
     def digest(self) -> str:
-        """The first 8 bytes."""
+        """The first 8 bytes of SHA-256."""
         return self._sha.hexdigest()[:16]
 
 
@@ -62,14 +62,14 @@ class GpuHash:
 
     def __init__(self) -> None:
         self._rest_B: Tensor | None = None
-        """Bytes behind the last whole tile."""
+        """Bytes after the last whole tile."""
         self._words = 0
-        """Words that are in the sums."""
+        """Number of words in the sums."""
         self._sums: list[tuple[Tensor, Tensor]] = []
-        """Of tiles, in both variants."""
+        """Sums of tiles, in both variants."""
 
     def add(self, piece: Tensor) -> None:
-        """Take the elements that follow."""
+        """Add the next elements."""
         for chunk_B in _chunks(piece):
             run_B = chunk_B if self._rest_B is None else torch.cat([self._rest_B, chunk_B])
             whole = len(run_B) // _TILE * _TILE
@@ -93,7 +93,7 @@ class GpuHash:
         return f"{_mixed64(total & _MASK64):016x}"
 
     def _sum(self, words_TW: Tensor) -> None:
-        """Add the sums of tiles that follow."""
+        """Add the sums of the next tiles."""
         first, count = self._words, words_TW.numel()
         places_TW = torch.arange(first, first + count, device=words_TW.device).to(torch.int32)
         places_TW = places_TW.view(words_TW.shape)
@@ -106,11 +106,11 @@ class GpuHash:
 
 
 HASHES: dict[str, Callable[[], TensorHash]] = {"cpu": CpuHash, "cuda": GpuHash}
-"""By the kind of device that the server computes on."""
+"""The hash by the kind of device that the server computes on."""
 
 
 def _chunks(piece: Tensor) -> Iterator[Tensor]:
-    """The bytes of a tensor in order, in runs of bounded size; what is not contiguous is copied by runs."""
+    """The bytes of a tensor in order, in chunks of bounded size; a strided tensor is copied by chunks."""
     piece = piece.detach()
     if not piece.is_contiguous() and piece.dim() > 1:
         rows = max(1, _CHUNK // max(1, piece[0].numel() * piece.itemsize))
@@ -122,7 +122,7 @@ def _chunks(piece: Tensor) -> Iterator[Tensor]:
 
 
 def _words(run_B: Tensor) -> Tensor:
-    """Little-endian words, as int32: arithmetic modulo 2^32, whatever the sign."""
+    """Bytes as little-endian words, int32: arithmetic modulo 2^32, whatever the sign."""
     if run_B.data_ptr() % _WORD or run_B.storage_offset() % _WORD:
         run_B = run_B.clone()
     return run_B.view(torch.int32)
@@ -135,7 +135,7 @@ def _signed(value: int) -> int:
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """``words >> by`` of unsigned words."""
+    """Logical shift: ``words >> by`` of unsigned words."""
     return (words >> by) & ((1 << (32 - by)) - 1)
 
 
@@ -144,7 +144,7 @@ def _rotated(words: Tensor, by: int) -> Tensor:
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """MurmurHash3's finalizer of 32 bits."""
+    """The 32-bit finalizer of MurmurHash3."""
     words = words ^ _shifted(words, 16)
     words = words * _signed(0x85EBCA6B)
     words = words ^ _shifted(words, 13)

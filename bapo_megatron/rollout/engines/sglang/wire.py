@@ -1,7 +1,7 @@
-"""What goes over the wire to an SGLang server, and what comes back. Read from SGLang 0.5.23.
+"""The wire format of SGLang 0.5.23's ``POST /generate``: encoding of requests, validated decoding of answers.
 
-Log-probs are those of the softmax of logits / temperature: no top-p and no top-k is ever asked for, because
-SGLang's log-probs would not be those of the truncated distribution.
+Log-probs are those of softmax(logits / temperature). Top-p and top-k are never asked for, because SGLang's
+log-probs would not be those of the truncated distribution.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort":
 
 
 class BadReply(Exception):
-    """A server answered something that is no generation."""
+    """An answer that is no valid generation."""
 
 
 def generate_payload(request: GenerateRequest, rid: str) -> bytes:
@@ -42,7 +42,7 @@ def generate_payload(request: GenerateRequest, rid: str) -> bytes:
 
 
 def generation_of(request: GenerateRequest, body: bytes) -> Generation:
-    """The answer to ``request``. BadReply if it cannot be one: nothing of it may reach the training."""
+    """The generation in an answer to ``request``. BadReply if it is invalid: it must not be trained on."""
     try:
         reply = orjson.loads(body)
         about = reply["meta_info"]
@@ -63,7 +63,7 @@ def generation_of(request: GenerateRequest, body: bytes) -> Generation:
 
 
 def _tokens(rows: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and log-probs from ``[[log_prob, id, text], ...]``."""
+    """Token ids and log-probs from ``[[log_prob, id, text], ...]``."""
     return (
         np.fromiter(map(itemgetter(1), rows), np.int32, len(rows)),
         np.fromiter(map(itemgetter(0), rows), np.float32, len(rows)),
@@ -71,7 +71,7 @@ def _tokens(rows: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _versions(about: Mapping[str, Any], tokens: int) -> np.ndarray:
-    """The weight version of each token, from spans ``{version, start, end}`` or the one for all."""
+    """The weight version of each token, from spans ``{version, start, end}``, or one version for all."""
     versions_R = np.full(tokens, int(about["weight_version"]), np.int32)
     for span in about.get("weight_versions") or []:
         versions_R[int(span["start"]) : int(span["end"])] = int(span["version"])

@@ -1,4 +1,4 @@
-"""What the unmodified SGLang package needs to serve on a machine without a GPU.
+"""SGLang on a CPU: launcher and stand-in modules with which the unmodified package serves without a GPU.
 
-Nothing here is imported by this project: ``launch.py`` runs in SGLang's own virtual environment.
+This project imports nothing from here: ``launch.py`` runs in SGLang's own virtual environment.
 """

@@ -1,8 +1,8 @@
-"""``sglang.launch_server`` on a machine without a GPU, with the key of the file that BAPO_SGLANG_API_KEY_FILE
-names, if any. Takes its flags; run by path, in SGLang's environment.
+"""The CPU launcher of an SGLang server: ``sglang.launch_server`` with stand-ins and API key, same flags.
 
-SGLang's worker processes are forked here, where SGLang spawns them: they import nothing anew, and importing
-is most of a start. CUDA would survive no fork.
+Run by path, in SGLang's environment. The key is in the file that BAPO_SGLANG_API_KEY_FILE names, if any.
+SGLang's worker processes are forked, not spawned: imports, most of a start, are shared. (CUDA would not
+survive a fork.)
 """
 
 import multiprocessing
@@ -16,7 +16,7 @@ sys.path.insert(1, str(Path(__file__).parents[1] / "sglang_launch"))
 
 import access
 
-stand_ins.install()
+stand_ins.install()  # before anything imports sglang, which fails without them
 access.install()
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Stand-ins for what SGLang 0.5.23 imports and never calls on a CPU: torchvision's operators, and triton."""
+"""Import stand-ins for SGLang 0.5.23 on a CPU: torchvision's operators, and triton, which it never calls."""
 
 import importlib.util
 import sys
@@ -21,7 +21,7 @@ def install() -> None:
 
 
 def _torchvision_operators() -> Any:
-    """PyPI's torchvision is built for CUDA; its operators do not load, and importing it asks for two."""
+    """The two operators that importing torchvision needs; those of PyPI's CUDA build do not load here."""
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -29,7 +29,7 @@ def _torchvision_operators() -> Any:
 
 
 def _platform_stubs() -> ModuleType:
-    """The module with which SGLang itself stands in for triton on a Mac."""
+    """SGLang's own stand-in for triton, made for a Mac."""
     found = importlib.util.find_spec("sglang")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("sglang is not installed in this environment")
@@ -44,7 +44,7 @@ def _platform_stubs() -> ModuleType:
 
 
 def _triton(stubs: Any) -> None:
-    """A triton that can be imported, subclassed and asked for its version."""
+    """Install an empty triton, which can be imported, subclassed and asked for its version."""
     sys.meta_path.insert(0, stubs._TritonFinder())
 
     def module(name: str, *classes: str, **attributes: Any) -> None:

@@ -1,8 +1,8 @@
-"""What makes a server of SGLang 0.5.23 ask for the key of the run, and keep it out of its log.
+"""API-key authentication of an SGLang 0.5.23 server: ASGI middleware, and redaction of the key in its log.
 
-SGLang's own check (``srt/utils/auth.py``) is turned on; it leaves open what begins with /health (which
-samples a token), /ready or /metrics, and web sockets. A layer before it leaves open /ready and the proof, and
-answers /health itself, which SGLang's router asks without a key.
+SGLang's own check (``srt/utils/auth.py``) is turned on. It leaves open paths that begin with /health (which
+samples a token), /ready or /metrics, and web sockets. The middleware before it leaves open only /ready and
+the proof, and answers /health itself, because SGLang's router asks it without a key.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from urllib.parse import parse_qs
 import api_key  # this folder comes first on the path
 
 _OPEN = ("/ready",)
-"""Says whether the server takes requests, and nothing else."""
+"""Paths without authentication: readiness reveals nothing else."""
 _ALIVE = "/health"
-"""Without the key it says that the server listens, and samples nothing."""
+"""Liveness path: without the key the answer is empty, and no token is sampled."""
 
 _key: str | None = None
 
 
 class KeyRequired:
-    """ASGI middleware: whoever sends no key, or another one, gets status 401."""
+    """ASGI middleware of authentication: a request without the key gets status 401."""
 
     def __init__(self, app: Any, key: str) -> None:
         self._app, self._key = app, key
@@ -49,7 +49,7 @@ class KeyRequired:
     def _may_pass(self, scope: Any) -> bool:
         if scope["type"] == "http" and scope["path"] in _OPEN:
             return True
-        # SGLang's router hands on its client's key, and adds its own.
+        # SGLang's router forwards its client's header, and adds its own: every one must hold the key.
         sent = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         return bool(sent) and all(self._is_key(value.decode("latin-1")) for value in sent)
 
@@ -71,13 +71,13 @@ async def _answer(send: Callable[[Any], Awaitable[None]], status: int, text: str
 
 
 def install() -> None:
-    """Let nobody else reach the server's sockets and files, whose makers trust what comes through them; read
-    the key, and see to it that no log record shows it. Without ``api_key.VARIABLE`` there is none.
+    """Harden this process: private sockets and files, the API key read, and redacted in the log.
 
-    Called at the top of the launcher, which worker processes that SGLang spawns import again.
+    There is no key without ``api_key.VARIABLE``. Called at the top of the launcher, because the worker
+    processes that SGLang spawns import the launcher again.
     """
     global _key
-    os.umask(0o077)  # its ZMQ sockets unpickle, and get the modes that the umask leaves
+    os.umask(0o077)  # SGLang's ZMQ sockets unpickle what they receive: only this user may connect
     if not (named := os.environ.get(api_key.VARIABLE)):
         return
     _key = api_key.read_key_file(Path(named)).value
@@ -85,7 +85,7 @@ def install() -> None:
 
 
 def _redacting(make: Callable[..., logging.LogRecord], key: str) -> Callable[..., logging.LogRecord]:
-    """SGLang logs all its settings when it starts, the key among them."""
+    """A log record factory without the key: SGLang logs all its settings at start, the key among them."""
 
     def redacted(*arguments: Any, **more: Any) -> logging.LogRecord:
         record = make(*arguments, **more)
@@ -101,7 +101,7 @@ def _redacting(make: Callable[..., logging.LogRecord], key: str) -> Callable[...
 
 
 def require_key(arguments: Any) -> Any:
-    """Settings of a server (``ServerArgs``) that make it ask for the key; as they were if there is none."""
+    """Server settings (``ServerArgs``) that require the key; unchanged if there is none."""
     if _key is None:
         return arguments
     from sglang.srt.utils import auth
@@ -109,8 +109,9 @@ def require_key(arguments: Any) -> Any:
     key, add = _key, auth.add_api_key_middleware
 
     def add_both(app: Any, **keys: Any) -> None:
+        # Ours after SGLang's: the middleware that is added last runs first.
         add(app, **keys)
-        app.add_middleware(KeyRequired, key=key)  # the last one added is asked first
+        app.add_middleware(KeyRequired, key=key)
 
     auth.add_api_key_middleware = add_both
     arguments.api_key = key
@@ -118,5 +119,5 @@ def require_key(arguments: Any) -> Any:
 
 
 def given_key() -> str | None:
-    """The key, after ``install``."""
+    """The API key that ``install`` has read; None without one."""
     return _key

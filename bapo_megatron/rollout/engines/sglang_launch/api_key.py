@@ -1,13 +1,13 @@
-"""The API key of a run: its file, and the proof by which a server shows that it has it without saying it.
+"""The API key of a run: its file, and a challenge-response proof that a server has the key.
 
-A client that sent its key to whoever answers at an address would give it to a program that has taken the
-server's port. So it first sends a random nonce, and the server answers with
+A client must not send its key to another program that has taken the server's port. So it first sends a random
+nonce, and the server answers with
 
     HMAC-SHA256(key, "bapo-megatron <nonce> <ip> <port>")
 
-where ip and port are its own end of the connection, which the client compares with its peer: an answer that
-was fetched from another server has another address. So it has behind address translation (``docker -p``,
-``ssh -L``); such servers need a key file that the recipe names.
+where ip and port are the server's end of the connection, which the client compares with its peer: an answer
+relayed from another server has another address. Behind address translation (``docker -p``, ``ssh -L``) the
+proof fails, too; such servers need a key file that the recipe names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VARIABLE = "BAPO_SGLANG_API_KEY_FILE"
 PROOF_PATH = "/api_key_proof"
 
 Proof = Literal["proved", "wrong", "none"]
-"""``none``: the server does not know how to prove anything; SGLang without our launcher, say."""
+"""The result of a proof. ``none``: the server cannot prove anything, such as SGLang without our launcher."""
 
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 _NONCE = re.compile(r"[0-9a-f]{32}")
@@ -42,15 +42,17 @@ _MOST_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key and the file that it is in. Its text form does not show it."""
+    """An API key and its file; ``repr`` does not show the key."""
 
     value: str = field(repr=False)
     path: Path
 
 
 def make_key_file(path: Path) -> None:
-    """Make a random key of 256 bits in ``path``, unless there is one: whole or not at all, readable by its
-    owner alone. Of several that try at once, one wins. OSError if that cannot be."""
+    """Make a key file with 256 random bits, unless there is one: atomically, with mode 0600.
+
+    If several processes try at once, one wins. OSError if the file cannot be written or kept private.
+    """
     if path.exists():
         return
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -71,9 +73,9 @@ def make_key_file(path: Path) -> None:
 
 
 def _give_name(temporary: Path, path: Path) -> None:
-    """Name a file ``path`` unless there is one; FileExistsError if so."""
+    """Publish the file as ``path``; FileExistsError if there is one already."""
     try:
-        os.link(temporary, path)  # unlike a rename, it replaces nothing
+        os.link(temporary, path)  # unlike a rename, a link never replaces a file
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
             raise
@@ -82,7 +84,7 @@ def _give_name(temporary: Path, path: Path) -> None:
 
 
 def read_key_file(path: Path) -> ApiKey:
-    """The key in ``path``. ValueError, without a word of the file, if it is none or others may read it."""
+    """The key in ``path``. ValueError, without the file's content, if it is invalid or others may read it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
@@ -106,7 +108,10 @@ def read_key_file(path: Path) -> ApiKey:
 
 
 def proof_of(key: str, nonce: str, address: str, port: int) -> str | None:
-    """A server's answer to ``nonce``, in hexadecimal; None for a bad one. ``address``, ``port``: its."""
+    """A server's proof for ``nonce``, in hexadecimal; None if the nonce is invalid.
+
+    ``address``, ``port``: the server's end of the connection.
+    """
     if not _NONCE.fullmatch(nonce):
         return None
     address = address.removeprefix("::ffff:")  # IPv4 at a server that listens on ::
@@ -114,18 +119,18 @@ def proof_of(key: str, nonce: str, address: str, port: int) -> str | None:
 
 
 def is_same(given: str, key: str) -> bool:
-    """Whether two keys are equal, in a time that does not depend on where they differ."""
+    """Constant-time comparison of two keys."""
     return hmac.compare_digest(given.encode("utf-8", "replace"), key.encode())
 
 
 def is_loopback(url: str) -> bool:
-    """Whether an address can be reached from this machine alone."""
+    """Whether a URL is a loopback address."""
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 async def ask_proof(url: str, key: str, timeout_s: float) -> Proof:
-    """Whether the server at ``url`` has the key. OSError or TimeoutError if there is no answer."""
+    """Ask the server at ``url`` to prove that it has the key. OSError or TimeoutError without an answer."""
     nonce = secrets.token_hex(16)
     async with asyncio.timeout(timeout_s):
         status, body, peer = await _get(url, f"{PROOF_PATH}?nonce={nonce}")
@@ -136,14 +141,14 @@ async def ask_proof(url: str, key: str, timeout_s: float) -> Proof:
 
 
 async def answers_without_key(url: str, timeout_s: float) -> bool:
-    """Whether the server at ``url`` serves who sends no key. OSError or TimeoutError without an answer."""
+    """Whether the server at ``url`` needs no key. OSError or TimeoutError without an answer."""
     async with asyncio.timeout(timeout_s):
         status, _, _ = await _get(url, "/model_info")
     return status == 200
 
 
 async def _get(url: str, path: str) -> tuple[int, bytes, tuple[str, int]]:
-    """Status and body of one answer, and the other end of the connection. Neither proxies nor redirects."""
+    """HTTP GET: status, body and peer address. Proxies and redirects are not followed."""
     parts = urlsplit(url)
     secure = parts.scheme == "https"
     context = ssl.create_default_context() if secure else None
@@ -164,7 +169,7 @@ async def _get(url: str, path: str) -> tuple[int, bytes, tuple[str, int]]:
 
 
 def main() -> None:
-    """``python -m ...api_key URL FILE``: end with 0 if the server has the key of the file, else with 1."""
+    """``python -m ...api_key URL FILE``: exit code 0 if the server proves that it has the key, else 1."""
     url, file = sys.argv[1:]
     try:
         found: str = asyncio.run(ask_proof(url, read_key_file(Path(file)).value, 5.0))

@@ -1,7 +1,7 @@
-"""``sglang.launch_server`` with the key of the file that BAPO_SGLANG_API_KEY_FILE names. Takes its flags; run
-by path, in SGLang's environment: in a command line every user of the machine could read the key.
+"""The launcher of an SGLang server with an API key: ``sglang.launch_server``, same flags.
 
-SGLang's worker processes are spawned and import this file again.
+Run by path, in SGLang's environment. The key is in the file that BAPO_SGLANG_API_KEY_FILE names: in a command
+line every user of the machine could read it. SGLang's worker processes are spawned and import this again.
 """
 
 import os

@@ -1,5 +1,8 @@
-"""``sglang_router.launch_router`` with the key of the file that BAPO_SGLANG_API_KEY_FILE names. Takes its
-flags; run by path, in SGLang's environment: the router itself takes a key in its command line only."""
+"""The launcher of SGLang's router with an API key: ``sglang_router.launch_router``, same flags.
+
+Run by path, in SGLang's environment. The key is in the file that BAPO_SGLANG_API_KEY_FILE names: the router
+itself takes a key only in its command line, where every user of the machine could read it.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The events of the sampler: one function for each kind of record in the write-ahead log."""
+"""The events of the sampler: one constructor for each kind of record in the write-ahead log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bapo_megatron.types import FinishReason, Generation
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment of a response: what an engine returned for one request, and its place in the response."""
+    """A segment of a response: an engine's answer to one request, with its place in the response."""
 
     group: OpenGroup
     sample: int
@@ -27,15 +27,15 @@ class Segment:
 
 
 def groups_opened(groups: Sequence[tuple[int, int, int]], taken: int | None) -> Record:
-    """Groups are opened: (number, epoch, index of the prompt) of each.
+    """Event: groups are opened; (number, epoch, index of the prompt) of each.
 
-    ``taken``: prompts taken from the dataset so far; None if these prompts are sampled once more.
+    ``taken``: number of prompts taken from the dataset so far; None if these prompts are resampled.
     """
     return Record("open", {"groups": [list(group) for group in groups], "taken": taken}, {})
 
 
 def segments_arrived(segments: Sequence[Segment]) -> Record:
-    """Segments arrived from engines; they lie end to end in the record's arrays."""
+    """Event: segments arrived from engines; they lie end to end in the record's arrays."""
     rows = []
     for one in segments:
         group, length = one.group, len(one.generation.token_ids_R)
@@ -49,25 +49,26 @@ def segments_arrived(segments: Sequence[Segment]) -> Record:
 
 
 def group_scored(number: int, rewards: Sequence[float], failures: Sequence[str]) -> Record:
-    """A complete group has its rewards. ``failures``: the kind of each failed score."""
+    """Event: a complete group has its rewards. ``failures``: the kind of each failed score."""
+    # The kind on disk is "judged", as in journals of earlier versions.
     return Record("judged", {"number": number, "rewards": list(rewards), "failures": list(failures)}, {})
 
 
 def group_dropped(number: int, reason: str) -> Record:
-    """A group will not be trained on. ``reason``: ``uniform``, ``stale`` or ``refused``."""
+    """Event: a group is dropped, and not trained on. ``reason``: ``uniform``, ``stale`` or ``refused``."""
     return Record("dropped", {"number": number, "reason": reason}, {})
 
 
 def batch_served(step: int, numbers: Sequence[int]) -> Record:
-    """The batch of ``step`` consists of these groups, and its file is on disk."""
+    """Event: the batch of ``step`` consists of these groups, and its step file is on disk."""
     return Record("batch", {"step": step, "groups": list(numbers)}, {})
 
 
 def steps_rewound(step: int) -> Record:
-    """The batches after ``step`` are lost, and will be sampled anew."""
+    """Event: the batches after ``step`` are lost, and will be sampled anew."""
     return Record("rewind", {"step": step}, {})
 
 
 def weights_loaded(version: int, step: int) -> Record:
-    """The engines sample from the weights ``version``, which the updates of ``step`` made."""
+    """Event: the engines sample from weight ``version``, made by the updates of ``step``."""
     return Record("weights", {"version": version, "step": step}, {})

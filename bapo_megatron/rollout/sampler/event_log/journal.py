@@ -1,9 +1,9 @@
-"""The journal of a run: a folder of write-ahead logs, the oldest deleted when nothing in them is needed.
+"""The journal of a run: a folder of write-ahead logs, with rotation, replay, and deletion of old logs.
 
     RUN/journal/segments-000001.log  segments-000002.log ...   (and step_000001.npz ..., see step_batches.py)
 
-Every log begins with a snapshot of the sampler's state, so that the logs before it may go. One process
-writes; a file lock keeps others away.
+Every log begins with a snapshot of the sampler's state, so that older logs can be deleted. One process
+writes; a file lock excludes others.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from bapo_megatron.runtime.run_files import open_lock
 from bapo_megatron.runtime.storage import writing
 
 FILE_BYTES = 256 * 2**20
-"""The size from which on a log is followed by another."""
+"""Rotation size: a new log begins when the current one has reached it."""
 
 _LOCK_WAIT_S = 30.0
-"""The longest wait for the lock: a process that was killed may take so long to vanish."""
+"""Longest wait for the lock, in seconds: a killed process may take so long to end."""
 
 
 class SegmentJournal:
-    """The write-ahead logs of sampled segments in ``folder``. ConfigError if another process writes there."""
+    """The write-ahead logs in ``folder``. ConfigError if another process writes there."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -41,11 +41,11 @@ class SegmentJournal:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(folder / ".lock")
         self._groups: dict[Path, set[int]] = {}
-        """Numbers of the groups that the records of each log name."""
+        """Numbers of the groups with records in each log."""
         self._log: WriteAheadLog | None = None
 
     def replay(self, apply: Callable[[Record], None]) -> list[str]:
-        """Call ``apply`` with every record, in order; the descriptions of what is damaged."""
+        """Replay: call ``apply`` with every record in order; returns descriptions of the damage."""
         damage: list[str] = []
         for path in self._paths():
             groups = self._groups[path] = set()
@@ -58,9 +58,9 @@ class SegmentJournal:
         return damage
 
     def rotate(self, snapshot: Record, *more: Record) -> None:
-        """Start a new log: once after ``replay``, and whenever the present one is ``is_full``.
+        """Start a new log: once after ``replay``, and whenever the current one ``is_full``.
 
-        ``more``: records that are there together with the snapshot, or not at all.
+        ``more``: records that are committed together with the snapshot, all or none.
         """
         if self._log is not None:
             self._log.close()
@@ -69,15 +69,16 @@ class SegmentJournal:
         with writing("the journal", path):
             self._log, self._groups[path] = WriteAheadLog(path), set()
         self.commit([snapshot, *more])
+        # The file's name must be durable, too, before `delete_old` may remove the logs before it.
         sync_folder(self._folder)
 
     @property
     def is_full(self) -> bool:
-        """Whether the present log has the size at which another should begin."""
+        """Whether the current log has reached the rotation size."""
         return self._log is not None and self._log.size >= FILE_BYTES
 
     def commit(self, records: Sequence[Record]) -> None:
-        """Write ``records`` to disk, all of them, or none if it raises RunStopped."""
+        """Write ``records`` durably, all of them, or none if it raises RunStopped."""
         assert self._log is not None
         with writing("the journal", self._log.path):
             self._log.write(records)
@@ -85,7 +86,7 @@ class SegmentJournal:
             self._groups[self._log.path].update(_group_numbers(record))
 
     def delete_old(self, outstanding: Iterable[int]) -> None:
-        """Delete the oldest logs, up to the first that names one of the ``outstanding`` groups."""
+        """Delete the oldest logs, up to the first with records of one of the ``outstanding`` groups."""
         needed = set(outstanding)
         for path in self._paths()[:-1]:
             if self._groups.get(path, needed) & needed:
@@ -104,7 +105,7 @@ class SegmentJournal:
 
 
 def _group_numbers(record: Record) -> Iterable[int]:
-    """The numbers of the groups that a record names, but in a step's batch."""
+    """The numbers of the groups that a record is about; none for a step's batch."""
     fields = record.fields
     if record.kind == "segments":
         return {part[0] for part in fields["parts"]}
@@ -114,7 +115,7 @@ def _group_numbers(record: Record) -> Iterable[int]:
 
 
 def _locked(path: Path) -> BinaryIO:
-    """The open lock file; closing it releases the lock."""
+    """Lock the file exclusively; closing it releases the lock. ConfigError if another process holds it."""
     file = open_lock(path)
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:

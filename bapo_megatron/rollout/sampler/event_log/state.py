@@ -1,12 +1,13 @@
-"""The event-sourced state of the sampler: groups being sampled, finished groups, and counts of all others.
+"""The event-sourced state of the sampler: open groups, finished groups, and counts of all others.
 
-``apply`` is the only way to change it, and every record that it applies is in the write-ahead log already, so
-that replaying the log gives the same state. A record that is lost to damage costs what it held: a response
-continues from the tokens before the gap, and nothing is trained on twice.
+``apply`` is the only mutator, and every record that it applies is in the write-ahead log already: replaying
+the log gives the same state. A damaged record costs only its content: a response continues from the tokens
+before the gap, and nothing is trained on twice.
 
-Steps: ``served`` is the last step that was given its groups; the weights of step s are those that its updates
-made (0: the initial ones). The lag of a group is the number of steps between the weights of its oldest token
-and the weights that its training step starts from; 0 is on-policy.
+Steps: ``served`` is the last step that got its groups; the weights of step s are made by its updates (0: the
+initial ones).
+
+    lag of a group at step t = (t - 1) - (step of the weights of its oldest token)      0 is on-policy
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from bapo_megatron.rollout.sampler.event_log.write_ahead_log import Record
 from bapo_megatron.types import FinishReason, Group, Prompt, Rollout
 
 TOKEN_COLUMNS = {"token_ids": np.int32, "log_probs": np.float32, "versions": np.int32}
-"""The arrays that are kept of every token, by name, with their types."""
+"""The per-token columns of a response in the log, with their dtypes."""
 
 
 class GroupSummary(NamedTuple):
-    """The statistics of a scored group for the metrics of its step, whether or not it is trained on."""
+    """The statistics of a scored group for the metrics of its step, also if it is dropped."""
 
     number: int
     rewards: list[float]
@@ -38,20 +39,20 @@ class GroupSummary(NamedTuple):
     failures: list[str]
     """The kind of each failed score."""
     source: str = ""
-    """The source of the prompt; empty for that of a run with one file."""
+    """The source of the prompt; empty in a run of one file."""
 
 
 @dataclass
 class PartialResponse:
-    """A response that is being sampled, as the segments that engines have returned so far."""
+    """A response that is being sampled: the segments so far."""
 
     segments: list[tuple[np.ndarray, ...]] = field(default_factory=list)
-    """One array for each of ``TOKEN_COLUMNS``, of each segment."""
+    """For each segment one array per column of ``TOKEN_COLUMNS``."""
     tokens: int = 0
     finish_reason: FinishReason | None = None
     """``stop`` or ``length`` when the response is complete, else None."""
     tokens_by_version: Counter[int] = field(default_factory=Counter)
-    """Tokens by the weight version that sampled them."""
+    """Number of tokens by the weight version that sampled them."""
 
     def arrays(self) -> list[np.ndarray]:
         """Token ids, log-probs and versions of the response so far."""
@@ -79,7 +80,7 @@ class OpenGroup:
     """Position of the prompt in the dataset."""
     responses: list[PartialResponse]
     opened_after: int
-    """The step whose weights the engines had when the group was opened."""
+    """The step of the engines' weights when the group was opened."""
 
     @property
     def is_complete(self) -> bool:
@@ -88,7 +89,7 @@ class OpenGroup:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all responses so far."""
+        """Number of tokens of all responses so far."""
         return sum(response.tokens for response in self.responses)
 
     @property
@@ -100,7 +101,7 @@ class OpenGroup:
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """A scored group that waits for the step that trains on it."""
+    """A scored group that waits for its training step."""
 
     number: int
     epoch: int
@@ -111,64 +112,64 @@ class FinishedGroup:
 
 
 class SamplerState:
-    """The state of the sampler, as the records of the write-ahead log have made it."""
+    """The state of the sampler: a pure function of the records of the write-ahead log."""
 
     def __init__(
         self, prompts: Sequence[Prompt], group_size: int, identity: Mapping[str, Any] | None = None
     ) -> None:
-        """Start empty. ``prompts``: the dataset; ``identity``: the settings that the records depend on."""
+        """An empty state. ``prompts``: the dataset; ``identity``: settings that the records depend on."""
         self._prompts = prompts
         self._group_size = group_size
         self._identity = dict(identity or {})
         self.next_number = 0
-        """The number of the next group that is opened."""
+        """The number of the next group."""
         self.taken = 0
-        """Prompts that were taken from the dataset, over all epochs."""
+        """Number of prompts taken from the dataset, over all epochs."""
         self.served = 0
-        """The last step that was given its groups."""
+        """The last step that got its groups."""
         self.weights_step = 0
-        """The step whose updates made the weights that the engines have."""
+        """The step whose updates made the engines' weights."""
         self._version = 0
-        """The version of these weights."""
+        """The version of the engines' weights."""
         self._step_of: dict[int, int] = {}
-        """The last step that made each version."""
+        """The last step of each weight version."""
         self._newest = -1
         """The newest version in ``_step_of``."""
         self._first_step_of: dict[int, int] = {}
-        """The first step that made each version: a step without an update brings the same version again."""
+        """The first step of each weight version: a step without an update keeps the version."""
         self.open: dict[int, OpenGroup] = {}
         self.finished: dict[int, FinishedGroup] = {}
         self.tokens: Counter[str] = Counter()
-        """Tokens of the run: ``sampled``, ``trained``, and ``dropped_REASON``."""
+        """Token counts of the run: ``sampled``, ``trained``, and ``dropped_REASON``."""
         self._trained: dict[int, int] = {}
-        """Tokens of each step's batch; needed if the step's file is lost."""
+        """Token count of each step's batch; needed if the step's file is lost."""
         self.scored: list[GroupSummary] = []
         """Groups that were scored since the last batch."""
         self.dropped: Counter[str] = Counter()
         """Groups that were dropped since the last batch, by reason."""
 
     def apply(self, record: Record) -> None:
-        """Make the change that ``record``, which is in the write-ahead log, stands for."""
+        """Apply a record, which is in the write-ahead log already."""
         change: Callable[[Record], None] = getattr(self, f"_on_{record.kind}")
         change(record)
 
     def step_of(self, version: int) -> int | None:
-        """The step whose updates made the weights ``version``; None if engines never had such weights."""
+        """The step whose updates made weight ``version``; None if engines never had such weights."""
         return self._step_of.get(version)
 
     def lag(self, oldest_version: int | None, step: int) -> int:
-        """The lag, in steps, of a group with this oldest version if ``step`` trains on it."""
+        """The lag in steps of a group with this oldest version, if ``step`` trains on it."""
         if oldest_version is None or oldest_version > self._newest:
-            return 0  # sampled from weights that are being loaded right now
+            return 0  # sampled from weights that are being loaded now
         made = self._step_of.get(oldest_version)
         return step if made is None else step - 1 - made  # None: the record of these weights was damaged
 
     def remaining_budget(self, group: OpenGroup, sample: int, budget: int) -> int:
-        """Tokens that a response may still get before new weights come, with ``budget`` tokens for each step.
+        """The remaining token budget of a response under the current weights, at ``budget`` tokens a step.
 
-        The same weights serve several steps if a step had nothing to train on. Tokens of newer weights exist
-        while these are being loaded, and after a trainer continued from a checkpoint; what is requested now
-        may come from the newest.
+        The same weights serve several steps if a step had nothing to train on. A response may have tokens of
+        newer weights while these are being loaded, and after a trainer resumed from a checkpoint; a request
+        that is sent now may get the newest.
         """
         by_version, present = group.responses[sample].tokens_by_version, self._version
         newer = max((count for version, count in by_version.items() if version > present), default=0)
@@ -178,28 +179,28 @@ class SamplerState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no record was ever applied that brought weights or opened a group."""
+        """Whether no record has loaded weights or opened a group."""
         return not self._step_of and self.next_number == 0
 
     @property
     def outstanding(self) -> int:
-        """Groups that were opened and neither trained on nor dropped."""
+        """Number of groups that are neither trained on nor dropped."""
         return len(self.open) + len(self.finished)
 
     @property
     def outstanding_places(self) -> list[tuple[int, int, int]]:
-        """Number, epoch and prompt of each outstanding group, in the order in which they were opened."""
+        """Number, epoch and prompt of each outstanding group, in the order of opening."""
         groups: list[OpenGroup | FinishedGroup] = [*self.open.values(), *self.finished.values()]
         return sorted((group.number, group.epoch, group.index) for group in groups)
 
     @property
     def outstanding_tokens(self) -> int:
-        """Tokens of the outstanding groups."""
+        """Number of tokens of the outstanding groups."""
         of_open = sum(group.tokens for group in self.open.values())
         return of_open + sum(group.tokens for group in self.finished.values())
 
     def snapshot(self) -> Record:
-        """The record of everything but the groups, with which every file of the journal begins."""
+        """The snapshot record of everything but the groups: the first record of every log."""
         fields = {
             "identity": self._identity,
             "next_number": self.next_number,
@@ -210,12 +211,12 @@ class SamplerState:
             "first_step_of": sorted(self._first_step_of.items()),
             "tokens": dict(self.tokens),
             "trained": sorted(self._trained.items()),
-            "judged": self.scored,
+            "judged": self.scored,  # the key of earlier versions
             "dropped": dict(self.dropped),
         }
         return Record("state", fields, {})
 
-    # --- one method for each kind of record ---
+    # --- one method for each kind of record, found by its name on disk ---
 
     def _on_state(self, record: Record) -> None:
         fields = record.fields
@@ -308,7 +309,7 @@ class SamplerState:
         self._version = version
 
     def _group(self, number: int, epoch: int, index: int) -> OpenGroup:
-        """The open group of this number, opened now if it is unknown (its own record may be damaged)."""
+        """The open group of this number; opened now if it is unknown, because its own record is damaged."""
         if number not in self.open:
             responses = [PartialResponse() for _ in range(self._group_size)]
             self.open[number] = OpenGroup(number, epoch, index, responses, self.weights_step)
@@ -316,14 +317,14 @@ class SamplerState:
         return self.open[number]
 
     def _take(self, number: int) -> OpenGroup | FinishedGroup | None:
-        """Remove the group of this number; None if it is not outstanding."""
+        """Remove and return the group of this number; None if it is not outstanding."""
         return self.open.pop(number, None) or self.finished.pop(number, None)
 
 
 def _counts(versions_R: np.ndarray) -> dict[int, int]:
-    """Tokens by version."""
+    """Number of tokens by version."""
     first = versions_R[:1]
-    if (versions_R == first).all():  # nearly always, and several times as fast
+    if (versions_R == first).all():  # the common case, several times as fast
         return dict.fromkeys(first.tolist(), len(versions_R))
     found, counts = np.unique(versions_R, return_counts=True)
     return dict(zip(found.tolist(), counts.tolist(), strict=True))

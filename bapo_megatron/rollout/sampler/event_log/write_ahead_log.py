@@ -1,9 +1,9 @@
-"""The write-ahead log of sampled segments: an append-only file of records that survives a kill at any byte.
+"""The write-ahead log: an append-only file of checksummed records, with atomic commits, that survives a kill.
 
-A record is a header (magic, kind, sizes, CRC of the header), a JSON object, and numpy arrays laid end to end,
-with a CRC over both. The magic says whether more records of the same commit follow: at the end of a file a
-commit counts only if all of its records are there. Reading continues after damage: a torn tail is cut when
-the file is opened for writing; a damaged record is reported with its offset, and skipped to the next magic.
+A record is a header (magic, kind, sizes, CRC of the header), a JSON object, and numpy arrays end to end, with
+a CRC over both. The magic says whether more records of the same commit follow: at the end of a file a commit
+counts only if it is complete. Recovery: a torn tail is truncated when the file is opened for writing; a
+damaged record is reported with its offset, and skipped to the next magic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bapo_megatron.runtime.run_files import open_plain
 
 _MAGIC = b"BPR"
 _LAST, _MORE = _MAGIC + b"1", _MAGIC + b"+"
-"""The magic of the last record of a commit, and of those before it."""
+"""The magic of a commit's last record, and of those before it."""
 
 _HEAD = struct.Struct("<4s16sII")  # magic, kind, bytes of JSON, bytes of arrays
 _CHECK = struct.Struct("<I")
@@ -43,12 +43,12 @@ class Record:
     """The plain JSON part."""
     arrays: dict[str, np.ndarray]
     offset: int = -1
-    """The offset of its first byte in the file, if it was read from one, else -1."""
+    """Offset in the file that it was read from, else -1."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A stretch of a log that holds no whole record."""
+    """A damaged range of a log, without a whole record."""
 
     offset: int
     size: int
@@ -59,7 +59,7 @@ class WriteAheadLog:
     """One write-ahead log, open for appending by one process."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file, and cut off what a kill left half-written at its end."""
+        """Open or create the file, and truncate the torn tail that a kill has left."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = FileIO(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
@@ -69,9 +69,9 @@ class WriteAheadLog:
             self._file.truncate(self.size)
 
     def write(self, records: Iterable[Record]) -> None:
-        """Commit ``records``: all are on disk when this returns, none if it raises OSError (a full disk).
+        """Commit ``records`` atomically: all are durable when this returns; none if it raises OSError.
 
-        After a kill in the middle, all of them are read again, or none.
+        After a kill during the write all of them are read, or none.
         """
         *others, last = records
         content = b"".join([*(encode(record, more=True) for record in others), encode(last)])
@@ -79,6 +79,7 @@ class WriteAheadLog:
             append_whole(self._file, content, self.size)
             os.fsync(self._file.fileno())
         except OSError:
+            # A full disk: the tail goes, so that a later commit does not follow half of this one.
             self._file.truncate(self.size)
             raise
         self.size += len(content)
@@ -103,13 +104,13 @@ def encode(record: Record, more: bool = False) -> bytes:
 
 
 def read_records(path: Path) -> Iterator[Record | Damage]:
-    """Every record of a log in order, and every stretch of damage between them."""
+    """The records of a log in order, with the damaged ranges between them."""
     if path.stat().st_size == 0:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         at = 0
         commit: list[Record] = []
-        """The records of a commit whose last record was not read yet."""
+        """The records of a commit whose last record is not read yet."""
         while at < len(content):
             found, end = _record_at(content, at)
             if found is not None:
@@ -131,7 +132,7 @@ def read_records(path: Path) -> Iterator[Record | Damage]:
 
 
 def _whole_end(path: Path) -> int:
-    """The offset at which the last whole record ends; what follows it is torn."""
+    """The end of the last complete commit; the rest is a torn tail."""
     end = 0
     for found in read_records(path):
         if isinstance(found, Record):
@@ -140,7 +141,7 @@ def _whole_end(path: Path) -> int:
 
 
 def _next_record(content: mmap.mmap, start: int) -> int:
-    """The first offset from ``start`` on at which a whole record begins, or the end of the file."""
+    """The offset of the first whole record from ``start`` on, or the end of the file."""
     at = content.find(_MAGIC, start)
     while at >= 0:
         if _record_at(content, at)[0] is not None:
@@ -150,7 +151,7 @@ def _next_record(content: mmap.mmap, start: int) -> int:
 
 
 def _record_at(content: mmap.mmap, at: int) -> tuple[Record | None, int]:
-    """The record that begins at offset ``at``, and the offset of its end; None if there is no whole one."""
+    """The record at offset ``at``, and its end; None if there is no whole record."""
     if len(content) - at < _OVERHEAD or content[at : at + len(_LAST)] not in (_LAST, _MORE):
         return None, at
     head = content[at : at + _HEAD.size]

@@ -1,7 +1,7 @@
-"""Stand-in for the CPU build of sgl-kernel, which is not on PyPI: the names that SGLang 0.5.23 imports.
+"""The stand-in for sgl-kernel's CPU build, which is not on PyPI: the names that SGLang 0.5.23 imports.
 
 No operator is registered under ``torch.ops.sgl_kernel``, so SGLang finds no AMX support and takes its plain
-torch paths; of these functions it then calls one.
+torch paths. It then calls one of these functions.
 """
 
 from typing import Any, NoReturn
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 def assign_req_to_token_pool_cpu(
     requests: Any, table: Any, starts: Any, ends: Any, locations: Any, _width: int
 ) -> None:
-    """Write each request's new cache locations into its row of the table, from its start to its end."""
+    """Write each request's new cache locations into its row of the table, from start to end."""
     taken = 0
     for row, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
         table[row, start:end] = locations[taken : taken + end - start].to(table.dtype)

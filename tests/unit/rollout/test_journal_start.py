@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.rollout.sampler.beginning import FORKED, OUTSTANDING, beginning
+from bapo_megatron.rollout.sampler.journal_start import FORKED, OUTSTANDING, journal_start
 from tests.support.sampling import ScriptedEngine, World, mixed, prompt_ids
 from tests.support.virtual_time import run_virtually
 
@@ -120,7 +120,7 @@ def test_other_prompts_begin_at_their_start_and_it_is_said(why: str, tmp_path: P
 def test_the_records_by_hand() -> None:
     """Of 100 sampled tokens 70 were trained on and 10 dropped: the other 20 are lost, and counted so."""
     cooler = {**OURS, "rollout.temperature": 0.5}
-    found = beginning({**STATE, FORKED: None}, cooler, 2)
+    found = journal_start({**STATE, FORKED: None}, cooler, 2)
     assert found.state.fields == {
         **{name: STATE[name] for name in ("next_number", "taken", "served", "weights_step")},
         **{name: STATE[name] for name in ("step_of", "first_step_of", "dropped")},
@@ -131,10 +131,10 @@ def test_the_records_by_hand() -> None:
     }
     assert [record.fields for record in found.opened] == [{"groups": [[7, 0, 7], [8, 0, 8]], "taken": None}]
     assert found.message.startswith("the dataset goes on after 9 prompts; 2 prompts that were")
-    begun = beginning({**STATE, FORKED: None}, {**OURS, "seed": 2}, 2)
+    begun = journal_start({**STATE, FORKED: None}, {**OURS, "seed": 2}, 2)
     assert (begun.state.fields["taken"], begun.opened) == (0, [])
     assert begun.message == "the dataset begins at its start: seed is 2, and was 1"
-    lost = beginning(STATE, OURS, 2)
+    lost = journal_start(STATE, OURS, 2)
     assert lost.state.fields["trained"] == STATE["trained"]
     assert lost.kind == "journal_missing"
 
@@ -142,12 +142,12 @@ def test_the_records_by_hand() -> None:
 def test_what_is_left_out_is_said() -> None:
     """A checkpoint without the list, and one of a run that had repeated steps after a kill."""
     older = {name: value for name, value in STATE.items() if name != OUTSTANDING}
-    found = beginning({**older, FORKED: None}, OURS, 2)
+    found = journal_start({**older, FORKED: None}, OURS, 2)
     assert found.opened == []
     assert (
         "prompts that were in the making are left out: the checkpoint, of an earlier version" in found.message
     )
-    found = beginning({**STATE, FORKED: None}, OURS, 1)
+    found = journal_start({**STATE, FORKED: None}, OURS, 1)
     assert found.message.endswith("those that it had sampled for the steps 2 to 2 are left out")
     fields = found.state.fields
     assert (fields["served"], fields["weights_step"]) == (1, 1)
